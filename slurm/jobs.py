@@ -35,19 +35,19 @@ class Job:
     """Its number; of an array without the tasks; of a local one its process id."""
     where: Backend
     time: float
-    """When it was sent, in seconds since 1970."""
+    """Time of sending, in seconds since 1970."""
     name: str
     user: str
     host: str
-    """Where it was sent from, and where it runs if it is local."""
+    """Host that it was sent from, on which it runs if it is local."""
     submission: str
     """File of the `Submission`, relative to the run folder."""
     link: int = 1
-    """Of a chain, from 1."""
+    """Number in a chain, from 1."""
     tasks: int = 1
-    """Of an array."""
+    """Tasks of an array."""
     step: int | None = None
-    """Of the checkpoint that it evaluates."""
+    """Step of the checkpoint that it evaluates."""
     after: tuple[str, ...] = ()
     """Jobs that it waits for."""
 

@@ -70,9 +70,9 @@ class JobState:
     """Compact, like `n[1-2]`."""
     restarts: int = 0
     start: float | None = None
-    """When it began or is expected to begin, in seconds since 1970."""
+    """Start, or expected start, in seconds since 1970."""
     end: float | None = None
-    """When its time is over, in seconds since 1970."""
+    """End of its time, in seconds since 1970."""
     excluded: str = ""
     """Nodes that it is kept from, compact."""
 
@@ -246,7 +246,7 @@ def update(job: str, values: Mapping[str, str]) -> None:
 
 
 def cancel(numbers: Sequence[str]) -> None:
-    """End jobs, or take them out of the queue; those that have ended are passed over.
+    """End jobs, or take them out of the queue; those that have ended are skipped.
 
     Raises:
         SchedulerError: the scheduler does not answer, or the job is another user's.
@@ -294,7 +294,7 @@ class Partition:
     minutes: int | None
     """Longest time limit; None for none."""
     most_nodes: int | None
-    """Of one job; None for no limit."""
+    """Largest number of nodes of one job; None for no limit."""
     nodes: int
     """In all."""
     usable: int
@@ -302,7 +302,7 @@ class Partition:
     gres: tuple[str, ...]
     """Generic resources of its nodes, like `gpu:h100:8`; one for each kind of node."""
     features: frozenset[str] = frozenset()
-    """Of some of its nodes, for `constraint`."""
+    """Features of some of its nodes, for `constraint`."""
 
 
 def partitions() -> dict[str, Partition]:
@@ -339,7 +339,7 @@ class NodeKind:
 
     nodes: int
     cpus: int
-    """Of each."""
+    """CPUs of each node."""
     gres: str
     """Like `gpu:h100:8`; `(null)` for none."""
 

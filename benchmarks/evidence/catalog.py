@@ -19,7 +19,7 @@ _TESTS = Item(
 
 _RATES = Item(
     "rates",
-    "Which shares of its stated peaks does the device reach, in products, attention and passes over memory?",
+    "Which shares of its stated peaks does the device reach, in products, attention and memory bandwidth?",
     "rates:measure",
     full={
         "tokens": 16384,

@@ -88,7 +88,7 @@ def checkpoint_prune(
     run: RunOrFolder,
     overrides: Overrides = None,
     keep: Annotated[
-        int | None, typer.Option(help="Keep the newest so many; by default train.checkpoint.keep.", min=1)
+        int | None, typer.Option(help="Number of latest checkpoints to keep; by default train.checkpoint.keep.", min=1)
     ] = None,
     steps: Annotated[
         str | None, typer.Option(metavar="A,B,C", help="Remove these instead.", show_default=False)
@@ -135,7 +135,7 @@ def checkpoint_average(
     steps: Annotated[
         str | None, typer.Option(metavar="A,B,C", help="Steps of the checkpoints.", show_default=False)
     ] = None,
-    last: Annotated[int | None, typer.Option(help="The newest so many checkpoints.", min=2)] = None,
+    last: Annotated[int | None, typer.Option(help="Number of latest checkpoints.", min=2)] = None,
     weights: Weights = "model",
     max_shard: MaxShard = None,
 ) -> None:

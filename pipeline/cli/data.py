@@ -101,7 +101,7 @@ def data_plan(
         list[str] | None,
         typer.Option(
             metavar="SOURCE=TOKENS",
-            help="Plan as if the source had so many tokens, like web=1T, whether or not it has a dataset; may be "
+            help="Plan as if SOURCE had this number of tokens, like web=1T, whether or not it has a dataset; may be "
             "repeated.",
             show_default=False,
         ),

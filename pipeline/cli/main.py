@@ -416,7 +416,7 @@ def main() -> None:
         code = end.code
     except KeyboardInterrupt as error:
         code = _report(error)
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         record_error(error)
         code = _report_mistake(error)
     processes = sys.modules.get("pipeline.train.distributed.process_group")

@@ -16,7 +16,7 @@ EXIT_UNSAVED = 79
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 AGREED_CODES = (EXIT_OK, EXIT_STOPPED, EXIT_NUMERICAL, EXIT_UNSAVED)
-"""Of ends that all ranks come to after the same step."""
+"""Exit codes of ends that all ranks come to after the same step."""
 
 DISTRIBUTION = "pretraining-pipeline"
 """Our name on the package registry; `pipeline` is another project there."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CACHED = ("active_file", "inactive_file")
-"""Of `memory.stat`: files that are kept in memory as long as nobody needs it."""
+"""Keys of `memory.stat`: files that are kept in memory as long as nobody needs it."""
 _VERSIONS = {
     # Controller in /proc/self/cgroup -> its mount, limit, usage, prefix of the totals in memory.stat.
     "": ("unified", "memory.max", "memory.current", ""),
@@ -25,7 +25,7 @@ class HostMemory:
     total: int
     """Memory that they could get if nothing else ran."""
     limited: bool
-    """Whether a cgroup (a container, a job) sets the limit, and not the machine."""
+    """True if a cgroup (a container, a job) sets the limit, and not the machine."""
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:

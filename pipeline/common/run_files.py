@@ -100,7 +100,7 @@ class RunFiles:
 
         Raises:
             OSError: it cannot be read.
-            ValueError: it is no JSON object.
+            ValueError: it is not a JSON object.
         """
         try:
             return storage.read_object(self.exit)

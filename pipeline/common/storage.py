@@ -30,7 +30,7 @@ _SHOWN_NAME = 200
 _BLOCK = 2**20
 """Bytes that are read at once from the end of a file."""
 _SHARED = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""To open a file that stays in its place; a pipe with its name is no reason to wait."""
+"""To open a file that stays in its place, without waiting where a pipe has its name."""
 _TEMPORARY = re.compile(r"\..+\.(?P<space>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 

@@ -92,7 +92,7 @@ _BYTES_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_count(value: Any) -> Any:
-    """`300`, `1e9`, `2_000_000`, `1.5B` -> int. What is no text or whole float is left to pydantic."""
+    """`300`, `1e9`, `2_000_000`, `1.5B` -> int. Anything but text or a whole float is left to pydantic."""
     if isinstance(value, str):
         found = _COUNT.match(value.strip())
         value = _whole(found[1], _COUNT_SCALE[found[2]]) if found else None
@@ -102,7 +102,7 @@ def parse_count(value: Any) -> Any:
 
 
 def parse_bytes(value: Any) -> Any:
-    """`4096`, `64MiB`, `1.5GB` -> bytes. What is no text or whole float is left to pydantic."""
+    """`4096`, `64MiB`, `1.5GB` -> bytes. Anything but text or a whole float is left to pydantic."""
     if isinstance(value, str):
         found = _BYTES.match(value.strip())
         unit = (found[2] or "") if found else ""
@@ -113,7 +113,7 @@ def parse_bytes(value: Any) -> Any:
 
 
 def _whole(number: str, scale: int) -> int | None:
-    """The product, exactly; None if it is no whole number or needs more than 63 bits."""
+    """The product, exactly; None if it is not a whole number or needs more than 63 bits."""
     try:
         product = Decimal(number.replace("_", "")) * scale
         return int(product) if product < 2**63 and product % 1 == 0 else None

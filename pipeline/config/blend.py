@@ -1,4 +1,4 @@
-"""`blend:` and `stage:`: phases of the run, what is passed over, and where parts are read from."""
+"""`blend:` and `stage:`: phases of the run, what is skipped, and where parts are read from."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Bound(Share):
         return str(int(self.share) if self.documents is None and self.share.is_integer() else self._text())
 
     def of(self, documents: int) -> int:
-        """The document at this place, of so many."""
+        """Index of the document at this place, of `documents`."""
         if self.documents is not None:
             return self.documents
         # Floats stand for the shortest decimal that denotes them, as in the weights of a blend.
@@ -94,7 +94,7 @@ class PhaseConfig(Section):
     name: str = ""
     """For tables and messages."""
     until: Duration | None = None
-    """Where it ends, counted from the start of the run, in steps or target tokens: at the first step boundary at or
+    """Its end, counted from the start of the run, in steps or target tokens: at the first step boundary at or
     after that. All phases but the last need it; the last one lasts to the end of the run."""
     weights: Literal["tokens"] | dict[str, float] | None = None
     """By source; or `tokens` for shares that are proportional to tokens. By default the sources' own."""
@@ -139,7 +139,7 @@ class SkipConfig(Section):
     """Something not to train on. It moves no other sample. Give `steps`, `samples` or `source`."""
 
     steps: Range | None = None
-    """Steps to pass over, numbered from 1 as in the metrics: their data is never used and the weights stay."""
+    """Steps to skip, numbered from 1 as in the metrics: their data is never used and the weights stay."""
     samples: Range | None = None
     """Global indices of samples, from 0, whose targets get no weight."""
     source: str | None = None
@@ -161,7 +161,7 @@ class SkipConfig(Section):
 
 
 class BlendConfig(Section):
-    """Which source gives how much of what step. `docs/blend.md` is a guide."""
+    """Shares of the sources in each step of the run. `docs/blend.md` is a guide."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Shares are proportional to weight ** (1 / temperature): 1 leaves the weights as they are, more evens them out."""
@@ -170,7 +170,7 @@ class BlendConfig(Section):
     phases: list[PhaseConfig] = Field(default_factory=list)
     """In the order of the run. Append to them while the run is under way; what was trained on cannot change."""
     skip: list[SkipConfig] = Field(default_factory=list)
-    """What is not to be trained on."""
+    """Steps, samples and sources not to train on."""
 
     @model_validator(mode="after")
     def _ends(self) -> BlendConfig:
@@ -197,7 +197,7 @@ class BlendConfig(Section):
 
 
 class StageConfig(Section):
-    """What is copied to the node before training."""
+    """Node-local copy of the data, made before training."""
 
     data: Literal["shared", "local"] = "shared"
     """`local` copies the parts that the run needs to `dir`, checks their hashes, and reads them there."""

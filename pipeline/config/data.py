@@ -41,7 +41,7 @@ class SourceConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     """Name of the source. The order of its samples is keyed by this name, never by its place in the list."""
     type: Literal["text", "jsonl", "parquet", "arrow", "hub"] = "text"
-    """`text`: one document a file (text or code). `jsonl`: one JSON object a line. Both may be compressed (`.gz`,
+    """`text`: one document per file (text or code). `jsonl`: one JSON object per line. Both may be compressed (`.gz`,
     `.zst`, `.bz2`, `.xz`). `parquet`: one row a document. `arrow`: Arrow files, like those of `Dataset.save_to_disk`.
     `hub`: what `hub` names, through `datasets` streaming."""
     paths: list[AbsGlob] = Field(default_factory=list)
@@ -49,7 +49,7 @@ class SourceConfig(Section):
     exclude: list[str] = Field(default_factory=list)
     """Globs of files to leave out."""
     hub: HubConfig | None = None
-    """What to stream, with `type: hub`."""
+    """Dataset to stream, with `type: hub`."""
     text_key: str = "text"
     """Key or column of the document's text."""
     id_key: str = "id"
@@ -64,7 +64,7 @@ class SourceConfig(Section):
     slice: Slice | None = None
     """Train only on the documents from the first place up to the second, like `[0, 0.9]` or `[0, 500 documents]`."""
     max_epochs: float | None = Field(default=None, gt=0)
-    """Train on at most so many times the source's tokens; fractions are allowed."""
+    """Train on the source's tokens at most N times; fractions are allowed."""
     on_exhausted: Literal["renormalize", "stop", "repeat"] = "renormalize"
     """At `max_epochs`: the other sources share its place, the run ends, or it goes on with a warning."""
 
@@ -93,32 +93,32 @@ class SourceConfig(Section):
 
 
 class PreprocessConfig(Section):
-    """How documents become tokens."""
+    """Preprocessing: from documents to tokens."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the order of documents on disk and of the tokenizer's sample; runs with different `run.seed` can share a
     data folder."""
     workers: int | None = Field(default=None, ge=1)
-    """Worker processes; by default one a core."""
+    """Worker processes; by default one per core."""
     unit_bytes: Bytes = Field(default=2**30, ge=1)
     """Work is cut into units of at most this much text; a source below 64 of them into up to 64 units of about 16 MiB
     at least. A unit, or a chunk of one, is redone after a crash."""
     engine: Literal["auto", "tokenizers", "gigatoken", "fastokens"] = "auto"
-    """What computes the ids that the `tokenizers` library defines. `auto` takes the fastest one that is installed and
-    proves on hard texts, and again on a sample of every unit, that its ids are the same."""
+    """Library that computes the ids that the `tokenizers` library defines. `auto` takes the fastest one that is
+    installed and proves on hard texts, and again on a sample of every unit, that its ids are the same."""
     verify_rate: float = Field(default=0.002, ge=0, le=1)
     """Share of a unit's documents, and at least 64 of them, whose ids are compared with those of `tokenizers`."""
     max_document_bytes: Bytes = Field(default=2 * 2**20, ge=1024)
     """Text of a longer document is encoded in pieces, cut at a line end or space; it stays one document."""
     on_long_document: Literal["split", "reject"] = "split"
-    """What becomes of documents longer than `max_document_bytes`."""
+    """Treatment of documents longer than `max_document_bytes`."""
     shuffle: Literal["unit", "global"] = "unit"
     """`unit`: documents are permuted within their unit, and the units are. `global`: a second pass permutes all
     documents of a source."""
     on_error: Literal["skip", "fail"] = "skip"
-    """A bad record is counted and passed over, or ends the stage."""
+    """A bad record is counted and skipped, or ends the stage."""
     on_damaged_file: Literal["fail", "keep", "drop"] = "fail"
-    """What becomes of a source with a file that cannot be read to its end: truncated, or its checksums do not hold.
+    """Treatment of a source with a file that cannot be read to its end: truncated, or its checksums do not hold.
     `fail`: the stage fails when all else is done, and names these files. `keep`: the text before the damage stays, as
     far as checksums hold. `drop`: nothing of these files is taken."""
     max_record_bytes: Bytes = Field(default=32 * 2**20, ge=2**10, le=2**30)
@@ -135,7 +135,7 @@ _SPLIT_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 
 
 class LoaderConfig(Section):
-    """How training reads the datasets."""
+    """Reading of the datasets in training."""
 
     read: Literal["mmap", "pread"] = "mmap"
     """`pread` for file systems on which mapping files is slow or fails: errors can be retried there."""
@@ -147,19 +147,19 @@ class DataConfig(Section):
     """Sources, preprocessing and splits."""
 
     dir: AbsPath | None = None
-    """Where datasets are written; by default `data` in the run folder."""
+    """Folder of the datasets; by default `data` in the run folder."""
     sources: list[SourceConfig] = Field(min_length=1)
-    """What to read."""
+    """Sources to read."""
     splits: dict[str, Share] = Field(default_factory=lambda: {"heldout": Share(share=0.01)})
     """Documents kept from training, by the name of the split: a share of them, or a number of a source's. Chosen by a
     keyed hash, so the same ones when documents are added. Append new splits: a split moves those behind it. `{}` keeps
     none from training, as `{heldout: 0}` does."""
     split_by: Literal["content", "id"] = "content"
-    """What decides a document's split: its text, so that equal texts are on one side everywhere, or its id."""
+    """Property that decides a document's split: its text, so that equal texts are on one side everywhere, or its id."""
     preprocess: PreprocessConfig = PreprocessConfig()
-    """How documents become tokens."""
+    """Preprocessing: from documents to tokens."""
     loader: LoaderConfig = LoaderConfig()
-    """How training reads the datasets."""
+    """Reading of the datasets in training."""
 
     @field_validator("splits", mode="before")
     @classmethod

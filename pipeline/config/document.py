@@ -93,7 +93,7 @@ class ParsedFile:
     places: dict[KeyPath, Place] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     written: bool = False
-    """Whether a run has written it: nothing in it is resolved or included."""
+    """True if a run has written it: nothing in it is resolved or included."""
 
 
 def parse(text: str, source: str, *, lines: bool = True) -> ParsedFile:
@@ -108,7 +108,7 @@ def parse(text: str, source: str, *, lines: bool = True) -> ParsedFile:
         The document; duplicate keys, keys that are not text and unknown tags are among its problems.
 
     Raises:
-        UserError: The text is no YAML.
+        UserError: The text is not YAML.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)

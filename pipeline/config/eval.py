@@ -19,13 +19,13 @@ class TaskConfig(Section):
     often the model has the last word of a passage, and its perplexity, as in the harness's `lambada_openai`; all tokens
     of the word have to be right, which is Megatron-LM's `--strict-lambada`."""
     path: AbsPath
-    """`wikitext`: the corpus' own text file (articles begin with a line like ` = Title = `), or a JSON object a line
-    with an article as `page` or `text`. `lambada`: a JSON object a line with a passage as `text`."""
+    """`wikitext`: the corpus' own text file (articles begin with a line like ` = Title = `), or a JSON object per
+    line with an article as `page` or `text`. `lambada`: a JSON object per line with a passage as `text`."""
     name: str | None = Field(default=None, min_length=1)
-    """What the results are called; by default the type."""
+    """Name of the results; by default the type."""
     stride: int | None = Field(default=None, ge=1)
-    """`wikitext`: score windows that begin every so many tokens. Of each but the first of a text only the last `stride`
-    tokens count. By default each token is in one window, as in the harness."""
+    """`wikitext`: score windows that begin every `stride` tokens. Of each but the first of a text only the last
+    `stride` tokens count. By default each token is in one window, as in the harness."""
     detokenize: bool = True
     """`wikitext`: undo the corpus' tokenization (` @,@ `, spaces before punctuation) before scoring. Words and bytes
     are those of the file in any case."""
@@ -35,7 +35,7 @@ class TaskConfig(Section):
 
     @property
     def title(self) -> str:
-        """What the results are called."""
+        """Name of the results."""
         return self.name or self.type
 
     @model_validator(mode="after")
@@ -58,7 +58,7 @@ class HarnessConfig(Section):
     num_fewshot: int | None = Field(default=None, ge=0)
     """Examples before each question; by default what the task says."""
     limit: int | None = Field(default=None, ge=1)
-    """Only the first so many documents of each task, to try something out; by default all."""
+    """Score only the first N documents of each task, to try something out; by default all."""
     include_path: AbsPath | None = None
     """Folder with task files that the harness does not have. `pipeline eval prefetch` writes into its folder
     `prefetched` what tasks need where there is no network."""
@@ -67,16 +67,16 @@ class HarnessConfig(Section):
 
 
 class EvalConfig(Section):
-    """What is measured on a checkpoint."""
+    """Measurements on a checkpoint."""
 
     split: str = "heldout"
-    """Which of `data.splits` is evaluated."""
+    """The split to evaluate, one of `data.splits`."""
     batch_size: int = Field(default=8, ge=1)
     """Windows of one forward pass on a process."""
     samples: int | None = Field(default=None, ge=1)
-    """Score a fixed sample of so many windows, of which each source has its share; by default the whole split."""
+    """Score a fixed sample of N windows, of which each source has its share; by default the whole split."""
     stride: int | None = Field(default=None, ge=1)
-    """Begin a window every so many tokens. Of each but the first of a text only the last so many count: every token
+    """Begin a window every `stride` tokens. Of each but the first of a text only the last `stride` count: every token
     counts once, and has train.sequence_length - stride tokens before it or more. By default windows do not overlap."""
     documents: bool = False
     """Score each document by itself: windows begin anew with it, and hold nothing of another one. By default the split
@@ -84,7 +84,7 @@ class EvalConfig(Section):
     max_length: int | None = Field(default=None, ge=1)
     """Tokens that a task has as input at once; by default train.sequence_length."""
     processes: int = Field(default=1, ge=1)
-    """Processes of the evaluation, one a device. The command starts them on this machine, unless torchrun or another
+    """Processes of the evaluation, one per device. The command starts them on this machine, unless torchrun or another
     launcher has; in a job they are as many on each node as it has GPUs."""
     parallel: ParallelConfig | None = None
     """Layout over the processes of the evaluation; by default that of the training (`parallel`)."""
@@ -96,7 +96,7 @@ class EvalConfig(Section):
     """On SLURM: send an evaluation job for each permanent checkpoint (`train.checkpoint.keep_every`) while training
     goes on."""
     weights: Literal["model", "ema"] = "model"
-    """Which weights of a checkpoint are evaluated, and continue prompts: those that were trained, or their moving
+    """Weights of a checkpoint that are evaluated, and continue prompts: those that were trained, or their moving
     average (`train.ema`)."""
 
     @model_validator(mode="after")
@@ -108,7 +108,7 @@ class EvalConfig(Section):
 
 
 class GenerateConfig(Section):
-    """How `pipeline generate`, and the sample at the end of `pipeline run`, continue a prompt."""
+    """Continuation of a prompt, by `pipeline generate` and as the sample at the end of `pipeline run`."""
 
     prompt: str = "def "
     """Text to continue."""

@@ -19,7 +19,7 @@ from pipeline.config.document import MAX_DEPTH, MAX_VALUES, PLACEHOLDER, Place
 from pipeline.config.schema import KeyPath, dotted
 
 MAX_CHARACTERS = 2**22
-"""Of all values that were resolved; references to references can make billions out of a few lines."""
+"""Size of all values that were resolved; references to references can make billions out of a few lines."""
 
 _OPEN = re.compile(r"(\\*)\$\{")
 _PLAIN = re.compile(r"[^\\$]+|\\+|\$")

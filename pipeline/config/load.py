@@ -31,7 +31,7 @@ RUN_FILE = RunFiles.config
 _DIGITS: Sequence[KeyPath] = [("slurm", "umask")]
 """Keys whose values are digits, and not a number: a zero before them matters."""
 _BESIDE_RUN_FILE = (RunFiles.ledger, RunFiles.metrics, EXPORT_ORIGIN, LAUNCHER_LOG)
-"""What a run, an export and a launch leave beside the file that they have written."""
+"""Files that a run, an export and a launch leave beside the file that they have written."""
 
 
 def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
@@ -76,7 +76,7 @@ def written_values(path: Path) -> dict[str, Any]:
     """The plain values of such a file, which may be of another version: nothing is validated.
 
     Raises:
-        UserError: It is no mapping in YAML.
+        UserError: It is not a mapping in YAML.
     """
     values: dict[str, Any] = _document(path, own=False).value
     return values
@@ -254,7 +254,7 @@ def _shown(path: Path) -> str:
 
 
 def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value that is no mapping: lists, then their entries, scalars."""
+    """Every value that is not a mapping: lists, then their entries, scalars."""
     if isinstance(value, dict):
         for key, below in value.items():
             yield from _leaves(below, (*path, key))

@@ -15,10 +15,10 @@ MAX_ROWS = 2**28
 
 
 class RopeScalingConfig(Section):
-    """How rotary frequencies are changed for contexts longer than the original one."""
+    """Change of rotary frequencies for contexts longer than the original one."""
 
     type: Literal["linear", "llama3", "yarn"]
-    """Which scaling."""
+    """Method of scaling."""
     factor: float = Field(gt=0)
     """Length of the new context over the original one."""
     original_max_positions: int = Field(default=8192, ge=1)
@@ -75,7 +75,7 @@ class ModelConfig(Section):
     mlp: Literal["swiglu", "gelu"] = "swiglu"
     """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2)."""
     bias: Literal["none", "qkv", "all"] = "none"
-    """Which linear layers have a bias: none (Llama 3), query/key/value (Qwen2), or all (GPT-2)."""
+    """Linear layers that have a bias: none (Llama 3), query/key/value (Qwen2), or all (GPT-2)."""
     positions: Literal["rope", "learned"] = "rope"
     """Rotary embedding of queries and keys, or a learned embedding added to the tokens."""
     max_positions: int | None = Field(default=None, ge=1, le=MAX_ROWS)

@@ -1,4 +1,4 @@
-"""`parallel:`: how the model and the data are laid out over processes, one a device."""
+"""`parallel:`: how the model and the data are laid out over processes, one per device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ V_SHAPED = ("zbv", "dualpipev")
 
 
 class PipelineConfig(Section):
-    """How pipeline stages are cut and in which order they work."""
+    """Pipeline stages: their layers and the order of their passes."""
 
     schedule: ScheduleName = "1f1b"
     """Order of forward and backward passes of the micro-batches."""
@@ -37,12 +37,12 @@ class PipelineConfig(Section):
 
 
 class OverlapConfig(Section):
-    """What communication runs beside computation."""
+    """Communication that runs beside computation."""
 
     forward_prefetch: int = Field(default=0, ge=0)
     """With dp_shard, layers whose weights are gathered ahead of the one at work in the forward pass. 0: each layer's
     when its turn comes, which on a GPU is beside the layer before, as long as the host is ahead of it. More are asked
-    for before the layer is computed: for layers too small for the host, or a slow network, at the memory of so many
+    for before the layer is computed: for layers too small for the host, or a slow network, at the memory of these
     layers' weights."""
     backward_prefetch: int = Field(default=1, ge=1)
     """The same in the backward pass, where weights were given back after forward. 1 is what torch does by itself."""
@@ -60,12 +60,12 @@ class ParallelConfig(Section):
     """Degrees of parallelism. Processes = pp x dp_replicate x dp_shard x cp x tp, tp innermost, pp outermost."""
 
     tp: int = Field(default=1, ge=1)
-    """Tensor parallel: every matrix is cut over so many processes."""
+    """Tensor parallel: every matrix is cut over N processes."""
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallel: the layers are cut into stages over so many processes. Set train.micro_batch_size with it: a
+    """Pipeline parallel: the layers are cut into stages over N processes. Set train.micro_batch_size with it: a
     step needs several micro-batches."""
     cp: int = Field(default=1, ge=1)
-    """Context parallel: every sequence is cut over so many processes."""
+    """Context parallel: every sequence is cut over N processes."""
     cp_method: CpMethod = "all_gather"
     """With cp, how attention sees the whole sequence. `all_gather`: each process has two pieces of it, one from either
     end, and collects all keys and values. `ulysses`: each has one piece, and exchanges it for some heads of the whole
@@ -73,7 +73,7 @@ class ParallelConfig(Section):
     dp_replicate: int = Field(default=1, ge=-1)
     """Data parallel with a whole copy of the weights on each process, or on each group of dp_shard. -1: the rest."""
     dp_shard: int = Field(default=-1, ge=-1)
-    """Data parallel with weights, gradients and optimizer states sharded over so many processes. -1: the rest."""
+    """Data parallel with weights, gradients and optimizer states sharded over N processes. -1: the rest."""
     sequence_parallel: bool = True
     """With tp, norms and residual stream are cut along the sequence too, which saves memory and sends no more. Sequence
     lengths must be multiples of tp."""
@@ -88,7 +88,7 @@ class ParallelConfig(Section):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backward passes have two halves: gradients of inputs, and later those of weights."""
+        """True if backward passes have two halves: gradients of inputs, and later those of weights."""
         return self.pp > 1 and self.pipeline.schedule in ZERO_BUBBLE
 
     @model_validator(mode="after")

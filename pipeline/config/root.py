@@ -25,15 +25,15 @@ class Config(Section):
     """A run file after includes, overrides and validation."""
 
     run: RunConfig
-    """Where the run lives."""
+    """Folder and seed of the run."""
     launch: LaunchConfig = LaunchConfig()
-    """What its processes use."""
+    """Processes of the run."""
     data: DataConfig
     """Documents and datasets."""
     blend: BlendConfig = BlendConfig()
-    """Which source gives how much of what step."""
+    """Shares of the sources in each step."""
     stage: StageConfig = StageConfig()
-    """What is copied to the node before training."""
+    """Node-local copy of the data."""
     tokenizer: TokenizerConfig
     """Tokenizer."""
     model: ModelConfig

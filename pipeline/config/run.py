@@ -10,7 +10,7 @@ from pipeline.config.base import AbsLinePath, Section
 
 
 class RunConfig(Section):
-    """Where the run lives and what its randomness starts from."""
+    """Folder and seed of the run."""
 
     dir: AbsLinePath
     """Run folder: checkpoints, metrics, evaluations, the resolved config and, by default, the data."""
@@ -32,13 +32,13 @@ class TimeLimitsConfig(Section):
 
 
 class LaunchConfig(Section):
-    """What the processes of the run may use."""
+    """Processes of the run and their resources."""
 
     processes: int | None = Field(default=None, ge=1)
-    """Processes of the training, one a device; by default as many as `parallel` names. The command starts them on this
-    machine, unless torchrun or another launcher has."""
+    """Processes of the training, one per device; by default as many as `parallel` names. The command starts them on
+    this machine, unless torchrun or another launcher has."""
     time_limits: TimeLimitsConfig = TimeLimitsConfig()
-    """When a process counts as hung."""
+    """Limits after which a process counts as hung."""
     max_minutes: float | None = Field(default=None, gt=0)
     """Save and stop, with exit code 75, when this attempt has lasted so long."""
     stop_before_end_seconds: float | None = Field(default=None, ge=0)
@@ -48,7 +48,7 @@ class LaunchConfig(Section):
     heartbeat_seconds: float = Field(default=30.0, gt=0)
     """Every process writes so often in the run folder which step it is at and what it does."""
     crash_loop: int = Field(default=3, ge=1)
-    """So many attempts in a row that died at the same step: the next one is refused, with exit code 2."""
+    """Number of attempts in a row that died at the same step after which the next one is refused, with exit code 2."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""

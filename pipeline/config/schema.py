@@ -83,7 +83,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Values that are no sections, by dotted key.
+    """Values that are not sections, by dotted key.
 
     Args:
         value: of a document, a section or a key.

@@ -10,7 +10,7 @@ from pipeline.config.base import Section, parse_bytes
 
 
 class ServeConfig(Section):
-    """How `pipeline serve` answers requests with a checkpoint of the run; `docs/serving.md` has the interfaces."""
+    """Server of a checkpoint of the run (`pipeline serve`); `docs/serving.md` has the interfaces."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on. One that other machines reach needs an API key (`--api-key-file`, or `PIPELINE_API_KEY` in

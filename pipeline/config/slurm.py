@@ -55,7 +55,7 @@ def _by_nodes(distribution: str) -> str:
 
 
 class ResourcesConfig(Section):
-    """What a job asks for. A key that is not set is taken from the profile's stage, then from its `defaults`."""
+    """Resources of a job. A key that is not set is taken from the profile's stage, then from its `defaults`."""
 
     partition: Line | None = None
     """Partition, or several with commas."""
@@ -83,7 +83,7 @@ class SiteConfig(Section):
     """A profile: what is the same for all runs at a site. Files of it are in `slurm/profiles/`."""
 
     description: str = ""
-    """Which site it is for."""
+    """The site that it is for."""
     defaults: ResourcesConfig = ResourcesConfig()
     """For all stages."""
     preprocess: ResourcesConfig = ResourcesConfig()
@@ -95,7 +95,7 @@ class SiteConfig(Section):
     gpus_per_node: int = Field(default=0, ge=0)
     """GPUs of a node; training has a process for each. 0: nodes without any."""
     gpus_by: Literal["gres", "gpus-per-node"] = "gres"
-    """How GPUs are asked for."""
+    """Option that asks for GPUs."""
     gpu_type: Line | None = None
     """Their type, where the site wants it: `gres=gpu:TYPE:N`."""
     modules: list[Line] = Field(default_factory=list)
@@ -112,18 +112,18 @@ class SiteConfig(Section):
     python: Line | None = None
     """The interpreter; by default the one that submits. In a container often `python3`."""
     distribution: Annotated[Line, AfterValidator(_by_nodes)] | None = None
-    """How srun deals the processes of a training to nodes, sockets and cores (`--distribution`), like `block:cyclic`.
-    The first word is `block`: ranks are counted node by node."""
+    """Distribution of the processes of a training by srun to nodes, sockets and cores (`--distribution`), like
+    `block:cyclic`. The first word is `block`: ranks are counted node by node."""
     cpu_bind: Line | None = None
-    """How srun binds the processes of a training to cores (`--cpu-bind`), like `cores` or `rank_ldom`."""
+    """Binding of the processes of a training by srun to cores (`--cpu-bind`), like `cores` or `rank_ldom`."""
     srun_options: list[Line] = Field(default_factory=list)
     """Further options of every srun, like `--container-image=...` or `--mpi=none`."""
     network_interface: Line | None = None
     """For NCCL and gloo, like `ib0`."""
     has_sacct: bool = True
-    """Whether `sacct` works here."""
+    """True if `sacct` works here."""
     has_requeue: bool = True
-    """Whether users may requeue their jobs (`JobRequeue` and the partition allow it)."""
+    """True if users may requeue their jobs (`JobRequeue` and the partition allow it)."""
     wckey: Line | None = None
     """Workload characterization key, where the site wants one."""
 
@@ -136,7 +136,7 @@ class ArrayConfig(Section):
 
 
 class SlurmConfig(Section):
-    """How a run uses a cluster."""
+    """Jobs of a run on a cluster."""
 
     profile: Annotated[Line, AfterValidator(_absolute_file)] = "generic"
     """Site profile: the name of one that ships, or a file (`./site.yaml`). A relative path of a run file is looked for
@@ -150,13 +150,13 @@ class SlurmConfig(Section):
     spare_nodes: int = Field(default=0, ge=0)
     """Nodes that a job asks for in addition, to take the place of those that fail."""
     chain: Literal["requeue", "singleton", "afterany"] = "requeue"
-    """How training goes on after a job's time: the same job again, or the next one of `links` that wait, one after the
-    other, by name (`singleton`) or by dependency (`afterany`); for sites without requeue."""
+    """Continuation of training after a job's time: the same job again, or the next one of `links` that wait, one after
+    the other, by name (`singleton`) or by dependency (`afterany`); for sites without requeue."""
     links: int = Field(default=4, ge=1)
     """Jobs that are queued at once with `singleton` and `afterany`."""
     max_restarts: int = Field(default=5, ge=0)
-    """So many times in a row training is started again after a crash, a hang or a lost node without a newer checkpoint;
-    then the chain ends."""
+    """Number of times in a row that training is started again after a crash, a hang or a lost node without a newer
+    checkpoint; then the chain ends."""
     doctor: bool = True
     """Check every node before training starts on it (`pipeline doctor`)."""
     group: Line | None = None
@@ -170,11 +170,11 @@ class SlurmConfig(Section):
     array: ArrayConfig = ArrayConfig()
     """Preprocessing."""
     preprocess: ResourcesConfig = ResourcesConfig()
-    """Of each preprocessing task."""
+    """Resources of each preprocessing task."""
     train: ResourcesConfig = ResourcesConfig()
-    """Of each training job."""
+    """Resources of each training job."""
     eval: ResourcesConfig = ResourcesConfig()
-    """Of each evaluation job."""
+    """Resources of each evaluation job."""
     _tried: Path | None = PrivateAttr(default=None)
 
     @property

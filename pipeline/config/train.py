@@ -19,7 +19,7 @@ class MuonConfig(Section):
     steps: int = Field(default=5, ge=1, le=20)
     """Newton-Schulz iterations, in bf16: 5 take most singular values to between 0.7 and 1.2."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """How the learning rate follows the shape of a matrix. `match_rms_adamw`: updates are as large as AdamW's, whose
+    """Scale of the learning rate by the shape of a matrix. `match_rms_adamw`: updates are as large as AdamW's, whose
     learning rate and weight decay fit then (Liu et al. 2025). `original`: by the root of rows over columns."""
 
 
@@ -81,19 +81,19 @@ class LossConfig(Section):
     z_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the mean squared log-partition function (PaLM)."""
     chunk_tokens: int | None = Field(default=None, ge=1)
-    """Compute logits and loss for so many tokens of a micro-batch at once, so that the logits never exist whole; with
+    """Compute logits and loss for N tokens of a micro-batch at once, so that the logits never exist whole; with
     large vocabularies they need most of the memory. The loss is the same. By default as many as have 128 million
     logits on a process, and no fewer than 1,024."""
     mask_document_start: bool = False
     """Do not train on the first token of a document, which has nothing of its document before it."""
 
     def tokens_at_once(self, columns: int) -> int:
-        """Tokens whose logits exist at once on a process that has so many columns of the vocabulary."""
+        """Tokens whose logits exist at once on a process that has `columns` of the vocabulary."""
         return self.chunk_tokens or max(_CHUNK_TOKENS, _CHUNK_LOGITS // columns // _CHUNK_STEP * _CHUNK_STEP)
 
 
 class ObjectiveConfig(Section):
-    """What the model learns to predict."""
+    """Objective of the training."""
 
     type: Literal["causal", "fim"] = "causal"
     """`causal`: each token from those before it. `fim`: fill-in-the-middle, for code: documents are rearranged into
@@ -116,7 +116,7 @@ class BatchRampConfig(Section):
     start: int = Field(ge=1)
     """Batch size of the first step."""
     increment: int = Field(ge=1)
-    """What each rise adds."""
+    """Size of each rise."""
     tokens: Count = Field(ge=1)
     """Target tokens after which the batch size is train.batch_size."""
 
@@ -127,7 +127,7 @@ class LossScaleConfig(Section):
     initial: float = Field(default=65536.0, ge=1)
     """Factor of the first step."""
     growth_steps: int = Field(default=1000, ge=1)
-    """It doubles after so many steps without an overflow."""
+    """It doubles after N steps without an overflow."""
 
 
 Fp8Recipe = Literal["tensorwise", "rowwise", "delayed", "current", "mxfp8"]
@@ -148,19 +148,19 @@ class Fp8Config(Section):
     backend: Literal["torchao", "te"] = "torchao"
     """`torchao` (extra `fp8`), or NVIDIA's Transformer Engine (extra `te`)."""
     recipe: Fp8Recipe | None = None
-    """How scales are found. torchao: `tensorwise` (default; one scale a matrix), or `rowwise` (one a row: finer,
-    for more work). te: `current` (default; one a matrix), `delayed` (one a matrix, from earlier steps; they begin
-    anew when a run is resumed), or `mxfp8` (one for 32 numbers; Blackwell)."""
+    """Recipe of scaling. torchao: `tensorwise` (default; one scale per matrix), or `rowwise` (one per row: finer, for
+    more work). te: `current` (default; one per matrix), `delayed` (one per matrix, from earlier steps; they begin anew
+    when a run is resumed), or `mxfp8` (one for 32 numbers; Blackwell)."""
     all_gather: bool | None = None
     """torchao, tensorwise: processes that share weights (dp_shard, cp) send them in fp8. By default where the rows of
     all matrices can be dealt evenly to them."""
     min_size: int = Field(default=1024, ge=16)
     """Matrices with fewer rows or columns than this on one process stay in the compute format: fp8 is slower there. So
-    do those whose rows or columns are no multiple of 16 (mxfp8: 32)."""
+    do those whose rows or columns are not a multiple of 16 (mxfp8: 32)."""
     first_layers: int = Field(default=0, ge=0)
-    """So many layers at the beginning stay in the compute format."""
+    """Number of layers at the beginning that stay in the compute format."""
     last_layers: int = Field(default=0, ge=0)
-    """So many at the end."""
+    """Number of layers at the end that stay in it."""
     emulate: bool = False
     """torchao: round to fp8 and multiply in the compute format, for tests on devices without fp8."""
 
@@ -171,7 +171,7 @@ class Fp8Config(Section):
 
     @property
     def multiple(self) -> int:
-        """What both sides of a product's factors are multiples of."""
+        """Divisor of both sides of a product's factors."""
         return 32 if self.scaling == "mxfp8" else 16
 
     @model_validator(mode="after")
@@ -211,7 +211,7 @@ class PrecisionConfig(Section):
 
 
 class AttentionConfig(Section):
-    """Which kernels compute attention. All compute the same, within rounding."""
+    """Kernels of attention. All compute the same, within rounding."""
 
     backend: Literal["auto", "sdpa", "flex", "varlen", "flash", "te"] = "auto"
     """`auto` takes one by the device, what is installed and what the model needs, and the log says which and why:
@@ -231,7 +231,7 @@ class RecomputeConfig(Section):
     """`full`: of a layer only its input is kept. `selective`: what is cheap to compute is computed again, what `keep`
     names is kept. `budget`: the compiler chooses, within `budget`."""
     every: int = Field(default=1, ge=1)
-    """full, selective: of so many layers one, the others keep everything."""
+    """full, selective: one of every N layers is computed again, the others keep everything."""
     keep: list[Literal["attention", "matmul", "communication"]] = Field(
         default=["attention", "matmul", "communication"]
     )
@@ -248,51 +248,51 @@ class ValidationConfig(Section):
     """Loss on a fixed sample of a held-out split while training."""
 
     split: str = "heldout"
-    """Which of `data.splits`."""
+    """The split, one of `data.splits`."""
     every_steps: int = Field(default=500, ge=1)
-    """Validate after each so many steps, and at the end."""
+    """Validate every N steps, and at the end."""
     samples: int = Field(default=64, ge=0)
     """Windows of it, the same ones each time; 0 turns validation off."""
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and how many stay."""
+    """Times at which checkpoints are written, and the number that stays."""
 
     every_steps: int = Field(default=500, ge=1)
-    """Save after each so many steps, and at the end."""
+    """Save every N steps, and at the end."""
     every_minutes: float | None = Field(default=None, gt=0)
     """Save also when the last save is so long ago."""
     keep: int = Field(default=2, ge=1)
-    """Keep the newest so many."""
+    """Number of latest checkpoints to keep."""
     keep_every: int | None = Field(default=None, ge=1)
-    """Keep for ever those of each so many steps; a checkpoint is written at each of these steps."""
+    """Keep for ever the checkpoints of every N steps; one is written at each of these steps."""
     async_save: bool = True
     """Write while training goes on: a step waits only until model and optimizer are copied to the memory of the host,
     which needs room for that copy."""
     retries: int = Field(default=2, ge=0)
-    """So many times a save that failed is tried again."""
+    """Number of times that a failed save is tried again."""
     max_unsaved_minutes: float = Field(default=120, gt=0, lt=10**9)
     """When two saves have failed and the newest checkpoint is older than this, one last save is tried. If that fails,
     too, the run ends with code 79. One failed save is enough if no other one follows within this time."""
 
 
 class FaultsConfig(Section):
-    """What to do about steps that are not finite, and about spikes of the loss or the gradient norm."""
+    """Handling of steps that are not finite, and of spikes of the loss or the gradient norm."""
 
     on_nonfinite: Literal["stop", "skip", "rewind"] = "skip"
     """A loss or gradient that is not finite never reaches the weights. `stop` ends the run at once, `skip` goes on with
-    the next step, `rewind` goes back to a checkpoint and passes over the steps around the fault."""
+    the next step, `rewind` goes back to a checkpoint and skips the steps around the fault."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
     """The same for a step whose loss or gradient norm lies far above those before it. `skip` withholds its update."""
     spike_window: int = Field(default=128, ge=8)
     """Steps before it that a step is compared with; fewer than half of them, and nothing is a spike."""
     spike_zscore: float = Field(default=6.0, gt=0)
-    """So many standard deviations above their mean is a spike."""
+    """Number of standard deviations above their mean that make a spike."""
     rewind_steps: int = Field(default=100, ge=1)
-    """`rewind`: the checkpoint is at least so many steps older than the fault, and these steps and the faulty one are
-    passed over when the run comes to them again."""
+    """`rewind`: the checkpoint is at least N steps older than the fault, and these steps and the faulty one are
+    skipped when the run comes to them again."""
     max_in_a_row: int = Field(default=3, ge=1)
-    """So many faulty steps one after the other end the run with code 77."""
+    """Number of faulty steps in a row that ends the run with code 77."""
     max_rewinds: int = Field(default=3, ge=0)
     """More rewinds than this, over all attempts at the run, end it with code 77."""
 
@@ -313,7 +313,7 @@ class InitFromConfig(Section):
     hf: AbsPath | None = None
     """Instead of `path`: the folder of a downloaded Hugging Face model."""
     step: int | None = Field(default=None, ge=0)
-    """Of a run folder: which checkpoint; by default the newest one."""
+    """Checkpoint of a run folder, by its step; by default the newest one."""
     weights: Literal["model", "ema"] = "model"
     """The weights that were trained, or their moving average."""
 
@@ -336,12 +336,12 @@ class WandbConfig(Section):
 
 
 class ProfileConfig(Section):
-    """What some steps spend their time and memory on: files in `profile/attempt-NNNN` of the run folder."""
+    """Profiles of time and memory in some steps: files in `profile/attempt-NNNN` of the run folder."""
 
     steps: tuple[int, int]
     """First and last step, counted from 1."""
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0])
-    """Which processes write traces and snapshots."""
+    """Processes that write traces and snapshots."""
     trace: bool = True
     """Torch profiler traces (`trace-*`), for https://ui.perfetto.dev."""
     memory: bool = False
@@ -349,7 +349,7 @@ class ProfileConfig(Section):
     (`memory-*`), for https://docs.pytorch.org/memory_viz. Recording begins before the model is built and takes Python's
     stack at every allocation, in all steps up to the last one: choose early steps."""
     spans: bool = True
-    """What every process did when (`spans.*`), for https://ui.perfetto.dev: fetch, forward, backward, reduce, clip,
+    """Times of what every process did (`spans.*`), for https://ui.perfetto.dev: fetch, forward, backward, reduce, clip,
     optimizer, metrics, validation, save. On a GPU these are the times at which the host issues the work."""
 
     @model_validator(mode="after")
@@ -361,12 +361,12 @@ class ProfileConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where numbers go besides metrics.jsonl, which is always written."""
+    """Outputs of the metrics besides metrics.jsonl, which is always written."""
 
     log_every_steps: int = Field(default=10, ge=1)
-    """A line on the terminal for each so many steps (metrics.jsonl has every step)."""
+    """A line on the terminal every N steps (metrics.jsonl has every step)."""
     layers_every_steps: int | None = Field(default=None, ge=1)
-    """At each so many steps, log by layer the gradient norm, the size of the activations and the largest attention
+    """Every N steps, log by layer the gradient norm, the size of the activations and the largest attention
     logit."""
     tensorboard: bool = True
     """Write TensorBoard event files to `tensorboard` in the run folder."""
@@ -378,7 +378,7 @@ class TrainConfig(Section):
     """The training stage."""
 
     duration: Duration
-    """How long to train, in steps or target tokens. It may be raised later: the data's order does not depend on it."""
+    """Training length, in steps or target tokens. It may be raised later: the order of data does not depend on it."""
     sequence_length: int = Field(default=2048, ge=1)
     """Tokens of a window."""
     batch_size: int = Field(default=32, ge=1)
@@ -392,7 +392,7 @@ class TrainConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning rate schedule."""
     objective: ObjectiveConfig = ObjectiveConfig()
-    """What is predicted."""
+    """Objective of the training."""
     loss: LossConfig = LossConfig()
     """Loss."""
     precision: PrecisionConfig = PrecisionConfig()
@@ -415,7 +415,7 @@ class TrainConfig(Section):
     ema: EmaConfig | None = None
     """Moving average of the weights."""
     init_from: InitFromConfig | None = None
-    """Weights to start from, where there is no checkpoint to go on from."""
+    """Weights to start from, where there is no checkpoint to resume from."""
     metrics: MetricsConfig = MetricsConfig()
     """Metrics."""
     profile: ProfileConfig | None = None
@@ -433,7 +433,7 @@ class TrainConfig(Section):
 
 
 class ResumeConfig(Section):
-    """What a run goes on from, and what it may differ in from that checkpoint."""
+    """The checkpoint to resume from, and what may differ from it."""
 
     from_: int | Literal["latest"] | None = Field(default=None, alias="from")
     """The step of the checkpoint; later ones are moved to `abandoned`. `latest`: there must be one. By default the

@@ -37,7 +37,7 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "stage": ("place", "copies on the node"),
     "tokenizer": ("checkpoint", "by content (resume.allow: tokenizer)"),
     "model": ("checkpoint", "all keys (resume.allow: model, where the weights still fit)"),
-    "parallel": ("run file", "any layout goes on from any other"),
+    "parallel": ("run file", "any layout resumes from any other"),
     "train.duration": ("run file", "may be raised or lowered; the order of the data does not depend on it"),
     "train.sequence_length": ("from here on", "with a phase that closes the steps that are done"),
     "train.batch_size": ("from here on", "with a phase that closes the steps that are done"),

@@ -65,7 +65,7 @@ def down(
     folder: Folder,
     purge: Annotated[bool, typer.Option("--purge", help="Remove the folder, too, with logs and accounting.")] = False,
 ) -> None:
-    """End the cluster with all its jobs; the folder stays, and `up` goes on from it."""
+    """End the cluster with all its jobs; the folder stays, and `up` starts it again from there."""
     DevCluster.at(folder).down(purge=purge)
     say(Console(), f"down; {folder} is {'removed' if purge else 'kept'}")
 

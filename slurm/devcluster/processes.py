@@ -80,7 +80,7 @@ def kill_stopped(pids: Iterable[int]) -> None:
 
 
 def end(pid: int, seconds: float) -> None:
-    """End a process, and kill it after so many seconds.
+    """End a process, and kill it after `seconds`.
 
     Raises:
         MachineError: the kernel does not let it die.
@@ -130,7 +130,7 @@ def of_jobs(slurm_conf: Path, cluster: str, node: str | None = None) -> list[int
 def with_open(logs: Collection[Path], name: str) -> list[int]:
     """Processes of a program that have one of these files open.
 
-    A `slurmstepd` is no child of its `slurmd` and has written its title over its environment; the log of its node,
+    A `slurmstepd` is not a child of its `slurmd` and has written its title over its environment; the log of its node,
     which it writes to, is what tells whose it is.
     """
     wanted = {str(log) for log in logs}

@@ -96,7 +96,7 @@ def devices(expected: int, driver: int) -> NodeCheck:
     """Check that torch sees as many GPUs as the run needs, all of one kind.
 
     Args:
-        expected: so many at least.
+        expected: minimum number of GPUs.
         driver: how many nvidia-smi sees.
     """
     kinds = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]

@@ -33,7 +33,7 @@ class NodeRank:
     rank: int = 0
     size: int = 1
     address: str = ""
-    """Where rank 0 is."""
+    """Address of rank 0."""
     port: int = 0
     serves: bool = True
     """This process opens the port; else a launcher has."""
@@ -43,10 +43,10 @@ class NodeRank:
         """By RANK and WORLD_SIZE, or by srun's variables where MASTER_ADDR is set; else this node is alone.
 
         Raises:
-            UserError: they are no numbers, several processes of one node, or without MASTER_ADDR.
+            UserError: they are not numbers, several processes of one node, or without MASTER_ADDR.
         """
         names = ("RANK", "WORLD_SIZE")
-        # The step's number of tasks, not the job's: a batch script itself is no task of several.
+        # The step's number of tasks, not the job's: a batch script itself is not one task of several.
         if "WORLD_SIZE" not in os.environ and "MASTER_ADDR" in os.environ:
             names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
         rank, size = (os.environ.get(name, default) for name, default in zip(names, ("0", "1"), strict=True))

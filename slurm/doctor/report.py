@@ -19,7 +19,7 @@ import orjson
 from pipeline.common import storage
 
 SLOW_FACTOR = 2.0
-"""A device that takes so many times the median of all for the same matrix product is slow."""
+"""A device that takes this multiple of the median of all for the same matrix product is slow."""
 _REPORTS = "reports.json"
 """Those of all nodes, by name."""
 _ENOUGH = 3
@@ -63,16 +63,16 @@ class Network:
 
     state: NetworkState = "alone"
     rank: int = 0
-    """Of this node; the others come to the one with rank 0."""
+    """Rank of this node; the others come to the one with rank 0."""
     nodes: int = 1
     """Took part in the all-reduce."""
     missing: tuple[int, ...] = ()
     """Ranks that did not come."""
     message: str = ""
-    """What went wrong."""
+    """Message of what went wrong."""
     backend: str = ""
     seconds: float | None = None
-    """Of an all-reduce, median."""
+    """Median time of an all-reduce."""
     size: int = 0
     """Bytes of an all-reduce."""
     clock: float | None = None
@@ -98,7 +98,7 @@ class Report:
     products: dict[str, float] = field(default_factory=dict)
     """Seconds of a matrix product by device, like `GPU 3` or `CPU`."""
     facts: dict[str, str] = field(default_factory=dict)
-    """What should be the same on all nodes: versions by package, the kind of GPU."""
+    """Facts that should be the same on all nodes: versions by package, the kind of GPU."""
     network: Network = Network()
 
     @property

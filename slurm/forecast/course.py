@@ -39,7 +39,7 @@ measured shares."""
 START_S = 180.0
 """Taken for the start of a job: processes, packages, data, checkpoint."""
 _ROWS = 1000
-"""Of metrics.jsonl, its last ones."""
+"""Last rows of metrics.jsonl that are read."""
 _PLENTY = 10**15
 """Tokens of a source that is not there yet: more than any run reads, so that none ends early for want of them."""
 
@@ -53,12 +53,12 @@ class Course:
     reason: str
     """Reason for its end."""
     done_steps: int
-    """Of the newest checkpoint."""
+    """Steps of the newest checkpoint."""
     done_tokens: int
     assumed: bool
     """There are no datasets yet; they are taken to be large enough."""
     flops: float | None
-    """Of the steps that remain; None where the size of the vocabulary is not known."""
+    """FLOPs of the steps that remain; None where the size of the vocabulary is not known."""
 
     @property
     def steps_left(self) -> int:
@@ -99,9 +99,9 @@ class Forecast:
     course: Course | None
     """None where it cannot be planned before the data are there."""
     seconds: float | None
-    """Of the steps that remain; None where nothing is known of their speed."""
+    """Time of the steps that remain; None where nothing is known of their speed."""
     how: str
-    """Where `seconds` come from, in words."""
+    """Source of `seconds`, in words."""
     disk: Disk | None
     """None where the size of the vocabulary is not known."""
 

@@ -35,7 +35,7 @@ class Allocation:
         self._taken: set[str] = set()
         """Nodes that the scheduler has taken from the job."""
         self.end = self._end_time()
-        """When its time is over, in seconds since 1970; None without a limit."""
+        """End of its time, in seconds since 1970; None without a limit."""
         self._say = say
 
     @classmethod

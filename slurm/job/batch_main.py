@@ -133,11 +133,11 @@ class JobStart:
         self._looked = 0.0
         self._guard: subprocess.Popen[bytes] | None = None
         self._failed_save: float | None = None
-        """When the save failed that was told last."""
+        """Time of the failed save that was announced last."""
         self._attempt = 0
         """The last one before this launch."""
         self._launched: Launch | None = None
-        """Of which nothing is noted yet but that it has begun."""
+        """The launch of which only the start is noted yet."""
 
     def run(self) -> tuple[Next, int]:
         """Run to the end of this start; returns what follows, and the exit code of the job."""

@@ -24,7 +24,7 @@ from slurm.submit.submission import Submission
 AT_ONCE = 8
 """Jobs that a look sends at most: a run may have many checkpoints when evaluations are turned on."""
 SENDS = 3
-"""So often this process tries to send a job that is refused."""
+"""Number of times that this process tries to send a job that is refused."""
 JOBS = 2
 """Jobs of a checkpoint at most: one that ends without a report is sent once more."""
 ASK_EVERY = 60.0
@@ -36,7 +36,7 @@ _Identity = tuple[str, int]
 class Evaluations:
     """Evaluation jobs of a training: each call of `look` sends those that are due, without raising or waiting.
 
-    What was sent is in the run's `jobs.jsonl`, so another start of the job goes on from there.
+    What was sent is in the run's `jobs.jsonl`, so another start of the job resumes from there.
 
     Args:
         submission: of the training.

@@ -43,7 +43,7 @@ class LaunchEnd:
     rank: int | None = None
     """The process that failed first, where one did."""
     node: str | None = None
-    """Where it ran."""
+    """Node that it ran on."""
     failed_nodes: tuple[str, ...] = ()
     """Nodes that were lost or found unhealthy."""
 
@@ -60,7 +60,7 @@ class Launch:
     number: int
     """Within this start of the job, from 1."""
     link: int
-    """Of the chain, from 1."""
+    """Number in the chain, from 1."""
     nodes: tuple[str, ...]
     processes_per_node: int
     logs: str
@@ -68,10 +68,10 @@ class Launch:
     checkpoint: int
     """Steps of the newest checkpoint when it began."""
     host: str
-    """Of the process that watches it."""
+    """Host of the process that watches it."""
     pid: int
     time: float
-    """When it began, in seconds since 1970."""
+    """Time of its start, in seconds since 1970."""
     end: LaunchEnd | None = field(default=None, compare=False)
 
     @property

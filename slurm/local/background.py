@@ -29,7 +29,7 @@ class LocalSteps:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._terminated_at: dict[int, float] = {}
-        """When a process was told to end, by its number."""
+        """Times at which processes were told to end, by process id."""
 
     def end(self, job: Job) -> None:
         """Let it end, at first by SIGTERM; call it again until the job is gone."""

@@ -55,7 +55,7 @@ RANK_COMMAND = (sys.executable, "-m", "pipeline")
 LaunchedStage = Literal["train", "eval"]
 _TAKEN_BY_TORCH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AFTER_FAILURE = 5.0
-"""Seconds that the other ranks have to end by themselves, time enough for rank 0 to note how far it came."""
+"""Seconds that the other ranks have to end on their own, time enough for rank 0 to note how far it came."""
 _AFTER_HANG = 10.0
 """The same where it hung: time for the others to notice, too, and for a rank that was stopped to write its stacks."""
 _AFTER_CONSEQUENCE = 30.0
@@ -70,7 +70,7 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     """Train on processes of this machine, `pipeline train` in each; returns the steps trained in all.
 
     Raises:
-        UserError: the layout or the machine does not fit so many processes. Nothing was started.
+        UserError: the layout or the machine does not fit this number of processes. Nothing was started.
         RankFailed: a rank did not end well.
         Stopped: a signal came before the ranks listened.
         KeyboardInterrupt: a second Ctrl-C came; all ranks were killed.
@@ -101,7 +101,7 @@ def launch_evaluation(config: Config, step: int, console: Console | None = None)
         console: Where to say what is started.
 
     Raises:
-        UserError: the layout or the machine does not fit so many processes. Nothing was started.
+        UserError: the layout or the machine does not fit this number of processes. Nothing was started.
         RankFailed: a rank did not end well.
         Stopped: a signal came.
         KeyboardInterrupt: Ctrl-C came.
@@ -204,9 +204,9 @@ class _Ranks:
         self.number = number
         self._logs = logs
         self.codes: dict[int, int] = {}
-        """By rank, of those that have ended by themselves; of one that a signal ended minus its number."""
+        """By rank, of those that have ended on their own; of one that a signal ended minus its number."""
         self.times: dict[int, float] = {}
-        """When that was noticed, in seconds since 1970."""
+        """Times at which that was noticed, in seconds since 1970."""
         self.forwarded: set[int] = set()
         """Signals that were handed on."""
         self._pids: dict[int, int] = {}

@@ -193,7 +193,7 @@ def _refuse_other_number(key: str, wanted: int, ranks: Processes) -> None:
 
 
 def run(config: Config, console: Console | None = None) -> None:
-    """Preprocess, train, evaluate, summarize. What is done already is passed over, so this is also how to go on."""
+    """Preprocess, train, evaluate, summarize. What is done already is skipped, so the same call resumes."""
     from pipeline.train.distributed.rank import is_rank
 
     if is_rank():

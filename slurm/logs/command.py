@@ -40,7 +40,7 @@ def show_logs(
         rank: whose; by default rank 0.
         attempt: of the training; by default the newest launch of any stage.
         first_error: the first process that failed instead.
-        lines: so many of the last ones; 0: all.
+        lines: number of last lines; 0: all.
 
     Raises:
         UserError: there is no such run, attempt or rank.

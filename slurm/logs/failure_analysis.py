@@ -59,7 +59,7 @@ class FailedProcess:
     code: int
     """Exit code, or minus the signal that ended it."""
     time: float
-    """When that was noticed, in seconds since 1970."""
+    """Time at which that was noticed, in seconds since 1970."""
     record: ErrorRecord | None
     """What it left, if anything."""
     detail: str = ""
@@ -244,7 +244,7 @@ def _records(folder: Path) -> dict[int, ErrorRecord]:
 
 @dataclass(frozen=True)
 class _Event:
-    """A line of srun's about processes that ended by themselves."""
+    """A line of srun's about processes that ended on their own."""
 
     ranks: tuple[int, ...]
     code: int
@@ -352,7 +352,7 @@ def _of_process(ended: FailedProcess, run_logs: Path, per_node: int) -> Failure:
     tail = rank_log(run_logs, ended.rank, per_node).last_lines(TAIL)
     words = ended.words
     if missing := [why for line in tail if (why := line.partition(_NO_PROGRAM)[2])]:
-        # What slurmstepd leaves with then is no code of ours.
+        # What slurmstepd leaves with then is not a code of ours.
         code, words = EXIT_OTHER, f"was not started: {missing[0]}"
     silent = not ended.detail and not missing and ended.code > 0
     return Failure(ended.rank, None, code, words, "\n".join(tail), None, name, silent=silent)

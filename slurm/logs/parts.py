@@ -92,7 +92,7 @@ def parts(run: Path) -> list[LogPart]:
 
 
 def _end(launch: Launch, launched: list[Launch]) -> float:
-    """When a launch was over at the latest."""
+    """Latest time at which a launch can have ended."""
     if launch.end is not None:
         return launch.end.time
     later = [each.time for each in launched if each.job == launch.job and each.time > launch.time]

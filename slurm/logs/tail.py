@@ -20,7 +20,7 @@ _BLOCK = 2**16
 def last_lines(file: Path, lines: int, rank: int | None = None) -> list[str]:
     """The last lines of a file, or all of them with 0; none of a file that cannot be read.
 
-    Bytes that are no UTF-8 are replaced.
+    Bytes that are not UTF-8 are replaced.
 
     Args:
         file: it.
@@ -83,7 +83,7 @@ class Tail:
 
     Args:
         file: it.
-        lines: so many of the last ones come first; 0: all.
+        lines: number of last lines that come first; 0: all.
         rank: see `last_lines`.
     """
 

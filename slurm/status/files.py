@@ -61,7 +61,7 @@ class MetricRows:
     """The last one with a loss."""
     validated: dict[str, Any] | None
     newest: dict[str, Any] | None
-    """The last one of a step, also of one that was passed over."""
+    """The last one of a step, also of one that was skipped."""
 
 
 class RunSnapshot:
@@ -76,7 +76,7 @@ class RunSnapshot:
         self.run = run
         self.now = time.time()
         self.problems: list[str] = []
-        """What could not be read."""
+        """Messages about what could not be read."""
         self.files = RunFiles(run)
         self.sent: list[Job] = self.read(RunFiles.jobs, lambda: jobs.sent(run), [])
         self.launches: list[Launch] = self.read(RunFiles.ledger, lambda: launches(run), [])

@@ -62,7 +62,7 @@ class AttemptRow:
     """An attempt at training with the launch that it was part of; or a launch that came to none."""
 
     number: int | None
-    """Of the attempt."""
+    """Number of the attempt."""
     job: str | None
     restarts: int
     launch: int | None
@@ -90,7 +90,7 @@ class RunStatus:
     why: str
     step: int | None
     steps: int | None
-    """Of the whole run."""
+    """Steps of the whole run."""
     tokens: int | None
     loss: float | None
     validation_loss: float | None
@@ -108,15 +108,15 @@ class RunStatus:
     checkpoint_seconds: float | None
     """Since it was committed."""
     failed_saves: str
-    """Which saves have failed since then, in words; "" for none."""
+    """Saves that have failed since then, in words; "" for none."""
     ranks: int | None
-    """Of the last attempt."""
+    """Ranks of the last attempt."""
     beating: int
-    """Of them those that have given a sign of life and not left."""
+    """Ranks that have given a sign of life and not left."""
     newest_beat: RankBeat | None
     oldest_beat: RankBeat | None
     restarts: int
-    """How often the scheduler has started a job of the training again."""
+    """Number of times that the scheduler has started a job of the training again."""
     attempts: list[AttemptRow]
     goodput: dict[str, float] | None
     goodput_to_last_end: bool
@@ -131,7 +131,7 @@ class RunStatus:
     scheduler: str | None
     """Why it did not answer."""
     problems: list[str]
-    """What could not be read."""
+    """Messages about what could not be read."""
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""

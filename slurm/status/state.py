@@ -82,7 +82,7 @@ class SchedulerSnapshot:
     states: Mapping[str, JobState] | None
     """By number; None if it did not answer."""
     accounted: Mapping[str, Accounted] = field(default_factory=dict)
-    """Of jobs that it no longer knows."""
+    """Accounting of jobs that it no longer knows."""
     problem: str | None = None
     """Reason why it did not answer, or accounting did not."""
 
@@ -104,12 +104,12 @@ class QueuedJob:
     """Nodes that it is kept from, compact."""
     link: int
     step: int | None
-    """Of the checkpoint that it evaluates."""
+    """Step of the checkpoint that it evaluates."""
     nodes: str
     start: float | None
-    """When it began or is expected to begin, in seconds since 1970."""
+    """Start, or expected start, in seconds since 1970."""
     end: float | None
-    """When its time is over."""
+    """End of its time."""
     waits: bool
     runs: bool
 
@@ -125,7 +125,7 @@ class RunVerdict:
 
     state: State
     stage: str | None
-    """Which it is in, or that it has come to."""
+    """The stage that it is in, or that it has come to."""
     why: str
     """In words, "" where the state says all."""
 
@@ -240,7 +240,7 @@ def judge(
         waiting: its jobs that wait or run.
         tries: attempts at training.
         beats: heartbeats of the last one.
-        patience: so many seconds after the last heartbeat it has stalled.
+        patience: seconds after the last heartbeat from which it has stalled.
         total: steps of the run.
     """
     if tries and tries[-1].end is None:

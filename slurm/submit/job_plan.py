@@ -228,7 +228,7 @@ def _why(config: Config, site: SiteConfig) -> str:
 
 
 def gpus_key(config: Config) -> str:
-    """The key that decides how many GPUs a node has."""
+    """The key that decides the number of GPUs on a node."""
     if config.slurm.gpus_per_node is not None:
         return "slurm.gpus_per_node"
     return f"gpus_per_node of the profile {config.slurm.profile}"

@@ -194,7 +194,7 @@ def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: Pre
 
 
 def _resume_point(config: Config, found: PreflightReport) -> Checkpoint | None:
-    """The checkpoint that training would go on from, by its name and the sizes of its files.
+    """The checkpoint that training would resume from, by its name and the sizes of its files.
 
     Raises:
         UserError: there is none, though there must be one.

@@ -117,7 +117,7 @@ def _check_partitions(
         return
     problems = {partition.name: list(_misfits(request, partition)) for partition in here}
     everywhere = settings.get("EnforcePartLimits") == "ALL" or all(problems.values())
-    # A quality of service may have the right to pass over the limits of a partition; that is not known from here.
+    # A quality of service may have the right to exceed the limits of a partition; that is not known from here.
     report = found.problem if everywhere and request.job.resources.qos is None else found.warn
     for text in (text for texts in problems.values() for text in texts):
         report(text)

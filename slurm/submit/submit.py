@@ -237,15 +237,15 @@ class SentJobs:
     numbers: list[str] = field(default_factory=list)
     """Numbers of those that the scheduler has accepted; of an array without the tasks."""
     noted: list[tuple[Path, Job]] = field(default_factory=list)
-    """What was written down of them, with the folder of the run."""
+    """Records of the jobs, each with its run folder."""
 
 
 @contextmanager
 def all_or_none() -> Iterator[SentJobs]:
-    """What was sent inside is taken out of the queue again, if not all of it could be.
+    """Jobs that are sent inside, all or none: if one cannot be sent, those before it are cancelled.
 
     Raises:
-        MachineError: it was not; the message says what became of the jobs before.
+        MachineError: one could not be sent; the message says what became of the jobs before.
     """
     sent = SentJobs()
     try:
@@ -273,7 +273,7 @@ def _take_back(sent: SentJobs) -> str:
 
 
 def one_at_a_time(run: Path) -> AbstractContextManager[None]:
-    """Of two commands at the same moment one sends, and the other one finds what it has sent."""
+    """A lock on submission: of two commands at the same moment one sends, and the other one finds what it has sent."""
     folder = RunFiles(run).slurm
     folder.mkdir(exist_ok=True)
     return exclusive(folder / "submit.lock", _SUBMIT_SECONDS)

@@ -46,7 +46,7 @@ _RANK_VARIABLES = (
 )
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _MODULE = [
-    # The shell of a job is no login shell, so that `module`, a function, need not be there.
+    # The shell of a job is not a login shell, so that `module`, a function, need not be there.
     'for pipeline_file in /etc/profile.d/{modules,lmod,z00_lmod}.sh "${MODULESHOME:-}/init/bash" '
     '"${LMOD_PKG:-}/init/bash" /usr/share/{lmod/lmod,modules}/init/bash; do',
     '  type module >/dev/null 2>&1 || { [ ! -r "$pipeline_file" ] || . "$pipeline_file"; }',

@@ -1,7 +1,7 @@
 """`pipeline sweep`: train with each combination of values, every run in a folder of its own, and compare the results.
 
-The runs share the data of the run file, so only training and evaluation are repeated. What is done is passed over, so
-the same command is how to go on; a value more in it trains only what is new.
+The runs share the data of the run file, so only training and evaluation are repeated. What is done is skipped, so
+the same command resumes a sweep; a value more in it trains only what is new.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CheckedRun:
 
     member: Member
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     parameters: int
 
 

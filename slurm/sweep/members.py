@@ -43,7 +43,7 @@ class Axis:
 
     @property
     def fixed(self) -> bool:
-        """Whether all runs have the same value."""
+        """True if all runs have the same value."""
         return len(self.values) == 1
 
 
@@ -52,9 +52,9 @@ class Member:
     """One run of a sweep."""
 
     name: str
-    """Of its folder, like `layers=2,lr=1e-4`."""
+    """Name of its folder, like `layers=2,lr=1e-4`."""
     values: dict[str, str]
-    """What sets it apart from the others, by key."""
+    """Values that set it apart from the others, by key."""
     config: Config
 
     @property
@@ -68,7 +68,7 @@ class Sweep:
     """All runs of a sweep."""
 
     name: str
-    """Of its folder: the keys that are tried, and the values that are fixed."""
+    """Name of its folder: the keys that are tried, and the values that are fixed."""
     folder: Path
     keys: tuple[str, ...]
     """Those with several values."""

@@ -45,19 +45,19 @@ class Result:
 
     name: str
     values: dict[str, str]
-    """What sets it apart, by key."""
+    """Values that set it apart, by key."""
     state: str
     """As `pipeline status` has it; `done` is one that was evaluated, too, and `trained` one that was not."""
     why: str
     step: int
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     train_loss: float | None
     """Mean of the last steps."""
     validation_loss: float | None
     """The newest."""
     eval_loss: float | None
-    """Of the held-out documents, at the newest evaluated step."""
+    """Loss on the held-out documents, at the newest evaluated step."""
     bits_per_byte: float | None
     eval_step: int | None
     tokens_per_second: float | None
