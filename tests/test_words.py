@@ -44,7 +44,7 @@ def _pages() -> Iterator[tuple[str, str]]:
         prose, fenced = "", False
         for line in path.read_text().splitlines():
             fenced ^= line.startswith("```")
-            prose += "" if fenced else f"{line} "
+            prose += "" if fenced or line.startswith("    ") else f"{line} "
         yield str(path.relative_to(ROOT)), prose
 
 

@@ -452,7 +452,7 @@ def _report(error: BaseException) -> int:
     """Say what happened in one message and return the exit code."""
     if isinstance(error, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough; another would only interrupt the leaving
-        alarm("interrupted:", "what was committed is kept; the same command goes on from there")
+        alarm("interrupted:", "what was committed is kept; run the same command to resume")
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError) and error.filename is None:
         # The reader of our output has gone (`| head`). Nobody is left to tell, and the exit must not flush into it.

@@ -227,8 +227,8 @@ class _Stage:
         if not failed:
             what = "units are made and unmade again and again, is another command at work with other settings?\n"
         return (
-            f"{what}Without them {', '.join(sorted(unfinished))} cannot be finished. What was made stays; mend the "
-            "cause, and the same command goes on from there"
+            f"{what}Without them {', '.join(sorted(unfinished))} cannot be finished. What was made stays; fix the "
+            "cause, and run the same command to resume"
         )
 
     def _condemned(self) -> dict[str, str]:
