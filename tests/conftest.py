@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so all processes that they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(autouse=True)
 def gpu_of_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
