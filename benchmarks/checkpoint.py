@@ -64,7 +64,13 @@ def write_run(work: Path, layers: int) -> Path:
         "data": {"dir": str(work / "data"), "sources": [{"name": "text", "paths": [str(work / "text" / "*.txt")]}]},
         "tokenizer": {"train": {"vocab_size": 300}},
         "model": {"layers": layers, "dim": 1024, "heads": 16},
-        "train": {"duration": "1000 steps", "sequence_length": 64, "batch_size": 4, "metrics": {"tensorboard": False}},
+        "train": {
+            "duration": "1000 steps",
+            "sequence_length": 64,
+            "batch_size": 4,
+            "metrics": {"tensorboard": False},
+            "compile": False,
+        },
     }
     file = work / "run.yaml"
     file.write_text(yaml.safe_dump(values))

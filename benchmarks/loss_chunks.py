@@ -33,6 +33,7 @@ def step_costs(tokens: int, chunk: int, compute: str, steps: int) -> tuple[float
         "precision": {"compute": compute},
         "loss": {"chunk_tokens": chunk or None},
         "compile": False,
+        "attention": {"backend": "sdpa"},
     }
     stepper = stepper_of(device, _VOCABULARY, model={"layers": 2, "dim": 256, "heads": 4}, train=train)
     rows = tokens // _SAMPLE

@@ -58,7 +58,8 @@ class Job:
 
     def log(self, run: Path, task: int = 0) -> Path:
         """Log of its batch process."""
-        return jobs_folder(run) / f"{self.numbers[task]}_0_log.out"
+        number = self.job if self.tasks == 1 else f"{self.job}_{task}"
+        return jobs_folder(run) / f"{number}_0_log.out"
 
 
 @dataclass(frozen=True)

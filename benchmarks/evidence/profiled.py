@@ -59,7 +59,7 @@ def measure(
     numbers = range(warmup + 2 * steps + 2)
     profiled = numbers[-steps:]
     step, about = ours(place, [batches_of(place, number) for number in numbers])
-    timed(step, place.device, steps=1, warmup=warmup)
+    timed(step, place.setup.device, steps=1, warmup=warmup)
     waits = waits_for_device(lambda: [step(warmup + 1 + number) for number in range(steps)], device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities):  # the first one loads its libraries while the device waits

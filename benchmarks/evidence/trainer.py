@@ -24,9 +24,9 @@ def trainer_steps(config: Config, work: Path, steps: int, warmup: int) -> dict[s
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     place = place_of(config)
-    train, device = config.train, place.device
+    train, device = config.train, place.setup.device
     product = [product_rate(device, COMPUTE_DTYPE[train.precision.compute])]
-    family, values = to_hf_config(config.model, place.spec.vocab_size, train.sequence_length)
+    family, values = to_hf_config(config.model, place.setup.spec.vocab_size, train.sequence_length)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**values), attn_implementation="sdpa", dtype=torch.float32

@@ -77,7 +77,9 @@ def release(run: RunOrFolder) -> None:
 
 
 def doctor(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="Also check what this run needs.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="Run file or run folder: also check what the run needs.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:

@@ -15,8 +15,6 @@ from pipeline.config.base import Section
 from pipeline.config.document import Place, Problem
 from pipeline.config.schema import KeyPath, dotted, keys, keys_like, section_at, written_keys
 
-_SHORT = 5
-"""Letters of a name that is like too many others elsewhere."""
 _ALLOWED = {
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
@@ -136,6 +134,6 @@ def _suggestion(path: KeyPath, root: type[Section]) -> str:
         return f"; did you mean {' or '.join(keys_like(root, name))}?"
     if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
         return f"; did you mean {above}{near[0]}?"
-    if len(name) > _SHORT and (elsewhere := keys_like(root, name)):
+    if elsewhere := keys_like(root, name):
         return f"; did you mean {elsewhere[0]}?"
     return f"; {dotted(tuple(parents)) or 'a run file'} has the keys {', '.join(siblings)}"

@@ -13,6 +13,9 @@ from pipeline.config.base import Section, Value
 
 KeyPath = tuple[str | int, ...]
 
+_SHORT = 5
+"""Letters of a name that is like too many others."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -54,13 +57,15 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
 
 
 def keys_like(section: type[Section], name: str) -> list[str]:
-    """Paths of up to three keys whose last part is the name, or nearest to it."""
+    """Paths of up to three keys whose last part is the name, or near to it if the name is not short."""
     last: dict[str, list[str]] = {}
     # Keys near the root first: they are what is meant more often.
     for key in sorted(keys(section), key=lambda key: key.path.count(".")):
         last.setdefault(key.path.split(".")[-1], []).append(key.path)
     name = name.rsplit(".", maxsplit=1)[-1]
-    near = [name] if name in last else difflib.get_close_matches(name, last, n=1, cutoff=0.75)
+    if name in last:
+        return last[name][:3]
+    near = difflib.get_close_matches(name, last, n=1, cutoff=0.75) if len(name) > _SHORT else []
     return last[near[0]][:3] if near else []
 
 

@@ -27,7 +27,7 @@ from pipeline.common import storage
 from pipeline.common.console import alarm, echo, say, warn
 from pipeline.common.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
 from pipeline.common.process_identity import node_name
-from pipeline.config.load import load, load_written
+from pipeline.config.load import load_run, load_written
 from slurm.doctor.node import NodeRank, disks, host_name, memory, shared_memory, software
 from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
 
@@ -78,7 +78,7 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
     node_rank = NodeRank.of_environment()
     needs = NodeRequirements()
     if run is not None:
-        config = load(run, overrides)
+        config = load_run(run, overrides)
         needs = NodeRequirements(_gpus(config), config.run.dir, config.data_dir)
     with _limited():
         examination = Examination(node_rank)

@@ -91,7 +91,7 @@ def stage_names(run: Path, job: Job) -> str:
     if job.where == "slurm":
         return "end of preprocess" if job.stage == "finish" else job.stage
     # On this machine that is all of it.
-    return ", ".join(KEYS[stage] for stage in stages(run, job))
+    return ", ".join(KEYS.get(stage, stage) for stage in stages(run, job))
 
 
 def describe(run: Path, active: ActiveJob) -> str:

@@ -189,4 +189,5 @@ class _Scratch(storage.NewFile):
 
     def __exit__(self, *error: Any) -> None:
         with suppress(OSError):  # a full disk; the write before has raised it
-            super().__exit__(*error)
+            self.file.close()
+        super().__exit__(*error)

@@ -41,6 +41,7 @@ _MAX_BYTES = 4096
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL)
 _BEGAN = time.time()
 _Whole = Annotated[int, Field(ge=0, lt=2**63)]
+_Time = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class LeaseRecord:
     boot: str
     namespace: str
     nonce: str
-    began: float
-    since: float
+    began: _Time
+    since: _Time
     beat: _Whole
     done: _Whole
 

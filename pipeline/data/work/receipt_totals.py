@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from pipeline.data.sources.records import Damage
-from pipeline.data.work.receipts import Receipt, ReceiptSplit
+from pipeline.data.work.receipts import ReceiptCounts, ReceiptSplit
 
 _MAX_RECEIPT = 2**26
 """A longer file is not a receipt."""
@@ -31,7 +31,7 @@ class Counts:
     tokens: int = 0
     text_bytes: int = 0
 
-    def add(self, other: ReceiptSplit) -> None:
+    def add(self, other: ReceiptSplit | Counts) -> None:
         """Add those of a chunk."""
         self.documents += other.documents
         self.tokens += other.tokens
@@ -80,15 +80,13 @@ class ReceiptTotals:
         except FileNotFoundError:
             return
         with ThreadPoolExecutor(_READERS) as readers:
-            for units, unreadable in readers.map(self._read_folder, folders):
-                self.unreadable += unreadable
-                for unit, found in units.items():
-                    self._add(unit, sorted(found, key=lambda each: each[0].link))
+            for totals in readers.map(self._read_folder, folders):
+                self._merge(totals)
 
-    def _read_folder(self, folder: str) -> tuple[dict[int, list[tuple[Receipt, float]]], int]:
-        """The receipts of a folder, which has all chunks of its units, with their times; and how many are damaged."""
-        units: dict[int, list[tuple[Receipt, float]]] = {}
-        unreadable = 0
+    def _read_folder(self, folder: str) -> ReceiptTotals:
+        """The sums over a folder, which has all chunks of its units."""
+        totals = ReceiptTotals(self.sizes, self.config_hash, self.condemned)
+        units: dict[int, list[tuple[ReceiptCounts, float]]] = {}
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
             for entry in entries:
                 if name := _RECEIPT.fullmatch(entry.name):
@@ -97,25 +95,27 @@ class ReceiptTotals:
                     except FileNotFoundError:
                         continue
                     except (OSError, ValueError, TypeError, KeyError):
-                        unreadable += 1
+                        totals.unreadable += 1
                         continue
                     if found is not None:
                         units.setdefault(int(name[1]), []).append(found)
-        return units, unreadable
+        for unit, receipts in units.items():
+            totals._add(unit, sorted(receipts, key=lambda each: each[0].link))
+        return totals
 
-    def _read(self, path: str, unit: int, chunk: int) -> tuple[Receipt, float] | None:
+    def _read(self, path: str, unit: int, chunk: int) -> tuple[ReceiptCounts, float] | None:
         """A receipt and when it was written; None if it is of another plan."""
         with open(path, "rb", buffering=0) as file:
             time = os.fstat(file.fileno()).st_mtime
             value = orjson.loads(file.read(_MAX_RECEIPT))
         if value["config_hash"] != self.config_hash:
             return None
-        receipt = Receipt.model_validate(value)
+        receipt = ReceiptCounts.model_validate(value)
         if (receipt.unit, receipt.link) != (unit, chunk) or unit >= len(self.sizes):
             raise ValueError("another unit's")
         return receipt, time
 
-    def _add(self, unit: int, receipts: list[tuple[Receipt, float]]) -> None:
+    def _add(self, unit: int, receipts: list[tuple[ReceiptCounts, float]]) -> None:
         read = 0
         for number, (receipt, time) in enumerate(receipts):
             if receipt.link != number:
@@ -136,6 +136,19 @@ class ReceiptTotals:
                 self.open.pop(unit, None)
                 break
             self.open[unit] = min(read, self.sizes[unit])
+
+    def _merge(self, other: ReceiptTotals) -> None:
+        for name, counts in other.splits.items():
+            self.splits.setdefault(name, Counts()).add(counts)
+        self.done |= other.done
+        self.redo |= other.redo
+        self.open |= other.open
+        self.chunks += other.chunks
+        self.records += other.records
+        self.rejected.update(other.rejected)
+        self.engines.update(other.engines)
+        self.unreadable += other.unreadable
+        self.damaged += other.damaged
 
 
 def whole(value: Any) -> int:

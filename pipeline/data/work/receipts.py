@@ -52,23 +52,28 @@ class _Damage(_Strict):
     lost: _Count
 
 
-class Receipt(_Strict):
-    """Schema of a receipt; others may have written to its folder."""
+class ReceiptCounts(_Strict):
+    """The keys of a receipt that are added up; its pieces may be many."""
 
     unit: _Count
     link: _Count
     last: bool
-    start: _Place
-    next: _Place | None
     input: _Input
-    config_hash: str
     engine: str
-    pieces: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Pair]
     records: _Count
     rejected: dict[str, _Count]
-    checked: _Count
     splits: dict[str, ReceiptSplit]
     damaged: list[_Damage] = []
+
+
+class Receipt(ReceiptCounts):
+    """Schema of a receipt; others may have written to its folder."""
+
+    start: _Place
+    next: _Place | None
+    config_hash: str
+    pieces: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Pair]
+    checked: _Count
     dropped: list[str] = []
 
 

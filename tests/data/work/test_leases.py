@@ -306,6 +306,15 @@ def test_without_links(tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
+@pytest.mark.parametrize("time", ["NaN", "Infinity", "-1e999"])
+def test_a_lease_whose_time_is_not_a_number_is_damaged(tmp_path, time):
+    path = forge(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(orjson.dumps(orjson.loads(data)["since"]), time.encode()))
+    assert time.encode() in path.read_bytes()
+    assert list(read_leases(tmp_path)) == []
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     folder = tmp_path / "disk"

@@ -230,6 +230,14 @@ def test_how_a_training_ended(tmp_path: Path, code: int, state: str) -> None:
         assert found.attempts[0].number is None and found.attempts[0].outcome == state
 
 
+def test_a_stage_of_another_version_is_shown(tmp_path: Path) -> None:
+    send(tmp_path, "bench")  # type: ignore[arg-type]
+    assert say(tmp_path, SchedulerSnapshot({"77": JobState("77", "PENDING", "Priority")})).stage == "bench"
+    jobs.note_cancelled(tmp_path, now=True, stages=("bench",))  # type: ignore[arg-type]
+    end(tmp_path, launch(tmp_path), 75, "end")
+    assert "cancelled" in say(tmp_path).state
+
+
 def test_who_cancelled(tmp_path: Path) -> None:
     send(tmp_path)
     jobs.note_cancelled(tmp_path, now=False)
