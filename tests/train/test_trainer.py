@@ -105,7 +105,9 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(root: Path, straight: l
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize(("kills", "steps"), [(1, 16), pytest.param(20, 400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(1, 16), pytest.param(20, 400, marks=[pytest.mark.slow, pytest.mark.timeout(2400)])]
+)
 def test_sigkill_at_any_instant_then_the_same_bits(root: Path, kills: int, steps: int) -> None:
     """SIGKILL at random instants of a run, then a run to the end: same losses at every step, same weights."""
     seed = int(os.environ.get("PIPELINE_TEST_SEED", random.SystemRandom().randrange(10**6)))
