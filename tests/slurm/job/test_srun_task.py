@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipeline.common.errors import EXIT_STOPPED
 from slurm.job.srun_task import LOGS
 from slurm.logs.failure_analysis import first_failure, stopped
@@ -48,6 +50,7 @@ def started(folder: Path, signalled: str, number: str, last: str, *words: str) -
     )
 
 
+@pytest.mark.usefixtures("hangup")
 def test_a_signal_before_the_stage_listens_is_a_stop(tmp_path: Path) -> None:
     run_file = str(tiny.write_run(tmp_path))
     cases = {
