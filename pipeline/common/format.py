@@ -92,7 +92,7 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in found)
 
 
-def shortened(rows: Sequence[T], most: int) -> tuple[Sequence[T], str, Sequence[T]]:
+def first_and_last(rows: Sequence[T], most: int) -> tuple[Sequence[T], str, Sequence[T]]:
     """The first rows of a long list, how many are left out in words, and the last ones; of a short list all are first.
 
     Args:

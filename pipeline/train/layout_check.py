@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted, gib, percent, shortened, spans
+from pipeline.common.format import counted, first_and_last, gib, percent, spans
 from pipeline.config import Config
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -36,11 +37,12 @@ def check(config: Config, console: Console | None = None, environment: Mapping[s
     """
     console = console or Console()
     layout = check_layout(config, world_size(config, environment))
-    spec = planned_spec(config)
+    model = planned_model(config)
+    spec = model.spec
     stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
     for line in (
         *layout_lines(config, layout),
-        model_line(config, spec),
+        str(model),
         *_fp8_lines(config, layout, spec),
         *_step_lines(config, layout),
         *(_pipeline_lines(config, layout, spec, stages) if layout.pp > 1 else ()),
@@ -68,13 +70,42 @@ def world_size(config: Config, environment: Mapping[str, str]) -> int:
     return int(given)
 
 
-def planned_spec(config: Config) -> DecoderSpec:
-    """The model of a run that may have no tokenizer yet.
+class PlannedModel(NamedTuple):
+    """The model of a run that may have no tokenizer yet; as text a line that says its size."""
+
+    spec: DecoderSpec
+    vocabulary: str
+    """Source of the size of its vocabulary, in words."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters without the padding of the vocabulary."""
+        spec = self.spec
+        tables = 1 if spec.tie_embeddings else 2
+        return num_parameters(spec) - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim
+
+    def __str__(self) -> str:
+        parameters, padded = self.parameters, num_parameters(self.spec)
+        more = f" ({padded:,} with the padded vocabulary)" if padded > parameters else ""
+        return (
+            f"model: {parameters:,} parameters{more}, {len(self.spec.layers)} layers, {self.spec.vocab_size:,} tokens "
+            f"({self.vocabulary})"
+        )
+
+
+def planned_model(config: Config) -> PlannedModel:
+    """The model of a run, for which its tokenizer is read.
 
     Raises:
         UserError: The size of its vocabulary is not known.
     """
-    return decoder_spec(config.model, _vocabulary(config)[0], config.max_positions)
+    size, source = _vocabulary(config)
+    return PlannedModel(decoder_spec(config.model, size, config.max_positions), source)
+
+
+def planned_spec(config: Config) -> DecoderSpec:
+    """The specification alone, see `planned_model`."""
+    return planned_model(config).spec
 
 
 def _vocabulary(config: Config) -> tuple[int, str]:
@@ -130,29 +161,13 @@ def _ranks(degree: int, stride: int, world_size: int) -> str:
     return ", ".join(map(str, few)) + more
 
 
-def model_line(config: Config, spec: DecoderSpec) -> str:
-    """The size of a model in words, as `decoder_spec` made it for a run."""
-    parameters, padded = unpadded_parameters(spec), num_parameters(spec)
-    more = f" ({padded:,} with the padded vocabulary)" if padded > parameters else ""
-    return (
-        f"model: {parameters:,} parameters{more}, {len(spec.layers)} layers, {spec.vocab_size:,} tokens "
-        f"({_vocabulary(config)[1]})"
-    )
-
-
-def unpadded_parameters(spec: DecoderSpec) -> int:
-    """Parameters of a model without the padding of its vocabulary."""
-    tables = 1 if spec.tie_embeddings else 2
-    return num_parameters(spec) - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim
-
-
 def _fp8_lines(config: Config, layout: Layout, spec: DecoderSpec) -> Iterable[str]:
     fp8 = config.train.precision.fp8
     return () if fp8 is None else fp8_lines(fp8, spec, layout, config.train.sequence_length)
 
 
 def _step_lines(config: Config, layout: Layout) -> Iterable[str]:
-    first, left_out, last = shortened(step_shapes(config, layout.dp), MOST_SHAPES)
+    first, left_out, last = first_and_last(step_shapes(config, layout.dp), MOST_SHAPES)
     yield from (f"step ({shape.batch_key}): {shape}" for shape in first)
     if left_out:
         yield f"  {left_out}"

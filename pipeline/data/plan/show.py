@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.common.console import Console, say, warn
-from pipeline.common.format import percent, rounded, shortened
+from pipeline.common.format import first_and_last, percent, rounded
 from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
 from pipeline.data.order.journal import Journal
@@ -138,7 +138,7 @@ def _segments_table(plan: DataPlan) -> Table:
     ranks = f", on {plan.ranks:,} data-parallel ranks" if plan.ranks > 1 else ""
     columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\na rank", "padding")
     table = _table(f"segments{ranks}", *columns)
-    first, left_out, last = shortened(plan.segments, _SEGMENTS)
+    first, left_out, last = first_and_last(plan.segments, _SEGMENTS)
     middle = [(left_out,)] if left_out else []
     for cells in (*map(_segment_cells, first), *middle, *map(_segment_cells, last)):
         _add(table, *cells)

@@ -52,7 +52,7 @@ def scales(runs: Sequence[RunFacts]) -> tuple[Scale, Scale]:
 
 def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     """The charts that follow the steps of the runs."""
-    yield _by_step(runs, scale, "loss", "Loss", "nats a token", line="training", validation=True, logarithmic=True)
+    yield _by_step(runs, scale, "loss", "Loss", "nats per token", line="training", validation=True, logarithmic=True)
     yield from _losses_by_source(runs, scale)
     yield from _validations_by_source(runs, scale)
     yield _by_step(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True)
@@ -218,10 +218,10 @@ def _by_source(
         note = "" if points else f"Means of {steps:,} steps." if steps > 1 else "Each point is a step."
         return LineChart(
             title=title,
-            description=f"{what.capitalize()} of each source over {scale.label}, nats a token.",
+            description=f"{what.capitalize()} of each source over {scale.label}, nats per token.",
             axis=scale.axis,
             x_label=scale.label,
-            y_label="nats a token",
+            y_label="nats per token",
             lines=tuple(lines),
             table=table,
             rules=rules,

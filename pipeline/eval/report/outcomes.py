@@ -162,10 +162,10 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
         notes.append(f"{MOST_LINES} of {len(lines)} lines; the table has all.")
     return LineChart(
         title="Held-out loss",
-        description="Held-out loss of the checkpoints that were evaluated, over steps, nats a token.",
+        description="Held-out loss of the checkpoints that were evaluated, over steps, nats per token.",
         axis="steps",
         x_label="steps",
-        y_label="nats a token",
+        y_label="nats per token",
         lines=tuple(lines[:MOST_LINES]),
         table=Table(("of", "step", "loss", "perplexity", "bits per byte"), tuple(cells), 1),
         logarithmic=True,

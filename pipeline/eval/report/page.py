@@ -51,7 +51,7 @@ def page(runs: Sequence[RunFacts]) -> bytes:
         "</div>",
         *_tables(runs),
         f"</main><footer>Made {moment(time.time())} by pretraining-pipeline {__version__} from the files of the run "
-        f"folder{'s' * (len(runs) > 1)}. Times in UTC; loss in nats a token.</footer></body></html>\n",
+        f"folder{'s' * (len(runs) > 1)}. Times in UTC; loss in nats per token.</footer></body></html>\n",
     ]
     return "\n".join(parts).encode("utf-8", "replace")
 

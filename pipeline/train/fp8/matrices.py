@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pipeline.common.format import spans
 from pipeline.config.train import Fp8Config
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
@@ -110,16 +111,5 @@ def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_len
     whole = [index for index in every if index not in chosen]
     names = [name for name, layers in left.items() if set(layers) - set(whole)]
     parts = [f"{', '.join(names)} of layers"] if names else []
-    parts += [f"all of layers {_spans(whole)}"] if whole else []
+    parts += [f"all of layers {spans(whole)}"] if whole else []
     yield f"not in fp8: {', '.join([*parts, 'embedding', 'norms', 'attention', 'head'])}"
-
-
-def _spans(numbers: list[int]) -> str:
-    """`0-1, 31` of ascending numbers."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][-1] == number - 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

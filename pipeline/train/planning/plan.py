@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.train.layout_check import planned_spec, unpadded_parameters
+from pipeline.train.layout_check import PlannedModel, planned_model, planned_spec
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
@@ -64,10 +64,7 @@ class ResourcePlan:
     device: Device
     compute: str
     """Number format of matrix products."""
-    parameters: int
-    """Parameters of the model, without the padding of its vocabulary."""
-    parameters_padded: int
-    """With it."""
+    model: PlannedModel
     memory: list[RankMemory]
     """By pp rank, for the shape of step that needs the most."""
     memory_shape: StepShape
@@ -120,7 +117,13 @@ class ResourcePlan:
         return sum(phase.steps * phase.seconds.total for phase in self.phases) / 3600
 
 
-def plan(config: Config, device: Device, world_size: int, job_seconds: float | None = None) -> ResourcePlan:
+def plan(
+    config: Config,
+    device: Device,
+    world_size: int,
+    job_seconds: float | None = None,
+    model: PlannedModel | None = None,
+) -> ResourcePlan:
     """Price a run.
 
     Args:
@@ -128,11 +131,14 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
         device: What each process runs on.
         world_size: Processes.
         job_seconds: What a job on a cluster has for steps.
+        model: That of the run, where it is known: its tokenizer is not read again.
 
     Raises:
         UserError: The layout is refused, the size of the vocabulary is not known, or the device has no fp8.
     """
-    layout, spec = _checked(config, device, world_size), planned_spec(config)
+    layout = _checked(config, device, world_size)
+    model = model or planned_model(config)
+    spec = model.spec
     counts = step_counts(config, layout.dp) or {step_shapes(config, layout.dp)[0]: 0}
     largest, needed = most_memory(config, layout, spec, counts)
     parameters = [rank.count for rank in needed]
@@ -141,8 +147,7 @@ def plan(config: Config, device: Device, world_size: int, job_seconds: float | N
         layout=layout,
         device=device,
         compute=config.train.precision.compute,
-        parameters=unpadded_parameters(spec),
-        parameters_padded=num_parameters(spec),
+        model=model,
         memory=needed,
         memory_shape=largest,
         memory_limit=int(device.memory_bytes * (1 - RESERVE)),

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.common.format import counted, duration, gib, percent, shortened, size, spans
-from pipeline.train.layout_check import MOST_SHAPES, layout_lines, model_line, planned_spec
+from pipeline.common.format import counted, duration, first_and_last, gib, percent, size, spans
+from pipeline.train.layout_check import MOST_SHAPES, layout_lines
+from pipeline.train.model.flops import num_parameters
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.devices import Device
@@ -49,10 +50,10 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
         f"{device.network_bandwidth / 1e9:,.0f} GB/s between nodes ({device.source})"
     )
     yield from layout_lines(plan.config, plan.layout)
-    yield model_line(plan.config, planned_spec(plan.config))
+    yield str(plan.model)
     yield f"checkpoint: {size(plan.checkpoint_bytes)}"
     yield from _memory_lines(plan)
-    first, left_out, last = shortened(plan.phases, MOST_SHAPES)
+    first, left_out, last = first_and_last(plan.phases, MOST_SHAPES)
     yield from (line for phase in first for line in _phase_lines(plan, phase))
     if left_out:
         yield f"  {left_out}"
@@ -80,8 +81,8 @@ def to_json(plan: ResourcePlan) -> dict[str, Any]:
         "fits": plan.fits,
         "layout": plan.layout.to_json(),
         "device": device_json(plan.device, plan.compute),
-        "parameters": plan.parameters,
-        "parameters_padded": plan.parameters_padded,
+        "parameters": plan.model.parameters,
+        "parameters_padded": num_parameters(plan.model.spec),
         "checkpoint_bytes": plan.checkpoint_bytes,
         "memory_limit_bytes": plan.memory_limit,
         "memory": [_memory_json(rank) for rank in plan.memory],

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, gib
 from pipeline.config import Config
-from pipeline.train.layout_check import planned_spec
+from pipeline.train.layout_check import planned_model
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.rules.layout import check_layout
@@ -70,7 +70,7 @@ def suggest(
         if search.is_hopeless(candidate):
             continue
         plans += 1
-        priced = plan(candidate.config, device, world_size)
+        priced = plan(candidate.config, device, world_size, model=search.model)
         advance(1)
         search.learn(candidate, priced)
         if priced.fits:
@@ -112,7 +112,7 @@ class _Search:
 
     def __init__(self, config: Config, device: Device, world_size: int) -> None:
         self._config, self._device, self._world_size = config, device, world_size
-        self._spec = planned_spec(config)
+        self.model = planned_model(config)
         self._costs: dict[tuple[Any, ...], MicroBatch] = {}
         self._limit = int(device.memory_bytes * (1 - RESERVE))
         self._kept: dict[tuple[Any, ...], float] = {}
@@ -145,7 +145,7 @@ class _Search:
         if not priced.fits:
             self._failed.append((candidate, priced))
         config, layout, shape = candidate.config, candidate.layout, candidate.shape
-        stages = split_stages(self._spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+        stages = split_stages(self.model.spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
         layers = sum(len(stage.part.layers) for stage in stages if stage.rank == 0)
         tokens = shape.micro_batch_size * shape.sequence_length / layout.cp * in_flight(config, layout, shape)
         kept = _SLACK * priced.memory[0].activations / (tokens * max(1, layers))
@@ -153,7 +153,7 @@ class _Search:
 
     def _least_bytes(self, candidate: _Candidate, kept: float | None = None) -> int:
         shapes = step_shapes(candidate.config, candidate.layout.dp)
-        return max(least_bytes(candidate.config, candidate.layout, self._spec, shape, kept) for shape in shapes)
+        return max(least_bytes(candidate.config, candidate.layout, self.model.spec, shape, kept) for shape in shapes)
 
     def nothing_fits(self) -> UserError:
         """The error where no candidate fits."""
@@ -175,7 +175,7 @@ class _Search:
 
     def _possible(self) -> Iterator[_Candidate]:
         """Candidates whose least memory is there."""
-        for overrides in candidates(self._config, self._spec, self._world_size, self._device.node_devices):
+        for overrides in candidates(self._config, self.model.spec, self._world_size, self._device.node_devices):
             candidate = _candidate(self._config, overrides, self._world_size)
             least = self._least_bytes(candidate)
             if self._least is None or least < self._least[0]:
@@ -193,7 +193,7 @@ class _Search:
 
     def _least_seconds(self, candidate: _Candidate) -> float:
         """A lower bound of a step's time; many candidates have the cost of a micro-batch in common."""
-        of_candidate = candidate.config, candidate.layout, self._spec, candidate.shape
+        of_candidate = candidate.config, candidate.layout, self.model.spec, candidate.shape
         if candidate.work not in self._costs:
             self._costs[candidate.work] = micro_batch(*of_candidate, self._device)
         return least_seconds(*of_candidate, self._costs[candidate.work])
@@ -208,9 +208,9 @@ class _Search:
 
     def _seconds_of(self, candidate: _Candidate, micro_batches: int) -> float:
         config, layout, shape = candidate.config, candidate.layout, candidate.shape
-        parameters = rank_parameters(config, layout, self._spec)
+        parameters = rank_parameters(config, layout, self.model.spec)
         some = replace(shape, batch_size=micro_batches * shape.micro_batch_size * shape.ranks)
-        return step_time(config, layout, self._spec, some, self._device, parameters).seconds.total
+        return step_time(config, layout, self.model.spec, some, self._device, parameters).seconds.total
 
 
 def _candidate(config: Config, overrides: Overrides, world_size: int) -> _Candidate:
