@@ -175,8 +175,9 @@ class Loader:
         sources = located.sources[rows.start : rows.stop]
         starts = located.starts[micro_batch]
         raw = np.empty((size, length + 1), self._dtypes[number])
+        by_index = self._by_index[number]
         for source, place, out in zip(sources.tolist(), located.places[rows.start : rows.stop], raw, strict=False):
-            self._by_index[number][source].fill(place, out)
+            by_index[source].fill(place, out)
         if count < size:
             raw[count:] = 0
             sources = np.concatenate([sources, np.full(size - count, -1)])
