@@ -23,7 +23,7 @@ from slurm.job.launch_log import is_all, launches
 from slurm.jobs import Job, Stage
 from slurm.scheduler import JobState
 from slurm.submit import code_snapshot, submitit_backend
-from slurm.submit.job_plan import KEYS, PlannedJob
+from slurm.submit.job_plan import PlannedJob, stage_name
 from slurm.submit.submission import Submission, find_submission, record
 
 _SHOWN = 10
@@ -91,7 +91,7 @@ def stage_names(run: Path, job: Job) -> str:
     if job.where == "slurm":
         return "end of preprocess" if job.stage == "finish" else job.stage
     # On this machine that is all of it.
-    return ", ".join(KEYS.get(stage, stage) for stage in stages(run, job))
+    return ", ".join(stage_name(stage) for stage in stages(run, job))
 
 
 def describe(run: Path, active: ActiveJob) -> str:

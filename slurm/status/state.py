@@ -27,7 +27,7 @@ from slurm.job.launch_log import Launch, Next, is_all
 from slurm.jobs import Backend, Cancelled, Job, Stage
 from slurm.scheduler import Accounted, JobState
 from slurm.status.files import RunSnapshot
-from slurm.submit.job_plan import KEYS
+from slurm.submit.job_plan import stage_name
 
 # fmt: off
 State = Literal[
@@ -313,7 +313,7 @@ def node_of(facts: RunSnapshot, beat: Beat) -> str:
 def _suspended(job: QueuedJob) -> RunVerdict:
     return RunVerdict(
         "suspended",
-        KEYS.get(job.stage, job.stage),
+        stage_name(job.stage),
         f"job {job.job} is suspended, by an administrator (`scontrol suspend`) or for a job with precedence; it "
         f"resumes when that one has ended, or when an administrator calls `scontrol resume {job.job}`",
     )
@@ -345,7 +345,7 @@ def _at_work(facts: RunSnapshot, among: Sequence[QueuedJob]) -> RunVerdict | Non
     if job.state == UNKNOWN:
         why += "; by the files alone"
     stage = job.stage if last is None else last.stage
-    return RunVerdict(_BUSY[stage], KEYS.get(stage, stage), why)
+    return RunVerdict(_BUSY[stage], stage_name(stage), why)
 
 
 def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
@@ -367,7 +367,7 @@ def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
     before = past[-1] if past else next((each for each in reversed(facts.launches) if each.stage == job.stage), None)
     if before is not None and (before.end is not None or before.key in facts.lost):
         words.append(f"the last end: {listed(before.end.reason) if before.end else LOST}")
-    return RunVerdict(state, KEYS.get(job.stage, job.stage), "; ".join(words))
+    return RunVerdict(state, stage_name(job.stage), "; ".join(words))
 
 
 def _stuck(job: QueuedJob) -> str:
@@ -380,7 +380,7 @@ def _stuck(job: QueuedJob) -> str:
             f"it is kept from {job.excluded}: `scontrol update JobId={job.job} ExcNodeList=` lets it run there; "
             f"or {advice}"
         )
-    return f"this job cannot start: {why}; {advice.format(key=KEYS.get(job.stage, job.stage))}"
+    return f"this job cannot start: {why}; {advice.format(key=stage_name(job.stage))}"
 
 
 @dataclass(frozen=True)
@@ -456,7 +456,7 @@ def _cancelled(facts: RunSnapshot, by: Cancelled, end: _StageEnd | None, tries: 
     elif stage == "train" and ended:
         own = [each.reason for each in tries[-1:] if each.end is not None and each.end >= by.time]
         who += ", after a save" if any("; saved" in text for text in (reason, *own)) else ", without saving"
-    return RunVerdict("cancelled", KEYS.get(stage, stage), "; ".join(filter(None, (who, reason))))
+    return RunVerdict("cancelled", stage_name(stage), "; ".join(filter(None, (who, reason))))
 
 
 def _stage_ended(facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequence[Stage]) -> RunVerdict | None:
@@ -512,7 +512,7 @@ def _lost(
         return _lost_here(facts, job, end)
     if end is not None and end.final and end.time > job.time:
         return None
-    stage = KEYS.get(job.stage, job.stage)
+    stage = stage_name(job.stage)
     for number in job.numbers:
         state, accounted = snapshot.states.get(number), snapshot.accounted.get(number)
         if accounted is not None and not accounted.over:
@@ -540,7 +540,7 @@ def _lost_here(facts: RunSnapshot, job: Job | None, end: _StageEnd | None) -> Ru
     if job is None or job.where != "local" or facts.is_over(job) or end is not None:
         return None
     return RunVerdict(
-        "failed", KEYS.get(job.stage, job.stage), f"process {job.job} on {job.host} has left nothing in the ledger"
+        "failed", stage_name(job.stage), f"process {job.job} on {job.host} has left nothing in the ledger"
     )
 
 

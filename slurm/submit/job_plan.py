@@ -23,6 +23,11 @@ _DEFAULT_TIME = 60
 """Minutes, where neither the run file nor the profile has a time."""
 
 
+def stage_name(stage: Stage) -> str:
+    """The name of a stage for users; of one that another version has noted, that name."""
+    return KEYS.get(stage, stage)
+
+
 @dataclass(frozen=True)
 class Dependency:
     """A job that is waited for."""
