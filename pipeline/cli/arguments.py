@@ -26,6 +26,12 @@ Local = Annotated[
     bool,
     typer.Option("--local", help="Run in the background on this machine, with the same run folder and logs."),
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", help="Also print start-up details: threads, kernels, compilation. Logs of jobs have them."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -14,12 +14,12 @@ import typer
 from typer.core import TyperGroup
 
 from pipeline import __version__
-from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step
+from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step, Verbose
 from pipeline.cli.checkpoint import checkpoint_app
 from pipeline.cli.convert import convert_app
 from pipeline.cli.data import data_app
 from pipeline.cli.jobs import add_to
-from pipeline.common.console import Console, alarm, echo, flush
+from pipeline.common.console import VERBOSE, Console, alarm, echo, flush
 from pipeline.common.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, EXIT_REFUSED, RankFailed, Stopped, UserError
 from pipeline.train.distributed.rank import begin_rank, is_consequence, is_rank, record_error
 
@@ -129,9 +129,12 @@ def train(
     slurm: Slurm = False,
     local: Local = False,
     dry_run: DryRun = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train the model, or resume from the latest checkpoint."""
     config = _load(run, overrides)
+    if verbose:
+        os.environ[VERBOSE] = "1"
     if check:
         from slurm.local.stages import check_layout
 
@@ -244,10 +247,17 @@ def report(
 
 @app.command("run")
 def run_all(
-    run: RunOrFolder, overrides: Overrides = None, slurm: Slurm = False, local: Local = False, dry_run: DryRun = False
+    run: RunOrFolder,
+    overrides: Overrides = None,
+    slurm: Slurm = False,
+    local: Local = False,
+    dry_run: DryRun = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run preprocess, train and eval, and print a summary. Completed stages are skipped."""
     config = _load(run, overrides)
+    if verbose:
+        os.environ[VERBOSE] = "1"
     if _submitted(config, ["preprocess", "train", "eval"], slurm, local, dry_run):
         return
     from slurm.local.stages import run as stages

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import termios
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -35,6 +36,10 @@ _UNSAFE = re.compile(
 _COLOURS = re.compile("\x1b\\[[0-9;:]*m")
 _LINE_ENDS = re.compile("\r\n?")
 _MB = 10**6
+_MOST_COLUMNS = 100
+"""Columns of a message on a terminal."""
+VERBOSE = "PIPELINE_VERBOSE"
+"""Environment variable of `--verbose`, which processes that a command starts inherit."""
 
 
 def visible(text: str) -> str:
@@ -115,10 +120,22 @@ def echo(text: object = "", *, end: str = "\n", error: bool = False, flush: bool
             raise
 
 
+def _wrapped(console: rich.console.Console, text: str) -> str:
+    """A text in lines of at most 100 columns on a terminal, and unchanged elsewhere, so that `grep` finds it whole.
+
+    Lines break at spaces alone, which keeps paths whole.
+    """
+    if not console.is_terminal:
+        return text
+    columns = min(_MOST_COLUMNS, console.width)
+    wrapper = textwrap.TextWrapper(columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapper.fill(line) if len(line) > columns else line for line in text.split("\n"))
+
+
 def say(console: rich.console.Console, text: str) -> None:
-    """A line as it is: no markup, no colours for numbers, no breaks that would cut paths and messages apart."""
+    """A line: no markup, no colours for numbers, no breaks within paths."""
     try:
-        console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        console.print(_wrapped(console, text), highlight=False, markup=False, emoji=False, soft_wrap=True)
     except OSError as error:
         if error.errno not in _NOT_TOLD:
             raise
@@ -129,12 +146,18 @@ def warn(console: rich.console.Console, message: object) -> None:
     say(console, f"warning: {message}")
 
 
+def detail(console: rich.console.Console, text: str) -> None:
+    """A line for who looks closely: printed with `--verbose`, and into the logs of jobs."""
+    if os.environ.get(VERBOSE) == "1":
+        say(console, text)
+
+
 def alarm(label: str, message: str) -> None:
     """An error on the error output, after a word that stands out."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        console.print(label, style="bold red", end=" ")
-        console.print(message)
+        console.print(label, style="bold red", end="")
+        console.print(_wrapped(console, f"{label} {message}").removeprefix(label))
     except OSError as error:
         if error.errno not in _NOT_TOLD:  # the exit code still says what happened
             raise

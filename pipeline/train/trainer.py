@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.common import storage
-from pipeline.common.console import Console, say, warn
+from pipeline.common.console import Console, detail, say, warn
 from pipeline.common.errors import NumericalError, Stopped, UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
@@ -42,7 +42,7 @@ from pipeline.train.optim.lr_schedule import Schedule
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.out_of_memory import out_of_memory_means, step_advice, weights_advice
 from pipeline.train.parallel.compile import choose_compiling
-from pipeline.train.parallel.parallelize import build_model
+from pipeline.train.parallel.parallelize import attention_choice, build_model
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.resume import resume_lines
@@ -305,10 +305,12 @@ class Trainer:
         flops = flops_per_token(self._setup.spec, self._plan.segment(first).sequence_length, causal=True)
         for line in [
             *start_lines(self._config, self._plan, self._setup, first, flops),
-            f"train: {self._compiler_line}",
             *nothing_held_out(self._config, [len(split) for split in self._heldout.values()]),
         ]:
             say(self._console, line)
+        kernel = attention_choice(self._config, self._setup)
+        (warn if kernel.slow else detail)(self._console, f"attention: {kernel}")
+        detail(self._console, f"train: {self._compiler_line}")
         for line in self._profile.announce(total):
             warn(self._console, line)
         with (
@@ -420,7 +422,7 @@ def train(config: Config, console: Console | None = None) -> int:
     with ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(config.launch.time_limits))
         watchdog.phase("init")
-        device = init_rank(config, ranks, lambda line: say(console, f"train: {line}"))
+        device = init_rank(config, ranks, lambda line: detail(console, f"train: {line}"))
         # Rank 0 reads the whole checkpoint to verify it, and the others wait.
         watchdog.phase("save")
         folder, checkpoint, plan = open_run_everywhere(config, ranks, stack, watchdog, console)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.common.console import VERBOSE
 from slurm.job.srun_task import LOGS
 from slurm.logs.rank_logs import log_file, srun_log
 from slurm.submit.submission import Submission
@@ -104,7 +105,7 @@ class SrunStep:
             on_poll: called again and again while it runs.
             on_start: is given the process.
         """
-        environment = {**os.environ, **self.environment, LOGS: str(self.logs), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **self.environment, LOGS: str(self.logs), VERBOSE: "1", "PYTHONUNBUFFERED": "1"}
         output = self.srun_output if self.nodes else log_file(self.logs, 0)
         with output.open("ab") as file:
             # Its own session: what ends this process by its group must not end the ranks, which save first.

@@ -23,7 +23,18 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cli.main import main
-from pipeline.common.console import Console, alarm, echo, let_go_of_terminal, progress, say, visible, visible_log
+from pipeline.common.console import (
+    VERBOSE,
+    Console,
+    alarm,
+    detail,
+    echo,
+    let_go_of_terminal,
+    progress,
+    say,
+    visible,
+    visible_log,
+)
 from pipeline.config.document import parse, render
 from tests import tiny
 
@@ -97,6 +108,28 @@ def test_lines_and_errors(capfd: pytest.CaptureFixture[str], monkeypatch: pytest
     for text in capfd.readouterr():
         assert "\\u009b" in text
         assert UNSAFE.search(OURS.sub("", text)) is None
+
+
+def test_long_messages_on_a_terminal() -> None:
+    """At most 100 columns, no path cut; in a file a message stays one line."""
+    path = f"/{'folder/' * 30}file"
+    message = f"{'a message of many words ' * 8}{path} {'and more ' * 12}\n  a second line"
+    terminal, file = io.StringIO(), io.StringIO()
+    say(Console(file=terminal, force_terminal=True, width=300), message)
+    say(Console(file=file), message)
+    assert file.getvalue() == f"{message}\n"
+    lines = terminal.getvalue().splitlines()
+    assert [line.strip() for line in lines if len(line) > 100] == [path]
+    assert " ".join(" ".join(lines).split()) == " ".join(message.split()) and lines[-1] == "  a second line"
+
+
+def test_details_are_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VERBOSE, raising=False)
+    console = Console(file=io.StringIO())
+    detail(console, "threads")
+    monkeypatch.setenv(VERBOSE, "1")
+    detail(console, "kernels")
+    assert console.file.getvalue() == "kernels\n"  # type: ignore[attr-defined]
 
 
 def test_readers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,8 @@ class KernelChoice:
     reason: str
     version: int | None = None
     """Version of flash-attn."""
+    slow: bool = False
+    """True where the reason is that no better kernel fits: worth a warning."""
 
     def build(self, deterministic: bool) -> Kernel:
         """The kernel itself.
@@ -182,8 +184,9 @@ def _best(need: KernelRequirements, machine: DeviceCaps) -> KernelChoice:
             return KernelChoice(backend, f"{what} without a mask in memory{unfit}", version)
     return KernelChoice(
         "sdpa",
-        f"warning: {what} as masks of sequence x sequence in memory, since no other backend takes a GPU of compute "
+        f"{what} as masks of sequence x sequence in memory, since no other backend takes a GPU of compute "
         f"capability {_dotted(machine)} and heads of {need.head_size}",
+        slow=True,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.common.console import VERBOSE
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.train import AttentionConfig
@@ -63,8 +64,9 @@ def test_auto(machine: DeviceCaps, changes: dict[str, object], expected: tuple[s
 
 
 def test_masks_in_memory_are_warned_of() -> None:
-    reason = choose(AttentionConfig(), NEED, VOLTA).reason
-    assert reason.startswith("warning: documents as masks of sequence x sequence in memory")
+    choice = choose(AttentionConfig(), NEED, VOLTA)
+    assert choice.slow and choice.reason.startswith("documents as masks of sequence x sequence in memory")
+    assert not choose(AttentionConfig(), NEED, HOPPER).slow
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,10 @@ def test_what_can_never_be_is_refused_without_the_device(root: Path, values: lis
     check_layout(load(root / "run.yaml", [*given, "train.attention.backend=flash"]), 1)
 
 
-def test_a_run_says_what_it_takes_and_refuses_what_is_not_there(root: Path) -> None:
+def test_a_run_says_what_it_takes_and_refuses_what_is_not_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out = start(root, "quiet", "train.duration=3 steps")
+    assert code == 0 and "attention:" not in out and "threads, " not in out.split("parameters")[0]
+    monkeypatch.setenv(VERBOSE, "1")
     code, out = start(root, "says", "train.duration=3 steps")
     assert code == 0 and "attention: sdpa (the device is a CPU)" in out
     code, out = start(root, "refuses", "train.attention.backend=flex", "launch.device=cpu")
