@@ -115,7 +115,7 @@ def test_the_time_left_has_no_pause_in_it(tmp_path: Path) -> None:
     rows = [row(step) for step in range(1, 11)]
     rows += [row(step, 2, time=START + 36_000 + 2 * step) for step in range(11, 21)]
     facts = gather(write(tmp_path / "run", rows, begin(), end(1, 10), begin(2, 10, time=START + 36_000), end(2)))
-    facts.state, facts.steps = dataclasses.replace(facts.state, word="going on"), 120
+    facts.state, facts.steps = dataclasses.replace(facts.state, word="running"), 120
     assert tile(facts, "started")[1].endswith("3 min left")  # 100 steps of 2 s
     facts.columns.attempt[-1] = 3
     assert "left" not in tile(facts, "started")[1]  # one step of it: nobody knows
