@@ -318,13 +318,13 @@ def test_where_it_is_written(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_is_no_run(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match=str(tmp_path)):
         report([tmp_path], Console(quiet=True))
     file = tmp_path / "file.yaml"
     file.write_text(f"include: {root / 'run.yaml'}\nrun: {{dir: {tmp_path / 'none'}}}\n")
     with pytest.raises(UserError, match=r"run.dir .*none of .* does not exist"):
         report([file], Console(quiet=True))
-    with pytest.raises(UserError, match="no run file or run folder"):
+    with pytest.raises(UserError, match=str(tmp_path / "nothing")):
         report([tmp_path / "nothing"], Console(quiet=True))
 
 
@@ -342,4 +342,4 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "r.png").is_file() and "done: done" in done.stdout
     assert not math.isnan(number(Report(tmp_path / "r.html").tiles["training loss"]))
     refused = tiny.pipeline("report", tmp_path)
-    assert refused.returncode == EXIT_REFUSED and "is no run folder" in refused.stderr
+    assert refused.returncode == EXIT_REFUSED and str(tmp_path) in refused.stderr.replace("\n", "")

@@ -282,7 +282,7 @@ def test_exit_codes_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "rank-0000.log").write_text("slurmstepd-n1: error: execve(): /no/python: No such file or directory\n")
     failure = found(tmp_path, NO_PROGRAM)
     assert failure.code == 1, "another node may have it"
-    assert failure.message == "was not started: /no/python: No such file or directory"
+    assert "/no/python" in failure.message
     (tmp_path / "rank-0000.log").unlink()
     assert found(tmp_path, "srun: error: n[1-2]: tasks 0-3: Exited with exit code 76\n").code == EXIT_HANG
 

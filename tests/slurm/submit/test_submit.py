@@ -455,7 +455,7 @@ def test_where_somebody_trains_by_hand_nothing_is_sent(clean: Path) -> None:
     config = held(clean)
     config.run.dir.mkdir(exist_ok=True)
     lock = Lock.take(config.run.dir)
-    with pytest.raises(UserError, match=f"in use by process {os.getpid()} on"):
+    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
         send(config, ["train"])
     lock.release()
     (config.run.dir / "stop").touch()
