@@ -58,13 +58,11 @@ def cancel(run: Path, console: Console, *, now: bool, chain: bool, wait: float) 
         _note(folder, now=now)  # before anything is asked: from now on nothing goes back into the queue
     found = live_jobs(folder)
     if found.unknown is not None:
-        say(
-            console, f"{found.unknown}\nIts jobs find in {folder} what is asked of them: one that waits starts nothing."
-        )
+        say(console, f"{found.unknown}\nIts jobs read the request in {folder}: those that wait start nothing.")
     if found.nothing and not is_held(folder):
         if before is None:
             jobs.forget_cancelled(folder)
-        say(console, f"nothing of {folder} waits or runs")
+        say(console, f"no job of {folder} waits or runs")
         return
     stages = () if chain or found.unknown is not None else _stages(found)
     if jobs.sent(folder):
@@ -103,7 +101,7 @@ def _change(run: Path, console: Console, change: Callable[[Sequence[str]], None]
         say(console, f"{active_jobs.stage_names(folder, each.job)}: job {each.job.job} {what}")
     for each in found.active:
         if each not in waiting:
-            why = "since it runs" if runs(each) else "since it is in no queue"
+            why = "because it runs" if runs(each) else "because it is not in a queue"
             say(console, f"not affected, {why}: {active_jobs.describe(folder, each)}")
     if not found.active:
         say(console, f"no job of {folder} waits")
@@ -208,7 +206,7 @@ class _Cancelling:
         if each.job.job not in self._asked:
             self._asked.add(each.job.job)
             what = active_jobs.stage_names(self._run, each.job)
-            say(self._console, f"{what}: process {each.job.job} has not begun with it, and will pass it over")
+            say(self._console, f"{what}: process {each.job.job} has not begun it, and will skip it")
 
     def _cancel_jobs(self, selected: Sequence[ActiveJob]) -> None:
         for each in selected:
@@ -221,11 +219,11 @@ class _Cancelling:
                 if _REFUSED not in error.output:
                     say(self._console, str(error))
                     continue
-                todo = "it finds that the run is cancelled and starts nothing"
+                todo = "it will see that the run is cancelled, and start nothing"
                 if runs(each):
                     todo = "it is not started again"
                     if each.job.stage == "train":
-                        todo += f"; without --now it saves and leaves, too: `pipeline cancel {self._run}`"
+                        todo += f"; without --now it saves and ends, too: `pipeline cancel {self._run}`"
                 say(self._console, f"{what} is {each.job.user}'s, so SLURM does not let {jobs.user()} end it; {todo}")
 
     def _request_stop(self) -> None:
@@ -240,7 +238,7 @@ class _Cancelling:
             process = f"process {who.get('pid')} on {who.get('host')}"
             more = ""
             if self._now and "job" not in who:
-                more = f"; it was started by hand, and is ended at once there: `kill {who.get('pid')}`"
+                more = f"; it was started by hand; to end it at once, run `kill {who.get('pid')}` there"
             say(self._console, f"asked {process} to save and stop{more}")
         else:
             say(self._console, "asked the training to save and stop")
@@ -260,11 +258,11 @@ class _Cancelling:
         if by_file:
             say(
                 self._console,
-                "it has not left yet. It does by itself after the step that it is in and a save, and is not started "
-                f"again; to end it at once: pipeline cancel {self._run} --now",
+                "it has not ended yet. It finishes its step, saves and ends, and is not started again; "
+                f"to end it at once: pipeline cancel {self._run} --now",
             )
         else:
-            say(self._console, f"it has not left yet; `pipeline status {self._run}` tells when it has")
+            say(self._console, f"it has not ended yet; `pipeline status {self._run}` shows when it has")
 
     def _say_finished(self, found: LiveJobs) -> None:
         """Print what there is now, and what stays."""
@@ -272,7 +270,7 @@ class _Cancelling:
         if not self._stages or "train" in self._stages:
             state = RunFiles(self._run).exit_state(since=self._begin)
             if "reason" in state:
-                say(self._console, f"it has left: {state['reason']}")
+                say(self._console, f"it has ended: {state['reason']}")
                 done = state.get("code") == EXIT_OK
             last = Checkpoints.of_run(self._run).latest()
             if last is not None:
@@ -281,7 +279,7 @@ class _Cancelling:
                 say(self._console, "there is no checkpoint")
         for job in self._others.keys() - {each.job.job for each in found.active}:
             what = active_jobs.stage_names(self._run, self._others[job].job)
-            say(self._console, f"{what}: job {job} is gone, too: SLURM drops what waits for a job that was cancelled")
+            say(self._console, f"{what}: job {job} is cancelled, too: SLURM removes jobs that wait for a cancelled one")
         stays = [each for each in found.active if not self._is_selected(each)]
         for each in stays:
             say(self._console, f"stays: {active_jobs.describe(self._run, each)}")

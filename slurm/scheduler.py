@@ -43,7 +43,7 @@ class SchedulerError(MachineError):
     """
 
     def __init__(self, command: Sequence[str], output: str, hint: str = "") -> None:
-        text = output.strip() or "it said nothing"
+        text = output.strip() or "no message"
         if any(words in text for words in _NOT_CONFIGURED):
             text = "no SLURM is configured for this shell: use a login node of the cluster, or set SLURM_CONF"
         super().__init__(f"`{shlex.join(command)}` failed: {text}" + (f"\n{hint}" if hint else ""))

@@ -102,9 +102,9 @@ def prefetch(config: Config, console: Console) -> None:
     for name in harness.tasks:
         if _is_file(name):
             raise UserError(
-                f"eval.harness.tasks: {name} is a file, which says where its data is read from, so what is fetched "
-                f"would not be found; put it into eval.harness.include_path ({harness.include_path}) and name its "
-                "task, or leave it out here"
+                f"eval.harness.tasks: {name} is a file that says where its data is read from, so it would not "
+                f"find the fetched data; move it to eval.harness.include_path ({harness.include_path}) and name its "
+                "task here, or leave it out"
             )
     _require()
     target = harness.include_path / PREFETCHED
@@ -114,7 +114,7 @@ def prefetch(config: Config, console: Console) -> None:
         for name, task in _load(manager, harness)["tasks"].items():
             entry = manager.task_index.get(name)
             if entry is not None and entry.yaml_path is not None and target in entry.yaml_path.parents:
-                say(console, f"{name}: is in {target / name} already; remove that to have it fetched anew")
+                say(console, f"{name}: {target / name} exists already; remove it to fetch the task again")
             else:
                 _write_task(target / name, name, task, entry)
                 say(console, f"{name}: written to {target / name}")
@@ -124,8 +124,8 @@ def _write_task(folder: Path, name: str, task: Any, entry: Any) -> None:
     """The data and the file of a task."""
     if entry is None or entry.yaml_path is None or "class" in (entry.cfg or {}):
         raise UserError(
-            f"eval.harness.tasks: {name} has its data from code of its own, which cannot be written down; run it once "
-            "with network, HF_HOME on a disk that the jobs see too, and then with HF_HUB_OFFLINE=1"
+            f"eval.harness.tasks: {name} loads its data with its own code, so its data cannot be fetched here; run "
+            "the task once with network and HF_HOME on a disk that the jobs see too, and then with HF_HUB_OFFLINE=1"
         )
     folder.mkdir(exist_ok=True)
     wanted = {getattr(task.config, f"{use}_split") for use in ("training", "validation", "test", "fewshot")}
@@ -239,7 +239,7 @@ def _load(manager: Any, harness: HarnessConfig) -> Any:
     for name in harness.tasks:
         if name not in manager.all_tasks and not _is_file(name):
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm-eval ls tasks` lists what there is"
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm-eval ls tasks` lists them all"
             raise UserError(f"eval.harness.tasks: lm-evaluation-harness has no task {name!r}; {hint}")
     found: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     random.seed(_SEEDS["random_seed"])
@@ -257,8 +257,8 @@ def _load(manager: Any, harness: HarnessConfig) -> Any:
             ) from error
     for name, task in found["tasks"].items():
         for attribute, what in (
-            ("UNSAFE_CODE", "runs code that the model has written (unsafe_code), which is not done here"),
-            ("MULTIMODAL", "needs a model that sees or hears, and this one reads text alone"),
+            ("UNSAFE_CODE", "runs code that the model wrote (unsafe_code), which is not supported"),
+            ("MULTIMODAL", "needs image or audio input, and this model reads only text"),
         ):
             if getattr(task, attribute, False):
                 raise UserError(f"eval.harness.tasks: {name} {what}; leave it out")

@@ -145,20 +145,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """New tokens at most, and the texts that end a continuation."""
         if options.get("do_sample", float(options.get("temperature") or 0) > 0):
             raise UserError(
-                "eval.harness: a task draws its continuations at random (do_sample, temperature), but here they are "
-                "greedy; leave it out, or give it do_sample: false in a file of its own (eval.harness.include_path)"
+                "eval.harness: a task samples its continuations (do_sample, temperature), but only greedy decoding is "
+                "supported; leave it out, or set do_sample: false in your copy of its file (eval.harness.include_path)"
             )
         most = int(next((options[key] for key in _LIMITS if options.get(key) is not None), self.max_gen_toks))
         if most < 1:
             raise UserError(
-                f"eval.harness: a task wants {most} new tokens (max_gen_toks); give it 1 or more in a file of its own "
-                "(eval.harness.include_path)"
+                f"eval.harness: a task asks for {most} new tokens (max_gen_toks); set 1 or more in your copy of its "
+                "file (eval.harness.include_path)"
             )
         if most >= self.max_length:
             raise UserError(
-                f"eval.harness: a task wants {most} new tokens (max_gen_toks), which with the context have to fit into "
-                f"{self.max_length} tokens (eval.max_length, by default train.sequence_length); raise that, or give "
-                "the task a smaller max_gen_toks in a file of its own (eval.harness.include_path)"
+                f"eval.harness: a task asks for {most} new tokens (max_gen_toks), which must fit with the context into "
+                f"{self.max_length} tokens (eval.max_length, by default train.sequence_length); raise that, or set a "
+                "smaller max_gen_toks in your copy of the task's file (eval.harness.include_path)"
             )
         until = options.get("until") or []
         return most, [stop for stop in ([until] if isinstance(until, str) else until) if stop]

@@ -45,7 +45,7 @@ def last_word(tokenizer: Tokenizer, passage: str, max_length: int) -> Request:
     context, _, word = passage.rpartition(" ")
     before, following = encode_pair(tokenizer.encode, context, f" {word}")
     if not following:
-        raise UserError(f"the tokenizer has no token for the last word of a passage alone: {passage[-40:]!r}")
+        raise UserError(f"the tokenizer merges the last word of a passage with the text before it: {passage[-40:]!r}")
     return truncated(before, following, max_length)
 
 

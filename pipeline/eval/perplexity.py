@@ -251,7 +251,7 @@ def _how(made_with: dict[str, Any]) -> str:
     """Description of the windows, where they are not the usual ones."""
     words = []
     if made_with["documents"]:
-        words.append("each document by itself")
+        words.append("each document alone")
     if made_with["stride"] is not None:
         words.append(f"stride {made_with['stride']:,}")
     if made_with["samples"] is not None:

@@ -63,7 +63,7 @@ class Sampling:
             "top_k": (self.top_k is None or self.top_k >= 1, "1 or more"),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 (1 is none)"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0 (1 has no effect)"),
             "stop": (all(self.stop), "texts of one character or more"),
             "logprobs": (self.logprobs is None or self.logprobs >= 0, "0 or more"),
             "prompt_logprobs": (not self.prompt_logprobs or self.logprobs is not None, "given together with logprobs"),

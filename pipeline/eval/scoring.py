@@ -102,7 +102,7 @@ def truncated(context: Sequence[int], continuation: Sequence[int], max_length: i
     """
     if len(continuation) > max_length:
         raise UserError(
-            f"{len(continuation)} tokens are to be predicted at once, but the model has {max_length} as input "
+            f"a request has {len(continuation)} tokens to predict, but the model takes {max_length} tokens at once "
             "(eval.max_length, by default train.sequence_length); raise that, or leave the task out"
         )
     return Request([*context, *continuation][-(max_length + 1) :], len(continuation))

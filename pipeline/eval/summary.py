@@ -96,7 +96,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
         ("bytes per token", f"{summary['bytes'] / summary['tokens']:.2f}", f"{summary['bytes']:,} bytes of text"),
         ("training loss", f"{number('loss_first', '.3f')} → {number('loss_last', '.3f')}", "first and last step"),
         ("held-out loss", number("heldout_loss", ".4f"), f"nats per token{of}"),
-        ("perplexity", number("perplexity", ",.2f"), "a token"),
+        ("perplexity", number("perplexity", ",.2f"), "per token"),
         ("bits per byte", number("bits_per_byte", ".3f"), "this model"),
         ("", number("unigram_bits_per_byte", ".3f"), "unigram model of the tokens"),
         ("", number("zstd_bits_per_byte", ".3f"), "zstd -19, documents concatenated"),

@@ -45,7 +45,7 @@ def show_table(config: Config, console: Console, *, as_json: bool = False) -> No
     else:
         say(console, f"no checkpoint of {run} was evaluated; `pipeline eval RUN.yaml --step N` evaluates one")
     if any(each.replaced for each in found):
-        say(console, "(replaced): the run went back and has another checkpoint of this step by now")
+        say(console, "(replaced): the run went back and has written another checkpoint of this step")
     for path in damaged:
         warn(console, f"{path} is damaged; remove it, and evaluate that step again")
 
@@ -64,7 +64,7 @@ def write_table(run: Path) -> None:
             seen = there
             storage.put(file, _csv(read_evaluations(run)[0]).encode())
     except OSError as error:
-        alarm("warning:", f"{file} is not written: {error.strerror}; `pipeline eval RUN.yaml --table` needs no file")
+        alarm("warning:", f"{file} was not written: {error.strerror}; `pipeline eval RUN.yaml --table` needs no file")
 
 
 def _fingerprints(run: Path) -> list[tuple[str, int, int]]:

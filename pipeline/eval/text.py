@@ -109,7 +109,7 @@ def _of_json(file: Path, number: int, line: str) -> str:
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise UserError(f"--prompts {file}, line {number}: no JSON ({error})") from None
+        raise UserError(f"--prompts {file}, line {number}: not JSON ({error})") from None
     prompt = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(prompt, str):
         raise UserError(f'--prompts {file}, line {number}: write a text, or an object like {{"prompt": "a text"}}')

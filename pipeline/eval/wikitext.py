@@ -120,7 +120,7 @@ def record_text(path: Path, number: int, line: str, keys: Sequence[str]) -> str:
     for key in keys:
         if isinstance(record, dict) and isinstance(record.get(key), str):
             return str(record[key])
-    raise UserError(f"{path}:{number} is no JSON object with a text under {' or '.join(map(repr, keys))}")
+    raise UserError(f"{path}:{number} is not a JSON object with a text under {' or '.join(map(repr, keys))}")
 
 
 def words_and_bytes(pages: Sequence[str], *, documents: bool) -> tuple[int, int]:

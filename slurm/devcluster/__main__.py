@@ -75,7 +75,7 @@ def status(folder: Folder) -> None:
     """Show daemons and nodes; leaves with 1 unless the cluster is up and all nodes take jobs."""
     console, cluster = Console(), DevCluster.at(folder)
     for daemon, pid in cluster.daemons().items():
-        say(console, f"{daemon:<16} {f'runs as {pid}' if pid else 'does not run'}")
+        say(console, f"{daemon:<16} {f'running, process {pid}' if pid else 'not running'}")
     if cluster.is_up:
         for node, state in cluster.node_states().items():
             say(console, f"{node:<16} {state}")

@@ -130,7 +130,7 @@ class DevCluster:
             processes.send(found, signal.SIGSTOP)
             processes.kill_stopped(self._processes_of_node(name))
             if time.monotonic() > until:
-                raise MachineError(f"processes {sorted(found)} of node {name} do not die")
+                raise MachineError(f"processes {sorted(found)} of node {name} cannot be killed")
             time.sleep(0.05)
 
     def start_node(self, name: str) -> None:
@@ -342,7 +342,7 @@ class DevCluster:
         done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
         if done.returncode != 0:
             output = (done.stderr.strip() or done.stdout.strip())[-2000:]
-            raise MachineError(f"`{' '.join(command)}` left with {done.returncode}: {output}")
+            raise MachineError(f"`{' '.join(command)}` exited with {done.returncode}: {output}")
         return done.stdout
 
 

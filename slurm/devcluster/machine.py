@@ -66,7 +66,7 @@ def install() -> None:
     for step in (["apt-get", "update", "-q"], ["apt-get", "install", "-q", "-y", *PACKAGES]):
         done = subprocess.run(step, env=environment, check=False)
         if done.returncode != 0:
-            raise MachineError(f"`{' '.join(step)}` left with {done.returncode}; its own words are above")
+            raise MachineError(f"`{' '.join(step)}` exited with {done.returncode}; its output is above")
 
 
 def check_ports(ports: Iterable[int]) -> None:
@@ -82,8 +82,8 @@ def check_ports(ports: Iterable[int]) -> None:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise MachineError(
-                    f"port {port} of 127.0.0.1 is taken ({error.strerror}). `ss -ltnp` shows by whom; choose another "
-                    "first port with --port"
+                    f"port {port} of 127.0.0.1 is taken ({error.strerror}). `ss -ltnp` shows by which program; choose "
+                    "another first port with --port"
                 ) from error
 
 
@@ -105,7 +105,7 @@ def add_hosts(cluster: str, names: Sequence[str]) -> None:
         unknown = [name for name in names if not _resolves(name)]
         if unknown:
             raise MachineError(
-                f"{_HOSTS} may not be written by this user, and the names of the nodes must resolve. Add this line as "
+                f"{_HOSTS} cannot be written by this user, and the names of the nodes must resolve. Add this line as "
                 f"root:\n    127.0.0.1 {' '.join(unknown)}"
             ) from error
 

@@ -90,7 +90,7 @@ def end(pid: int, seconds: float) -> None:
         send([pid], signal.SIGKILL)
         if not _gone(pid, 10):
             raise MachineError(
-                f"process {pid} does not end, even killed; see what it waits for with `ps -o wchan {pid}`"
+                f"process {pid} does not end, even after SIGKILL; see what it waits for with `ps -o wchan {pid}`"
             )
 
 

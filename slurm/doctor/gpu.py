@@ -49,7 +49,7 @@ def driver_views() -> tuple[list[DriverView], list[NodeCheck]]:
         return [], [failed("nvidia-smi", "not run", f"nvidia-smi cannot be run: {error.strerror}")]
     output = " ".join((done.stdout + done.stderr).split())[:300]
     if "not a valid field" in output.lower():  # a version of nvidia-smi that does not know these
-        return [], [_unasked("this version does not know what it is asked for")]
+        return [], [_unasked("this version does not know these fields")]
     if done.returncode != 0:
         return [], [failed("nvidia-smi", f"code {done.returncode}", f"nvidia-smi failed: {output}")]
     views = parse_driver_views(done.stdout)
@@ -59,8 +59,8 @@ def driver_views() -> tuple[list[DriverView], list[NodeCheck]]:
 def _unasked(why: str) -> NodeCheck:
     """Memory errors and the driver's version are not known, which is nothing wrong with the GPUs."""
     if torch.version.hip is not None:
-        why += ", and AMD's tools (amd-smi) are not asked"
-    text = f"nvidia-smi: {why}; memory errors (ECC) and the driver's version were not looked at"
+        why += ", and AMD's tools (amd-smi) are not used"
+    text = f"nvidia-smi: {why}; memory errors (ECC) and the driver's version were not checked"
     return NodeCheck("nvidia-smi", False, "not asked", text, "warning")
 
 
@@ -81,7 +81,7 @@ def judge_driver_views(views: list[DriverView]) -> list[NodeCheck]:
     retiring = [f"GPU {view.index}" for view in views if view.retiring]
     if broken:
         found = "; ".join(broken)
-        text = f"ECC: memory errors that could not be corrected ({found}); these GPUs need a reset, or to be replaced"
+        text = f"ECC: memory errors that could not be corrected ({found}); reset or replace these GPUs"
         checks.append(failed("ECC", found, text))
     if retiring:
         found = ", ".join(retiring)
@@ -133,7 +133,7 @@ def products() -> tuple[list[NodeCheck], dict[str, float]]:
             break  # after an error of one GPU no other one can be used by this process
         times[name] = seconds
         if wrong:
-            checks.append(failed("matrix product", name, f"matrix product: {name} calculates wrong: {wrong}"))
+            checks.append(failed("matrix product", name, f"matrix product: {name} gives wrong results: {wrong}"))
     if not checks:
         shown = [f"{seconds * 1e3:.2f} ms" for seconds in (min(times.values()), max(times.values()))]
         checks.append(NodeCheck("matrix product", True, shown[0] if len(times) == 1 else " to ".join(shown)))
@@ -167,7 +167,7 @@ def wrong_elements(result: torch.Tensor) -> str:
         return ""
     row, column = wrong[0].tolist()
     return (
-        f"{len(wrong)} of {size * size} elements, like {result[row, column].item():g} in place of "
+        f"{len(wrong)} of {size * size} elements, like {result[row, column].item():g} instead of "
         f"{wanted[row, column].item():g}"
     )
 

@@ -142,16 +142,16 @@ def rendezvous(node: NodeRank, *, gpus: int, seconds: float = RENDEZVOUS_SECONDS
             _choose_participants(node, store, until)
         # Rank 0 may have begun to wait as late as this one has come.
         elif not _appears(store, "who", time.monotonic() + seconds + _GATHER_SECONDS):
-            raise RendezvousFailed("unreached", node.rank, f"network: {node.address} did not say who takes part")
+            raise RendezvousFailed("unreached", node.rank, f"network: {node.address} did not send the list of nodes")
         chosen = orjson.loads(store.get("who"))
     except (RuntimeError, ValueError) as error:
         if node.serves and "EADDRINUSE" in str(error):
-            text = f"network: port {node.port} is in use here by another program, so the all-reduce was left out"
+            text = f"network: port {node.port} is in use here by another program, so the all-reduce was skipped"
             raise RendezvousFailed("closed", node.rank, text) from None
         text = f"network: the connection to {node.address}:{node.port} failed ({_first_line(error)})"
         raise RendezvousFailed("unreached", node.rank, text) from None
     if node.rank not in chosen["ranks"]:
-        text = f"network: it came to the others more than {seconds:.0f} s after {node.address}; it is slow to start"
+        text = f"network: it joined the others more than {seconds:.0f} s after {node.address}; it is slow to start"
         raise RendezvousFailed("late", node.rank, text)
     return Rendezvous(node, store, chosen["ranks"], chosen["backend"])
 

@@ -53,14 +53,12 @@ class NodeRank:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         given = f"{names[0]}={rank}, {names[1]}={size}, MASTER_ADDR={address or 'none'}, MASTER_PORT={port or 'none'}"
         if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-            raise UserError(
-                f"the environment has {given}; the first two must be a number from 0 and how many there are"
-            )
+            raise UserError(f"the environment has {given}; the first two must be a rank from 0 and the number of ranks")
         if int(size) == 1:
             return cls()
         if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
             raise UserError(
-                "nodes are checked by one process each, but LOCAL_WORLD_SIZE is above 1; start one on a node"
+                "nodes are checked by one process each, but LOCAL_WORLD_SIZE is above 1; start one process per node"
             )
         if not address or not port.isdecimal():
             raise UserError(f"the environment has {given}; set MASTER_ADDR and MASTER_PORT to where rank 0 is")
@@ -90,17 +88,18 @@ def space(name: str, path: Path) -> NodeCheck:
     try:
         found = os.statvfs(_existing(path))
     except OSError as error:
-        return failed(label, "unknown", f"{name} ({path}): its disk cannot be asked ({error.strerror}); is it mounted?")
+        text = f"{name} ({path}): the free space of its disk cannot be read ({error.strerror}); is it mounted?"
+        return failed(label, "unknown", text)
     free = found.f_bavail * found.f_frsize
     value = _gib(free)
     wanted = []
     # Some file systems have no such counts, and say 0 of 0.
     if found.f_blocks and free < _FREE_BYTES:
-        wanted.append(f"{_gib(free)} are free, {_gib(_FREE_BYTES)} are wanted")
+        wanted.append(f"{_gib(free)} are free, {_gib(_FREE_BYTES)} are needed")
     if found.f_files:
         value += f", {found.f_favail:,} inodes"
         if found.f_favail < _FREE_INODES:
-            wanted.append(f"{found.f_favail:,} inodes (files) are free, {_FREE_INODES:,} are wanted")
+            wanted.append(f"{found.f_favail:,} inodes (files) are free, {_FREE_INODES:,} are needed")
     if wanted:
         return failed(label, value, f"{name} ({path}): {' and '.join(wanted)}; remove what is not needed there")
     return NodeCheck(label, True, value)
@@ -158,7 +157,7 @@ def memory() -> NodeCheck:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
         if free < _FREE_MEMORY:
-            text = f"memory: {_gib(free)} are free, {_gib(_FREE_MEMORY)} are wanted; what else runs there?"
+            text = f"memory: {_gib(free)} are free, {_gib(_FREE_MEMORY)} are needed; what else runs there?"
             return failed("memory", _gib(free), text)
         return NodeCheck("memory", True, f"{_gib(free)} free")
     return NodeCheck("memory", True, "unknown")
@@ -172,7 +171,7 @@ def shared_memory() -> NodeCheck:
         return NodeCheck("/dev/shm", False, "none", f"/dev/shm: it cannot be used ({error.strerror})", "warning")
     size = found.f_blocks * found.f_frsize
     if size < _SHARED_MEMORY:
-        text = f"/dev/shm: it has {_gib(size)}, NCCL may want {_gib(_SHARED_MEMORY)}; containers have an option for it"
+        text = f"/dev/shm: it has {_gib(size)}, NCCL may need {_gib(_SHARED_MEMORY)}; a container has an option for it"
         return NodeCheck("/dev/shm", False, _gib(size), text, "warning")
     return NodeCheck("/dev/shm", True, _gib(size))
 

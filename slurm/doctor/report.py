@@ -140,7 +140,7 @@ def parse_report(data: bytes) -> Report:
         checks = tuple(NodeCheck(**check) for check in values["checks"])
         return Report(**values | {"checks": checks, "network": network})
     except (TypeError, KeyError) as error:
-        raise ValueError(f"it is no report of a node ({error})") from None
+        raise ValueError(f"it is not a report of a node ({error})") from None
 
 
 def verdict(folder: Path, nodes: Sequence[str]) -> NodeVerdict:
@@ -200,7 +200,7 @@ def _compare_networks(reports: Mapping[str, Report], found: NodeVerdict) -> None
             found.add(node, network.message, unfit=network.state == "late")
         if network.rank == 0 and network.missing:
             found.add(
-                node, f"the all-reduce went without {len(network.missing)} that did not come in time", unfit=False
+                node, f"the all-reduce went without {len(network.missing)} that did not join in time", unfit=False
             )
     closed = first is not None and networks[first].state == "closed"
     if first is None or closed or first in found.unhealthy:
@@ -246,7 +246,7 @@ def _compare_clocks(reports: Mapping[str, Report], found: NodeVerdict) -> None:
     for node, clock in known.items():
         off = abs(clock - median) if len(known) >= _ENOUGH else spread
         if off > _CLOCK_WARNING:
-            text = f"clock: it is {off:.0f} s off that of the other nodes; have its time service looked at"
+            text = f"clock: it is {off:.0f} s off the clocks of the other nodes; check its time service"
             found.add(node, text, unfit=off > _CLOCK_ERROR)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import percent
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
@@ -209,7 +210,7 @@ def _duration(config: Config, site: SiteConfig, job: PlannedJob, course: Course 
         return None, "unknown until the run has made some steps"
     mfu, why, note = _mfu(config, replace(calibrated(device), node_devices=job.gpus_per_node), job.processes)
     how = (
-        f"planned from FLOPs: {job.processes:,} x {site.gpu_type} at {mfu:.0%} ({why}) of "
+        f"planned from FLOPs: {job.processes:,} x {site.gpu_type} at {percent(mfu, 0)} ({why}) of "
         f"{peak / 1e12:,.0f} TFLOP/s{note}"
     )
     return course.flops / (peak * mfu * job.processes), how

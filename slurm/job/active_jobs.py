@@ -123,12 +123,12 @@ def attach(config: Config, planned: Sequence[PlannedJob], found: Sequence[Active
         raise UserError(
             f"the run has been submitted with another config:\n{listed}\nThese keys differ:\n  "
             + "\n  ".join(differences[:_SHOWN])
-            + f"{more}\nTo let it go on with the new values, `pipeline cancel {run}` and submit it again; to run both, "
+            + f"{more}\nTo continue with the new values, run `pipeline cancel {run}` and submit again; to run both, "
             "set run.dir to another folder"
         )
     say(console, f"the run is already submitted, so nothing was sent:\n{listed}")
     if submission and submission.code and submission.code.name != code_snapshot.place(run)[0].name:
-        say(console, "its jobs run the code as it was when they were sent, which has changed since")
+        say(console, "its jobs run the code as it was when they were submitted; it has changed since")
     present = {stage for each in found for stage in stages(run, each.job)}
     last = max(index for index, job in enumerate(planned) if job.stage in present)
     if missing := [job.stage for job in planned[last + 1 :]]:

@@ -43,13 +43,16 @@ class Allocation:
         """The allocation of this process's job."""
         return cls(job, scheduler.hostnames(os.environ["SLURM_JOB_NODELIST"]), say)
 
+    def _warn(self, message: object) -> None:
+        self._say(f"warning: {message}")
+
     def down(self) -> list[str]:
         """Nodes that are lost, as far as the controller knows, or unhealthy."""
         try:
             states = scheduler.node_states(self.nodes)
             left = self._left()
         except SchedulerError as error:
-            self._say(f"warning: {error}")
+            self._warn(error)
             states, left = {}, self.nodes
         self._taken |= set(self.nodes) - set(left)
         lost = {node for node, state in states.items() if state.endswith("*") or state.startswith(("down", "fail"))}
@@ -78,7 +81,7 @@ class Allocation:
                     return True
                 if passed - last_warning >= _SAY:
                     last_warning = passed
-                    self._say(f"warning: {error}; asking again until there is an answer")
+                    self._warn(f"{error}; trying again until it answers")
                 time.sleep(_AGAIN)
 
     def is_over_time(self) -> bool:
@@ -113,10 +116,10 @@ class Allocation:
             while found and not scheduler.can_start(job, [*unwanted, *found]):
                 fewer = found[: len(found) // 2]
                 left = ", ".join(found[len(fewer) :])
-                self._say(f"job {job} is not kept from {left}: too few nodes would be left for it to start on")
+                self._say(f"job {job} does not exclude {left}: too few nodes would be left for it to start on")
                 found = fewer
         except SchedulerError as error:
-            self._say(f"warning: {error}")
+            self._warn(error)
             return []  # it is better to start on a bad node than never
         return found
 
@@ -147,12 +150,12 @@ class Allocation:
                     return True
                 scheduler.update(job, {"ExcNodeList": ",".join(nodes)})
                 if not problem:
-                    problem = f"job {job} is kept from {', '.join(sorted(have)) or 'no node'}, whatever is asked for"
+                    problem = f"job {job} still excludes {', '.join(sorted(have)) or 'no node'}, despite a request"
                     continue  # it is read back at once
             except SchedulerError as error:
                 problem = str(error)
             if time.monotonic() > until:
-                self._say(f"warning: {problem}")
+                self._warn(problem)
                 return False
             time.sleep(_SOON)
 

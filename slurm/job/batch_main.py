@@ -172,8 +172,8 @@ class JobStart:
         if array is None or not array.cancelled:
             return None
         if array.unwanted:
-            return f"{array.words}, so the rest of the units is not made; submit the run again to make it"
-        self._say(f"{array.words}; this job makes what it has left")
+            return f"{array.words}, so the units that are left are not processed; submit the run again to process them"
+        self._say(f"{array.words}; this job processes the units that are left")
         return None
 
     def _refuse_start(self, why: str) -> tuple[Next, int]:
@@ -273,9 +273,9 @@ class JobStart:
             return Ending(EXIT_OK, "done")
         ends = "\n".join(last_lines(step.srun_output if step.nodes else log_file(step.logs, 0), 3))
         last = "; ".join(ends.splitlines()[-3:])  # a progress bar is a line without line feeds
-        text = f"{'srun' if step.nodes else 'the process'} left with {status}: {last or 'it said nothing'}"
+        text = f"{'srun' if step.nodes else 'the process'} exited with {status}: {last or 'no message'}"
         if full := storage.cannot_write(self._run):
-            text += f"; the run folder cannot be written ({full}), so that more could not be noted: make room"
+            text += f"; the run folder cannot be written ({full}), so more could not be recorded: make room on its disk"
         known = status > 0 and (not step.nodes or status in AGREED_CODES)
         return Ending(status if known else EXIT_OTHER, text, failed_nodes=lost)
 
@@ -333,7 +333,7 @@ class JobStart:
             )
         )
         if not self._allocation and following in _WITHOUT_QUEUE:
-            following, why = "end", "there is no queue here; submit it again to go on"
+            following, why = "end", "there is no queue here; submit it again to continue"
         code = f" (code {ending.code})" if ending.code else ""
         text = ending.reason if following == "done" else f"{ending.reason}{code}; {following}: {why}"
         return replace(how, next=following, reason=text)
@@ -346,7 +346,7 @@ class JobStart:
         elif how.next == "next link":
             waiting = self._waiting_chain_jobs()
             if not waiting:
-                self._say("this was the last link of the chain; submit the run again to go on")
+                self._say("this was the last job of the chain; submit the run again to continue")
             elif self._allocation:
                 exclude = self._exclude(waiting[0], self._avoid(how))
                 if exclude is not None:
@@ -386,11 +386,11 @@ class JobStart:
         try:
             unwanted = scheduler.hostnames(self._submission.resources.exclude or "")
         except scheduler.SchedulerError as error:
-            self._say(f"warning: {error}")
+            self._warn(error)
             return None
         found = self._allocation.exclusion(job, avoid, unwanted)
         if found:
-            self._say(f"job {job} is kept from {', '.join(found)}")
+            self._say(f"job {job} excludes {', '.join(found)}")
         return [*unwanted, *found]
 
     def _has_wrong_nodes(self) -> bool:
@@ -424,18 +424,18 @@ class JobStart:
         try:
             end(self._run, launch, how)
         except OSError as error:
-            self._say(f"warning: the end of the launch cannot be noted ({error.filename}: {error.strerror})")
+            self._warn(f"the end of the launch cannot be recorded ({error.filename}: {error.strerror})")
 
     def _end_chain(self) -> None:
         """Remove waiting jobs of the chain from the queue: there is nothing for them to do."""
         waiting = self._waiting_chain_jobs()
         if not waiting:
             return
-        self._say(f"the chain ends: {', '.join(waiting)} leave the queue")
+        self._say(f"the chain ends: {', '.join(waiting)} are cancelled")
         try:
             scheduler.cancel(waiting)
         except scheduler.SchedulerError as error:
-            self._say(f"warning: {error}; they will find nothing to do")
+            self._warn(f"{error}; they will find nothing to do")
 
     def _waiting_chain_jobs(self) -> list[str]:
         """Jobs of the same chain that have not begun, the next one first."""
@@ -445,7 +445,7 @@ class JobStart:
         try:
             states = scheduler.jobs(sent)
         except scheduler.SchedulerError as error:
-            self._say(f"warning: {error}")
+            self._warn(error)
             return []
         return [job for job in sent if job in states and states[job].waits]
 
@@ -456,7 +456,7 @@ class JobStart:
         avoid = suspects(launches(self._run, "train"), self._checkpoint())
         nodes = choose_nodes(self._allocation.nodes, self._submission.nodes, self._allocation.down(), avoid)
         if avoid:
-            what = "is used all the same" if set(avoid) & set(nodes) else "is left out"
+            what = "is used anyway" if set(avoid) & set(nodes) else "is left out"
             self._say(f"{', '.join(avoid)} {what}: the last launches failed there")
         return nodes
 
@@ -530,7 +530,7 @@ class JobStart:
         found = read_saves(self._run) if self._submission.stage == "train" else None
         if found is not None and found.attempt > self._attempt and found.failed_at not in (None, self._failed_save):
             self._failed_save = found.failed_at
-            self._say(f"warning: {found.words(time.time())}")
+            self._warn(found.words(time.time()))
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -578,6 +578,9 @@ class JobStart:
 
     def _say(self, text: str) -> None:
         say(self._console, f"{when(time.time())} {text}")
+
+    def _warn(self, message: object) -> None:
+        self._say(f"warning: {message}")
 
 
 def _this_job(backend: jobs.Backend) -> tuple[str, int]:

@@ -27,7 +27,7 @@ def write(run: Path, stage: Stage) -> str:
     lines += [f"  {_line(launch)}" for launch in found]
     if last is not None and last.node is not None:
         lines.append(f"first failure: rank {last.rank} on {last.node}; its log is in {run / found[-1].logs}")
-    lines.append(f"`pipeline logs {run} --first-error` shows it; submit the run again when the cause is mended")
+    lines.append(f"`pipeline logs {run} --first-error` shows it; submit the run again when the cause is fixed")
     text = "\n".join(lines)
     try:
         storage.put(report_file(run), f"{text}\n".encode())
@@ -40,4 +40,4 @@ def _line(launch: Launch) -> str:
     nodes = ",".join(launch.nodes) or launch.host
     which = f"{when(launch.time)} job {launch.job}.{launch.restarts} launch {launch.number}"
     text = f"{which} on {nodes}, from step {launch.checkpoint}: "
-    return text + (f"{launch.end.reason}" if launch.end else "no word of its end (killed, or its node was lost)")
+    return text + (f"{launch.end.reason}" if launch.end else "no end was recorded (killed, or its node was lost)")

@@ -155,7 +155,7 @@ class Evaluations:
         if cause not in self._warned:
             self._warned.add(cause)
             text = str(error) or type(error).__name__
-            warn(self._console, f"checkpoints are not evaluated as they should be: {text}; training goes on")
+            warn(self._console, f"checkpoints cannot be evaluated: {text}; training continues")
 
 
 def _identity(checkpoint: Checkpoint) -> _Identity:

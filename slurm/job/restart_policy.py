@@ -16,9 +16,9 @@ from slurm.submit.job_plan import KEYS
 from slurm.submit.submission import Chain
 
 _FINAL = {
-    EXIT_REFUSED: "what is refused now would be refused again",
-    EXIT_NUMERICAL: "the numbers went wrong, which another start would only repeat",
-    EXIT_UNSAVED: "no checkpoint can be written, so what another start trains would be lost, too",
+    EXIT_REFUSED: "another start would be refused for the same reason",
+    EXIT_NUMERICAL: "the training diverged, and another start would only repeat that",
+    EXIT_UNSAVED: "no checkpoint can be written, so another start would lose its work, too",
     EXIT_INTERRUPTED: "it was interrupted by hand",
 }
 
@@ -61,17 +61,17 @@ def decide(now: Situation) -> tuple[Next, str]:
     if now.code in _FINAL:
         return "end", _FINAL[now.code]
     if (now.terminated or not now.running) and not now.over_time:
-        return "scheduler", "the scheduler ends this job; whether it starts again is the scheduler's to decide"
+        return "scheduler", "the scheduler ends this job and decides whether it starts again"
     if now.chain == "none":
         return "end", "jobs of this stage are not started again"
     if now.code == EXIT_STOPPED:
         return _continue_chain(now)
     if now.stage != "train":
-        more = f"its time was over, raise slurm.{KEYS[now.stage]}.time; " if now.over_time else ""
+        more = f"its time limit was reached, raise slurm.{KEYS[now.stage]}.time; " if now.over_time else ""
         return "end", f"{more}only training is started again after a failure"
     if now.crashes > now.max_restarts:
         return "end", (
-            f"{now.crashes} such ends in a row without a newer checkpoint (slurm.max_restarts={now.max_restarts})"
+            f"{now.crashes} failures in a row without a newer checkpoint (slurm.max_restarts={now.max_restarts})"
         )
     if now.nodes >= now.needed and not now.over_time:
         return "relaunch", f"start {now.crashes} of {now.max_restarts} without a newer checkpoint"
@@ -80,8 +80,8 @@ def decide(now: Situation) -> tuple[Next, str]:
 
 def _continue_chain(now: Situation) -> tuple[Next, str]:
     if now.chain == "requeue":
-        return "requeue", "the same job goes on in the queue"
-    return "next link", "the next job of the chain goes on"
+        return "requeue", "the same job goes back into the queue"
+    return "next link", "the next job of the chain continues"
 
 
 def crashes_in_a_row(launches: Sequence[Launch], checkpoint: int) -> int:

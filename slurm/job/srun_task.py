@@ -96,7 +96,7 @@ def _exit_on_stop_signals(until: str) -> None:
     def leave(number: int, frame: FrameType | None) -> None:
         try:
             on_stop(number)
-            stop = Stopped(f"{signal.Signals(number).name} came before {until}")
+            stop = Stopped(f"received {signal.Signals(number).name} before {until}")
             record_error(stop)
             echo(f"stopped: {stop}", error=True, flush=True)
         finally:

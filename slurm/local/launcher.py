@@ -142,7 +142,7 @@ def check_devices(wanted: str, processes: int, key: str = "launch.processes", se
     if there < processes:
         what = f"set {key}={there} and a layout ({section}:) that fits, or " if there > 1 else ""
         raise UserError(
-            f"{key} is {processes}, a GPU each, but torch sees {there} here (launch.device={wanted}); "
+            f"{key} is {processes}, each with a GPU, but torch sees {there} here (launch.device={wanted}); "
             f"{what}use launch.device=cpu, or a machine with {processes} GPUs"
         )
 
@@ -391,8 +391,8 @@ def _raise_failure(ranks: _Ranks, logs: Path, stage: LaunchedStage = "train") ->
             raise KeyboardInterrupt
         names = " and ".join(sorted(signal.Signals(number).name for number in ranks.forwarded))
         if stage == "train":
-            raise Stopped(f"{names} came before training began; run the same command to go on.")
-        raise Stopped(f"{names} came; nothing of this evaluation is kept, run the same command again")
+            raise Stopped(f"received {names} before training began; run the same command again to resume")
+        raise Stopped(f"received {names}; nothing of this evaluation is kept; run the same command again")
     if not failures:
         return
     first = first_of(causes(failures))

@@ -45,7 +45,7 @@ def _terminate_stops() -> Iterator[None]:
         on_stop(number)
         ignore(*before)  # one is enough; another would only interrupt the leaving
         name = signal.Signals(number).name
-        raise Stopped(f"{name} came; what was committed is kept; run the same command to resume")
+        raise Stopped(f"received {name}; what was committed is kept; run the same command again to resume")
 
     if threading.current_thread() is not threading.main_thread():
         yield

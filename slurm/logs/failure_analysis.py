@@ -42,8 +42,8 @@ _OUT_OF_MEMORY = "Out Of Memory"
 _NO_MEMORY = (
     "ran out of the memory that the job has on its node: ask for more (mem_gb), or lower train.micro_batch_size"
 )
-_TOLD_EARLY = "SIGTERM came before"
-"""Message of `slurm.job.srun_task` about a stop before the stage handles signals."""
+_TOLD_EARLY = ("received SIGTERM before", "SIGTERM came before")
+"""Message of `slurm.job.srun_task` about a stop before the stage handles signals, and that of earlier versions."""
 _NO_PROGRAM = "error: execve(): "
 """In the log of a process whose program could not be started."""
 _CORE = " (core dumped)"
@@ -83,8 +83,8 @@ class FailedProcess:
         hint = ""
         if self.code == -signal.SIGKILL:
             hint = (
-                "; if nobody did that, it was most likely the kernel, because the memory of the machine was full "
-                "(`dmesg` tells): lower train.micro_batch_size or use fewer processes"
+                "; if no user did that, it was most likely the kernel, because the memory of the machine was full "
+                "(`dmesg` shows it): lower train.micro_batch_size or use fewer processes"
             )
         return f"was killed by {signal.Signals(-self.code).name}{hint}"
 

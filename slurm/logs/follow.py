@@ -109,7 +109,7 @@ class _Following:
                 break
             time.sleep(_POLL)
         tail.close()
-        why = now.end.reason if now.end else "without a word: it was killed, or its node was lost"
+        why = now.end.reason if now.end else "no reason was recorded; it was killed, or its node was lost"
         say(self._console, f"==> ended: {why}")
 
     def _is_gone(self, quiet: float) -> bool:
@@ -144,7 +144,7 @@ class _Following:
     def _print_waiting(self, found: LiveJobs) -> None:
         """Print which jobs are waited for, when these change."""
         if found.unknown is not None:
-            text = f"{found.unknown}; waiting for what the files of the run say"
+            text = f"{found.unknown}; only the files of the run are looked at"
         else:
             text = "; ".join(active_jobs.describe(self._run, each) for each in found.active)
         numbers = text if found.unknown else " ".join(each.job.job for each in found.active)
@@ -154,7 +154,7 @@ class _Following:
 
     def _say_over(self, launch: Launch | None) -> None:
         if launch is None or launch.end is None or launch.end.next != "done":
-            say(self._console, "==> nothing of the run waits or runs any more")
+            say(self._console, "==> no job of the run waits or runs any more")
             self._show_jobs()
 
     def _show_jobs(self) -> None:

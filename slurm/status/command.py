@@ -100,7 +100,7 @@ def _named(runs: Sequence[Path]) -> dict[Path, Config | None]:
             config = load_run(run)
             found[config.run.dir] = config
     if beside is not None and not found:
-        raise UserError(f"{beside} is none of the runs of the sweep; `pipeline status {beside.parent}` shows them")
+        raise UserError(f"{beside} is not a run of the sweep; `pipeline status {beside.parent}` shows them")
     return found
 
 
@@ -121,7 +121,7 @@ def _found() -> dict[Path, None]:
         below[:] = [name for name in below if name != sweep_folder.SWEEPS]
     if not found:
         raise UserError(
-            f"there is no run in {here / _RUNS}, and {here} is none itself; name run files or run folders, like "
+            f"there is no run in {here / _RUNS}, and {here} is not one itself; name run files or run folders, like "
             "`pipeline status RUN.yaml`"
         )
     return dict.fromkeys(sorted(found))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.common.console import say
-from pipeline.common.format import counted, duration
+from pipeline.common.format import counted, duration, percent
 from pipeline.data.work.progress import WIDE
 from pipeline.train.monitor.goodput import Goodput
 from slurm.status.run import AttemptRow, RunStatus
@@ -64,7 +64,7 @@ def _table(found: Sequence[RunStatus]) -> Table:
             _steps(each),
             _number(each.loss, ".4f"),
             _number(each.tokens_per_second, ",.0f"),
-            _number(each.mfu, ".1%"),
+            "-" if each.mfu is None else percent(each.mfu, 1),
             "-" if each.seconds_left is None else duration(each.seconds_left),
             "-" if each.checkpoint is None else f"{each.checkpoint:,}",
             f"{sum(row.number is not None for row in each.attempts):,}",
@@ -82,7 +82,7 @@ def _below(found: Sequence[RunStatus]) -> Iterator[str]:
         for problem in filter(None, (each.failed_saves, *each.problems)):
             yield f"{_name(each.run)}: {_cut(problem)}"
     for line in dict.fromkeys(each.scheduler for each in found if each.scheduler):
-        yield f"the scheduler did not answer ({line}); what is shown is from files"
+        yield f"the scheduler did not answer ({line}); the state shown is from files"
 
 
 def _summary(each: RunStatus) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _summary(each: RunStatus) -> Iterator[str]:
     if each.tokens_per_second is not None:
         yield f"{each.tokens_per_second:,.0f} tokens/s"
     if each.mfu is not None:
-        yield f"MFU {each.mfu:.1%}"
+        yield f"MFU {percent(each.mfu, 1)}"
     if each.seconds_left is not None:
         yield f"{duration(each.seconds_left)} left"
     if each.queue:
@@ -118,7 +118,7 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
     if each.why:
         yield "why", each.why
     if each.step is not None:
-        done = f" ({each.step / each.steps:.1%})" if each.steps else ""
+        done = f" ({percent(each.step / each.steps, 1)})" if each.steps else ""
         tokens = f", {counted(each.tokens, 'token')}" if each.tokens is not None else ""
         yield "step", f"{_steps(each, ' of ')}{done}{tokens}"
     elif each.steps is not None:
@@ -127,8 +127,8 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
         at = f"validation {_number(each.validation_loss, '.4f')} at step {each.validation_step or 0:,}"
         yield "loss", _number(each.loss, ".4f") + (f"; {at}" if each.validation_step is not None else "")
     if each.tokens_per_second is not None:
-        mfu = f", MFU {each.mfu:.1%}" if each.mfu is not None else ""
-        pace = f", {each.step_seconds:.3g} s a step" if each.step_seconds is not None else ""
+        mfu = f", MFU {percent(each.mfu, 1)}" if each.mfu is not None else ""
+        pace = f", {each.step_seconds:.3g} s per step" if each.step_seconds is not None else ""
         yield "speed", f"{each.tokens_per_second:,.0f} tokens/s{mfu}{pace}"
     if each.seconds_left:  # of a run that is through, nothing is
         starts = "" if not each.starts_left else f", {counted(each.starts_left, 'more start')} of its job"
@@ -162,7 +162,7 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
         scores = f"loss {_number(last.get('loss'), '.4f')}, {_number(last.get('bits_per_byte'), '.4f')} bits per byte"
         yield "evaluations", f"{each.evaluations:,}; the last of step {last['step']:,}: {scores}"
     if each.scheduler is not None:
-        yield "scheduler", f"did not answer ({each.scheduler}); what is shown is from files"
+        yield "scheduler", f"did not answer ({each.scheduler}); the state shown is from files"
     for problem in each.problems:
         yield "problem", _cut(problem)
 

@@ -44,7 +44,7 @@ _OF_CODE: dict[int | None, State] = {
     EXIT_UNSAVED: "unsaved",
     EXIT_INTERRUPTED: "stopped",
 }
-LOST = "no end was noted, as where its node was lost"
+LOST = "its end was not recorded, as when its node is lost"
 """Reason of a launch that is over and has no end."""
 _SKEW = 60.0
 """Seconds that the clocks of a node and the controller may differ."""
@@ -54,14 +54,14 @@ _SUSPENDED = ("SUSPENDED", "STOPPED")
 _HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _SUBMIT = "`pipeline cancel` it and submit it again"
 _ASK_FOR_OTHERS = f"change slurm.nodes, or constraint, exclude and options of slurm.{{key}}, {_SUBMIT}"
-_SEE_NODES = "`sinfo -R` and `scontrol show reservation` tell why, and until when"
+_SEE_NODES = "`sinfo -R` and `scontrol show reservation` show why, and until when"
 _ASK_FOR_LESS = f"change slurm.nodes, or partition, qos and time of slurm.{{key}}, {_SUBMIT}"
 _STUCK = {
     "BadConstraints": ("too few nodes have what it asks for", _ASK_FOR_OTHERS),
     "ReqNodeNotAvail": ("nodes that it needs are down, drained or reserved", _SEE_NODES),
     "Nodes required for job are": ("nodes that it needs are down, drained or reserved", _SEE_NODES),
-    "PartitionNodeLimit": ("its partition does not allow so many nodes", _ASK_FOR_LESS),
-    "PartitionTimeLimit": ("its partition does not allow so long a time", _ASK_FOR_LESS),
+    "PartitionNodeLimit": ("its partition allows fewer nodes", _ASK_FOR_LESS),
+    "PartitionTimeLimit": ("its partition has a shorter time limit", _ASK_FOR_LESS),
     "PartitionDown": ("its partition is down", _ASK_FOR_LESS),
     "DependencyNeverSatisfied": ("a job that it waits for has failed", _SUBMIT),
 }
@@ -151,7 +151,7 @@ def _queued(facts: RunSnapshot, job: Job, snapshot: SchedulerSnapshot) -> Queued
             state = JobState(job.job, "RUNNING", nodes=job.host, start=job.time)
             # Who is cancelled meanwhile stays in the list of the process, which passes it over.
             by = jobs.cancelled(facts.run, job.stage)
-            turn = f"cancelled by {by.by}, its turn will be passed over" if by else "its turn has not come"
+            turn = f"cancelled by {by.by}, it will be skipped" if by else "its turn has not come"
             states = [state if begun else JobState(job.job, "PENDING", turn)]
     elif snapshot.states is None:
         unknown = True
@@ -252,7 +252,7 @@ def judge(
     if (hand := facts.by_hand()) is not None:
         on = f"process {hand.pid} on {hand.host}, since {when(hand.start)}"
         if hand.stage == "train":
-            return RunVerdict("running", hand.stage, f"{on}; its first step is not begun")
+            return RunVerdict("running", hand.stage, f"{on}; its first step has not begun")
         return RunVerdict("evaluating" if hand.stage == "eval" else "preprocessing", hand.stage, on)
     in_queue = [job for job in waiting if job.waits and job.stage != "eval"]
     if in_queue:
@@ -269,7 +269,7 @@ def judge(
     for group in (("preprocess", "finish"), ("eval",)):
         if (ended := _stage_ended(facts, snapshot, group)) is not None:
             return ended
-    return RunVerdict("nothing known", None, "no stage of the run has left a trace")
+    return RunVerdict("nothing known", None, "there is no record of any stage of the run")
 
 
 def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], patience: float) -> RunVerdict:
@@ -314,7 +314,7 @@ def _suspended(job: QueuedJob) -> RunVerdict:
     return RunVerdict(
         "suspended",
         stage_name(job.stage),
-        f"job {job.job} is suspended, by an administrator (`scontrol suspend`) or for a job with precedence; it "
+        f"job {job.job} is suspended, by an administrator (`scontrol suspend`) or for a job of higher priority; it "
         f"resumes when that one has ended, or when an administrator calls `scontrol resume {job.job}`",
     )
 
@@ -333,17 +333,17 @@ def _at_work(facts: RunSnapshot, among: Sequence[QueuedJob]) -> RunVerdict | Non
     if last is not None:
         why = f"{what}, since {when(last.time)}"
         if last.stage == "train":
-            why += "; its first step is not begun, or it is about to leave"
+            why += "; its first step has not begun, or it is about to end"
     elif not past or (job.tasks and (end := past[-1].end) is not None and end.next not in ("requeue", "relaunch")):
         why = f"{what} has started, its processes have not yet"
     elif (end := past[-1].end) is None:
         why = f"{what} starts again after: {LOST}"
     else:
         leaves = end.next == "scheduler" and job.state == "COMPLETING"
-        why = f"{what} {'is about to leave' if leaves else 'starts again after'}: {listed(end.reason)}"
+        why = f"{what} {'is about to end' if leaves else 'starts again after'}: {listed(end.reason)}"
     last = past[-1] if past else None
     if job.state == UNKNOWN:
-        why += "; by the files alone"
+        why += "; by the run's files alone"
     stage = job.stage if last is None else last.stage
     return RunVerdict(_BUSY[stage], stage_name(stage), why)
 
@@ -354,7 +354,7 @@ def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
     past = [launch for launch in facts.launches if _is_of(launch, job)]
     words = [f"job {job.job}" + (f" ({job.reason})" if job.reason else "")]
     if job.state == UNKNOWN:
-        words = [f"job {job.job} by the files alone"]
+        words = [f"job {job.job} by the run's files alone"]
     if stuck := _stuck(job):
         words.append(stuck)
     if job.start is not None:
@@ -377,8 +377,7 @@ def _stuck(job: QueuedJob) -> str:
         return ""
     if job.excluded and advice in (_ASK_FOR_OTHERS, _SEE_NODES):
         advice = (
-            f"it is kept from {job.excluded}: `scontrol update JobId={job.job} ExcNodeList=` lets it run there; "
-            f"or {advice}"
+            f"it excludes {job.excluded}: `scontrol update JobId={job.job} ExcNodeList=` lets it run there; or {advice}"
         )
     return f"this job cannot start: {why}; {advice.format(key=stage_name(job.stage))}"
 
@@ -423,7 +422,8 @@ def _training_ended(
     assert end is not None
     if end.next == "next link":
         of = f" of {total:,}" if total is not None else ""
-        why = f"all links have ended, at step {step:,}{of}; submit the run again to go on; the last end: {end.reason}"
+        why = f"all jobs of the chain have ended, at step {step:,}{of}; submit the run again to continue; "
+        why += f"the last end: {end.reason}"
         return RunVerdict("chain exhausted", "train", why)
     return RunVerdict(_OF_CODE.get(end.code, "failed"), "train", end.reason)
 
@@ -496,10 +496,10 @@ def _end_in_ledger(facts: RunSnapshot, stage: str, known: _StageEnd | None) -> _
     if last is None or (known is not None and last.start <= known.time):
         return None
     if last.end is None:
-        text = f"process {last.pid} on {last.host} ended without a word, or cannot be seen here"
+        text = f"process {last.pid} on {last.host} has no recorded end, or cannot be seen from here"
         return _StageEnd(last.start, None, text)
     reason = facts.exit_state.get("reason") if facts.exit_state.get("code") == last.code else None
-    text = str(reason) if reason and stage == "train" else f"it left with exit code {last.code}"
+    text = str(reason) if reason and stage == "train" else f"it exited with code {last.code}"
     return _StageEnd(last.end, last.code, text)
 
 
@@ -532,7 +532,7 @@ def _lost(
         return RunVerdict("failed", stage, "; ".join(filter(None, (text, end.reason if end else ""))))
     if end is not None:
         return None
-    return RunVerdict("failed", stage, f"job {job.job} has left the queue, and nothing in the ledger")
+    return RunVerdict("failed", stage, f"job {job.job} has left the queue without an entry in the ledger")
 
 
 def _lost_here(facts: RunSnapshot, job: Job | None, end: _StageEnd | None) -> RunVerdict | None:
@@ -540,7 +540,7 @@ def _lost_here(facts: RunSnapshot, job: Job | None, end: _StageEnd | None) -> Ru
     if job is None or job.where != "local" or facts.is_over(job) or end is not None:
         return None
     return RunVerdict(
-        "failed", stage_name(job.stage), f"process {job.job} on {job.host} has left nothing in the ledger"
+        "failed", stage_name(job.stage), f"process {job.job} on {job.host} has ended without an entry in the ledger"
     )
 
 

@@ -114,7 +114,7 @@ def _refuse_changed(contents: Mapping[str, bytes], final: Path) -> None:
     odd += [name for name, data in contents.items() if name in found and not _is(found[name], data)]
     if odd:
         raise UserError(
-            f"{final} is not the copy of the code that its name says ({odd[0]!a} was changed, added or removed); "
+            f"{final} has changed since the code was copied to it ({odd[0]!a} was changed, added or removed); "
             "find out by whom, end the jobs that run it, remove the folder, and submit again"
         )
 

@@ -86,11 +86,11 @@ def _resources(job: PlannedJob) -> Iterator[str]:
     yield f"partition {asked.partition or '(default)'}"
     yield f"at most {minutes(job.minutes)}"
     if job.gpus_per_node:
-        yield f"{counted(job.gpus_per_node, 'GPU')} a node"
+        yield f"{counted(job.gpus_per_node, 'GPU')} per node"
     if asked.cpus_per_task is not None:
-        yield f"{counted(asked.cpus_per_task, 'CPU')} a process"
+        yield f"{counted(asked.cpus_per_task, 'CPU')} per process"
     if asked.mem_gb is not None:
-        yield f"{asked.mem_gb:g} GB a node" if asked.mem_gb else "all memory of each node"
+        yield f"{asked.mem_gb:g} GB per node" if asked.mem_gb else "all memory of each node"
     if asked.exclusive:
         yield "whole nodes"
     for key in ("account", "qos", "constraint", "exclude"):
@@ -121,10 +121,10 @@ def training_lines(config: Config, job: PlannedJob, backend: Backend, ahead: For
 
 
 def _course_lines(course: Course) -> Iterator[str]:
-    assumed = "; there are no datasets yet, they are taken to be large enough" if course.assumed else ""
+    assumed = "; there are no datasets yet, they are assumed to be large enough" if course.assumed else ""
     yield f"length: {counted(course.steps, 'step')}, {rounded(course.tokens)} tokens ({course.reason}{assumed})"
     if not course.steps_left:
-        yield "left: nothing, all steps are made"
+        yield "left: nothing, all steps are done"
     elif course.done_steps:
         yield (
             f"left: {counted(course.steps_left, 'step')}, {rounded(course.tokens_left)} tokens; the newest checkpoint "
@@ -148,12 +148,12 @@ def _time_lines(config: Config, job: PlannedJob, backend: Backend, ahead: Foreca
         stop = signal_seconds(config, job.minutes)
         needed = jobs_needed(ahead.seconds, job_seconds(config, job.minutes))
         if needed is None:
-            yield f"time: {duration(ahead.seconds)} of steps; {minutes(job.minutes)} a job leave none for them"
+            yield f"time: {duration(ahead.seconds)} of steps; {minutes(job.minutes)} per job leave no time for them"
             return
         starts = needed
         yield (
             f"time: {duration(ahead.seconds)} of steps, about {counted(starts, 'job')} of {minutes(job.minutes)} "
-            f"({duration(START_S)} for the start of each and {duration(stop)} before its end are taken off)"
+            f"({duration(START_S)} for the start of each and {duration(stop)} before its end are subtracted)"
         )
     else:
         yield f"time: {duration(ahead.seconds)} of steps"

@@ -54,7 +54,7 @@ def read_checked(file: Path, digest: str | None) -> bytes:
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}); submit the run again") from error
     if digest is not None and sha256(data) != digest:
-        raise UserError(f"{file} is not what it was when the job was submitted; nothing of it is run. Submit again")
+        raise UserError(f"{file} has changed since the job was submitted, so it is not run; submit the run again")
     return data
 
 

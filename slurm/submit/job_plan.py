@@ -113,7 +113,7 @@ def _eval_processes(config: Config, site: SiteConfig, backend: Backend) -> tuple
         below = total // most * most
         why = gpus_key(config) if site.gpus_per_node else _why(config, site)
         raise UserError(
-            f"eval.processes={total} cannot be dealt evenly to nodes of {most} processes each ({why}); set "
+            f"eval.processes={total} cannot be divided evenly over nodes of {most} processes each ({why}); set "
             f"eval.processes={below} or {below + most}"
         )
     return total // most, most
@@ -229,7 +229,7 @@ def _repeats(site: SiteConfig) -> Chain:
 def _why(config: Config, site: SiteConfig) -> str:
     if config.slurm.processes_per_node:
         return "slurm.processes_per_node"
-    return gpus_key(config) if site.gpus_per_node else "one on a node without GPUs"
+    return gpus_key(config) if site.gpus_per_node else "one per node without GPUs"
 
 
 def gpus_key(config: Config) -> str:

@@ -123,7 +123,7 @@ def _check_folder(key: str, path: Path, found: PreflightReport) -> None:
         return
     if not os.access(there, os.W_OK | os.X_OK):
         mode = stat.filemode(there.stat().st_mode)
-        found.problem(f"{key}={path}: {there} cannot be written to by this user ({mode}); {todo}, or get the right to")
+        found.problem(f"{key}={path}: this user cannot write to {there} ({mode}); {todo}, or get the permission")
         return
     _, files = free_space(path)
     if files is not None and files < _FEW_FILES:
@@ -189,7 +189,7 @@ def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: Pre
     if here < gpus:
         found.warn(
             f"slurm.processes_per_node={here}: a job asks for {gpus} GPUs on each node ({gpus_key(config)}), of "
-            f"which {gpus - here} do nothing"
+            f"which {gpus - here} are not used"
         )
 
 
@@ -209,12 +209,12 @@ def _resume_point(config: Config, found: PreflightReport) -> Checkpoint | None:
     named = [checkpoint for checkpoint in checkpoints.all() if checkpoint.step == config.resume.step]
     if config.resume.step is not None and not named:
         found.warn(
-            f"resume.from={config.resume.step}: {checkpoints.folder} does not have it any more, or never had; training "
-            f"refuses that, unless it went on from there before and now goes on from step {latest.step:,}"
+            f"resume.from={config.resume.step}: {checkpoints.folder} has no such checkpoint; training refuses to "
+            f"start, unless it already resumed from there before: then it resumes from step {latest.step:,}"
         )
     checkpoint = named[0] if named else latest
     if problems := checkpoint.problems(full=False):
-        found.warn(f"checkpoint {checkpoint.path.name} is damaged, an older one will be taken: {'; '.join(problems)}")
+        found.warn(f"checkpoint {checkpoint.path.name} is damaged, an older one will be used: {'; '.join(problems)}")
         return None
     return checkpoint
 
@@ -288,6 +288,6 @@ def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: Preflig
     if step is not None and rules.every_minutes is None and every * step > limit:
         found.warn(
             f"train.checkpoint.every_steps={rules.every_steps:,} steps take about {duration(every * step)}, longer "
-            f"than a job (slurm.train.time, {minutes(job.minutes)}): nothing is saved but at its end, and a crash "
-            "loses all of it; lower every_steps or set train.checkpoint.every_minutes"
+            f"than a job (slurm.train.time, {minutes(job.minutes)}): a checkpoint is saved only at its end, and a "
+            "crash loses all its work; lower every_steps or set train.checkpoint.every_minutes"
         )

@@ -134,7 +134,7 @@ def _misfits(request: _JobRequest, partition: Partition) -> Iterator[str]:
         yield (
             f"{section}.time is {minutes(job.minutes)}, but partition {name} allows {minutes(partition.minutes)}; set "
             f"{request.key('time')} to at most that"
-            + (", training goes on in the next job" if job.stage == "train" else ", or name another partition")
+            + (", training continues in the next job" if job.stage == "train" else ", or name another partition")
         )
     spare = f" + slurm.spare_nodes={job.spare_nodes}" if job.spare_nodes else ""
     what = f"slurm.nodes={job.nodes}{spare}" if job.stage == "train" else f"{section}: {request.nodes}"
@@ -145,8 +145,8 @@ def _misfits(request: _JobRequest, partition: Partition) -> Iterator[str]:
         )
     elif partition.most_nodes is not None and request.nodes > partition.most_nodes:
         yield (
-            f"{what} is more than the {partition.most_nodes} nodes that partition {name} allows a job; ask for fewer, "
-            f"or set {request.key('partition')} to another one"
+            f"{what} is more than the {partition.most_nodes} nodes that partition {name} allows per job; ask for "
+            f"fewer, or set {request.key('partition')} to another one"
         )
 
 
@@ -164,7 +164,7 @@ def _oddities(request: _JobRequest, partition: Partition) -> Iterator[str]:
     if most < wanted:
         gres = ", ".join(sorted(set(partition.gres)))
         yield (
-            f"{request.job.name} asks for {counted(wanted, 'GPU')} a node, but those of partition {name} have "
+            f"{request.job.name} asks for {counted(wanted, 'GPU')} per node, but those of partition {name} have "
             f"{most or 'none'} (gres: {gres}); see {request.gpus}"
         )
 
@@ -213,12 +213,12 @@ def _check_accounts(jobs: Sequence[_JobRequest], settings: Mapping[str, str], fo
     try:
         mine = scheduler.associations(name)
     except UserError as error:
-        found.warn(f"accounts and qos could not be looked at: {error}")
+        found.warn(f"accounts and qos could not be checked: {error}")
         return
     enforced = settings.get("AccountingStorageEnforce", "").split(",")
     if not mine:
         if "associations" in enforced or any(request.job.resources.account for request in jobs):
-            found.warn(f"the accounting knows no account of the user {name}; the scheduler may refuse the jobs")
+            found.warn(f"the accounting has no account for the user {name}; the scheduler may refuse the jobs")
         return
     for request in jobs:
         for kind, text in _foreign(request, name, mine):
@@ -236,8 +236,8 @@ def _foreign(request: _JobRequest, name: str, mine: Sequence[Association]) -> It
             have = ", ".join(dict.fromkeys(row.account for row in mine))
             yield (
                 "associations",
-                f"{request.section}.account={account} is no account of the user {name}; set {request.key('account')} "
-                f"to one of: {have}",
+                f"{request.section}.account={account} is not an account of the user {name}; set "
+                f"{request.key('account')} to one of: {have}",
             )
             account, rows = None, mine
     names = request.job.resources.partition
@@ -284,7 +284,7 @@ def _check_preemption(
                     "end with it; set slurm.chain=afterany, so that the next of slurm.links jobs resumes"
                 )
     except (MachineError, ValueError) as error:
-        found.warn(f"preemption could not be looked at: {error}")
+        found.warn(f"preemption could not be checked: {error}")
 
 
 def _cancelling_partitions(names: Sequence[str], details: Mapping[str, Mapping[str, str]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ _QUEUE = (
 )
 _TIME = "Lower time, or name a partition that allows it: `sinfo --format '%P %l'`"
 _SIZE = (
-    "No node, or not so many, has all of that at once: look at slurm.nodes, cpus_per_task, mem_gb, gpus_per_node and "
+    "No nodes, or too few, have all of that at once: look at slurm.nodes, cpus_per_task, mem_gb, gpus_per_node and "
     "constraint beside `sinfo --format '%P %D %c %m %G %f'`"
 )
 _HINTS = {
@@ -32,10 +32,10 @@ _HINTS = {
     "generic resource": "gpus_per_node, gpu_type or gpus_by of the profile do not fit: `sinfo --format '%P %G'`",
     "invalid feature": "Set constraint to features that `sinfo --format '%P %f'` shows",
     "invalid node name": "exclude, or nodelist of options, has a node that `sinfo --Node` does not show",
-    "reservation is invalid": "The reservation of options is none of those that `scontrol show reservation` shows",
-    "unrecognized option": "options has one that this SLURM does not know: `sbatch --help`",
+    "reservation is invalid": "options has a reservation that `scontrol show reservation` does not show",
+    "unrecognized option": "options has an option that this SLURM does not know: `sbatch --help`",
     "unable to contact slurm controller": "The controller does not answer: wait and try again",
-    "socket timed out": "The controller took too long, and may have the job all the same: look at `squeue --me` before "
+    "socket timed out": "The controller took too long, and may have accepted the job: look at `squeue --me` before "
     "you try again",
 }
 """By words of sbatch, in lower case; the first of these that it says counts."""

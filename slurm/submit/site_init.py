@@ -106,7 +106,7 @@ def _account() -> _Line:
         return _Line("  account", _text(found[0]), "the only one that you have")
     if found:
         return _Line("  account", PLACEHOLDER, f"CHANGE: one of {', '.join(found)}")
-    return _Line("  account", "project", "the site keeps none for you", on=False)
+    return _Line("  account", "project", "the site has no account for you", on=False)
 
 
 def _nodes(kinds: Sequence[NodeKind]) -> list[_Line]:

@@ -349,9 +349,9 @@ def refuse_derived_options(planned: PlannedJob, site: SiteConfig) -> None:
             raise UserError(f"options has {name}, which follows from other keys; {todo}")
         if name == "gres" and planned.gpus_per_node and site.gpus_by == "gres":
             raise UserError(
-                f"options has gres, which would take the place of the {planned.gpus_per_node} GPUs a node that the "
+                f"options has gres, which would replace the {planned.gpus_per_node} GPUs per node that the "
                 "profile asks for in the same way; set gpus_by: gpus-per-node there, or gpus_per_node: 0 and "
-                "slurm.processes_per_node, and have the GPUs in options.gres, too"
+                "slurm.processes_per_node, and ask for the GPUs in options.gres, too"
             )
 
 

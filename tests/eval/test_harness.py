@@ -278,8 +278,8 @@ def test_there_are_signs_of_life_wherever_ranks_wait(monkeypatch: pytest.MonkeyP
 
 def test_tasks_that_are_none_for_this_model_are_named(tmp_path: Path) -> None:
     for keys, message in (
-        ({"unsafe_code": True}, "eval.harness.tasks: mine runs code that the model has written .unsafe_code."),
-        ({"doc_to_image": ["image"]}, "eval.harness.tasks: mine needs a model that sees or hears"),
+        ({"unsafe_code": True}, "eval.harness.tasks: mine runs code .*unsafe_code"),
+        ({"doc_to_image": ["image"]}, "eval.harness.tasks: mine needs image or audio input"),
     ):
         write_task(tmp_path, **keys)
         harness = HarnessConfig(tasks=["mine"], include_path=tmp_path)
@@ -448,9 +448,9 @@ def test_what_cannot_be_done_is_said(root: Path, tmp_path: Path) -> None:
     file = tmp_path / "local_generate.yaml"
     task = yaml.safe_load(file.read_text())
     for options, message in (
-        ({"max_gen_toks": 0}, "a task wants 0 new tokens .max_gen_toks.; give it 1 or more"),
-        ({"max_gen_toks": 32}, "a task wants 32 new tokens .max_gen_toks., which with the context .* into 32 tokens"),
-        ({"do_sample": True, "temperature": 0.5}, "a task draws its continuations at random"),
+        ({"max_gen_toks": 0}, "0 new tokens .max_gen_toks.; set 1 or more"),
+        ({"max_gen_toks": 32}, "32 new tokens .max_gen_toks., .* into 32 tokens"),
+        ({"do_sample": True, "temperature": 0.5}, ".do_sample, temperature., .*do_sample: false"),
     ):
         file.write_text(yaml.safe_dump(task | {"generation_kwargs": {"until": ["."], **options}}))
         fails(message, tasks=["local_generate"], include_path=str(tasks))
@@ -477,7 +477,7 @@ def test_prefetch_has_to_know_where_and_what(tmp_path: Path) -> None:
         prefetch(load(file, ["eval.harness={tasks: [a]}"]), Console(quiet=True))
     task = write_task(tmp_path / "mine")
     keys = json.dumps({"tasks": [str(task)], "include_path": str(tmp_path / "tasks")})
-    with pytest.raises(UserError, match=r"mine.yaml is a file, which says where its data is read from, .* leave it"):
+    with pytest.raises(UserError, match=r"mine.yaml is a file .*eval.harness.include_path .*leave it out"):
         prefetch(load(file, [f"eval.harness={keys}"]), Console(quiet=True))
 
 

@@ -77,7 +77,7 @@ def test_spaces_before_the_word_are_the_words(engine: GenerationEngine) -> None:
     [
         ('{"text": "word"}', r":1 has no last word after a space: 'word'"),
         ('{"text": "word "}', r":1 has no last word after a space"),
-        ('{"page": "a b"}', r":1 is no JSON object with a text under 'text'"),
+        ('{"page": "a b"}', r":1 .* 'text'"),
         ("", r"has no passages"),
     ],
 )

@@ -127,7 +127,7 @@ def test_files_of_prompts(tmp_path: Path, name: str, data: bytes, expected: list
         ("p.txt", b"", "is empty; write a prompt on each line"),
         ("p.jsonl", b"\n", "is empty"),
         ("p.txt", b"\xff", "is not UTF-8"),
-        ("p.jsonl", b'"a"\n{', "line 2: no JSON"),
+        ("p.jsonl", b'"a"\n{', "line 2: not JSON"),
         ("p.jsonl", b"[1]", "line 1: write a text, or an object"),
         ("p.jsonl", b'{"text": "a"}', "line 1: write a text, or an object"),
     ],

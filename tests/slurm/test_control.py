@@ -77,7 +77,7 @@ def test_nothing_to_cancel(run: Path, squeue: Callable[[str], None]) -> None:
         cancelled(run / "slurm")
     squeue("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     jobs.note(run, jobs.new_job("train", "77", "slurm", "name", "none.json"))
-    assert cancelled(run) == f"nothing of {run} waits or runs\n"
+    assert cancelled(run) == f"no job of {run} waits or runs\n"
     assert jobs.cancelled(run) is None, "it is as it was"
     assert not (run / "stop").exists()
     assert changed(hold, run) == f"no job of {run} waits\n"
@@ -93,8 +93,8 @@ def test_a_scheduler_that_does_not_answer(run: Path, squeue: Callable[[str], Non
     launched(run, "77")
     text = cancelled(run, wait=0)
     assert "Unable to contact slurm controller" in text
-    assert "one that waits starts nothing" in text
-    assert "it has not left yet" in text and "--now" in text
+    assert "those that wait start nothing" in text
+    assert f"pipeline cancel {run} --now" in text
     assert (run / "stop").exists()
     assert jobs.cancelled(run, "train") and jobs.cancelled(run, "eval")
     with pytest.raises(SchedulerError):
@@ -137,7 +137,7 @@ lock.release()
         process.stdout.readline()
         text = cancelled(run)
         assert text.startswith(f"asked process {process.pid} on ")
-        assert "it has left: stop file at step 5; saved\n" in text
+        assert "it has ended: stop file at step 5; saved\n" in text
         assert process.wait(WAIT) == 0
         assert not (run / "slurm").exists(), "it has no jobs that should know"
     finally:
@@ -183,9 +183,9 @@ def test_a_run_of_a_sweep_whose_turn_has_not_come(run: Path) -> None:
     try:
         until(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
         jobs.note(run, jobs.new_job("train", str(process.pid), "local", "name", "none.json"))
-        assert "since it is in no queue" in changed(hold, run)
+        assert "because it is not in a queue" in changed(hold, run)
         text = cancelled(run)
-        assert "will pass it over\n" in text and text.endswith(f"{run} is cancelled\n")
+        assert "will skip it\n" in text and text.endswith(f"{run} is cancelled\n")
         assert process.poll() is None and not (run / "stop").exists()
         assert jobs.cancelled(run, "train")
     finally:
@@ -270,7 +270,7 @@ def test_at_once_and_what_has_nothing_to_save(sent: Jobs) -> None:
     train = sent.send("train", STOPS)
     sent.until_running(train)
     text = cancelled(sent.run, wait=0)
-    assert "it has not left yet" in text or "is cancelled" in text
+    assert "it has not ended yet" in text or "is cancelled" in text
     until(lambda: sent.states()[train.job] == "COMPLETED")
     (sent.run / "stop").unlink(missing_ok=True)
     train = sent.send("train", "sleep 600")
@@ -297,7 +297,7 @@ def test_hold_and_release(sent: Jobs) -> None:
 
     text = changed(hold, sent.run)
     assert f"train: job {waiting[1].job} held until `pipeline release`\n" in text
-    assert f"not affected, since it runs: eval: job {running.job} (RUNNING on " in text
+    assert f"not affected, because it runs: eval: job {running.job} (RUNNING on " in text
     assert reasons() <= {"JobHeldUser", "JobHeldAdmin"}
     assert f"train: job {waiting[0].job} may start\n" in changed(release, sent.run)
     until(lambda: not reasons() & {"JobHeldUser", "JobHeldAdmin"})
@@ -334,8 +334,8 @@ def test_a_colleague_whom_the_scheduler_does_not_obey(shared: Jobs) -> None:
     done = subprocess.run([*as_nobody, "-c", code], capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr
     refused = f"train: job {link.job} is {train.user}'s, so SLURM does not let nobody end it; "
-    assert f"{refused}it finds that the run is cancelled and starts nothing\n" in done.stdout
-    assert "has not left" not in done.stdout
+    assert f"{refused}it will see that the run is cancelled, " in done.stdout
+    assert "has not ended" not in done.stdout
     assert (shared.run / "saved").exists()
     marker = jobs.cancelled(shared.run, "train")
     assert marker is not None and marker.by == "nobody"

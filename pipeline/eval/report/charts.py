@@ -59,7 +59,7 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     yield _by_step(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
     yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
     if any(np.isfinite(each.columns.column("mfu")).any() for each in runs):
-        yield _by_step(runs, scale, "mfu", "Model FLOP utilization", "share of the peak", from_zero=True)
+        yield _by_step(runs, scale, "mfu", "Model FLOP utilization", "fraction of the peak", from_zero=True)
 
 
 def _tokens_at(facts: RunFacts, step: int) -> float:
@@ -86,7 +86,7 @@ def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
     for label, key, symbol, slot in (
         ("spike", "spikes", "^", "ink"),
         ("not applied", "skipped", "x", "ink"),
-        ("passed over", "passed_over", "|", "ink"),
+        ("skipped", "passed_over", "|", "ink"),
     ):
         places: list[float] = []
         for each in runs:
@@ -255,7 +255,7 @@ def _ends(runs: Sequence[RunFacts], name: str) -> str:
         if values.size:
             of = f"{each.name}: " if len(runs) > 1 else ""
             found.append(f"{of}from {figure(float(values[0]))} to {figure(float(values[-1]))}")
-    return "; ".join(found) + "." if found else "No step has it yet."
+    return "; ".join(found) + "." if found else "No step has this value yet."
 
 
 def _finite(values: Floats) -> Floats:

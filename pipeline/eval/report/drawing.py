@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.common.format import percent
 from pipeline.eval.report.model import BarChart, Chart, LineChart
 from pipeline.eval.report.words import clean, si
 
@@ -294,7 +295,7 @@ def _draw_bars(axes: Axes, chart: BarChart, colours: dict[str, str]) -> None:
     axes.set_xlabel(chart.x_label, color=colours["muted"])
     axes.xaxis.set_major_locator(MaxNLocator(_TICKS))
     axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:.0%}" if chart.axis == "share" else si(value))
+        FuncFormatter(lambda value, _: percent(value, 0) if chart.axis == "share" else si(value))
     )
 
 

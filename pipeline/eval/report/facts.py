@@ -17,7 +17,7 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.provenance.run import read_journal
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Table
-from pipeline.eval.report.words import NONE, count, figure, moment, percent, seconds, si
+from pipeline.eval.report.words import NONE, count, figure, in_percent, moment, seconds, si
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.monitor.goodput import number
@@ -68,10 +68,10 @@ def headline(facts: RunFacts) -> Iterator[Fact]:
     lowest = min(looks, key=lambda each: each.loss, default=None)
     yield Fact("best validation", figure(lowest.loss if lowest else None), f"step {lowest.step:,}" if lowest else "")
     yield _held_out(facts)
-    yield Fact("throughput", si(rate) if (rate := facts.recent("tokens_per_second")) else NONE, "tokens a second")
+    yield Fact("throughput", si(rate) if (rate := facts.recent("tokens_per_second")) else NONE, "tokens per second")
     if (mfu := facts.recent("mfu")) is not None:
-        yield Fact("MFU", percent(mfu), "attention counted whole")
-    yield Fact("goodput", percent(spent.share) if spent else NONE, f"of {seconds(spent.wall)}" if spent else "")
+        yield Fact("MFU", in_percent(mfu), "full attention counted")
+    yield Fact("goodput", in_percent(spent.share) if spent else NONE, f"of {seconds(spent.wall)}" if spent else "")
     left = _left(facts)
     day, _, clock = moment(facts.start).partition(" ")
     yield Fact("started", day, f"{clock}, {seconds(left)} left" if left is not None else clock)
@@ -93,7 +93,7 @@ def _held_out(facts: RunFacts) -> Fact:
 def _left(facts: RunFacts) -> float | None:
     """Seconds until the end, by the newest steps of the attempt that is running: no pause lies between them."""
     columns = facts.columns
-    if facts.state.word != "going on" or facts.steps is None or len(columns) < 2:
+    if facts.state.word != "running" or facts.steps is None or len(columns) < 2:
         return None
     steps, times, tries = (np.asarray(each[-100:]) for each in (columns.step, columns.time, columns.attempt))
     known = (tries == tries[-1]) & np.isfinite(times)

@@ -129,9 +129,9 @@ def gather(run: Path) -> RunFacts:
     tries = _attempts(folder, read, problems)
     columns, spent = _metrics(folder, tries, read, problems)
     for path, why in (
-        (files.metrics, "no step was made yet"),
+        (files.metrics, "no step has been made yet"),
         (files.ledger, "no attempt has begun yet"),
-        (files.journal, "no attempt has written down its data yet"),
+        (files.journal, "no attempt has recorded its data yet"),
     ):
         if not path.exists():
             problems.append(f"{path.name} is missing: {why}, or it was moved away")
@@ -208,7 +208,7 @@ def _folder(run: Path) -> Path:
     config = load_run(run)
     if not config.run.dir.is_dir():
         raise UserError(
-            f"run.dir {config.run.dir} of {run} is not there: nothing of this run was trained yet. Train it, or name "
+            f"run.dir {config.run.dir} of {run} does not exist: this run was not trained yet. Train it, or name "
             "the folder of another run"
         )
     return config.run.dir.absolute()
@@ -239,7 +239,7 @@ def _attempts(folder: Path, read: Callable[..., Any], problems: list[str]) -> li
     sound = [each for each in tries if _is_sound(each)]
     numbers = [each.number for each in sound]
     if strange := sum(number not in numbers for number in begun):
-        problems.append(f"{path.name} is damaged: {strange:,} of {len(begun):,} lines of attempts make no sense")
+        problems.append(f"{path.name} is damaged: {strange:,} of {len(begun):,} lines of attempts are not valid")
     return sound
 
 
@@ -264,7 +264,7 @@ def _contradictions(columns: Columns, tries: Sequence[Attempt], exit_state: dict
     strange = sorted(set(columns.attempt) - {each.number for each in tries})
     if strange:
         which = ", ".join(map(str, strange[:5])) + ", …" * (len(strange) > 5)
-        yield f"{name} has steps of attempt {which}, of which {RunFiles.ledger} says nothing"
+        yield f"{name} has steps of attempt {which}, which {RunFiles.ledger} does not mention"
     ends: dict[str, Any] = {}  # the last step by the file that has it
     # Of one that was killed the step is a guess by the heartbeat, which is ahead of the metrics.
     if last is not None and last.end is not None and last.code is not None:

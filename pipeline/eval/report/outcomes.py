@@ -10,7 +10,7 @@ import numpy as np
 from pipeline.eval.report.charts import MOST_LINES, points_of
 from pipeline.eval.report.gather import Consumption, RunFacts
 from pipeline.eval.report.model import Bar, BarChart, BarPart, Chart, Line, LineChart, Look, Table
-from pipeline.eval.report.words import NONE, count, figure, percent, seconds, si
+from pipeline.eval.report.words import NONE, count, figure, in_percent, seconds, si
 from pipeline.eval.reports import WINDOWS, Evaluation
 
 _MOST_BARS = 12
@@ -53,11 +53,11 @@ def _goodput(runs: Sequence[RunFacts]) -> BarChart:
             Bar(
                 each.name,
                 tuple(BarPart(label, value / wall, look) for _, label, look, value in parts if value > 0),
-                f"{spent.share:.1%} of {seconds(spent.wall)}",
+                f"{in_percent(spent.share)} of {seconds(spent.wall)}",
             )
         )
         used += [key for key, _, _, value in parts if value > 0]
-        rows += [(each.name, label, seconds(value), percent(value / wall)) for _, label, _, value in parts]
+        rows += [(each.name, label, seconds(value), in_percent(value / wall)) for _, label, _, value in parts]
     return BarChart(
         title="Goodput",
         description="Where the time went: "
@@ -95,8 +95,8 @@ def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
             count(row.drawn),
             count(row.by_now.drawn if row.by_now else None),
             count(row.in_all.drawn if row.in_all else None),
-            percent(_drawn(row) / drawn),
-            percent(row.in_all.drawn / planned if row.in_all else None),
+            in_percent(_drawn(row) / drawn),
+            in_percent(row.in_all.drawn / planned if row.in_all else None),
             f"{row.by_now.epochs:.4g}" if row.by_now else NONE,
             f"{row.in_all.epochs:.4g}" if row.in_all else NONE,
             count(row.by_now.unique if row.by_now else None),
@@ -114,7 +114,7 @@ def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
         x_label="tokens",
         bars=tuple(bars),
         table=Table((*head, "epochs", "epochs at the end", "seen at least once", "left out"), tuple(cells), 1),
-        note=left + "Frame: the plan of the whole run. Left out: tokens of laps that ended early.",
+        note=left + "Frame: the plan of the whole run. Left out: tokens of epochs that ended early.",
         legend=(BarPart("drawn", 0, Look("s0")), BarPart("planned", 0, Look("s0"), outline=True)),
     )
 

@@ -72,7 +72,7 @@ def judge(
         return State(word, kind, "" if code == EXIT_OK else reason)
     if last is None:
         if is_held(folder):
-            return State("starting", "busy", "a process has the run folder; no attempt at training has begun")
+            return State("starting", "busy", "a process has locked the run folder; no attempt at training has begun")
         return State("not begun", "paused", "no attempt at training has begun")
     word, kind = _ENDS[last.outcome]
     return State(word, kind, "" if last.outcome == "done" else last.reason)
@@ -92,8 +92,8 @@ def _runs(last: Attempt, beats: Mapping[int, Beat], newest: float | None, patien
     if quiet:
         oldest = min(quiet, key=lambda beat: beat.time)
         return State(
-            "going on",
+            "running",
             "busy",
             f"rank {oldest.rank} on {oldest.host} has given no sign of life for {duration(now - oldest.time)}",
         )
-    return State("going on", "busy", "")
+    return State("running", "busy", "")

@@ -6,7 +6,7 @@ import math
 import time
 import unicodedata
 
-from pipeline.common.format import duration
+from pipeline.common.format import duration, percent
 from pipeline.common.redaction import masked
 
 NONE = "–"
@@ -39,9 +39,9 @@ def figure(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e6 else f"{value:.6g}"
 
 
-def percent(value: float | None) -> str:
-    """In percent."""
-    return NONE if value is None or not math.isfinite(value) else f"{value:.1%}"
+def in_percent(value: float | None) -> str:
+    """A fraction."""
+    return NONE if value is None or not math.isfinite(value) else percent(value, 1)
 
 
 def seconds(value: float | None) -> str:

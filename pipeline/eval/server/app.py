@@ -74,7 +74,7 @@ def create_app(
     async def http(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
         if error.status_code == 404:
-            message = "there is no such route; /v1/completions, /v1/models, /api and /health are here"
+            message = "there is no such route; the routes are /v1/completions, /v1/models, /api and /health"
         elif error.status_code == 400:  # of the body: whatever JSON made of it
             return _response(request, Refusal(422, "the body is not JSON"))
         return _response(request, Refusal(error.status_code, message), error.headers)

@@ -130,7 +130,7 @@ async def ask(
     """Events of a request's texts, until all have ended. A client that leaves frees its slots.
 
     Raises:
-        Refusal: the queue is full, the model has failed, the server ends, or the client has gone.
+        Refusal: the queue is full, the model has failed, the server ends, or the client disconnected.
     """
     counts = request.scope[COUNTS]
     ticket = serving.worker.submit(wanted, step)
@@ -143,7 +143,7 @@ async def ask(
                 pass
         counts["status"] = GONE
         serving.worker.drop(ticket)
-        ticket.events.put_nowait(Refusal(GONE, "the client has gone"))
+        ticket.events.put_nowait(Refusal(GONE, "the client disconnected"))
 
     leaving = asyncio.create_task(leave_with_client())
     left = len(wanted)

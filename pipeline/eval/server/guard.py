@@ -73,7 +73,7 @@ class Guard:
                 self._check(scope)
                 if has_body:
                     if self._open > self._max_open:
-                        raise Refusal(429, f"{self._max_open} requests are open; ask again later")
+                        raise Refusal(429, f"{self._max_open} requests are open; try again later")
                     receive = _again(await self._body(Headers(scope=scope), receive), receive)
             except Refusal as refusal:
                 await refuse(refusal, scope["path"], sent)
@@ -98,7 +98,7 @@ class Guard:
             )
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             raise Refusal(
-                400, "the Host header is none of this server's; open it as localhost, or bind it elsewhere with a key"
+                400, "the Host header does not name this server; open it as localhost, or set serve.host and an API key"
             )
         given = headers.get("authorization", "").encode("latin-1", "replace")
         if self._key is not None and scope["path"] not in OPEN and not hmac.compare_digest(given, self._key):
@@ -123,7 +123,7 @@ class Guard:
                         await _discard(receive, 8 * self._max)
                         raise too_large
         except TimeoutError:
-            raise Refusal(408, f"the body has not come within {BODY_SECONDS:.0f} s") from None
+            raise Refusal(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
         return bytes(body)
 
 
@@ -141,7 +141,7 @@ async def _pieces(receive: Receive):  # type: ignore[no-untyped-def]
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Refusal(499, "the client has gone")
+            raise Refusal(499, "the client disconnected")
         yield message.get("body", b"")
         more = message.get("more_body", False)
 

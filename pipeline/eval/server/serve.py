@@ -79,7 +79,7 @@ def opened(config: Config, step: int | None, key: str | None, console: Console) 
     """A server that is bound and has its model, to be run; afterwards its threads have ended."""
     settings = config.serve
     if settings.watch and step is not None:
-        raise UserError("--step and --watch (serve.watch) exclude each other: one keeps a step, the other the newest")
+        raise UserError("use either --step or --watch (serve.watch): one serves a fixed step, the other the newest")
 
     def log(line: str) -> None:
         with suppress(OSError):  # a log that nobody reads any more does not end the server
@@ -193,11 +193,11 @@ def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise UserError(f"serve.host is {host!r}, which is no address of this machine ({error.strerror})") from None
+        raise UserError(f"serve.host is {host!r}, which is not an address of this machine ({error.strerror})") from None
     family, kind, protocol, _, address = found[0]
     if not has_key and not ipaddress.ip_address(address[0]).is_loopback:
         raise UserError(
-            f"serve.host is {host!r}, which other machines reach, and there is no API key: put one into a file and "
+            f"serve.host is {host!r}, which other machines can reach, but there is no API key: put one into a file and "
             f"give --api-key-file, or set {KEY_VARIABLE}; or use 127.0.0.1 and `ssh -L`"
         )
     listening = socket.socket(family, kind, protocol)
@@ -209,11 +209,11 @@ def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         listening.close()
         if error.errno == errno.EADDRINUSE:
             raise UserError(
-                f"serve.port {port} of {host} is taken by another program; name another one with --port, or 0 for "
+                f"serve.port {port} of {host} is taken by another program; choose another one with --port, or 0 for "
                 "any free one"
             ) from None
         if error.errno == errno.EACCES:
-            raise UserError(f"serve.port {port} may not be used by you; name one above 1023 with --port") from None
+            raise UserError(f"you may not use serve.port {port}; choose one above 1023 with --port") from None
         raise UserError(f"serve.host {host!r}, port {port} cannot be used: {error.strerror}") from None
     return listening
 

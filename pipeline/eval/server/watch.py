@@ -105,13 +105,13 @@ class CheckpointWatcher:
                 return
             served = load_served(self._config, latest.step)
             if served.tokenizer.fingerprint != self._worker.served.tokenizer.fingerprint:
-                raise UserError(f"{latest.path} has another tokenizer; start the server again")
+                raise UserError(f"{latest.path} has another tokenizer; restart the server")
         except Exception as error:  # damaged, removed while it was read, out of memory: the present one stays
             words = str(error) if isinstance(error, (UserError, *UNREADABLE)) else f"{type(error).__name__}: {error}"
             if words != self.error:
-                self._log(f"cannot take up a new checkpoint, step {self._worker.served.step} stays: {words}")
+                self._log(f"cannot load a new checkpoint, still serves step {self._worker.served.step}: {words}")
             self.error, self._bad = words[:2000], (fingerprint, time.monotonic() + _AGAIN_SECONDS)
             return
         self._taken, self.error, self._bad = served.fingerprint, None, None
         self._worker.take_up(served)
-        self._log(f"takes up step {served.step} ({served.tokens:,} tokens)")
+        self._log(f"now serves step {served.step} ({served.tokens:,} tokens)")

@@ -159,7 +159,7 @@ class Worker:
             if len(self._waiting) + texts > self.queue:
                 raise Refusal(
                     429,
-                    f"the queue is full: {len(self._waiting)} texts wait and serve.queue is {self.queue}; ask again "
+                    f"the queue is full: {len(self._waiting)} texts wait and serve.queue is {self.queue}; try again "
                     "later",
                 )
 
@@ -200,7 +200,7 @@ class Worker:
         except BaseException as error:  # a mistake of ours: say it to all who wait, and on /health
             self._report(traceback.format_exc())
             with self._changed:
-                self.dead = f"the thread of the model has ended ({_words(error)}); start the server again"
+                self.dead = f"the model's thread has ended ({_words(error)}); restart the server"
                 self._running.update((-1 - number, entry) for number, entry in enumerate(self._waiting))
                 self._waiting.clear()
             self._fail(Refusal(503, self.dead))
@@ -285,7 +285,7 @@ class Worker:
         self._begun.clear()
 
     def _gone(self) -> Refusal:
-        return Refusal(503, self.dead or "the server is ending")
+        return Refusal(503, self.dead or "the server is shutting down")
 
     def _new_batch(self) -> GenerationBatch:
         return GenerationBatch(self.served.model, self.served.tokenizer, slots=self.slots, max_length=self.max_length)

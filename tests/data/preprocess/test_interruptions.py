@@ -205,7 +205,7 @@ def test_a_signal_ends_it_with_a_word(run, number):
         process.send_signal(number)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 75, said
-    assert f"stopped: {number.name} came; what was committed is kept" in said.replace("\n", " ")
+    assert f"stopped: received {number.name}; what was committed is kept" in said.replace("\n", " ")
     gone(held)
     assert left_behind(config) == []
 

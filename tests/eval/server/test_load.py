@@ -122,7 +122,7 @@ def test_an_end_gives_every_request_an_answer(small: Config) -> None:
         server.server.should_exit = True
         assert [each.result().status_code for each in answers] == [200, 200]
         assert [each.result().status_code for each in late] == [503] * 3
-        assert "the server is ending" in late[0].result().text
+        assert "the server is shutting down" in late[0].result().text
 
 
 def test_prompts_are_logged_only_where_that_is_wanted(run_file: Any) -> None:

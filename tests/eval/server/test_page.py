@@ -305,9 +305,7 @@ def test_a_full_queue_is_told(browser: Chromium, served: Running) -> None:
         expect(second.locator("#state")).to_contain_text("1 waiting")
         fill(opened.page, "1 <")
         go_on(opened.page)
-        expect(opened.page.locator("#error")).to_have_text(
-            "The server has as much to do as it takes. Try again in 1 s."
-        )
+        expect(opened.page.locator("#error")).to_have_text("The server is busy. Try again in 1 s.")
         first.close()
         expect(second.locator(".token").nth(1)).to_be_attached()
         refused_alone(opened, 429)
@@ -331,7 +329,7 @@ def test_a_server_that_is_gone_is_told(browser: Chromium, hostile: Path) -> None
     ("end", "says"),
     [
         (signal.SIGKILL, "The connection was lost before the text ended."),
-        (signal.SIGTERM, "The text broke off: the server is ending"),
+        (signal.SIGTERM, "The text was cut off: "),
     ],
 )
 def test_a_text_that_breaks_off_is_told(browser: Chromium, hostile: Path, end: signal.Signals, says: str) -> None:
@@ -347,7 +345,7 @@ def test_a_text_that_breaks_off_is_told(browser: Chromium, hostile: Path, end: s
             expect(page.locator(".token").nth(3)).to_be_attached()
             process.send_signal(end)
             expect(page.locator("#error")).to_contain_text(says, timeout=60_000)
-            expect(figures(page)).to_contain_text("broke off")
+            expect(figures(page)).to_contain_text("cut off")
             expect(page.locator("#state")).to_have_text("no connection to the server")
             expect(page.get_by_role("button", name="Continue from here")).to_be_enabled()
     finally:
@@ -390,7 +388,7 @@ def test_a_newer_step_is_told(browser: Chromium, served: Running, hostile: Path)
     with browser.open(served.url) as opened:
         expect(opened.page.locator("#state")).to_contain_text("step 90 ·")
         train(load(hostile, ["train.duration=94 steps"]))
-        expect(opened.page.locator("#news")).to_have_text("The server has taken up step 94, it had step 90.")
+        expect(opened.page.locator("#news")).to_have_text("The server now serves step 94; before, it served step 90.")
         expect(opened.page.locator("#state")).to_contain_text("step 94 ·")
         opened.check_quiet()
 

@@ -76,7 +76,7 @@ def test_running_texts_end_on_the_model_that_began_them(copied: Config) -> None:
         gone = server.post("/v1/completions", {**GREEDY, "model": f"run@step-{old}"})
         assert gone.status_code == 404
         assert f"run@step-{new}" in gone.json()["error"]["message"]
-    assert f"takes up step {new}" in server.log.getvalue()
+    assert f"now serves step {new}" in server.log.getvalue()
 
 
 def test_a_damaged_checkpoint_is_said_and_the_old_one_stays(copied: Config) -> None:
@@ -109,7 +109,7 @@ def _watch_error(server: Running) -> str:
 
 
 def test_a_step_is_not_watched(copied: Config) -> None:
-    with pytest.raises(UserError, match="--step and --watch"), running(copied, step=3):
+    with pytest.raises(UserError, match="--step or --watch"), running(copied, step=3):
         pass
 
 

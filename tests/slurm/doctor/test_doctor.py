@@ -159,7 +159,7 @@ def test_the_place_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert NodeRank.of_environment() == NodeRank(0, 4, "n1", 20_000, serves=True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="start one on a node"):
+    with pytest.raises(UserError, match="LOCAL_WORLD_SIZE is above 1"):
         NodeRank.of_environment()
     monkeypatch.setenv("RANK", "4")
     with pytest.raises(UserError, match="RANK=4, WORLD_SIZE=4"):
@@ -280,7 +280,7 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurm.doctor.node._FREE_BYTES", found.f_bavail * found.f_frsize * 2)
     monkeypatch.setattr("slurm.doctor.node._FREE_INODES", found.f_favail * 2)
     full = space("run.dir", tmp_path)
-    assert not full.ok and "inodes (files) are free" in full.message and "GiB are wanted" in full.message
+    assert not full.ok and "inodes (files) are free" in full.message and "GiB are needed" in full.message
 
 
 def test_reports_survive_the_disk(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_a_job_is_kept_only_from_so_many_nodes_that_it_can_start(cluster: DevClu
         assert allocation.exclusion(job, [first], [first]) == []
         assert allocation.exclusion(job, [first], []) == [first] and not told
         assert allocation.exclusion(job, [third, first], more) == [third]
-        assert f"{job} is not kept from {first}: too few nodes would be left" in told[-1]
+        assert f"job {job} does not exclude {first}: " in told[-1]
         assert allocation.exclusion(job, [first], [*more, second]) == [], "where there are too few without it"
         assert allocation.keep_from(job, [first], 0) and allocation.excluded(job) == {first}
         assert allocation.keep_from(job, [], 0) and allocation.excluded(job) == set()

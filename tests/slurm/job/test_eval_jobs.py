@@ -352,7 +352,7 @@ def test_on_several_nodes(cluster: DevCluster, tmp_path: Path) -> None:
     assert (len(launch.nodes), launch.processes_per_node) == (2, 2)
     assert launch.end is not None and launch.end.code == 0, run.story()
     logs = ["\n".join(rank_log(run.folder / launch.logs, rank, 2).last_lines(0)) for rank in range(4)]
-    assert ["held-out loss at step 2" in log for log in logs] == [True, False, False, False], "rank 0 alone speaks"
+    assert [" at step 2" in log for log in logs] == [True, False, False, False], "rank 0 alone speaks"
     together = orjson.loads(report.read_bytes())
     assert together["made_with"] == alone["made_with"]
     assert together["blended"]["loss"] == pytest.approx(alone["blended"]["loss"], rel=1e-6)

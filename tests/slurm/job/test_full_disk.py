@@ -60,7 +60,7 @@ def test_a_job_that_cannot_save_says_so_and_ends_though_nothing_can_be_written(
 
     (launch,) = launches(run)
     assert launch.end is not None and (launch.end.code, launch.end.next) == (79, "end"), launch.end
-    assert "No space left on device" in launch.end.reason and "is still good; make room" in launch.end.reason
+    assert "No space left on device" in launch.end.reason and "step-0" in launch.end.reason
     log = jobs.sent(run)[-1].log(run)
     until(lambda: "train has ended" in log.read_text())
     text = log.read_text()

@@ -63,7 +63,7 @@ def test_a_signal_before_the_stage_listens_is_a_stop(tmp_path: Path) -> None:
     for name, process in processes.items():
         output = process.communicate(timeout=300)[0]
         assert process.returncode == EXIT_STOPPED, (name, output)
-        assert f"stopped: {cases[name][1]} came before " in output
+        assert f"stopped: received {cases[name][1]} before " in output
         assert stopped(tmp_path / name) and first_failure(tmp_path / name, ["n1"], 1) is None
 
 

@@ -162,7 +162,7 @@ def test_before_anything_was_launched(run: Path) -> None:
     log.write_text("module: command not found\n")
     assert shown(run).endswith("module: command not found\n")
     followed = shown(run, follow=True)
-    assert "nothing of the run waits or runs any more" in followed
+    assert "no job of the run waits or runs any more" in followed
     assert followed.endswith("module: command not found\n")
     write(run, launched(run), 0, "it runs\n")
     assert "job 78" not in shown(run)
@@ -230,7 +230,7 @@ def test_following_goes_over_requeues_to_the_end(run: Path) -> None:
     follower.until(lambda text: "==> ended: saved; requeue\n" in text and text.endswith("five\n"))
     third = launched(run, restarts=2)
     write(run, third, 0, "six\n")
-    follower.until(lambda text: "==> ended: without a word" in text and text.endswith("six\n"))
+    follower.until(lambda text: "==> ended: no reason was recorded" in text and text.endswith("six\n"))
     ended(run, third, 0, "done", "all is done")
     follower.thread.join(WAIT)
     assert not follower.thread.is_alive()

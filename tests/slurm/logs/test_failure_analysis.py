@@ -124,19 +124,20 @@ def test_nothing_failed(tmp_path: Path, fail) -> None:  # type: ignore[no-untype
     assert first_failure(tmp_path, NODES, 2, STOPPED + CANCELLED) is None, "what hung at its end is not looked at"
 
 
-def test_stops_that_came_of_a_failure_are_none(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("told", ["received SIGTERM before", "SIGTERM came before"], ids=["now", "0.1"])
+def test_stops_that_came_of_a_failure_are_none(tmp_path: Path, fail, told: str) -> None:  # type: ignore[no-untyped-def]
     """Else a job whose ranks never find each other would go back into the queue for ever, and count no crash."""
     fail(0, lost_connection())
     for rank in (1, 2, 3):
-        fail(rank, Stopped("SIGTERM came before training began"))
+        fail(rank, Stopped(f"{told} training began"))
     failure = found(tmp_path, EXITED.replace("task 1", "task 0"))
     assert (failure.rank, failure.code) == (0, 1) and not stopped(tmp_path)
     (tmp_path / "rank-0002.error.json").unlink()
-    fail(2, Stopped("SIGUSR2 came before training began"))
+    fail(2, Stopped("received SIGUSR2 before training began"))
     assert first_failure(tmp_path, NODES, 2) is None and stopped(tmp_path), "which srun does not send"
     for rank in range(4):
         (tmp_path / f"rank-000{rank}.error.json").unlink()
-    fail(1, Stopped("SIGTERM came before training began"))
+    fail(1, Stopped(f"{told} training began"))
     fail(0, lost_connection())
     assert first_failure(tmp_path, NODES, 2) is None and stopped(tmp_path), "it was the first"
 
@@ -144,7 +145,7 @@ def test_stops_that_came_of_a_failure_are_none(tmp_path: Path, fail) -> None:  #
 def test_a_signal_ahead_of_the_end_before_a_rank_listens_is_a_stop(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
     assert first_failure(tmp_path, NODES, 2, ANNOUNCED) is None
     assert stopped(tmp_path, ANNOUNCED)
-    fail(1, Stopped("SIGUSR2 came before training began"))
+    fail(1, Stopped("received SIGUSR2 before training began"))
     assert first_failure(tmp_path, NODES, 2, ANNOUNCED) is None
     assert stopped(tmp_path, ANNOUNCED)
     fail(3, ValueError("no"))
@@ -153,7 +154,7 @@ def test_a_signal_ahead_of_the_end_before_a_rank_listens_is_a_stop(tmp_path: Pat
 
 def test_ranks_that_leave_because_a_node_is_lost(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
     for rank in range(2):
-        fail(rank, Stopped("SIGTERM came before training began"))
+        fail(rank, Stopped("received SIGTERM before training began"))
     assert found(tmp_path, NODE_LOST).message == "node n2 was lost"
 
 
@@ -163,7 +164,7 @@ def test_a_step_that_was_told_to_end(tmp_path: Path, fail) -> None:  # type: ign
     assert not interrupted(tmp_path, unhealthy + "srun: error: n2: task 1: Killed\n")
     for how in ("User defined signal 2", "Terminated"):
         assert interrupted(tmp_path, unhealthy + f"srun: error: n2: task 1: {how}\n")
-    fail(1, Stopped("SIGUSR2 came before the check of this node ended"))
+    fail(1, Stopped("received SIGUSR2 before the check of this node ended"))
     assert interrupted(tmp_path, unhealthy)
 
 
@@ -183,7 +184,7 @@ def test_the_first_of_those_that_say_why(tmp_path: Path, fail) -> None:  # type:
 def test_ranks_that_are_told_to_end_because_one_was_killed(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
     """As before training begins, when nobody waits for the one that was killed and so nobody fails by it."""
     for rank in (0, 2, 3):
-        fail(rank, Stopped("SIGTERM came; what was committed is kept"))
+        fail(rank, Stopped("received SIGTERM; what was committed is kept"))
     killed = "srun: error: n1: task 1: Killed\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
     failure = found(tmp_path, killed + "srun: error: n1: task 0: Killed\nsrun: error: n2: tasks 2-3: Killed\n")
     assert (failure.rank, failure.signal) == (1, "SIGKILL")
@@ -281,7 +282,7 @@ def test_exit_codes_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "rank-0000.log").write_text("slurmstepd-n1: error: execve(): /no/python: No such file or directory\n")
     failure = found(tmp_path, NO_PROGRAM)
     assert failure.code == 1, "another node may have it"
-    assert failure.message == "was not started: /no/python: No such file or directory"
+    assert "/no/python" in failure.message
     (tmp_path / "rank-0000.log").unlink()
     assert found(tmp_path, "srun: error: n[1-2]: tasks 0-3: Exited with exit code 76\n").code == EXIT_HANG
 

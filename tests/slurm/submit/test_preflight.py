@@ -138,7 +138,7 @@ def test_a_folder_of_others(tmp_path: Path) -> None:
         with nobody():
             _, message = found(config, "preprocess")
     for key in ("run", "data"):
-        assert f"{key}.dir={theirs / key}: {theirs} cannot be written to by this user (dr-xr-xr-x)" in message
+        assert f"{key}.dir={theirs / key}: this user cannot write to {theirs} (dr-xr-xr-x)" in message
 
 
 def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
@@ -276,13 +276,13 @@ def test_what_the_cluster_would_refuse(cluster: DevCluster, run: Path) -> None:
         "slurm.train={partition: short, time: 1h}": ["slurm.train.time is 1 h", "allows 5 min", "at most that"],
         "slurm.train={partition: 'train,short', time: 1h}": ["partition short allows 5 min"],  # EnforcePartLimits=ALL
         "slurm.nodes=3 slurm.spare_nodes=1": ["slurm.nodes=3 + slurm.spare_nodes=1 is more than the 3 nodes"],
-        "slurm.train.account=theirs": ["slurm.train.account=theirs is no account of the user", "one of: ", "dev"],
+        "slurm.train.account=theirs": ["slurm.train.account=theirs is not an account of the user", "one of: ", "dev"],
         "slurm.train.qos=express": ["slurm.train.qos=express is not open", "normal"],
         "slurm.nodes=30 slurm.train={account: theirs, time: 9d, constraint: 'a100|ib*2'}": [
-            *("there are 4 problems", "is more than the 3 nodes", "slurm.train.time is 9 d", "is no account"),
+            *("there are 4 problems", "is more than the 3 nodes", "slurm.train.time is 9 d", "is not an account"),
             "slurm.train.constraint=a100|ib*2: no node here has the feature a100 or ib; leave it out",
         ],
-        "slurm.train={account: theirs, qos: express}": ["is no account", "slurm.train.qos=express is not open"],
+        "slurm.train={account: theirs, qos: express}": ["is not an account", "slurm.train.qos=express is not open"],
     }
     for overrides, parts in cases.items():
         words = overrides.split(" slurm.")

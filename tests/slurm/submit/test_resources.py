@@ -201,7 +201,7 @@ def test_a_job_is_sent_with_what_the_shell_says(
         scheduler.cancel([job.job for job in sent])
         assert {(each["Account"], each["Partition"]) for each in shown} == {(account, "short")}
     monkeypatch.setenv("SBATCH_ACCOUNT", "nobody")
-    with pytest.raises(UserError, match="account=nobody is no account.*or the variable SBATCH_ACCOUNT"):
+    with pytest.raises(UserError, match="account=nobody is not an account.*or the variable SBATCH_ACCOUNT"):
         submit(config_of(tmp_path), ["preprocess"], "slurm", Console(), dry_run=True)
 
 

@@ -177,7 +177,7 @@ def test_what_is_not_one_line_reaches_no_script(tmp_path: Path, key: str) -> Non
 
 def test_gres_of_options_does_not_take_the_place_of_gpus(tmp_path: Path) -> None:
     options = {"slurm.train": {"options": {"gres": "nvme:1"}}}
-    with pytest.raises(UserError, match="options has gres.* 4 GPUs a node .*gpus_by"):
+    with pytest.raises(UserError, match="options has gres.* 4 GPUs .*gpus_by"):
         submit(config_of(tmp_path, options, gpus_per_node=4), ["train"], "slurm", Console(), dry_run=True)
     given = script_of(config_of(tmp_path, options, gpus_per_node=4, gpus_by="gpus-per-node")).splitlines()
     assert {"#SBATCH --gres=nvme:1", "#SBATCH --gpus-per-node=4"} <= set(given)
@@ -189,7 +189,7 @@ def test_processes_that_do_not_fit_the_layout(tmp_path: Path) -> None:
         with pytest.raises(UserError) as refused:
             job_plan.train_processes(config, load_site(config.slurm.profile), "slurm")
         message = str(refused.value)
-        assert message.startswith("slurm.nodes=3 with 1 process on each node (one on a node without GPUs) are 3 in all")
+        assert message.startswith("slurm.nodes=3 with 1 process on each node (one per node without GPUs) are 3 in all")
         assert needs in message and "change slurm.nodes, slurm.processes_per_node" in message
 
 
@@ -455,7 +455,7 @@ def test_where_somebody_trains_by_hand_nothing_is_sent(clean: Path) -> None:
     config = held(clean)
     config.run.dir.mkdir(exist_ok=True)
     lock = Lock.take(config.run.dir)
-    with pytest.raises(UserError, match=f"in use by process {os.getpid()} on"):
+    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
         send(config, ["train"])
     lock.release()
     (config.run.dir / "stop").touch()
