@@ -116,7 +116,7 @@ def test_skips_of_the_parent_end_with_the_fork_and_faults_do_not():
 
 
 def test_what_cannot_be_forked():
-    with pytest.raises(UserError, match=r"source 'b' is part of the 10 steps .*data.sources does not have it"):
+    with pytest.raises(UserError, match=r"source 'b' was read in the 10 steps .*not in data.sources"):
         fork(plan(), 10, [], {"a": {"weight": 1}})
     with pytest.raises(UserError, match=r"run.seed 1 -> 2\. Set run.seed to 1"):
         fork(plan(), 10, seed=2)

@@ -111,7 +111,7 @@ def test_a_local_folder_with_splits_is_read_and_its_code_is_not_run(tmp_path):
     (folder / "corpus.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit\n")
     hub_stream._builder.cache_clear()
     hub_stream._stream.cache_clear()
-    with pytest.raises(UserError, match="a program, which is never run"):
+    with pytest.raises(UserError, match="a script, and scripts are never run"):
         hub_files(Hub(str(folder)))
     assert not (tmp_path / "ran").exists()
 

@@ -318,7 +318,7 @@ def test_where_it_is_written(root: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_is_no_run(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         report([tmp_path], Console(quiet=True))
     file = tmp_path / "file.yaml"
     file.write_text(f"include: {root / 'run.yaml'}\nrun: {{dir: {tmp_path / 'none'}}}\n")
@@ -342,4 +342,4 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "r.png").is_file() and "done: done" in done.stdout
     assert not math.isnan(number(Report(tmp_path / "r.html").tiles["training loss"]))
     refused = tiny.pipeline("report", tmp_path)
-    assert refused.returncode == EXIT_REFUSED and "is no run folder" in refused.stderr
+    assert refused.returncode == EXIT_REFUSED and "is not a run folder" in refused.stderr
