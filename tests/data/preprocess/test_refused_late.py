@@ -88,7 +88,7 @@ class TestNoUnitWasBegun:
         assert preprocess(changed).documents == 50
         assert "s: planned again, since no unit was started (id_key: 'id' then, 'key' now)" in capsys.readouterr().out
         assert not (first.data_dir / "s" / "failures.jsonl").exists()
-        with pytest.raises(UserError, match="made from other input or settings"):
+        with pytest.raises(UserError, match="id_key: 'key' then, 'id' now"):
             preprocess(self.config(tmp_path, path, kept))
 
     def test_a_changed_tokenizer(self, tmp_path, path, monkeypatch, capsys):
@@ -118,7 +118,7 @@ class TestNoUnitWasBegun:
             (config.data_dir / "s" / begun).touch()
         before = tree(config.data_dir)
         kept = {"path": str(tokenizer_folder(config) / "tokenizer.json")}
-        with pytest.raises(UserError, match="made from other input or settings"):
+        with pytest.raises(UserError, match="id_key: 'id' then, 'key' now"):
             preprocess(self.config(tmp_path, path, kept, id_key="key"))
         with pytest.raises(UserError, match="not the one that the run file asks for"):
             preprocess(self.config(tmp_path, path, {"train": {"vocab_size": 290}}, name="other"))
