@@ -213,4 +213,4 @@ def test_the_dry_run_does_not_take_its_files_for_those_of_another_type(tmp_path,
     with pytest.raises(UserError) as error:
         preprocess(make_config(tmp_path / "out", [source]), dry_run=True)
     assert "5 text is null" in str(error.value)
-    assert "set data.sources.0.text_key (now 'text')" in str(error.value)
+    assert "data.sources.0.text_key (now 'text')" in str(error.value)
