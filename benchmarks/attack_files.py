@@ -170,7 +170,7 @@ class Range:
             if each.megabytes > baseline + 1024 * self.gigabytes / 2:
                 return "broken", f"{each.megabytes - baseline:,} MB in `{each.command}`"
         for each in ended:
-            if "Traceback (most recent call last)" in each.said or "mistake in the program" in each.said:
+            if "Traceback (most recent call last)" in each.said or "bug in the program" in each.said:
                 last = [line for line in each.said.splitlines() if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
                 return "ugly", f"traceback of `{each.command}`: {(last or ['?'])[-1][:160]}"
             if each.code not in (0, 1, 2):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +20,13 @@ AVOID = {
     rf"\b{_COUNTED} an? {_PER}\b": "per",
     r"(?<!there )(?<!There )\b(is|are) no (?!longer\b|more\b|less\b|other\b|different\b)\w": "is not a",
 }
+IN_MESSAGES = {
+    r"\bmend(s|ed|ing)?\b": "fix, repair",
+    r"\b(goes|go|going|went) on\b": "resume, continue",
+}
+"""What messages avoid besides."""
+NOT_YET = ("pipeline/train", "pipeline/eval", "slurm")
+"""Folders whose messages are not rewritten yet."""
 OPENERS = ("What", "Whether", "How", "Of", "Which", "Where", "When")
 """First words of a docstring that does not name its thing."""
 
@@ -31,12 +38,25 @@ def _docstrings() -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", text
 
 
-def _help() -> Iterator[tuple[str, str]]:
-    """Strings of the modules of the command line, which are help and messages."""
-    for path in sorted(ROOT.glob("pipeline/cli/*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+def _messages(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Strings that are not docstrings: what is raised, printed and shown as help, with `{}` for each value."""
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        # A docstring, also one below an attribute, is a statement; the parts of an f-string are seen as a whole.
+        skipped = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        skipped |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+            if isinstance(node, ast.JoinedStr):
+                yield place, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+                yield place, node.value
+
+
+def _folders() -> list[str]:
+    """Folders whose messages are checked."""
+    folders = ["slurm", *(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("pipeline/*/__init__.py"))]
+    return [folder for folder in folders if folder not in NOT_YET]
 
 
 def _pages() -> Iterator[tuple[str, str]]:
@@ -48,13 +68,24 @@ def _pages() -> Iterator[tuple[str, str]]:
         yield str(path.relative_to(ROOT)), prose
 
 
-def test_words() -> None:
-    found = [
+def _found(texts: Iterable[tuple[str, str]], avoid: Mapping[str, str]) -> list[str]:
+    return [
         f"{place}: {match[0]!r} ({instead})"
-        for place, text in (*_docstrings(), *_help(), *_pages())
-        for pattern, instead in AVOID.items()
+        for place, text in texts
+        for pattern, instead in avoid.items()
         for match in re.finditer(pattern, " ".join(text.split()))
     ]
+
+
+def test_words() -> None:
+    found = _found([*_docstrings(), *_pages()], AVOID)
+    assert not found, "\n".join(found)
+
+
+def test_words_of_messages() -> None:
+    folders = _folders()
+    assert "pipeline/cli" in folders
+    found = _found(_messages(folders), AVOID | IN_MESSAGES)
     assert not found, "\n".join(found)
 
 

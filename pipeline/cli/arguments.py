@@ -15,7 +15,7 @@ Overrides = Annotated[
 ]
 RunOrFolder = Annotated[
     Path,
-    typer.Argument(metavar="RUN", help="Run file (quickstart.yaml ships), or folder of a trained run."),
+    typer.Argument(metavar="RUN", help="Run file (quickstart.yaml is included), or folder of a trained run."),
 ]
 Step = Annotated[int | None, typer.Option(help="Checkpoint step; default: the latest.", min=0)]
 Slurm = Annotated[
@@ -46,5 +46,5 @@ def shard_bytes(text: str | None) -> int | None:
     except ValueError as error:
         raise UserError(f"--max-shard is {text!r}: {error}") from None
     if size < 1:
-        raise UserError(f"--max-shard is {text!r}; a file must be allowed at least one byte")
+        raise UserError(f"--max-shard is {text!r}; it must be at least one byte")
     return int(size)

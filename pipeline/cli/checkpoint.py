@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from pipeline.train.checkpoint.manager import Checkpoints
 
 checkpoint_app = typer.Typer(
-    no_args_is_help=True, help="Checkpoints of a run: look at, check, thin out, average, take the weights out."
+    no_args_is_help=True, help="Checkpoints of a run: list, show, verify, prune, average, and export the weights."
 )
 
-Weights = Annotated[
-    Literal["model", "ema"], typer.Option(help="The weights that were trained, or their moving average.")
-]
-To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder that is made.")]
+Weights = Annotated[Literal["model", "ema"], typer.Option(help="Trained weights, or their moving average.")]
+To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder to create.")]
 MaxShard = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Tensors in a file at most, like 5GB; by default one file.", show_default=False),
+    typer.Option(
+        metavar="SIZE",
+        help="Maximum size of one file of tensors, like 5GB; default: a single file.",
+        show_default=False,
+    ),
 ]
 
 
@@ -47,7 +49,7 @@ def checkpoint_show(
     overrides: Overrides = None,
     step: Step = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Also the tensors of the optimizer and of the moving average.")
+        bool, typer.Option("--all", help="Also show the tensors of the optimizer and of the moving average.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -63,7 +65,7 @@ def checkpoint_show(
 def checkpoint_verify(
     run: RunOrFolder,
     overrides: Overrides = None,
-    step: Annotated[int | None, typer.Option(help="Only the checkpoint of this step.", min=0)] = None,
+    step: Annotated[int | None, typer.Option(help="Verify only the checkpoint of this step.", min=0)] = None,
 ) -> None:
     """Read a run's checkpoints and compare all hashes; exit code 1, and the damaged files named, if any differs.
 
@@ -80,7 +82,7 @@ def checkpoint_verify(
             alarm("bad:", problem)
     if any(found.values()):
         raise typer.Exit(EXIT_OTHER)
-    say(console, "The hashes lie beside the files: they find damage, and do not show who wrote a checkpoint.")
+    say(console, "The hashes are stored beside the files: they detect damage, but do not prove who wrote a checkpoint.")
 
 
 @checkpoint_app.command("prune")
@@ -88,12 +90,15 @@ def checkpoint_prune(
     run: RunOrFolder,
     overrides: Overrides = None,
     keep: Annotated[
-        int | None, typer.Option(help="Number of latest checkpoints to keep; by default train.checkpoint.keep.", min=1)
+        int | None, typer.Option(help="Number of latest checkpoints to keep; default: train.checkpoint.keep.", min=1)
     ] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="A,B,C", help="Remove these instead.", show_default=False)
+        str | None,
+        typer.Option(metavar="A,B,C", help="Remove the checkpoints of these steps instead.", show_default=False),
     ] = None,
-    abandoned: Annotated[bool, typer.Option("--abandoned", help="Also those that the run has gone back from.")] = False,
+    abandoned: Annotated[
+        bool, typer.Option("--abandoned", help="Also remove checkpoints abandoned by a rewind.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
 ) -> None:
     """Remove checkpoints that the policy does not keep, or chosen ones; never the last one that can be trusted."""
@@ -178,5 +183,5 @@ def _show(lines: Iterable[str], value: Any) -> None:
 def _steps(text: str) -> list[int]:
     steps = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in steps):
-        raise UserError(f"--steps takes numbers with commas between them, like 1000,2000, not {text!r}")
+        raise UserError(f"--steps must be numbers separated by commas, like 1000,2000, not {text!r}")
     return [int(part) for part in steps]

@@ -12,11 +12,11 @@ from pipeline.cli.checkpoint import Weights
 from pipeline.common.console import Console, echo
 
 convert_app = typer.Typer(
-    no_args_is_help=True, help="Models to Hugging Face's format and from it. Nothing is downloaded or run."
+    no_args_is_help=True, help="Convert models to and from Hugging Face's format. Nothing is downloaded or executed."
 )
 
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder that is made.")]
-MaxShard = Annotated[str, typer.Option(metavar="SIZE", help="Tensors in a file at most.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")]
+MaxShard = Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of one file of tensors.")]
 
 
 @convert_app.command("to-hf")
@@ -29,11 +29,11 @@ def to_hf(
     ],
     out: Out,
     step: Annotated[
-        int | None, typer.Option(help="Of a run folder: which checkpoint; by default the latest.", min=0)
+        int | None, typer.Option(help="Checkpoint step, for a run folder; default: the latest.", min=0)
     ] = None,
     weights: Weights = "model",
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Of the weights; by default as stored (fp32).")
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Type of the weights; default: as stored (fp32).")
     ] = None,
     max_shard: MaxShard = "5GB",
 ) -> None:
@@ -51,16 +51,20 @@ def to_hf(
 @convert_app.command("from-hf")
 def from_hf(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a downloaded model, with safetensors.")],
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder that is made.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to create.", show_default=False)] = None,
     end_of_document: Annotated[
-        str | None, typer.Option(metavar="TOKEN", help="What closes a document; by default the model's end of text.")
+        str | None,
+        typer.Option(metavar="TOKEN", help="Token that ends each document; default: the model's end of text."),
     ] = None,
     max_shard: MaxShard = "5GB",
     ignore: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="A key of config.json that changes nothing; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="KEY", help="Ignore this key of config.json, which must not change the model; may be repeated."
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check all names and shapes, and print the part of a run file.")
+        bool, typer.Option("--dry-run", help="Only check all names and shapes, and print the sections for a run file.")
     ] = False,
 ) -> None:
     """Convert GPT-2, Llama 2/3, Mistral, Qwen2 or Qwen3 weights, to train on from them (`train.init_from.path`)."""
@@ -72,7 +76,7 @@ def from_hf(
         echo(convert.describe(folder, end_of_document=end_of_document, ignore=ignore or ()), end="")
         return
     if out is None:
-        raise UserError("name the folder that is to be made, after the model's; or use --dry-run")
+        raise UserError("give the folder to create after the model's folder, or use --dry-run")
     console = Console()
     done = convert.from_hf(
         folder,

@@ -13,7 +13,7 @@ from pipeline.common.errors import EXIT_OTHER
 
 data_app = typer.Typer(
     no_args_is_help=True,
-    help="Datasets: look at, check, convert. Runs: review what they train on (plan), trace it (where, when).",
+    help="Datasets: inspect, verify, convert. Runs: review their data (plan), trace it (where, when).",
 )
 
 
@@ -49,7 +49,7 @@ def data_verify(
 def data_merge(
     dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="A dataset's folder, like DATA_DIR/SOURCE/train.")],
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="PREFIX.bin and PREFIX.idx are written.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
     """Write a dataset as a single .bin/.idx pair, for tools that want one."""
     from pipeline.data.datasets.merge import merge
@@ -62,15 +62,17 @@ def data_adopt(
     prefixes: Annotated[
         list[Path], typer.Argument(metavar="PREFIX...", help="Paths without suffix, globs or folders.")
     ],
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of the source that is made.")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of the source to create.")],
     tokenizer: Annotated[Path, typer.Option(help="The tokenizer.json that the files were made with.")],
-    end_of_document: Annotated[str, typer.Option(help="The token that closes every document.")] = "<|endoftext|>",
-    special_token: Annotated[list[str] | None, typer.Option(help="A further special token; may be repeated.")] = None,
-    split: Annotated[str, typer.Option(help="Split that the documents become.")] = "train",
+    end_of_document: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
+    special_token: Annotated[list[str] | None, typer.Option(help="Additional special token; may be repeated.")] = None,
+    split: Annotated[str, typer.Option(help="Split to put the documents into.")] = "train",
     link: Annotated[
         Literal["symlink", "hardlink", "copy"], typer.Option(help="How the dataset refers to the files.")
     ] = "symlink",
-    append_eod: Annotated[bool, typer.Option("--append-eod", help="Copy, with the missing ends of documents.")] = False,
+    append_eod: Annotated[
+        bool, typer.Option("--append-eod", help="Copy the files, adding missing end-of-document tokens.")
+    ] = False,
 ) -> None:
     """Make a dataset of .bin/.idx files of Megatron-LM, NeMo or GPT-NeoX, checked and without a second copy."""
     from pipeline.data.datasets.adopt import adopt
@@ -95,8 +97,8 @@ def data_plan(
     run: RunOrFolder,
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(help="Data-parallel ranks, for micro-batches and padding.", min=1)] = 1,
-    steps: Annotated[int, typer.Option(help="First steps whose order is hashed.", min=0)] = 1000,
-    preview: Annotated[int, typer.Option(help="First windows to show as text.", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="Number of first steps whose order is hashed.", min=0)] = 1000,
+    preview: Annotated[int, typer.Option(help="Number of first windows to show as text.", min=0)] = 0,
     assume: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,7 +108,7 @@ def data_plan(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all digits.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with all digits.")] = False,
 ) -> None:
     """Show a run's blend on paper: sources, segments, epochs, accounts at the end, warnings, a hash of the order.
 
@@ -130,7 +132,7 @@ def data_plan(
     )
 
 
-Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files where nothing else has them.")]
+Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files if they are stored nowhere else.")]
 
 
 @data_app.command("where")
@@ -140,7 +142,7 @@ def data_where(
     overrides: Overrides = None,
     rank: Annotated[int | None, typer.Option(help="Only the samples of this data-parallel rank.", min=0)] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Data-parallel ranks; by default those of the newest checkpoint.", min=1)
+        int | None, typer.Option(help="Data-parallel ranks; default: those of the newest checkpoint.", min=1)
     ] = None,
     ids: Ids = False,
     as_json: AsJson = False,

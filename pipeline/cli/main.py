@@ -32,13 +32,13 @@ _ADVICE = {
     "what was committed is kept",
     errno.EDQUOT: "free some of your quota or point run.dir and data.dir to another disk, then run the same command "
     "again; what was committed is kept",
-    errno.EROFS: "point run.dir and data.dir to a disk that can be written",
-    errno.EACCES: "check the permissions, or point run.dir and data.dir to a folder of yours",
-    errno.EPERM: "check the permissions, or point run.dir and data.dir to a folder of yours",
+    errno.EROFS: "point run.dir and data.dir to a writable disk",
+    errno.EACCES: "check the permissions, or point run.dir and data.dir to a folder that you own",
+    errno.EPERM: "check the permissions, or point run.dir and data.dir to a folder that you own",
     errno.ENOENT: "check the path in the run file or on the command line",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
-    errno.EIO: "the disk or network file system failed; run the same command again when it is back",
-    errno.ESTALE: "the disk or network file system failed; run the same command again when it is back",
+    errno.EIO: "the disk or network file system failed; run the same command again when it works again",
+    errno.ESTALE: "the disk or network file system failed; run the same command again when it works again",
 }
 
 
@@ -280,7 +280,7 @@ def generate(
         ),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of new tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Divisor of the logits; 0 is greedy.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Divide the logits by this; 0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the smallest set with this total probability.")
@@ -336,7 +336,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: serve.port.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Load new checkpoints as they are committed.")] = False,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key that requests need; default: PIPELINE_API_KEY, if set.")
+        Path | None, typer.Option(help="File with the key that requests must send; default: PIPELINE_API_KEY, if set.")
     ] = None,
     step: Step = None,
 ) -> None:
@@ -406,10 +406,10 @@ def _submitted(
     """Send stages to where the options say; False if they are to run here and now."""
     if not (slurm or local):
         if dry_run and stages != ["preprocess"]:
-            raise UserError("--dry-run shows what --slurm or --local would send; add one of them")
+            raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")
         return False
     if slurm and local:
-        raise UserError("--slurm and --local exclude each other; name one")
+        raise UserError("--slurm and --local cannot be combined; give one of them")
     from slurm.submit.submit import submit
 
     submit(config, stages, "slurm" if slurm else "local", Console(), dry_run=dry_run, step=step)
@@ -489,7 +489,7 @@ def _report_mistake(error: BaseException) -> int:
     echo("".join(traceback.format_exception(error)), end="", error=True)
     alarm(
         "error:",
-        f"{type(error).__name__}: this is a mistake in the program, not in your run; please report it with the "
+        f"{type(error).__name__}: this is a bug in the program, not a mistake in your run; please report it with the "
         f"lines above, the output of `pipeline config show` and the version ({__version__})",
     )
     return EXIT_OTHER

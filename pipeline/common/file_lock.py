@@ -90,7 +90,7 @@ def acquire(descriptor: int, path: Path, seconds: float = SECONDS) -> bool:
         except BlockingIOError:
             if (left := deadline - time.monotonic()) <= 0:
                 raise MachineError(
-                    f"{path} is locked by {holders(descriptor)}, which has not let it go within {seconds:.0f} s; end "
+                    f"{path} is locked by {holders(descriptor)}, which has not released it within {seconds:.0f} s; end "
                     f"that process if it hangs, or {_TODO}"
                 ) from None
             time.sleep(min(_POLL, left))
@@ -98,13 +98,13 @@ def acquire(descriptor: int, path: Path, seconds: float = SECONDS) -> bool:
             return False
 
 
-_TODO = "remove the file if nothing of this run works any more (a new one is made)"
+_TODO = "remove the file if no process of this run is running any more (it is made again)"
 
 
 def holders(descriptor: int) -> str:
     """The processes that hold the lock of an open file, for people."""
     return " and ".join(_process(pid) for pid in _pids(os.fstat(descriptor))) or (
-        "a process that cannot be seen from here: of another machine, or in another container"
+        "a process that is not visible from here (on another machine, or in another container)"
     )
 
 

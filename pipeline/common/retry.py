@@ -41,7 +41,7 @@ def retried(action: Callable[[], Result], path: Path, what: str, again: Callable
                 name = errno.errorcode[error.errno]
                 raise MachineError(
                     f"{path}: {what} failed {len(PAUSES_S) + 1} times, {name}: {error.strerror}; check the file system "
-                    "of this node, and start again to go on from the latest checkpoint"
+                    "of this node, and start again to resume from the latest checkpoint"
                 ) from error
         time.sleep(pause)
         if again is not None:

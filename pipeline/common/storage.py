@@ -148,7 +148,7 @@ def regular_descriptor(path: Path, *, symlinks: bool = True) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP and not symlinks:
             raise UserError(
-                f"{path} is a symbolic link, and a regular file is wanted; `cp -rL` copies what links point to"
+                f"{path} is a symbolic link, but must be a regular file; `cp -rL` copies the files that links point to"
             ) from None
         if error.errno == errno.ENXIO:  # a socket
             raise _not_regular(path) from None
@@ -163,7 +163,7 @@ def regular_descriptor(path: Path, *, symlinks: bool = True) -> int:
 
 
 def _not_regular(path: Path) -> UserError:
-    return UserError(f"{path} is not a regular file but a device, a pipe or a socket, which is not read; remove it")
+    return UserError(f"{path} is not a regular file but a device, a pipe or a socket, and is not read; remove it")
 
 
 def read_bytes(path: Path) -> bytes:
@@ -190,8 +190,8 @@ def plain_name(name: object, where: Path) -> str:
     if isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}:
         return name
     raise UserError(
-        f"{where} names {shown(ascii(name))}, which is not a plain file name: no folder, no '..', no control "
-        "characters; this program never writes such a name, so do not trust where the files come from"
+        f"{where} names {shown(ascii(name))}, which is not a plain file name (without folders, '..' and control "
+        "characters); this program never writes such a name, so do not trust the origin of these files"
     )
 
 
@@ -205,9 +205,9 @@ def get_json(path: Path, *keys: str) -> Any:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise UserError(f"{path} is damaged, it is not readable JSON: {error}") from None
+        raise UserError(f"{path} is damaged: it is not valid JSON: {error}") from None
     if keys and not (isinstance(value, dict) and value.keys() >= set(keys)):
-        raise UserError(f"{path} is damaged: it is no object with the keys {', '.join(keys)}")
+        raise UserError(f"{path} is damaged: it is not an object with the keys {', '.join(keys)}")
     return value
 
 
@@ -228,7 +228,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     value = orjson.loads(read_bytes(path))
     if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return value
 
 

@@ -138,7 +138,7 @@ def single_line(text: str) -> str:
         ValueError: it has one; the message shows it escaped.
     """
     if odd := next((each for each in text if unicodedata.category(each) in _NOT_IN_A_LINE), None):
-        raise ValueError(f"must be one line without control characters, and has {odd!a} in {text[:200]!a}")
+        raise ValueError(f"must be one line without control characters, but has {odd!a} in {text[:200]!a}")
     return text
 
 
@@ -165,7 +165,7 @@ def _names_in_a_line(values: dict[str, str]) -> dict[str, str]:
 def _variables(values: dict[str, str]) -> dict[str, str]:
     for name in values:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!a} cannot be the name of a variable; allowed are letters, digits and _")
+            raise ValueError(f"{name!a} cannot be the name of a variable; use letters, digits and _")
     return values
 
 

@@ -80,7 +80,7 @@ def _in_order(bounds: tuple[Bound, Bound]) -> tuple[Bound, Bound]:
     # A share and a number can be compared only when the dataset is there; that is left to the plan.
     comparable = (first.documents is None) == (end.documents is None)
     if comparable and (first.documents or 0, first.share) >= (end.documents or 0, end.share):
-        raise ValueError(f"[{first}, {end}] has no documents: the second place must lie behind the first")
+        raise ValueError(f"[{first}, {end}] has no documents: the end must be greater than the start")
     return bounds
 
 
@@ -118,20 +118,20 @@ class PhaseConfig(Section):
         if value is None or value == "tokens":
             return value
         if not isinstance(value, dict) or not value:
-            raise ValueError("must be 'tokens', or the weight of each source that takes part, like {web: 7, code: 3}")
+            raise ValueError("must be 'tokens', or a weight for each source of the phase, like {web: 7, code: 3}")
         for name, weight in value.items():
             try:
                 good = not isinstance(weight, bool) and 0 < float(weight) < math.inf
             except (TypeError, ValueError):
                 good = False
             if not good:
-                raise ValueError(f"{name}: {weight} is no number above 0; leave out a source that is to give nothing")
+                raise ValueError(f"{name}: {weight} is not a number > 0; omit a source to exclude it")
         return value
 
     @model_validator(mode="after")
     def _once(self) -> PhaseConfig:
         if self.sources is not None and (not self.sources or len(set(self.sources)) != len(self.sources)):
-            raise ValueError(f"sources: give at least one, each once, got {self.sources}")
+            raise ValueError(f"sources: give at least one, each only once; got {self.sources}")
         return self
 
 
@@ -154,9 +154,9 @@ class SkipConfig(Section):
         if [self.steps, self.samples, self.source].count(None) != 2:
             raise ValueError("give exactly one of steps, samples and source")
         if self.documents and self.source is None:
-            raise ValueError("documents needs `source`, the source that they are in")
+            raise ValueError("documents needs `source`, the source that has them")
         if self.steps is not None and self.steps.first == 0:
-            raise ValueError("steps: they are numbered from 1")
+            raise ValueError("steps are numbered from 1")
         return self
 
 

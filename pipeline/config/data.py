@@ -72,7 +72,7 @@ class SourceConfig(Section):
     @classmethod
     def _free(cls, name: str) -> str:
         if name.lower() == "tokenizer":
-            raise ValueError("that folder of data.dir is the tokenizer's; choose another name")
+            raise ValueError("the folder `tokenizer` of data.dir is for the tokenizer; choose another name")
         return name
 
     @model_validator(mode="after")
@@ -84,10 +84,10 @@ class SourceConfig(Section):
             kind = min(kinds)
             raise ValueError(f"type is not set, and without it each {kind} file is one document: write type: {kind}")
         if (self.type == "hub") != (self.hub is not None):
-            raise ValueError("type: hub and the key hub belong together")
+            raise ValueError("type: hub needs the key hub, and hub needs type: hub")
         if self.on_exhausted != "renormalize" and self.max_epochs is None:
             raise ValueError(
-                f"on_exhausted: {self.on_exhausted} is for a source with max_epochs: set that, or leave it out"
+                f"on_exhausted: {self.on_exhausted} needs max_epochs: set max_epochs, or remove on_exhausted"
             )
         return self
 
@@ -173,7 +173,9 @@ class DataConfig(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"sources need different names, got {names}")
         if bad := [name for name in self.splits if name == "train" or not _SPLIT_NAME.match(name)]:
-            raise ValueError(f"splits: {bad[0]!r} is no name of a split; use letters, digits, - and _, and not 'train'")
+            raise ValueError(
+                f"splits: {bad[0]!r} is not a valid name of a split; use letters, digits, - and _, but not 'train'"
+            )
         if sum(split.share for split in self.splits.values()) >= 1:
             raise ValueError(
                 f"splits: {', '.join(f'{k}: {v}' for k, v in self.splits.items())} leave nothing to train on"
@@ -181,5 +183,5 @@ class DataConfig(Section):
         weighted = [source.name for source in self.sources if source.weight is not None]
         if weighted and len(weighted) != len(names):
             without = [name for name in names if name not in weighted]
-            raise ValueError(f"either all sources have a weight or none; without: {without}")
+            raise ValueError(f"either all sources must have a weight or none; without a weight: {without}")
         return self

@@ -168,7 +168,7 @@ def _construct(
         document.places[path] = place_of(node, placeholder=placeholder, digits=digits)
     above = [*above, node]
     if not isinstance(node, yaml.ScalarNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-        problem = f"{dotted(path) or 'the file'}: the YAML tag {node.tag} is not understood"
+        problem = f"{dotted(path) or 'the file'}: the YAML tag {node.tag} is not supported"
         document.problems.append(Problem(place_of(node), problem))
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
@@ -212,7 +212,7 @@ def _scalar(node: yaml.Node, path: KeyPath, place: Place, document: ParsedFile) 
         if kind == "str":
             return text
     except (ValueError, KeyError):
-        document.problems.append(Problem(place, f"{dotted(path)}: {text!r} is no {kind}"))
+        document.problems.append(Problem(place, f"{dotted(path)}: {text!r} is not a valid {kind}"))
         return None
-    document.problems.append(Problem(place, f"{dotted(path)}: the YAML tag {node.tag} is not understood"))
+    document.problems.append(Problem(place, f"{dotted(path)}: the YAML tag {node.tag} is not supported"))
     return None

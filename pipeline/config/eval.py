@@ -43,7 +43,7 @@ class TaskConfig(Section):
         given = {"stride": self.stride is not None, "detokenize": not self.detokenize, "documents": not self.documents}
         if self.type == "lambada" and any(given.values()):
             key = next(key for key, is_given in given.items() if is_given)
-            raise ValueError(f"{key} is a key of type: wikitext; leave it out with type: lambada")
+            raise ValueError(f"{key} is only for type: wikitext; remove it from a task of type: lambada")
         return self
 
 
@@ -103,7 +103,7 @@ class EvalConfig(Section):
     def _tasks_have_names(self) -> EvalConfig:
         twice = [name for name, count in Counter(task.title for task in self.tasks).items() if count > 1]
         if twice:
-            raise ValueError(f"tasks: several are called {twice[0]!r}; give each a `name` of its own")
+            raise ValueError(f"tasks: several have the name {twice[0]!r}; give each a different `name`")
         return self
 
 

@@ -129,7 +129,7 @@ class Interpolation:
             if self._values > MAX_VALUES or self._characters > MAX_CHARACTERS:
                 raise InterpolationError(
                     f"interpolation makes more than {MAX_VALUES:,} values or {MAX_CHARACTERS:,} characters of the "
-                    "run file; write long values out, or put them into a file of their own"
+                    "run file; write long values out, or put them into a separate file"
                 )
         return value
 
@@ -171,7 +171,7 @@ class Interpolation:
                     return self._folder(expression.arguments)
             raise InterpolationError(
                 f"Unsupported interpolation type {expression.name}: only ${{oc.env:NAME}}, ${{oc.env:NAME,default}} "
-                "and ${sysconfig:NAME} are understood; write \\${ for a plain ${"
+                "and ${sysconfig:NAME} are supported; write \\${ for a plain ${"
             )
         finally:
             self._depth -= 1
@@ -203,9 +203,9 @@ class Interpolation:
         name = str(self._text(arguments[0]))
         if is_secret_variable(name):
             raise InterpolationError(
-                f"the variable {name} may be a secret, to judge by its name, and every value of a run file is written "
+                f"the variable {name} may be a secret, judging by its name, but every value of a run file is written "
                 "into the run folder, the logs and the report. Leave it in the environment, where the libraries that "
-                "need it look for it; if it is no secret, export it under another name"
+                "need it look for it; if it is not a secret, export it under another name"
             )
         if name in os.environ:
             return os.environ[name]

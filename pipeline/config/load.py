@@ -159,7 +159,7 @@ def no_run_folder(path: Path) -> UserError:
     """The error about a folder that is not a run folder, though it may be inside one."""
     above = [folder for folder in Path(os.path.abspath(path)).parents[:2] if (folder / RUN_FILE).is_file()]
     todo = f"name the run folder, {above[0]}" if above else "name the run file"
-    return UserError(f"{path} is no run folder: it has no {RUN_FILE}, which training writes; {todo}")
+    return UserError(f"{path} is not a run folder: it has no {RUN_FILE}, which training writes; {todo}")
 
 
 def dump(config: Config) -> str:
@@ -194,7 +194,7 @@ def find(path: Path, wanted: str = "run file") -> Path:
     if names and not path.is_absolute() and ".." not in names and shipped.is_file():
         return shipped
     known = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.yaml")))
-    raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use one that ships: {known}")
+    raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use a shipped one: {known}")
 
 
 def packaged_configs() -> Path:
@@ -394,14 +394,14 @@ def _refuse_expressions(document: ParsedFile, failed: set[KeyPath]) -> Iterator[
     """Find what would be resolved or included in a file that a run has written, and take it out."""
     if document.value.pop("include", None) is not None:
         place = place_of(("include",), document.places)
-        yield Problem(place, "include: a run writes its files whole, and nothing is included into them; remove it")
+        yield Problem(place, "include: the files of a run are complete and must not include others; remove it")
     for path, value in list(_leaves(document.value)):
         if isinstance(value, str) and not is_plain(value):
             failed.add(path)
             _assign(document.value, path, None)
             yield Problem(
                 document.places[path],
-                f"{dotted(path)} = {show(value)}: a run writes its values resolved, and nothing in its files is "
-                "resolved again: they may be of somebody else. Write \\${ for a plain ${, or put the expression into "
-                "a run file of your own",
+                f"{dotted(path)} = {show(value)}: a run writes resolved values, and nothing in its files is resolved "
+                "again, since they may come from somebody else. Write \\${ for a plain ${, or put the expression into "
+                "your own run file",
             )

@@ -49,7 +49,7 @@ class InitConfig(Section):
     @model_validator(mode="after")
     def _mup(self) -> InitConfig:
         if (self.scheme == "mup") != (self.mup_base_dim is not None):
-            raise ValueError("mup_base_dim goes with scheme: mup, and mup needs it")
+            raise ValueError("set mup_base_dim with scheme: mup, and only then")
         return self
 
 
@@ -109,11 +109,13 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _shapes(self) -> ModelConfig:
         if self.head_dim is None and self.dim % self.heads:
-            raise ValueError(f"dim {self.dim} is not divisible by heads {self.heads}; set head_dim or change one")
+            raise ValueError(
+                f"dim {self.dim} is not divisible by heads {self.heads}; set head_dim, or change dim or heads"
+            )
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
         if self.positions == "rope" and self.head_size % 2:
             raise ValueError("rope needs an even head_dim")
         if self.positions == "learned" and self.rope_scaling is not None:
-            raise ValueError("rope_scaling goes with positions: rope")
+            raise ValueError("rope_scaling needs positions: rope")
         return self

@@ -95,7 +95,7 @@ class ParallelConfig(Section):
     def _degrees(self) -> ParallelConfig:
         for name in ("dp_replicate", "dp_shard"):
             if getattr(self, name) == 0:
-                raise ValueError(f"{name} must be a number of processes from 1 on, or -1 for the rest")
+                raise ValueError(f"{name} must be a number of processes, at least 1, or -1 for the rest")
         if self.dp_replicate == -1 and self.dp_shard == -1 and "dp_shard" in self.model_fields_set:
             raise ValueError("only one of dp_replicate and dp_shard can be -1")
         return self

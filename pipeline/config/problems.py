@@ -28,8 +28,8 @@ _ALLOWED = {
     "path_type": "must be a path",
     "list_type": "must be a list",
     "tuple_type": "must be a list",
-    "model_type": "must be a section, with keys of its own",
-    "model_attributes_type": "must be a section, with keys of its own",
+    "model_type": "must be a section with keys",
+    "model_attributes_type": "must be a section with keys",
 }
 
 
@@ -126,7 +126,7 @@ def _suggestion(path: KeyPath, root: type[Section]) -> str:
     name = str(name)
     known = {key.path for key in keys(root)}
     if "." in name and re.sub(r"\b\d+\b", "N", dotted(path)) in known:
-        return "; in a file, write sections inside each other (dots are for the command line)"
+        return "; in a file, write nested sections (dots are for the command line)"
     section = section_at(root, tuple(parents))
     siblings = list(written_keys(section)) if section else []
     above = f"{dotted(tuple(parents))}." if parents else ""

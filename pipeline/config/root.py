@@ -59,7 +59,9 @@ class Config(Section):
         for key, name in (("eval.split", self.eval.split), ("train.validation.split", self.train.validation.split)):
             if made and name not in self.data.splits:
                 have = ", ".join(self.data.splits) or "none"
-                raise ValueError(f"{key}: {name!r} is not in data.splits ({have}); '{name}: 0' there holds nothing out")
+                raise ValueError(
+                    f"{key}: {name!r} is not in data.splits ({have}); add '{name}: 0' there to hold nothing out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -80,12 +82,12 @@ class Config(Section):
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"{key}: {name!r} is none of data.sources ({', '.join(names)}){hint}")
+                raise ValueError(f"{key}: {name!r} is not one of data.sources ({', '.join(names)}){hint}")
         for number, phase in enumerate(self.blend.phases):
             if isinstance(phase.weights, dict) and phase.sources is not None and set(phase.sources) != {*phase.weights}:
                 raise ValueError(
-                    f"blend.phases.{number}.sources: weights names other sources ({', '.join(phase.weights)}); leave "
-                    "`sources` out"
+                    f"blend.phases.{number}.sources: weights names other sources ({', '.join(phase.weights)}); remove "
+                    "`sources`"
                 )
         return self
 
@@ -93,8 +95,8 @@ class Config(Section):
     def _average_exists(self) -> Config:
         if self.eval.weights == "ema" and self.train.ema is None:
             raise ValueError(
-                "eval.weights: 'ema' is an average that is not kept without train.ema; set train.ema.decay as in the "
-                "run that has one (its config.yaml), or eval.weights: model"
+                "eval.weights: 'ema' needs train.ema, since no average is kept without it; set train.ema.decay as in "
+                "the run (its config.yaml), or set eval.weights: model"
             )
         return self
 

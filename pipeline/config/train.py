@@ -67,7 +67,7 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _decay(self) -> ScheduleConfig:
         if (self.type == "wsd") != (self.decay is not None):
-            raise ValueError("schedule.decay goes with type: wsd, and wsd needs it")
+            raise ValueError("set schedule.decay with type: wsd, and only then")
         return self
 
 
@@ -180,16 +180,16 @@ class Fp8Config(Section):
         if self.scaling not in allowed:
             other = next(name for name, recipes in _FP8_RECIPES.items() if self.scaling in recipes)
             raise ValueError(
-                f"recipe: {self.scaling} does not go with backend: {self.backend}; set recipe to "
+                f"recipe: {self.scaling} does not work with backend: {self.backend}; set recipe to "
                 f"{' or '.join(allowed)}, or backend: {other}"
             )
         if self.all_gather and self.scaling != "tensorwise":
             raise ValueError(
-                f"all_gather: true does not go with recipe: {self.scaling}, only with tensorwise (torchao); leave it "
-                "out, or set backend: torchao and recipe: tensorwise"
+                f"all_gather: true does not work with recipe: {self.scaling}, only with tensorwise (torchao); remove "
+                "it, or set backend: torchao and recipe: tensorwise"
             )
         if self.emulate and self.backend == "te":
-            raise ValueError("emulate: true does not go with backend: te; set backend: torchao, or emulate: false")
+            raise ValueError("emulate: true does not work with backend: te; set backend: torchao, or emulate: false")
         return self
 
 
@@ -206,7 +206,7 @@ class PrecisionConfig(Section):
     @model_validator(mode="after")
     def _fp8_in_bf16(self) -> PrecisionConfig:
         if self.fp8 is not None and self.compute != "bf16":
-            raise ValueError(f"fp8 goes with compute: bf16, not {self.compute}; set compute: bf16, or leave fp8 out")
+            raise ValueError(f"fp8 needs compute: bf16, not {self.compute}; set compute: bf16, or remove fp8")
         return self
 
 
@@ -322,7 +322,7 @@ class InitFromConfig(Section):
         if (self.path is None) == (self.hf is None):
             raise ValueError("give exactly one of path and hf (a Hugging Face model's folder)")
         if self.hf is not None and (self.step is not None or self.weights != "model"):
-            raise ValueError("a Hugging Face model has one set of weights: leave step and weights out")
+            raise ValueError("a Hugging Face model has one set of weights: remove step and weights")
         return self
 
 
@@ -426,7 +426,7 @@ class TrainConfig(Section):
         ramp = self.batch_ramp
         if ramp is not None and (self.batch_size - ramp.start <= 0 or (self.batch_size - ramp.start) % ramp.increment):
             raise ValueError(
-                f"batch_ramp: from start {ramp.start}, rises of {ramp.increment} do not lead up to batch_size "
+                f"batch_ramp: start {ramp.start} plus a multiple of increment {ramp.increment} is never batch_size "
                 f"{self.batch_size}"
             )
         return self

@@ -201,7 +201,7 @@ def test_mistakes_of_the_program_keep_their_traceback(
     code, _, err = call("run", "run.yaml")
     assert code == 1
     assert "Traceback" in err
-    assert "KeyError: this is a mistake in the program" in err
+    assert "KeyError: this is a bug in the program" in err
 
 
 def test_debug_shows_the_traceback_of_a_user_error(

@@ -59,15 +59,15 @@ def test_written_out_and_read_again() -> None:
             r"phases.2: `until` counts from the start of the run, so 50 steps must be more than 50 here",
         ),
         *(
-            (PhaseConfig, {"weights": {"b": 1, "a": weight}}, f"weights\n.* a: {weight} is no number above 0; leave")
+            (PhaseConfig, {"weights": {"b": 1, "a": weight}}, f"weights\n.* a: {weight} is not a number > 0; omit")
             for weight in (0, -1, float("nan"), float("inf"), True, "much", None)
         ),
-        (PhaseConfig, {"weights": {}}, "the weight of each source that takes part"),
-        (PhaseConfig, {"weights": "proportional"}, "must be 'tokens', or the weight of each source"),
-        (PhaseConfig, {"slices": {"a": [0.5, 0.5]}}, r"slices.a\n.*\[0.5, 0.5\] has no documents: the second place"),
+        (PhaseConfig, {"weights": {}}, "a weight for each source of the phase"),
+        (PhaseConfig, {"weights": "proportional"}, "must be 'tokens', or a weight"),
+        (PhaseConfig, {"slices": {"a": [0.5, 0.5]}}, r"slices.a\n.*\[0.5, 0.5\] has no documents"),
         (PhaseConfig, {"slices": {"a": [1, 0]}}, r"\[1, 0\] has no documents"),
         (PhaseConfig, {"slices": {"a": ["9 documents", "7 documents"]}}, r"\[9 documents, 7 documents\] has no"),
-        (PhaseConfig, {"sources": ["a", "a"]}, "each once"),
+        (PhaseConfig, {"sources": ["a", "a"]}, "each only once"),
         (SkipConfig, {}, "exactly one of"),
         (SkipConfig, {"steps": 1, "source": "a"}, "exactly one of"),
         (SkipConfig, {"samples": 1, "documents": [1]}, "needs `source`"),
@@ -75,7 +75,7 @@ def test_written_out_and_read_again() -> None:
         (
             TrainConfig,
             {"duration": "9 steps", "batch_size": 10, "batch_ramp": {"start": 4, "increment": 4, "tokens": 9}},
-            "rises of 4 do not lead up to batch_size 10",
+            "increment 4 is never batch_size 10",
         ),
     ],
 )
@@ -95,21 +95,20 @@ def test_what_is_not_refused() -> None:
 
 def test_names_of_sources_are_checked(tmp_path) -> None:
     file = write(tmp_path)
-    assert "blend.skip.0.source: 'x' is none of data.sources" in refused(file, "blend.skip=[{source: x}]")
-    assert "data.sources.0: on_exhausted: stop is for a source with max_epochs" in refused(
-        file, "data.sources.0.on_exhausted=stop"
-    )
+    assert "blend.skip.0.source: 'x' is not one of data.sources" in refused(file, "blend.skip=[{source: x}]")
+    assert "data.sources.0: on_exhausted: stop needs max_epochs" in refused(file, "data.sources.0.on_exhausted=stop")
     assert "data.sources.0.slice: [0.9, 0.1] has no documents" in refused(file, "data.sources.0.slice=[0.9, 0.1]")
-    assert "blend.phases.0.weights: 'x' is none of" in refused(file, "blend.phases=[{weights: {x: 1}}]")
+    assert "blend.phases.0.weights: 'x' is not one of" in refused(file, "blend.phases=[{weights: {x: 1}}]")
     # Beside weights too, where it would be a mistake even if it existed.
     both = "blend.phases=[{weights: {words: 1}, sources: [%s]}]"
-    assert "blend.phases.0.sources: 'x' is none of data.sources (words)\n" in refused(file, both % "x")
+    assert "blend.phases.0.sources: 'x' is not one of data.sources (words)\n" in refused(file, both % "x")
     message = refused(file, both % "wrods")
     assert (
-        "command line: blend.phases.0.sources: 'wrods' is none of data.sources (words); did you mean words?" in message
+        "command line: blend.phases.0.sources: 'wrods' is not one of data.sources (words); did you mean words?"
+        in message
     )
     more = "data.sources=[{name: words, paths: [a]}, {name: b, paths: [b]}]"
-    assert "blend.phases.0.sources: weights names other sources (words); leave" in refused(file, more, both % "b")
+    assert "blend.phases.0.sources: weights names other sources (words); remove" in refused(file, more, both % "b")
 
 
 def test_rules_of_a_section_are_blamed_on_the_command_line(tmp_path) -> None:

@@ -142,7 +142,7 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, override: str, hint: str)
 
 def test_dotted_key_in_a_file(tmp_path: Path) -> None:
     message = refused(write(tmp_path, MINIMAL + "train.batch_size: 3\n"))
-    assert "run.yaml:15: train.batch_size: unknown key; in a file, write sections inside each other" in message
+    assert "run.yaml:15: train.batch_size: unknown key; in a file, write nested sections" in message
 
 
 def test_checks_over_several_keys_have_a_place(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_packaged_run_files() -> None:
 
 def test_a_run_folder(tmp_path: Path) -> None:
     """It may have been moved since training has written its run file."""
-    with pytest.raises(UserError, match=r"moved is no run folder: it has no config\.yaml"):
+    with pytest.raises(UserError, match=r"moved is not a run folder: it has no config\.yaml"):
         load_run(write(tmp_path, name="moved/run.yaml").parent)
     with pytest.raises(UserError, match="no run file or run folder nothere; "):
         load_run(Path("nothere"))
@@ -353,8 +353,8 @@ def test_placeholder(tmp_path: Path) -> None:
         ("", "run: required key is missing"),
         ("run: &a [*a]\n", "the alias contains itself"),
         ("run: *a\n", "undefined alias"),
-        ("run: !!python/object:os.system {}\n", "not understood"),
-        ("run: !!int x\n", "'x' is no int"),
+        ("run: !!python/object:os.system {}\n", "not supported"),
+        ("run: !!int x\n", "'x' is not a valid int"),
         ("? [a]\n: 1\n", "is not text"),
         (f"run: {'[' * 100}{']' * 100}", "more than 50 levels"),
         (
@@ -429,7 +429,7 @@ def test_render_and_parse_are_inverse(value: object) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.splits={train: 0.1}", "'train' is no name of a split"),
+        ("data.splits={train: 0.1}", "'train' is not a valid name of a split"),
         ("data.splits={heldout: 0.6, test: 0.4}", "leave nothing to train on"),
         ("data.splits={heldout: 1}", "must be a share of at least 0 and less than 1"),
         ("data.splits={heldout: some documents}", "must be a whole number"),
@@ -439,7 +439,7 @@ def test_render_and_parse_are_inverse(value: object) -> None:
         ("tokenizer.allow_special=[<|endoftext|>]", "is end_of_document"),
         ("data.sources=[{name: a, type: hub}]", "exactly one of paths"),
         ("data.sources=[{name: a, paths: [x], hub: {path: y}}]", "exactly one of paths"),
-        ("data.sources=[{name: a, hub: {path: y}}]", "type: hub and the key hub belong together"),
+        ("data.sources=[{name: a, hub: {path: y}}]", "type: hub needs the key hub"),
     ],
 )
 def test_data_that_makes_no_sense(tmp_path: Path, override: str, said: str) -> None:

@@ -89,13 +89,13 @@ def test_other_files_are_refused(tmp_path: Path, line: str, message: str) -> Non
 
 @pytest.mark.parametrize("key", [{"stride": 3}, {"detokenize": False}, {"documents": False}])
 def test_keys_of_the_other_type_are_refused(key: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=f"{next(iter(key))} is a key of type: wikitext"):
+    with pytest.raises(ValidationError, match=f"{next(iter(key))} is only for type: wikitext"):
         TaskConfig.model_validate({"type": "lambada", "path": "x", **key})
 
 
 def test_two_tasks_of_a_name_are_refused() -> None:
     task = {"type": "lambada", "path": "x"}
-    with pytest.raises(ValidationError, match="several are called 'lambada'; give each a `name`"):
+    with pytest.raises(ValidationError, match="several have the name 'lambada'"):
         EvalConfig.model_validate({"tasks": [task, task]})
     assert EvalConfig.model_validate({"tasks": [task, {**task, "name": "other"}]}).tasks[1].title == "other"
 

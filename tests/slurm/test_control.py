@@ -73,7 +73,7 @@ def launched(run: Path, job: str, stage: Stage = "train") -> None:
 
 
 def test_nothing_to_cancel(run: Path, squeue: Callable[[str], None]) -> None:
-    with pytest.raises(UserError, match="no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         cancelled(run / "slurm")
     squeue("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     jobs.note(run, jobs.new_job("train", "77", "slurm", "name", "none.json"))

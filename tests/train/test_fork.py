@@ -148,7 +148,7 @@ def test_steps_that_the_parent_passes_over_because_of_a_fault_are_passed_over(ro
     state = orjson.loads((root / "fault/checkpoints/step-00000012/state.json").read_bytes())
     assert state["journal"]["skips"] == [{**journal.to_json()["skips"][0]}]
     masked = where(open_view(root / "fault"), 8, say=print)
-    assert any("passed over because of the fault at step 9" in line for line in masked.lines())
+    assert any("skipped because of the fault at step 9" in line for line in masked.lines())
 
 
 def test_a_dry_run_writes_nothing(root: Path, parent: Path) -> None:
@@ -186,7 +186,7 @@ def test_files_are_copied_where_they_cannot_be_linked(
         (6, ("model.norm_eps=0.1",), r"(?s)model.norm_eps: .*resume.allow=\[model\]"),
         (6, ("run.seed=1",), r"run.seed 1234 -> 1\. Set run.seed to 1234"),
         (6, ("data.dir={root}/elsewhere",), r"the parent has its data in .*data: set data.dir to that"),
-        (6, ("blend.skip=[{{steps: 2, from_step: 1}}]",), "In blend.skip, leave from_step out"),
+        (6, ("blend.skip=[{{steps: 2, from_step: 1}}]",), "In blend.skip, remove from_step"),
         (6, ("tokenizer.train.vocab_size=280",), r"tokenizer.train changed since it was trained"),
         (6, ("data.preprocess.unit_bytes=2000000",), r"(?s)source 'sea' was made with other settings.*unit_bytes"),
         (6, ("train.validation.split=gone",), r"gone"),
@@ -239,7 +239,7 @@ def test_what_preprocess_and_a_refused_start_leave_does_not_hinder_a_fork(root: 
 def test_a_parent_that_is_not_there_may_have_been_a_file_or_a_folder(root: Path, parent: Path) -> None:
     with pytest.raises(UserError, match="no run file or run folder .*nothere; "):
         forked(root, "refused", 6, parent="nothere")
-    with pytest.raises(UserError, match=f"checkpoints is no run folder.*name the run folder, {parent}$"):
+    with pytest.raises(UserError, match=f"checkpoints is not a run folder.*name the run folder, {parent}$"):
         forked(root, "refused", 6, parent="parent/checkpoints")
 
 

@@ -127,7 +127,7 @@ def test_a_source_that_ends_the_run(root: Path) -> None:
     assert code == 0, out
     run = root / "ended"
     steps = read_metrics(run)[-1]["step"]
-    reason = "source 'sea' has given all that its max_epochs allows (on_exhausted: stop)"
+    reason = "source 'sea' has reached its max_epochs (on_exhausted: stop)"
     assert steps in (5, 6)
     assert read_metrics(run)[-1]["tokens_by_source"]["sea"] <= 17 * 32
     assert f"steps 1 to {steps}, 4 windows of 32 tokens ({reason})" in out

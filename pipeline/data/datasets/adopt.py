@@ -75,8 +75,8 @@ class AdoptReport:
             lines.append(f"{self.appended:,} documents got {manifest.tokenizer.end_of_document_token!r} at their end")
         if manifest.inner_ends:
             lines.append(
-                f"{manifest.inner_ends:,} times {manifest.tokenizer.end_of_document_token!r} is inside of a document, "
-                "where it stands in the text or marks an end that the .idx does not have; they stay as they are: "
+                f"{manifest.tokenizer.end_of_document_token!r} occurs inside of documents, {manifest.inner_ends:,} "
+                "times, as part of the text or as an end that the .idx does not have; these tokens are kept: "
                 + "; ".join(self.first_inner)
             )
         lines.append(
@@ -125,7 +125,7 @@ def adopt(
     folder = Path(os.path.abspath(folder))
     opened = _load_tokenizer(tokenizer, end_of_document, special_tokens or [])
     if not _SPLIT_NAME.fullmatch(split):
-        raise UserError(f"--split: {split!r} is no name of a split; use letters, digits, - and _")
+        raise UserError(f"--split: {split!r} is not a valid name of a split; use letters, digits, - and _")
     _check_folder(folder, split, opened)
     files = _open_all(prefixes)
     token_bytes = bytes_of_tokens(opened)
@@ -185,7 +185,7 @@ def _open_all(arguments: list[Path]) -> list[tuple[str, IndexedPart]]:
         if part.dtype != files[0].dtype:
             raise UserError(
                 f"{part.idx_path} has ids of {part.dtype.name}, but {files[0].idx_path} of {files[0].dtype.name}; a "
-                "dataset has one type: adopt them into two folders, as two sources"
+                "dataset has one type: adopt them as two sources, into two folders"
             )
     base = os.path.commonpath([prefix.parent for prefix in prefixes])
     return [(os.path.relpath(prefix, base), part) for prefix, part in zip(prefixes, files, strict=True)]
@@ -196,7 +196,9 @@ def _prefixes(argument: Path) -> list[Path]:
     if path.is_dir():
         found = {file.with_suffix("") for file in path.iterdir() if file.suffix == ".idx"}
         if not found:
-            raise UserError(f"{argument} has no .idx file; give the prefix of a .bin and .idx, or the folder of some")
+            raise UserError(
+                f"{argument} has no .idx file; give the prefix of a .bin and .idx, or a folder with such files"
+            )
     elif path.suffix in (".bin", ".idx") and path.exists():
         found = {path.with_suffix("")}
     elif any(file.exists() for file in part_files(path)[:2]) or not glob.has_magic(str(path)):
@@ -221,11 +223,11 @@ def _check_ends(files: list[tuple[str, IndexedPart]], found: list[Scan], tokeniz
             number = last.pop()
             raise UserError(
                 f"no document ends with {token}, but all {documents:,} end with {tokenizer.decode([number])!r} (id "
-                f"{number}); give that one with --end-of-document, if it closes documents"
+                f"{number}); give that one with --end-of-document, if it ends documents"
             )
         raise UserError(
             f"none of {documents:,} documents ends with {token}: the files were made without an end-of-document token "
-            "(without --append-eod). --append-eod writes copies that have it; or give the token that closes documents "
+            "(without --append-eod). --append-eod writes copies that have it; or give the token that ends documents "
             "with --end-of-document"
         )
     first = next(
@@ -352,7 +354,7 @@ class _Adoption:
                 while chunk := file.read(CHUNK_BYTES):
                     copy.write(chunk)
                 if copy.hash != expected:
-                    raise UserError(f"{source} changed while it was read; adopt it when nobody writes it")
+                    raise UserError(f"{source} changed while it was read; adopt it when no process writes to it")
                 copy.commit()
 
 

@@ -284,7 +284,7 @@ class IndexedPart(TokenRanges):
             missing = f"{path.readlink()}, which {path} links to," if path.is_symlink() else f"{path}"
             raise UserError(f"{missing} is missing; a part needs both its .bin and its .idx") from None
         if idx.size < HEADER.size:
-            raise UserError(f"{self.idx_path}: {idx.size} bytes are too few for an .idx file; it is cut")
+            raise UserError(f"{self.idx_path}: {idx.size} bytes are too few for an .idx file; it is truncated")
         magic, version, code, sequences, bounds = HEADER.unpack(idx.array("<u1", HEADER.size).tobytes())
         if magic != MAGIC:
             raise UserError(f"{self.idx_path} is not an .idx file: it begins with {magic!r} instead of {MAGIC!r}")
@@ -292,11 +292,13 @@ class IndexedPart(TokenRanges):
             raise UserError(f"{self.idx_path}: version {version} of the format; this program reads {VERSION}")
         dtype = np.dtype(DTYPES.get(code, "V"))
         if dtype.kind not in "iu":
-            raise UserError(f"{self.idx_path}: dtype code {code} is no integer type (1 to 5 and 8 are)")
+            raise UserError(f"{self.idx_path}: dtype code {code} is not an integer type (1 to 5 and 8 are)")
         expected = HEADER.size + 12 * sequences + 8 * bounds
         # With an i8 a sequence more, the file was written for several modalities.
         if bounds < 1 or idx.size != expected:
-            raise UserError(f"{self.idx_path}: {idx.size} bytes, but its header needs {expected}; it is cut or damaged")
+            raise UserError(
+                f"{self.idx_path}: {idx.size} bytes, but its header needs {expected}; it is truncated or damaged"
+            )
         self.dtype = dtype
         self.sequences: int = sequences
         self.documents: int = bounds - 1
@@ -309,7 +311,7 @@ class IndexedPart(TokenRanges):
         if self.bounds[0] != 0 or self.bounds[-1] != sequences:
             raise UserError(
                 f"{self.idx_path}: document bounds run from {self.bounds[0]} to {self.bounds[-1]}, "
-                f"but should from 0 to {sequences}"
+                f"but should run from 0 to {sequences}"
             )
         self.tokens = end // dtype.itemsize
         self._connect()
@@ -451,7 +453,7 @@ def read_provenance(prefix: Path, document: int) -> tuple[int, int, int, int]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     if len(data) < PROVENANCE.itemsize:
-        raise UserError(f"{path} is cut: it has no record of document {document}")
+        raise UserError(f"{path} is truncated: it has no record of document {document}")
     record = np.frombuffer(data, PROVENANCE)[0]
     return int(record["unit"]), int(record["row"]), int(record["flags"]), int(record["id_hash"])
 
@@ -489,4 +491,4 @@ def read_metadata(prefix: Path, document: int, documents: int) -> dict[str, Any]
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except ValueError:
-        raise UserError(f"{path} is cut or damaged: it has no object of document {document}") from None
+        raise UserError(f"{path} is truncated or damaged: it has no object of document {document}") from None

@@ -27,12 +27,13 @@ FORMAT_VERSION = 2
 CODE_VERSION = "3"
 """Raised whenever the preprocess stage would write other bytes for the same input and config."""
 REPAIR = (
-    "run `pipeline preprocess RUN.yaml` with the run file that it was made with: it makes again what is missing or cut"
+    "run `pipeline preprocess RUN.yaml` with the run file that it was made with: it makes missing and truncated "
+    "files again"
 )
 """Advice about a file that is missing or has another size than it should."""
 REPAIR_DAMAGED = f"remove what is damaged, if it is there, and {REPAIR}"
 """Advice about any file of a dataset. The stage looks at sizes, so it does not see damage that keeps them."""
-REPAIR_ADOPTED = "bring back the file that was adopted, or remove the dataset and adopt again (`pipeline data adopt`)"
+REPAIR_ADOPTED = "restore the adopted file, or remove the dataset and adopt it again (`pipeline data adopt`)"
 """Advice about a part whose files were made elsewhere."""
 PART = np.dtype(
     [
@@ -156,7 +157,7 @@ def read_manifest(folder: Path) -> Manifest:
         value = storage.get_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"{folder} is no finished dataset: it has no {MANIFEST_FILE}; run `pipeline preprocess`"
+            f"{folder} is not a finished dataset: it has no {MANIFEST_FILE}; run `pipeline preprocess`"
         ) from None
     except ValueError as error:
         raise UserError(f"{error}; {REPAIR}") from None
@@ -182,7 +183,9 @@ def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
     except FileNotFoundError:
         raise UserError(f"{path} is missing; {REPAIR}") from None
     if len(data) != manifest.parts * PART.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
-        raise UserError(f"{path} is not the file that {MANIFEST_FILE} was written with: cut or damaged; {REPAIR}")
+        raise UserError(
+            f"{path} is not the file that {MANIFEST_FILE} was written with: it is truncated or damaged; {REPAIR}"
+        )
     return np.frombuffer(data, PART)
 
 
@@ -333,7 +336,7 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
             continue
         try:
             if file_hash(path) != int(record[name]):
-                yield f"{path}: its bytes are not those that were written (xxh3 differs)"
+                yield f"{path}: its bytes differ from those that were written (other xxh3)"
         except UserError as error:
             yield str(error)
             return

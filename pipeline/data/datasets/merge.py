@@ -172,7 +172,7 @@ def check_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise UserError(
-            f"{folder}: {size:,} bytes are to be written there and {free:,} are free; free some space or choose "
+            f"{folder}: {size:,} bytes must be written there, but {free:,} are free; free some space or choose "
             "another disk"
         )
 
@@ -221,7 +221,7 @@ class _Parts:
             raise UserError(f"{bin_path}: {sizes[0]} bytes do not hold its {record['tokens']} tokens; {self._missing}")
         sequences, rest = divmod(sizes[1] - StreamedIndex.file_size(0, int(record["documents"])), 12)
         if sequences < 0 or rest:
-            raise UserError(f"{idx_path}: {sizes[1]} bytes do not fit to its documents; {self._missing}")
+            raise UserError(f"{idx_path}: {sizes[1]} bytes do not match its documents; {self._missing}")
         return sequences
 
     def copy(self, index: int, data: BinaryIO, merged: StreamedIndex, copied: Callable[[int], None]) -> None:
@@ -256,7 +256,7 @@ class _Parts:
     def _check(self, index: int, name: str, source: _Hashed) -> None:
         if source.digest.intdigest() != int(self._table[index][name]):
             raise UserError(
-                f"{source.path}: its bytes are not those that were written (xxh3 differs), so nothing was merged; "
+                f"{source.path}: its bytes differ from those that were written (other xxh3), so nothing was merged; "
                 f"{self._damaged}"
             )
 

@@ -31,8 +31,8 @@ def open_datasets(config: Config, split: str) -> dict[str, Dataset]:
         folder = dataset_folder(config, source, split)
         if source.dataset is not None and not folder.exists():
             raise UserError(
-                f"data.sources.{number}.dataset: {source.dataset} has no split {split!r}, there is no {folder}; name "
-                f"another one (train.validation.split, eval.split), make it (`pipeline data adopt --split {split}`), "
+                f"data.sources.{number}.dataset: {source.dataset} has no split {split!r}: there is no {folder}; name "
+                f"another split (train.validation.split, eval.split), make it (`pipeline data adopt --split {split}`), "
                 "or train without validation (train.validation.samples: 0)"
             )
     read = config.data.loader.read

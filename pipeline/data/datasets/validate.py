@@ -50,7 +50,7 @@ def check_datasets(datasets: Mapping[str, Dataset]) -> None:
     if problems:
         more = f"\n  and {len(problems) - _SHOWN:,} more" if len(problems) > _SHOWN else ""
         raise UserError(
-            "datasets are not as they were written:\n"
+            "datasets are missing files, or have damaged ones:\n"
             + "\n".join(f"  {problem}" for problem in problems[:_SHOWN])
             + f"{more}\n{'; or '.join(repairs)}"
         )

@@ -203,8 +203,8 @@ class Shuffle:
             for name, size in run.sizes.items():
                 if not files[name].exists() or files[name].stat().st_size != size:
                     raise UserError(
-                        f"{files[name]} is missing or cut; run `pipeline preprocess RUN.yaml` again: it makes the "
-                        "first pass again where it has to"
+                        f"{files[name]} is missing or truncated; run `pipeline preprocess RUN.yaml` again: it repeats "
+                        "the first pass where necessary"
                     )
 
 

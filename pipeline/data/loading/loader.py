@@ -227,8 +227,8 @@ class Loader:
         document = spans[bisect_right([*accumulate(span.length for span in spans)], column)].document
         return UserError(
             f"source {name!r}: document {document} of {instances.folder} has token id {int(raw[row, column])}, but the "
-            f"model's vocabulary ends before {self._vocab_size}: the dataset is damaged or was made with another "
-            "tokenizer; look at it with `pipeline data verify`, and make it again"
+            f"model's vocabulary has only {self._vocab_size} ids: the dataset is damaged or was made with another "
+            "tokenizer; check it with `pipeline data verify`, and make it again"
         )
 
 

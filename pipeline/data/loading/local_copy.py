@@ -248,8 +248,8 @@ class _Transfer:
                 self._advance(len(chunk))
             if copy.hash != file.hash:
                 raise UserError(
-                    f"{file.source}: its bytes are not those that were written (xxh3 differs), so it was not copied; "
-                    f"`pipeline data verify` says what else is damaged; {file.repair}"
+                    f"{file.source}: its bytes differ from those that were written (other xxh3), so it was not copied; "
+                    f"`pipeline data verify` shows what else is damaged; {file.repair}"
                 )
             copy.commit()
 
@@ -290,9 +290,9 @@ def _own_folder(parent: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode):
         raise _unusable(base, "it is a link or a file, not a folder")
     if found.st_uid != os.geteuid():
-        raise _unusable(base, f"it belongs to the user with id {found.st_uid}, who may change what is in it")
+        raise _unusable(base, f"it belongs to the user with id {found.st_uid}, who may change its files")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise _unusable(base, "other users may write there, so what is in it may be theirs")
+        raise _unusable(base, "other users may write there, so its files may be theirs")
     return base
 
 
@@ -313,7 +313,7 @@ def _alone(base: Path) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.seek(0)
-                holder = lock.read(20).decode(errors="replace") or "that has just begun"
+                holder = lock.read(20).decode(errors="replace") or "that has just started"
                 say(Console(), f"waiting for process {holder}, which copies datasets to {base}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:

@@ -209,17 +209,17 @@ def _sentinel(config: Config, tokenizer: TokenizerInfo, number: int) -> int:
     token = sentinels[number]
     key = f"train.objective.sentinels.{number}: {token!r}"
     if token in sentinels[:number]:
-        raise UserError(f"{key} is there twice; prefix, suffix and middle need three different tokens")
+        raise UserError(f"{key} is given twice; prefix, suffix and middle need three different tokens")
     if token in config.tokenizer.allow_special:
         raise UserError(
-            f"{key} is in tokenizer.allow_special, so documents may contain it; a sentinel must not come out of a "
+            f"{key} is in tokenizer.allow_special, so documents may contain it; a sentinel must not occur in a "
             "text: choose another token"
         )
     if token not in tokenizer.special_tokens:
         have = ", ".join(map(repr, tokenizer.special_tokens)) or "none"
         raise UserError(
-            f"{key} is no special token of the tokenizer; beside the end-of-document token it has {have}. Name three "
-            f"of them there; or get the sentinels into it: {_how_to_get_sentinels(config)}; or set "
+            f"{key} is not a special token of the tokenizer; besides the end-of-document token it has {have}. Use "
+            f"three of these; or add the sentinels to the tokenizer: {_how_to_get_sentinels(config)}; or set "
             "train.objective.type: causal"
         )
     return tokenizer.special_tokens[token]
@@ -237,5 +237,5 @@ def _how_to_get_sentinels(config: Config) -> str:
         )
     return (
         "if its file has them, list them in tokenizer.special_tokens, remove the copy of the tokenizer in "
-        f"{config.data_dir / 'tokenizer'}, and run `pipeline preprocess`, which keeps the tokens that it has made"
+        f"{config.data_dir / 'tokenizer'}, and run `pipeline preprocess`, which keeps the existing token ids"
     )

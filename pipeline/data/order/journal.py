@@ -70,7 +70,7 @@ class Journal(Record):
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in error.errors()[:5])
             raise UserError(
-                f"the journal of the run is damaged, or of another version of this program: {problems}"
+                f"the journal of the run is damaged, or was written by another version of this program: {problems}"
             ) from None
 
     @property

@@ -34,7 +34,7 @@ def changed_past(saved: Past, now: Past, step: int) -> str:
     old, new = saved.seen(other), now.seen(other)
     differences, advice = _differences(old, new, step)
     return (
-        f"the run file now gives other data than the run was trained on: from step {other} of the {step} that are done "
+        f"the run file now gives other data than the run was trained on, from step {other} of the {step} that are done "
         f"(sample {saved.samples(same).start:,}, after {saved.tokens(same):,} tokens): {'; '.join(differences)}. "
         f"{advice}"
     )
@@ -68,13 +68,13 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
             limits.append(f"source {name!r} reached its max_epochs {_after(a.cap)} then and {_after(b.cap)} now")
     if found:
         return found, (
-            "What was trained on cannot change. To change what follows, keep the phase as it was, close it with "
-            f"`until: {step} steps` or later in blend.phases, and append another."
+            "The data of steps that are done cannot change. To change later steps, keep the phase as it was, end it "
+            f"with `until: {step} steps` or later in blend.phases, and append another phase."
         )
     if limits:
         return limits, (
-            "max_epochs can change until a source reaches it, to more than the source has given. After that, a later "
-            "phase can read another slice of the source."
+            "max_epochs can change until the source reaches it, to any value above the epochs that were read. After "
+            "that, a later phase can read another slice of the source."
         )
     if old.skips != new.skips:
         # They differ in one step alone, so one of them has skipped more of it than the other.
@@ -83,8 +83,9 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
             for what in sorted({*old.skips, *new.skips}, key=str)
             if old.skips.get(what) != new.skips.get(what)
         ]
-        return skipped, f"In blend.skip, leave from_step out, or set it to {step + 1} or later."
-    return ["where its sources stand"], "Go on with the run file and the version of the code that the run has had."
+        return skipped, f"In blend.skip, remove from_step, or set it to {step + 1} or later."
+    advice = "Continue with the run file and the version of the code that the run had before."
+    return ["the positions in its sources"], advice
 
 
 def _fraction(weight: int, other: int) -> str:

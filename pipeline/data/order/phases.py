@@ -43,7 +43,9 @@ def plan_journal(config: Config, datasets: Mapping[str, Sized], saved: Journal |
         if not planner.add(number, phase):
             break
     segments = planner.segments
-    if past and _goes_on(segments[past - 1], segments[past]):
+    # A phase of the parent that began at the fork, and changed nothing, stays noted as its journal has it.
+    begun = saved is not None and any(segment.first_step == fork_step for segment in saved.segments)
+    if past and not begun and _goes_on(segments[past - 1], segments[past]):
         del segments[past]
     return Journal(seed=config.run.seed, segments=segments, skips=_skips(config, datasets), fork_step=fork_step)
 
@@ -140,8 +142,8 @@ def _check_past(saved: Journal, step: int, datasets: Mapping[str, Sized]) -> Non
     missing = sorted({name for segment, _ in saved.drawn(step) for name in segment.sources} - datasets.keys())
     if missing:
         raise UserError(
-            f"source {missing[0]!r} is part of the {step:,} steps that this run was forked with, but data.sources does "
-            "not have it; put it there, and leave it out of what follows with blend.phases: [{weights: ...}] or "
+            f"source {missing[0]!r} was read in the {step:,} steps that this run has from its parent, but is not in "
+            "data.sources; add it there, and exclude it from later steps with blend.phases: [{weights: ...}] or "
             "[{sources: ...}]"
         )
 
@@ -193,7 +195,7 @@ class _Planner:
                 standing.text = state.documents, segment.sequence_length
                 standing.epoch, standing.cursor = state.lap, state.cursor
             closed = self._close(segment, samples // segment.batch_size)
-            assert closed, f"the run that this one was forked from ended before step {step}"
+            assert closed, f"the parent of this run ended before step {step}"
 
     def is_over(self, until: Duration) -> bool:
         """True if a phase that ends there ends here or has ended."""
@@ -246,7 +248,7 @@ class _Planner:
         """Slice and tokens of each source of a phase."""
         names = phase.sources or (list(phase.weights) if isinstance(phase.weights, dict) else list(self._sources))
         if strange := sorted(phase.slices.keys() - set(names)):
-            raise UserError(f"{where}: slices: source {strange[0]!r} takes no part in the phase ({', '.join(names)})")
+            raise UserError(f"{where}: slices: source {strange[0]!r} is not in the phase ({', '.join(names)})")
         result = {}
         for name in names:
             dataset = self._datasets[name]

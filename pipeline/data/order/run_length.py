@@ -71,7 +71,7 @@ def check_end(sampler: Sampler, done: int) -> None:
     if end is not None and end.kind == "stop" and end.step < done:
         raise UserError(
             f"{done:,} steps are done, but the run file now ends the run after {end.step:,}: {end.reason}. Raise its "
-            "max_epochs, or set back what else has changed: on_exhausted, weights or phases"
+            "max_epochs, or undo other changes: on_exhausted, weights or phases"
         )
 
 
@@ -175,7 +175,7 @@ def _repeated(config: Config, found: Mapping[str, Account]) -> Iterator[str]:
             why = "its weight is too small for the duration"
             if account.current.remaining == 0:
                 why = f"max_epochs {source.max_epochs:g} of its {account.current.tokens:,} tokens is less than a window"
-            yield f"source {source.name!r} gives no window in the whole run: {why}"
+            yield f"source {source.name!r} does not give a single window in the whole run: {why}"
         for found_slice in account.slices:
             documents, epochs = found_slice.documents, found_slice.epochs
             text = f"source {source.name!r}" + (f" ({documents_text(documents)})" if documents else "")
@@ -221,8 +221,8 @@ def _overlaps(config: Config, journal: Journal, last_step: int, first_step: int)
                 what = documents_text(None if first is None and second is None else common)
                 yield (
                     f"source {one!r} in phase {label(config, journal, number)} and source {two!r} in phase "
-                    f"{label(config, journal, other)} both read {what} of one dataset, as texts of their own: epochs "
-                    "and max_epochs count for each by itself"
+                    f"{label(config, journal, other)} both read {what} of one dataset, as separate texts: epochs and "
+                    "max_epochs count for each of them alone"
                 )
 
 
@@ -277,12 +277,12 @@ def _idle_skips(journal: Journal, last_step: int, first_step: int) -> Iterator[s
         if first >= last_step:
             yield f"{entry}, but the run ends with step {last_step:,}"
         elif holds >= last_step:
-            yield f"{entry}, which is after the end of the run, step {last_step:,}"
+            yield f"{entry}, but takes effect only after the end of the run, step {last_step:,}"
         elif end <= holds <= first_step:
             what = _several("step", first, end, 1)
             yield f"{entry}, but {what} already trained on; go back to a checkpoint before that"
         elif end <= holds:
-            yield f"{entry}, but it holds only after that; lower its from_step"
+            yield f"{entry}, but takes effect only after that; lower its from_step"
         elif skip.source is not None and not _is_read(journal, skip, last_step):
             what = "these documents" if skip.documents else "the source"
             yield f"{entry}, but {what} would not be read from there on anyway"
@@ -332,7 +332,7 @@ def skip_text(skip: Skip) -> str:
     """A skip for people, steps counted from 1: `samples 5 to 9 are not trained on (from step 1 on)`."""
     if skip.steps is not None:
         fault = f", because of the fault at step {skip.steps[1]:,}" if skip.fault else ""
-        what = f"{_several('step', *skip.steps, 1)} passed over{fault}"
+        what = f"{_several('step', *skip.steps, 1)} skipped{fault}"
     elif skip.samples is not None:
         what = f"{_several('sample', *skip.samples)} not trained on"
     else:

@@ -148,7 +148,7 @@ class Sampler:
             for index, (name, source) in enumerate(segment.sources.items()):
                 if source.stops and source.cap is not None:
                     place = int(order.position_of(index, np.array([source.cap]))[0])
-                    reason = f"source {name!r} has given all that its max_epochs allows (on_exhausted: stop)"
+                    reason = f"source {name!r} has reached its max_epochs (on_exhausted: stop)"
                     ends += [(place, "stop", reason)] if place >= 0 else []
             if order.capacity is not None:
                 names = ", ".join(segment.sources)

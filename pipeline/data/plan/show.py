@@ -136,7 +136,7 @@ def _given(row: SliceRow, phase: str) -> str:
 
 def _segments_table(plan: DataPlan) -> Table:
     ranks = f", on {plan.ranks:,} data-parallel ranks" if plan.ranks > 1 else ""
-    columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\na rank", "padding")
+    columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\nper rank", "padding")
     table = _table(f"segments{ranks}", *columns)
     first, left_out, last = first_and_last(plan.segments, _SEGMENTS)
     middle = [(left_out,)] if left_out else []

@@ -48,7 +48,7 @@ def dataset_warning(config: Config, sources: Sequence[SourceFiles], token_bytes:
         return None
     return (
         f"{room_of('data.dir', config.data_dir, free)}, and the datasets will take about {size(sum(needed.values()))} "
-        "more (guessed from the size of the files): make room, or set data.dir to a folder on another disk"
+        "more (estimated from the size of the files): free some space, or set data.dir to a folder on another disk"
     )
 
 

@@ -121,7 +121,7 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         check_tokenizer_settings(config)
     except OtherTokenizer as error:
         again = is_unused(config, sources)
-        say(console, f"it would be made anew: {error.difference}" if again else f"would be refused: {error}")
+        say(console, f"it would be made again: {error.difference}" if again else f"would be refused: {error}")
     except UserError as error:
         say(console, f"would be refused: {error}")
     engine: Engine | None = None
@@ -180,14 +180,15 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     read = size(sum(sample.text_bytes for sample in samples.values()))
     if engine is None:
         say(
-            console, f"Estimated from {read} of text; the tokenizer is not trained yet, so 4 bytes a token are assumed."
+            console,
+            f"Estimated from {read} of text; the tokenizer is not trained yet, so 4 bytes per token are assumed.",
         )
     else:
         workers = worker_count(config, 2**31)
         say(
             console,
-            f"Estimated from {read} of text: {duration(seconds)} with {counted(workers, 'worker')}; writing to a slow "
-            "disk comes on top.",
+            f"Estimated from {read} of text: {duration(seconds)} with {counted(workers, 'worker')}; writing to a "
+            "slow disk takes additional time.",
         )
     if any(split.documents for split in config.data.splits.values()):
         say(console, "All documents are read twice, because data.splits has numbers of documents.")
@@ -206,7 +207,7 @@ def _problem(config: Config, found: SourceFiles, sample: SourceSample) -> str:
     keys = f"{key}.type (now {found.reader.type})"
     if found.reader.has_keys:
         keys = f"{key}.text_key (now {found.reader.text_key!r}) or {keys}"
-    advice = _hint(found, sample) or f"set {keys} to what the files are, or mend them"
+    advice = _hint(found, sample) or f"correct {keys}, or repair the files"
     return f"{key} ({found.source.name}): {sample.in_words}; the first is in {sample.first_bad}; {advice}"
 
 
@@ -235,7 +236,7 @@ def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state
         plan = make_plan(found, tokenizer, config, known_splits(config, found) or _unknown(config))
         try:
             if differences := plan.differences(state.folder):
-                verdict = "would be refused" if is_begun(state.folder) else "would be planned anew"
+                verdict = "would be refused" if is_begun(state.folder) else "would be planned again"
                 return f"{verdict}: {'; '.join(differences)}"
         except UserError as error:
             return f"would be refused: {error}"

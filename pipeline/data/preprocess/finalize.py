@@ -101,8 +101,8 @@ class Finalizer:
         self._write_damaged()
         if report.damaged and self._config.data.preprocess.on_damaged_file == "fail":
             ways = (
-                "What was made stays. A repaired file of the same size is read again by the same command; else fetch "
-                f"the files again and {self._start_over}"
+                "Completed work is kept. If you repair a file and its size stays the same, the same command reads it "
+                f"again; otherwise fetch the files again and {self._start_over}"
             )
             raise damaged_error(report.name, report.damaged, report.bytes, ways)
         self._check_rejected(rejected)
@@ -153,7 +153,7 @@ class Finalizer:
                 f"source {self.report.name!r}: {bad} of {counted(self.report.records, 'record')} "
                 f"{'is' if bad == 1 else 'are'} bad, more than data.preprocess.{allowed} allows: "
                 f"{_reasons(rejected)}. The first is {first['where']} ({first['reason']}); all are in {path}. Either "
-                f"mend the data or the source's settings and {self._start_over}; or raise the limit"
+                f"fix the data or the source's settings and {self._start_over}; or raise the limit"
             )
 
     def _write_damaged(self) -> None:

@@ -126,7 +126,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
     if report.sources:
         console.print(table)
     for name, evidence in {name: e for source in report.sources for name, e in source.condemned.items()}.items():
-        say(console, f"{name} is not used any more ({evidence}); what it had written was made again")
+        say(console, f"{name} is not used any more ({evidence}); its output was made again")
     for source in report.sources:
         for name, wanted in splits.items():
             if wanted.share and not source.splits[name].documents:

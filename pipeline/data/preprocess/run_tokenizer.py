@@ -129,7 +129,7 @@ def _open(folder: Path) -> Tokenizer:
     else:
         if tokenizer.fingerprint == storage.get_json(folder / ORIGIN_FILE, "fingerprint")["fingerprint"]:
             return tokenizer
-        problem = f"{folder / TOKENIZER_FILE} is damaged: it has other ids than when it was written"
+        problem = f"{folder / TOKENIZER_FILE} is damaged: its ids differ from those that were written"
     raise UserError(
         f"{problem}; remove {folder}, then run `pipeline preprocess RUN.yaml`: from the same files it makes the same "
         "tokenizer again"
@@ -277,7 +277,7 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
     if not taken:
         raise UserError(
             f"tokenizer.train: none of the {sum(len(found.files) for found in sources)} files of data.sources has a "
-            "sound document for the training split; check paths, type and text_key of the sources, and data.splits"
+            "good document for the training split; check paths, type and text_key of the sources, and data.splits"
         )
 
 

@@ -172,13 +172,13 @@ class _Run:
             waits[holder, job] = (since, now + max(now - since, _SAY_AGAIN_S))
         for (holder, job), since in due[:_SHOWN]:
             so_far = f" for {now - since:.0f} s" if now > since else ""
-            say(self._console, f"waiting{so_far} for {job}, which {holder} has")
+            say(self._console, f"waiting{so_far} for {job}, which is held by {holder}")
         if due:
             more = f"and for {counted(len(due) - _SHOWN, 'more unit')}; each " if len(due) > _SHOWN else ""
             say(
                 self._console,
-                f"{more or 'it '}is taken over when its process is gone, or does nothing for {PATIENCE_S:.0f} s on "
-                "another machine or because it is stopped",
+                f"{more or 'it '}is taken over when its process has ended, or after {PATIENCE_S:.0f} s without a "
+                "sign of life, if the process is stopped or on another machine",
             )
         self._waits_for = waits
 
@@ -221,7 +221,7 @@ class _Run:
     def _condemn(self, evidence: str) -> None:
         storage.put_json(self._condemned, read_condemned(self._condemned) | {self._engine: evidence})
         self._outcome.condemned = self._engine
-        say(self._console, f"{evidence}; everything that {self._engine} wrote is made again with another engine")
+        say(self._console, f"{evidence}; all output of {self._engine} is made again with another engine")
 
     def _watch_rejected(self, job: UnitJob, done: UnitDone) -> None:
         """Say once, while there is time to stop, that a source has more bad records than are allowed."""
@@ -235,7 +235,7 @@ class _Run:
             warn(
                 self._console,
                 f"{bad} of the first {records} records of {source} are bad, more than "
-                f"data.preprocess.max_error_rate {self._limit} allows in the end (in {job}: {reasons or 'none'})",
+                f"data.preprocess.max_error_rate {self._limit} allows over all records (in {job}: {reasons or 'none'})",
             )
 
 

@@ -86,7 +86,7 @@ class SourcePlan:
         finished = all((folder / split / MANIFEST_FILE).is_file() for split in self.splits.names)
         as_it_is = f"; or use the dataset as it is with `dataset: {folder}` in place of `paths`" if finished else ""
         raise UserError(
-            f"{folder} was made from something else than source {self.found.source.name!r} is now:\n"
+            f"{folder} was made from other input or settings than source {self.found.source.name!r} has now:\n"
             + "\n".join(f"  {difference}" for difference in differences)
             + f"\nTokens of both must not be mixed. Restore what differs; or remove {folder} to make it again; or set "
             f"data.dir to another folder{as_it_is}."
@@ -209,7 +209,7 @@ def may_not_be_read(key: str, error: PermissionError) -> MachineError:
     """Error about input that the system refuses to read."""
     others = "; or leave it out with exclude" if key.endswith(".paths") else ""
     return MachineError(
-        f"{key}: {error.filename} may not be read ({error.strerror}): make it readable for the user who runs this "
+        f"{key}: {error.filename} cannot be read ({error.strerror}): make it readable for the user who runs this "
         f"(`chmod u+r FILE` and `chmod u+rx` for each folder above it, or ask its owner){others}"
     )
 

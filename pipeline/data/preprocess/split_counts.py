@@ -62,7 +62,7 @@ def _counted(
     """Read all documents for the smallest hashes among them: one more than wanted, to see that some are left."""
     settings = config.data.preprocess
     damaged: dict[str, tuple[str, str]] = {}
-    say(console, f"{found.source.name}: looking at all documents, because data.splits has numbers of them")
+    say(console, f"{found.source.name}: counting all documents, because data.splits has numbers of documents")
     source = counting_job(found, config, Splits((), (), config.data.split_by == "id"))
     source = replace(source, reader=replace(source.reader, dropped=dropped))
     jobs = [UnitJob(source, unit) for unit in cut_units(found, settings.seed, settings.unit_bytes)]
@@ -90,8 +90,8 @@ def _counted(
             )
             raise UserError(
                 f"source {found.source.name!r}: {bad.total():,} of {counted(records, 'record')} "
-                f"{'is' if bad.total() == 1 else 'are'} bad: {reasons}. What is left is too few for data.splits "
-                f"({splits_in_words(config.data)}); mend the source's type or text_key, or the data; "
+                f"{'is' if bad.total() == 1 else 'are'} bad: {reasons}. The others are too few for data.splits "
+                f"({splits_in_words(config.data)}); correct the source's type or text_key, or repair the data; "
                 "`pipeline preprocess RUN.yaml --dry-run` shows more"
             )
         raise UserError(

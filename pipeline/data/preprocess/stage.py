@@ -131,7 +131,10 @@ def _freeze(plan: SourcePlan, folder: Path, console: Console) -> None:
     with take_when_free(folder, "plan", LeaseWatch(), lambda _: None):
         if differences := plan.freeze(folder):
             (folder / FAILURES_FILE).unlink(missing_ok=True)
-            say(console, f"{plan.found.source.name}: planned anew, since no unit was begun ({'; '.join(differences)})")
+            say(
+                console,
+                f"{plan.found.source.name}: planned again, since no unit was started ({'; '.join(differences)})",
+            )
 
 
 @dataclass(frozen=True)
@@ -205,8 +208,8 @@ class _Stage:
         others = f"{held:,} {'is' if held == 1 else 'are'} held by others"
         say(
             self._console,
-            f"{counted(done, 'unit')} made, {others}; `pipeline preprocess` without --units makes what is missing in "
-            "the end and finishes the datasets",
+            f"{counted(done, 'unit')} made, {others}; `pipeline preprocess` without --units makes the missing units "
+            "and finishes the datasets",
         )
         return PreprocessReport(units_done=done, seconds=time.monotonic() - started)
 
@@ -225,10 +228,10 @@ class _Stage:
         lines = "".join(f"  {job}: {how}\n" for job, how in failed)
         what = f"{counted(len(failed), 'unit')} failed {ATTEMPTS} times:\n{lines}"
         if not failed:
-            what = "units are made and unmade again and again, is another command at work with other settings?\n"
+            what = "units are made and removed repeatedly; is another command running with other settings?\n"
         return (
-            f"{what}Without them {', '.join(sorted(unfinished))} cannot be finished. What was made stays; fix the "
-            "cause, and run the same command to resume"
+            f"{what}Without them {', '.join(sorted(unfinished))} cannot be finished. Completed units are kept; fix "
+            "the cause, and run the same command to resume"
         )
 
     def _condemned(self) -> dict[str, str]:
@@ -341,7 +344,7 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
         except OtherTokenizer as error:
             if not withdraw_tokenizer(config, sources):
                 raise
-            say(console, f"the tokenizer is made anew, since no unit was begun with it ({error.difference})")
+            say(console, f"the tokenizer is made again, since no unit was started with it ({error.difference})")
             return _tokenizer(config, console, sources, splits)
     with (
         take_when_free(
@@ -392,8 +395,8 @@ def _start_over(config: Config, plan: SourcePlan) -> str:
     if any(config.data_dir.glob("*/*/manifest.json")):
         kept = tokenizer_folder(config) / TOKENIZER_FILE
         return (
-            f"remove {folder}, which was begun with the files as they are now, and keep the tokenizer that other "
-            f"sources are finished with by tokenizer.path: {kept} in place of tokenizer.train"
+            f"remove {folder}, which was begun with the files as they are now, and keep the tokenizer of "
+            f"the finished sources with tokenizer.path: {kept} in place of tokenizer.train"
         )
     return f"remove {config.data_dir}, which was begun with the files as they are now"
 

@@ -213,7 +213,7 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
         state.state, state.problem = "damaged", str(error)
         return state
     except (TypeError, ValueError):
-        state.state, state.problem = "damaged", f"{folder / PLAN_FILE} is damaged: its units are no byte ranges"
+        state.state, state.problem = "damaged", f"{folder / PLAN_FILE} is damaged: its units are not byte ranges"
         return state
     totals = ReceiptTotals(sizes, str(plan["config_hash"]), condemned)
     totals.read(folder / "receipts")
@@ -323,11 +323,11 @@ def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> Non
         say(console, f"tokenizer: being made by {making[0]}, for {duration(now - making[0].since)}")
     elif config.tokenizer.path is not None:
         path = config.tokenizer.path
-        say(console, f"tokenizer: {path}" + ("" if path.exists() else ", which is not there"))
+        say(console, f"tokenizer: {path}" + ("" if path.exists() else ", which does not exist"))
     else:
         say(console, "tokenizer: not there yet")
     for engine, evidence in _condemned(config).items():
-        say(console, f"{engine} gave other ids than tokenizers, its units are made again: {evidence}")
+        say(console, f"{engine} gave other ids than tokenizers; its units are made again: {evidence}")
     as_table = console.is_terminal and console.width >= WIDE
     if as_table and states:
         _print_table(console, states)
@@ -394,7 +394,7 @@ def _details(state: SourceProgress, now: float) -> Iterator[str]:
         if len(state.damaged) > SHOWN:
             yield f"and {len(state.damaged) - SHOWN:,} more"
     if state.unreadable:
-        yield f"{counted(state.unreadable, 'receipt')} cannot be read; what they stand for is made again"
+        yield f"{counted(state.unreadable, 'receipt')} cannot be read; their units are made again"
     for worker in state.workers[:SHOWN]:
         work = f"unit {worker.what}, {size(worker.done)} done" if isinstance(worker.what, int) else worker.what
         ages = f"for {duration(now - worker.since)}, last sign of life {duration(worker.beat_s)} ago"
@@ -405,7 +405,7 @@ def _details(state: SourceProgress, now: float) -> Iterator[str]:
             when = f", {duration(PATIENCE_S)} after it was seen to be silent" if worker.state == "stopped" else ""
             note = f"; it is {worker.state}; its {its} will be taken over{by}{when}"
             if worker.state == "stopped":
-                note += f", or `kill -CONT {worker.pid}` has it go on"
+                note += f", or `kill -CONT {worker.pid}` continues it"
         yield f"{worker}: {work}, {ages}{note}"
     if len(state.workers) > SHOWN:
         yield f"and {len(state.workers) - SHOWN:,} more"
@@ -432,7 +432,7 @@ def _print_next(console: Console, states: list[SourceProgress], making: bool, ru
     elif all(state.state == "finished" for state in states):
         say(console, "finished")
     elif all(state.state == "not begun" for state in states):
-        say(console, f"nobody works on it; run {command} to begin")
+        say(console, f"no process works on it; run {command} to start")
     else:
         again = "; units that failed are tried again" if any(state.failed for state in states) else ""
-        say(console, f"nobody works on it; run {command} to go on{again}")
+        say(console, f"no process works on it; run {command} to resume{again}")

@@ -407,8 +407,8 @@ class _Worker:
             line = None if document.line is None else line_of(piece.file.path, document.byte)
             place = self._source.reader.locate(piece, line, document.byte)
             raise UserError(
-                f"{place}: {document.reason} ({document.detail}); mend the record and {self._source.start_over}; or "
-                "set data.preprocess.on_error: skip to pass over bad records"
+                f"{place}: {document.reason} ({document.detail}); repair the record and {self._source.start_over}; "
+                "or set data.preprocess.on_error: skip to skip bad records"
             )
 
     def _check_same_input(self, receipt: dict[str, Any]) -> None:
@@ -517,9 +517,9 @@ class _Batches:
         if forged.any():
             place = np.searchsorted(np.cumsum(encoded.lengths), np.flatnonzero(forged)[0], side="right")
             raise UserError(
-                f"tokenizer.end_of_document: the tokenizer makes {self._tokenizer.end_of_document_token!r} out "
-                f"of ordinary text (document {documents[int(place)].id}), which would forge the end of a document; "
-                "choose another token"
+                "tokenizer.end_of_document: the tokenizer encodes ordinary text as "
+                f"{self._tokenizer.end_of_document_token!r} (document {documents[int(place)].id}), which would look "
+                "like the end of a document; choose another token"
             )
         if not self._is_reference:
             rows = np.fromiter((document.row for document in documents), np.uint64, len(documents))

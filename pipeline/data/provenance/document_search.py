@@ -92,5 +92,5 @@ def _matches(path: Path, documents: int, wanted: dict[str, int]) -> npt.NDArray[
     except FileNotFoundError:
         raise UserError(f"{path} is missing; {REPAIR_DAMAGED}") from None
     if seen != documents:
-        raise UserError(f"{path} is cut: it has {seen:,} records of {documents:,} documents; {REPAIR_DAMAGED}")
+        raise UserError(f"{path} is truncated: it has {seen:,} records of {documents:,} documents; {REPAIR_DAMAGED}")
     return np.concatenate(found)

@@ -30,8 +30,8 @@ from pipeline.data.provenance.run import (
 from pipeline.data.provenance.source_location import AdoptedOrigins, Key, Origins
 
 _ROW = re.compile(r"(?P<file>.*?)(?::\s*(?:row|document|line)?\s*(?P<number>[0-9]{1,18}))?", re.DOTALL)
-_EXHAUSTED = "the source has given all that its max_epochs allows"
-_BEYOND = "beyond what max_epochs of the source allows"
+_EXHAUSTED = "the source has reached its max_epochs"
+_BEYOND = "beyond the source's max_epochs"
 _LINES = 50
 """Lines of a document that are shown."""
 
@@ -134,7 +134,7 @@ class Times:
         for what, found in (
             ("trained on", [seen for seen in self.seen if seen.done]),
             ("to come", [seen for seen in self.seen if not seen.done]),
-            ("masked or passed over", self.masked),
+            ("masked or skipped", self.masked),
         ):
             tokens, end = 0, 0
             for first, after in sorted(seen.tokens for seen in found):
@@ -247,7 +247,7 @@ def when(
         assert row is not None
         origins = run.origins(source)
         if origins is None:
-            raise UserError(f"--row: nothing beside {dataset.folder} says what it was made from; use --document N")
+            raise UserError(f"--row: no file beside {dataset.folder} says what it was made from; use --document N")
         key = _find_row(origins, row)
         documents = documents_of_record(dataset.folder, dataset.manifest, *key)
         if not documents:
@@ -284,7 +284,7 @@ def _why_not(origins: Origins | AdoptedOrigins, key: Key, folder: Path, row: str
         return f"the record was rejected: {reason}"
     split = _split_of(folder, lambda other: documents_of_record(other, read_manifest(other), *key))
     if not split:
-        raise UserError(f"--row: {row} is no document of {folder}, nor of another split")
+        raise UserError(f"--row: {row} is not a document of {folder}, nor of another split")
     return split
 
 

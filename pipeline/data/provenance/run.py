@@ -133,7 +133,7 @@ class RunView:
             UserError: the run has no such source.
         """
         if source not in self.datasets:
-            raise UserError(f"--source: {source!r} is none of the run's sources ({', '.join(self.datasets)})")
+            raise UserError(f"--source: {source!r} is not one of the run's sources ({', '.join(self.datasets)})")
         return self.datasets[source]
 
     def origins(self, source: str) -> Origins | AdoptedOrigins | None:
@@ -225,7 +225,7 @@ class RunView:
         """
         skip = self.journal.why_skipped(step)
         if skip is not None:
-            return "blend.skip has the step" if not skip.fault else f"passed over{_fault(skip)}"
+            return "blend.skip has the step" if not skip.fault else f"skipped{_fault(skip)}"
         for skip in self.journal.masks(step):
             if skip.samples is not None and skip.samples[0] <= sample < skip.samples[1]:
                 return f"blend.skip has {_inclusive('sample', skip.samples)}"
@@ -329,14 +329,14 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
         same = False
     if not same:
         steps = f"{numbered('step', kept + 1, done)}, made since the newest checkpoint, will be made again"
-        again = f"{steps} as the run file plans them now; `where` has what they were"
+        again = f"{steps} as the run file plans them now; `where` shows the steps as they were"
         trained = opened(saved, done, [f"{steps}, with other data; this is by {path}", *replaced])
         return replace(opened(journal, kept, [again, *replaced]), trained=trained)
     about = []
     if journal.to_json() != saved.to_json():
         about = [
             f"step {done + 1:,} and later ones are planned from the run file, which has changed since {path} was "
-            "written; a training that is running now keeps to the latter"
+            "written; a training process that is running now still uses the latter"
         ]
     return opened(journal, done, replaced, about)
 
@@ -391,7 +391,7 @@ def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Pat
             has = -1 if end > dataset.documents else dataset.document_start(end) - dataset.document_start(first)
             if has != state.tokens:
                 raise UserError(
-                    f"{dataset.folder} is not the dataset that the run was begun with: {path} says that documents "
+                    f"{dataset.folder} is not the dataset that the run was started with: {path} says that documents "
                     f"[{first}, {end}) have {state.tokens:,} tokens; restore it"
                 )
 
@@ -402,8 +402,8 @@ def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
         if name in datasets and datasets[name].fingerprint != fingerprint:
             yield (
                 f"{datasets[name].folder} was made again: the newest checkpoint was trained on fingerprint "
-                f"{fingerprint}, and it has {datasets[name].fingerprint} now; its documents in steps before that are "
-                "other ones than shown"
+                f"{fingerprint}, and it has {datasets[name].fingerprint} now; its documents in earlier steps differ "
+                "from those shown"
             )
 
 

@@ -118,7 +118,7 @@ class Origins:
                 report(f"reading {file.path}, for {len(rows)} {'record' if len(rows) == 1 else 'records'} of it")
             try:
                 documents = self._read(stretch, set(rows))
-                note = "the file has changed, it has no such record now"
+                note = "the file has changed and no longer has such a record"
             except (UserError, OSError) as error:
                 documents = {}
                 note = str(error) if isinstance(error, UserError) else f"{file.path}: {error.strerror}"
@@ -202,7 +202,7 @@ class Origins:
         settings = self._plan["settings"]
         if settings["type"] not in SOURCE_FORMATS:
             known = ", ".join(SOURCE_FORMATS)
-            raise UserError(f"{self.folder / PLAN_FILE}: type {settings['type']!r} is none of {known}")
+            raise UserError(f"{self.folder / PLAN_FILE}: type {settings['type']!r} is not one of {known}")
         longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
         # What is in the dataset was sound when it was read.
         limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}
@@ -230,7 +230,7 @@ class Origins:
         ends = ends or [number for number, (_, path, _) in enumerate(files) if path == absolute]
         if not ends:
             shown = _some([path for _, path, _ in files])
-            raise UserError(f"--row: {text} is none of the files that {self.folder} was made from: {shown}")
+            raise UserError(f"--row: {text} is not one of the files that {self.folder} was made from: {shown}")
         if len(ends) > 1:
             raise UserError(f"--row: {text} may be {' or '.join(files[n][1] for n in ends[:_SHOWN])}; name one of them")
         if ends[0] not in self._pieces:
@@ -382,7 +382,7 @@ class AdoptedOrigins:
         name = file.removesuffix(".bin").removesuffix(".idx")
         found = [unit for unit, own in enumerate(self._names) if name in (own, self._prefix(unit))]
         if len(found) != 1:
-            raise UserError(f"--row: {file} is none of the files that {self._folder} adopted: {_some(self._names)}")
+            raise UserError(f"--row: {file} is not one of the files that {self._folder} adopted: {_some(self._names)}")
         if number is None:
             raise UserError(f"--row: say which document of {file}, as in {file}:7; they are counted from 0")
         return found[0], number

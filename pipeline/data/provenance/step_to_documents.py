@@ -132,7 +132,7 @@ class Where:
 
     def lines(self) -> Iterator[str]:
         """For the terminal."""
-        state = "passed over" if self.skipped else "done" if self.done else "not yet trained"
+        state = "skipped" if self.skipped else "done" if self.done else "not yet trained"
         samples, tokens = (
             numbered(noun, first, end - 1)
             for noun, (first, end) in (("sample", self.samples), ("target token", self.tokens))
@@ -239,10 +239,12 @@ def _chosen_rank(run: RunView, segment: int, rank: int | None, ranks: int | None
     if rank is None and ranks is None:
         return None
     if rank is None:
-        raise UserError(f"--ranks: {ranks}: say which of them, with --rank, from 0")
+        raise UserError(f"--ranks: {ranks}: also give the rank with --rank, from 0")
     ranks = ranks if ranks is not None else newest_ranks(run.folder)
     if ranks is None:
-        raise UserError(f"--rank: {rank}: say of how many with --ranks; {run.folder} has no checkpoint that tells")
+        raise UserError(
+            f"--rank: {rank}: also give the number of ranks with --ranks; {run.folder} has no checkpoint that has it"
+        )
     if not 0 <= rank < ranks:
         raise UserError(
             f"--rank: {rank}: the run has {numbered('rank', 0, ranks - 1)} only; --ranks gives another number of them"

@@ -84,7 +84,7 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
             if message.start >= piece.end:
                 break
             on_disk = message.end - message.start
-            cursor.check_expansion(piece, message.held, "a compressed batch asks for", on_disk, HELD_BYTES)
+            cursor.check_expansion(piece, message.held, "a compressed batch needs", on_disk, HELD_BYTES)
             batches.see(message)
             if message.kind != _RECORDS:
                 continue
@@ -112,7 +112,7 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
         # One of the pieces that the file was cut into has this byte.
         if piece.start <= min(error.byte, piece.file.size - 1) < piece.end:
             cursor.ended = True
-            detail = f"there is no whole message at byte {error.byte}, behind row {first}"
+            detail = f"there is no complete message at byte {error.byte}, after row {first}"
             cursor.damaged(error.reason, detail, piece.file.size - error.byte)
     cursor.bytes_read = max(cursor.bytes_read, base + piece.end - piece.start)
 

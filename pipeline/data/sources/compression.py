@@ -175,8 +175,8 @@ class Decompressed(io.RawIOBase):
         while len(data) < len(magic) and (more := self._input.read()):
             data += more
         if not _begins(data, magic):
-            place = "it begins with" if is_first else f"what follows behind a {self._name} member begins with"
-            raise self._damaged(f"no {self._name}: {place} bytes {data[:4].hex(' ')}")
+            place = "it begins with" if is_first else f"the data after a {self._name} member begins with"
+            raise self._damaged(f"not {self._name}: {place} bytes {data[:4].hex(' ')}")
         if len(data) < len(magic):
             raise self._truncated()
         self._input.unread(data)

@@ -77,7 +77,7 @@ def damaged_error(source: str, damaged: Sequence[DamagedFile], total: int, ways:
     more = f"\n  and {len(damaged) - _SHOWN:,} more" if len(damaged) > _SHOWN else ""
     return UserError(
         f"source {source!r}: {in_words(damaged, total)}:\n{lines}{more}\n{ways}. Or set "
-        "data.preprocess.on_damaged_file: keep for the text before the damage, drop to take nothing of these files"
+        "data.preprocess.on_damaged_file: keep to use the text before the damage, drop to use nothing of these files"
     )
 
 

@@ -74,11 +74,11 @@ def find_files(
                 raise
             is_loop = error.errno == errno.ELOOP
             strange[path] = (
-                "a link that leads back to itself" if is_loop else f"a link to {os.readlink(path)}, which is not there"
+                "a link that points to itself" if is_loop else f"a link to {os.readlink(path)}, which does not exist"
             )
             continue
         if not stat.S_ISREG(about.st_mode):
-            strange[path] = "no file but a pipe, a socket or a device"
+            strange[path] = "not a file but a pipe, a socket or a device"
             continue
         if not _is_utf8(path):
             raise UserError(
@@ -187,7 +187,7 @@ def _why_nothing(full: str) -> str:
         return f"; there is no folder {base}"
     with os.scandir(base) as entries:
         empty = next(entries, None) is None
-    return f"; the folder {base} is empty" if empty else f"; the folder {base} exists, but nothing in it fits"
+    return f"; the folder {base} is empty" if empty else f"; the folder {base} exists, but nothing in it matches"
 
 
 class _Exclude:

@@ -130,7 +130,9 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
 def _refuse(hub: Hub) -> None:
     """Refuse what `datasets` would take for all files of the working folder, or for plain JSON."""
     if hub.path in _BUILDERS and not hub.data_files:
-        raise UserError(f"hub.path {hub.path!r} is a way to read files: name them with hub.data_files")
+        raise UserError(
+            f"hub.path {hub.path!r} is a reader of files, not a dataset: name the files with hub.data_files"
+        )
     if any(os.path.isfile(os.path.join(hub.path, name)) for name in ("state.json", "dataset_dict.json")):
         raise UserError(f"hub.path {hub.path} was written by `save_to_disk`: use type: arrow with this folder in paths")
 
@@ -200,7 +202,8 @@ def _failed(hub: Hub, error: Exception) -> UserError:
         advice = "check the spelling of hub.path; if the dataset is private, log in with `hf auth login`"
     elif "scripts are no longer supported" in message or "trust_remote_code" in message:
         advice = (
-            "its data comes out of a program, which is never run; many have a copy: hub.revision refs/convert/parquet"
+            "its data comes from a script, and scripts are never run; many such datasets have a copy as Parquet: "
+            "hub.revision refs/convert/parquet"
         )
     else:
         advice = "check hub.path, hub.name, hub.split and hub.data_files"

@@ -60,7 +60,7 @@ def _read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
         except StreamError as error:
             cursor.ended = True
             cursor.bytes_read += piece.file.size - error.sound
-            taken = f"{error.detail}; {cursor.line:,} lines before that are sound"
+            taken = f"{error.detail}; {cursor.line:,} lines before that are good"
             cursor.damaged(error.reason, taken, piece.file.size - error.sound)
 
 

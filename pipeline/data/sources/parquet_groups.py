@@ -100,7 +100,7 @@ def _groups(metadata: Any, piece: Piece, columns: list[str]) -> Iterator[_Group]
             yield _Group(index, row, group.num_rows, rows, stored)
         row += group.num_rows
     if row != metadata.num_rows:
-        raise pa.ArrowInvalid(f"its footer counts {metadata.num_rows} rows, and {row} in its row groups")
+        raise pa.ArrowInvalid(f"its footer counts {metadata.num_rows} rows, but {row} in its row groups")
 
 
 def _read_group(
@@ -153,7 +153,7 @@ def _look_at_pages(cursor: Cursor, piece: Piece, raw: BinaryIO, file: Any, colum
         for page in pages(raw, chunk):
             values, stored = values + page.values, stored + page.compressed
             asked = max(page.uncompressed, 8 * page.values if page.by_difference else 0)
-            cursor.check_expansion(piece, asked, "a page asks for", page.compressed, HELD_BYTES)
+            cursor.check_expansion(piece, asked, "a page needs", page.compressed, HELD_BYTES)
             if page.repeats:
                 longest = max(longest, page.uncompressed)
         if not leaf.max_repetition_level and values != group.rows:

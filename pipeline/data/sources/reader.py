@@ -319,10 +319,10 @@ class Cursor:
         limit = max(free, self.reader.max_expansion * (piece.file.size if on_disk is None else on_disk))
         if size > limit:
             raise UserError(
-                f"{piece.file.path} has {piece.file.size:,} bytes, and {what} {size:,} bytes or more, above the limit "
-                f"of {limit:,}: a file that is made to exhaust the machine looks like this. Leave it out (exclude); "
-                "or, if you know where it comes from, raise data.preprocess.max_expansion "
-                f"({self.reader.max_expansion}), the bytes of text that a byte on disk may become"
+                f"{piece.file.path} has {piece.file.size:,} bytes, and {what} {size:,} bytes or more, which is above "
+                f"the limit of {limit:,}; files made to exhaust memory (decompression bombs) look like this. Leave it "
+                "out (exclude); or, if you trust its origin, raise data.preprocess.max_expansion "
+                f"({self.reader.max_expansion}), the maximum of bytes of text per byte on disk"
             )
 
     def count_anew(self) -> None:

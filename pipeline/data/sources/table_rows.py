@@ -57,8 +57,8 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
     for name in reader.metadata:
         if _shares(schema.field(name).type):
             raise UserError(
-                f"{path}: column {name!r} is of type {schema.field(name).type}, which is not kept: its values may "
-                "share bytes, and nobody knows how long they are. Leave it out of metadata, or write it as another type"
+                f"{path}: column {name!r} is of type {schema.field(name).type}, which is not kept: its values "
+                "may share bytes, so their size is unknown. Leave it out of metadata, or write it as another type"
             )
     own_id = [reader.id_key] if len(schema.get_all_field_indices(reader.id_key)) == 1 else []
     return list(dict.fromkeys([reader.text_key, *own_id, *reader.metadata]))

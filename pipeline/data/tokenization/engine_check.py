@@ -119,12 +119,12 @@ def _in_child(which: EngineName, tokenizer: Tokenizer) -> tuple[Proof, bool]:
     except subprocess.TimeoutExpired:
         return Proof(0, f"took longer than {LIMIT_S:.0f} s for the hard texts"), False
     except OSError as error:
-        return Proof(0, f"was not proved: no process could be started ({error})"), False
+        return Proof(0, f"was not checked: no process could be started ({error})"), False
     if done.returncode == 0:
         with contextlib.suppress(ValueError, TypeError):
             return Proof(**orjson.loads(done.stdout.splitlines()[-1])), True
     code = done.returncode
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with code {code}"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     last = printable(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])[:200]
     return Proof(0, f"did not survive the hard texts: the process {how}" + (f" ({last})" if last else "")), False
 

@@ -269,8 +269,8 @@ def _read(file: Path) -> tokenizers.Tokenizer:
         except orjson.JSONDecodeError as bad:
             raise UserError(f"{file} is not JSON ({bad})") from None
         if not isinstance(value, dict) or not isinstance(value.get("model"), dict):
-            raise UserError(f"{file} has no model: it is no tokenizer.json of the tokenizers library") from None
-        raise UserError(f"{file} is no tokenizer.json of the tokenizers library: {error}") from None
+            raise UserError(f"{file} has no model: it is not a tokenizer.json of the tokenizers library") from None
+        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from None
 
 
 @contextmanager
@@ -293,7 +293,7 @@ def _candidates(engine: tokenizers.Tokenizer, token: str) -> str:
     if known := added or sorted(marked):
         more = f" and {len(known) - 10} more" if len(known) > 10 else ""
         return f"it has the special tokens {', '.join(map(repr, known[:10]))}{more}"
-    return "it has no special tokens at all; add the token to the file"
+    return "it has no special tokens; add the token to the file"
 
 
 def _flagged(definition: str, tokens: Sequence[str], special: bool) -> str:

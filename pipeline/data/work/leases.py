@@ -54,7 +54,7 @@ class Holder:
     """Seconds since 1970, by that machine's clock."""
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}" if self.pid else "a process that has not written its name"
+        return f"process {self.pid} on {self.host}" if self.pid else "an unknown process (it has not written its name)"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ WIDE = 120
 """Columns of a terminal that the whole progress bar fits into; a narrower one gets less."""
 LINE_EVERY_S = 10.0
 """Off a terminal, seconds between lines of progress."""
-NOTHING_TO_DO = "nothing to do: all sources are datasets that were made before"
+NOTHING_TO_DO = "nothing to do: all sources are existing datasets"
 
 
 class ProgressLine:

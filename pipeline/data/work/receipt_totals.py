@@ -158,5 +158,5 @@ def whole(value: Any) -> int:
         ValueError: it is none.
     """
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value

@@ -92,8 +92,9 @@ class Silent(Generic[J]):
     """By SIGSTOP, say."""
 
     def __str__(self) -> str:
-        why = f"; it is stopped, `kill -CONT {self.pid}` has it go on" if self.is_stopped else ""
-        return f"worker process {self.pid} has not been heard of for {self.seconds:.0f} s, it holds {self.job}{why}"
+        why = f"; it is stopped, `kill -CONT {self.pid}` continues it" if self.is_stopped else ""
+        silent = f"worker process {self.pid} has shown no sign of life for {self.seconds:.0f} s"
+        return f"{silent} while it held {self.job}{why}"
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ class Workers(Generic[J, R]):
         if code is None:
             return f"worker process {process.pid} closed its pipe, did not end within {_PATIENCE_S:g} s, and was killed"
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        memory = " (the system sends it when memory runs out; fewer data.preprocess.workers need less)"
+        memory = " (sent by the system when memory runs out; fewer data.preprocess.workers need less)"
         return f"worker process {process.pid} died by {how}{memory if how == 'SIGKILL' else ''}"
 
     def __enter__(self) -> Workers[J, R]:

@@ -234,7 +234,7 @@ class TestEnds:
         report = adopt([tmp_path / "p"], tmp_path / "s", tokenizer=folder)
         assert report.manifest.inner_ends == 2
         assert report.first_inner == [f"{tmp_path / 'p.bin'}, document 1, token {token}" for token in (1, 3)]
-        assert "2 times '<|endoftext|>' is inside" in str(report)
+        assert "'<|endoftext|>' occurs inside of documents, 2 times" in str(report)
         is_sound(tmp_path / "s")
         manifest = tmp_path / "s" / "train" / "manifest.json"
         manifest.write_text(manifest.read_text().replace('"inner_ends": 2', '"inner_ends": 3'))
@@ -289,7 +289,7 @@ class TestRefused:
             (0, b"X", "is not an .idx file"),
             (9, b"\2", "version 2"),
             (17, b"\4", r"describes|do not agree"),
-            (17, b"\7", "no integer type"),
+            (17, b"\7", "not an integer type"),
             (18, b"\1", "header needs"),
             (34, b"\xff", "do not agree"),
             (34 + 3, b"\xff", "do not agree"),

@@ -248,5 +248,5 @@ class TestDamage:
         path = part_files(prefix)[2]
         path.write_bytes(struct.pack("<IIQQ", 3, 0, 2**40, 2**63 + 1) + b"cut")
         assert read_provenance(prefix, 0) == (3, 2**40, 0, 2**63 + 1)
-        with pytest.raises(UserError, match=r"p\.prov is cut"):
+        with pytest.raises(UserError, match=r"p\.prov is truncated"):
             read_provenance(prefix, 1)

@@ -167,7 +167,7 @@ class TestVerify:
 class TestOpen:
     def test_not_finished(self, source):
         (source / "train" / "manifest.json").unlink()
-        with pytest.raises(UserError, match=r"train is no finished dataset.*run `pipeline preprocess`"):
+        with pytest.raises(UserError, match=r"train is not a finished dataset.*run `pipeline preprocess`"):
             Dataset.open(source / "train")
 
     @pytest.mark.parametrize(

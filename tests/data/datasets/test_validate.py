@@ -120,7 +120,7 @@ def test_all_problems_at_once(dataset, tokenizer, tmp_path):
     lines = str(error.value).split("\n")
     assert all(line.startswith("  /") and "is missing" in line for line in lines[1:11])
     assert lines[11] == "  and 15 more"
-    assert lines[12].startswith("run `pipeline preprocess") and "; or bring back the file that was adopted" in lines[12]
+    assert lines[12].startswith("run `pipeline preprocess") and "; or restore the adopted file" in lines[12]
 
 
 def test_a_link_to_nothing(dataset):

@@ -258,7 +258,7 @@ class TestAgain:
         assert shuffle.jobs() == []
         assert read_back(shuffle) == [document[1:] for document in documents]
         part_files(part_prefix(shuffle.dataset, 0))[0].unlink()
-        with pytest.raises(UserError, match="missing or cut"):
+        with pytest.raises(UserError, match="missing or truncated"):
             shuffle.jobs()
 
     def test_killed_anywhere(self, tmp_path):
@@ -301,7 +301,7 @@ class TestDamage:
         shuffle, _ = make(tmp_path, metadata=True)
         path = part_prefix(shuffle.dataset / "unshuffled", 2).with_suffix(f".{name}")
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(UserError, match=f"{path.name} is missing or cut"):
+        with pytest.raises(UserError, match=f"{path.name} is missing or truncated"):
             shuffle.jobs()
 
     @pytest.mark.parametrize(("name", "said"), [("prov", "damaged"), ("idx", "damaged"), ("bin", "describes")])

@@ -462,7 +462,7 @@ def test_an_id_that_the_model_does_not_know_is_named(dtype, other, vocab, bad):
             for step in range(40):
                 loader.batches(step)
         assert f"source 'a': document 15 of memory has token id {value}," in str(error.value)
-        assert f"ends before {vocab}:" in str(error.value)
+        assert f"has only {vocab} ids:" in str(error.value)
 
 
 # Reading ahead

@@ -230,12 +230,12 @@ class TestMakeObjective:
         with pytest.raises(UserError, match=way) as error:
             make_objective(config, info(**{"<|fim_prefix|>": 5, "<pad>": 9}))
         text = str(error.value)
-        assert text.startswith("train.objective.sentinels.1: '<|fim_suffix|>' is no special token")
+        assert text.startswith("train.objective.sentinels.1: '<|fim_suffix|>' is not a special token")
         assert "it has '<|fim_prefix|>', '<pad>'." in text
 
     def test_twice(self, tmp_path):
         config = config_of(tmp_path, {"type": "fim", "sentinels": ["a", "b", "a"]})
-        with pytest.raises(UserError, match=r"sentinels.2: 'a' is there twice"):
+        with pytest.raises(UserError, match=r"sentinels.2: 'a' is given twice"):
             make_objective(config, info(a=1, b=2))
 
     def test_what_a_text_may_contain(self, tmp_path):

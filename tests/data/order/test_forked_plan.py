@@ -96,6 +96,18 @@ def test_a_forked_run_goes_on_and_is_forked_again():
     assert fork(child, 20, future).segments == child.segments
 
 
+def test_a_phase_of_the_parent_that_begins_at_the_fork_stays_one():
+    """Also one that changes nothing: the plan is written down as the parent's is."""
+    phases = [{"until": "10 steps", "weights": {"a": 1, "b": 3}}, {}]
+    parent = plan(phases)
+    assert [segment.first_step for segment in parent.segments] == [0, 10]
+    child = fork(parent, 10, phases)
+    assert child.segments == parent.segments
+    assert plan(phases, saved=child).going_on(child, 15) == child
+    # Within a phase there is nothing to note.
+    assert [segment.first_step for segment in fork(parent, 5, phases).segments] == [0, 10]
+
+
 def test_epochs_of_the_parent_count():
     """A source that may give one epoch more gives what the parent has left of it."""
     limited = {"a": {"weight": 1, "max_epochs": 1}, "b": {"weight": 1}}
@@ -116,7 +128,7 @@ def test_skips_of_the_parent_end_with_the_fork_and_faults_do_not():
 
 
 def test_what_cannot_be_forked():
-    with pytest.raises(UserError, match=r"source 'b' is part of the 10 steps .*data.sources does not have it"):
+    with pytest.raises(UserError, match=r"source 'b' was read in the 10 steps .*not in data.sources"):
         fork(plan(), 10, [], {"a": {"weight": 1}})
     with pytest.raises(UserError, match=r"run.seed 1 -> 2\. Set run.seed to 1"):
         fork(plan(), 10, seed=2)

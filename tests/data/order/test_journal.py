@@ -222,7 +222,7 @@ def test_an_explicit_from_step_cannot_change_the_past():
 
     with pytest.raises(UserError, match=r"from step 4 of the 10 .*: source 'a': skipped now, not then\.") as error:
         now({"source": "a", "from_step": 4}).going_on(now(), 10)
-    assert "leave from_step out, or set it to 11 or later" in str(error.value)
+    assert "remove from_step, or set it to 11 or later" in str(error.value)
     with pytest.raises(UserError, match=r"from step 7 .*: the step: skipped now, not then\."):
         now({"steps": "7-8", "from_step": 1}).going_on(now(), 10)
     with pytest.raises(UserError, match=r"from step 3 .*: a sample of the step: skipped now, not then\."):

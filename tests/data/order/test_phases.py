@@ -425,7 +425,7 @@ def test_slices_that_are_too_short_are_refused():
 
 
 def test_other_mistakes_are_refused():
-    with pytest.raises(UserError, match="blend.phases.0: slices: source 'a' takes no part in the phase"):
+    with pytest.raises(UserError, match="blend.phases.0: slices: source 'a' is not in the phase"):
         plan([{"weights": {"b": 1}, "slices": {"a": [0, 0.5]}}])
     with pytest.raises(UserError, match="source 'a' is too short .* in the run: it has 100 tokens"):
         plan(sequence_length=101)

@@ -200,7 +200,7 @@ def test_printed_for_people(run):
     assert "…" not in text.split("order hash")[0]
     skips = "blend.skip=[{steps: 10-12}, {source: sea, documents: [3, 5-7]}, {samples: 70-79}]"
     text = printed(run, "train.duration=20 steps", skips)
-    assert "skip: steps 10 to 12 are passed over (from step 9 on)" in text
+    assert "skip: steps 10 to 12 are skipped (from step 9 on)" in text
     assert "skip: source 'sea' is not trained on: documents 3, 5 to 7 (from step 9 on)" in text
     assert "skip: samples 70 to 79 are not trained on (from step 9 on)" in text
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_assumed(run, assume):
     ("change", "message"),
     [
         ("train.schedule.warmup=9 steps", "train.schedule: warmup 9 steps lasts"),
-        ("train.objective.type=fim", "train.objective.sentinels.0: '<|fim_prefix|>' is no special token"),
+        ("train.objective.type=fim", "train.objective.sentinels.0: '<|fim_prefix|>' is not a special token"),
         ("train.duration=0 steps", "the run has no step"),
     ],
 )
@@ -279,7 +279,7 @@ def test_files_that_are_not_as_they_were_are_refused(run, tmp_path):
         file = next((data / "sea" / split / "parts").rglob("*.bin"))
         file.write_bytes(file.read_bytes()[:-1])
         assert validation is False or planned(run, *new, "train.validation.samples=0")
-        with pytest.raises(UserError, match="datasets are not as they were written"):
+        with pytest.raises(UserError, match="datasets are missing files, or have damaged ones"):
             planned(run, *new)
 
 

@@ -221,7 +221,7 @@ class TestOtherPlan:
         }
         before = tree(config.data_dir)
         for name, change in changes.items():
-            with pytest.raises(UserError, match=rf"made from something else.*\n  {name}: .* then, .* now\n"):
+            with pytest.raises(UserError, match=rf"made from other input or settings.*\n  {name}: .* then, .* now\n"):
                 preprocess(make_config(tmp_path, sources, tokenizer=kept, **change))
         for name, change in {"metadata": {"metadata": ["url"]}, "id_key": {"id_key": "key"}}.items():
             with pytest.raises(UserError, match=rf"\n  {name}: .* then, .* now\n"):

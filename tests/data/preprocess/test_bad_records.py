@@ -162,7 +162,7 @@ class TestBadInput:
         bad, seen = map(int, found[0])
         assert 1000 <= seen < 2000
         assert abs(bad / seen - 0.1) < 0.01
-        assert "more than data.preprocess.max_error_rate 0.05 allows in the end (in unit " in shown
+        assert "more than data.preprocess.max_error_rate 0.05 allows over all records (in unit " in shown
 
     def test_no_warning_where_they_are_allowed(self, tmp_path, tokenizer, capsys):
         lines = [b"x\n" if number % 100 == 0 else GOOD[number % 200] for number in range(3000)]

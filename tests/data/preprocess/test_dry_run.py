@@ -47,7 +47,7 @@ def test_nothing_is_written_and_its_units_are_those_of_the_plan(config, corpus, 
     assert "All documents are read twice, because data.splits has numbers of documents." in shown
     preprocess(config)
     report = capsys.readouterr().out
-    assert "looking at all documents" in report
+    assert "counting all documents" in report
     table = rows(shown)
     for source in config.data.sources:
         plan = json.loads((config.data_dir / source.name / "plan.json").read_text())
@@ -132,8 +132,8 @@ def test_all_records_are_bad(tmp_path):
         dry_run(tmp_path, sources)
     assert str(error.value) == (
         "data.sources.1 (s): 12 of 12 sampled records are bad: 12 no key 'content' (keys: 'id', 'text'); the first is "
-        f"in {path}; set data.sources.1.text_key (now 'content') or data.sources.1.type (now jsonl) to what the files "
-        "are, or mend them"
+        f"in {path}; correct data.sources.1.text_key (now 'content') or data.sources.1.type (now jsonl), or repair the "
+        "files"
     )
     path.write_text("\n" * 5)  # no records at all: nothing is wrong with them
     dry_run(tmp_path, sources)
@@ -205,4 +205,4 @@ def test_nothing_but_datasets_made_before(tmp_path, capsys):
     capsys.readouterr()
     for is_dry_run in (True, False):
         preprocess(config, dry_run=is_dry_run)
-        assert capsys.readouterr().out == "nothing to do: all sources are datasets that were made before\n"
+        assert capsys.readouterr().out == "nothing to do: all sources are existing datasets\n"

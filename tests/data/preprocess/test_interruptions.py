@@ -150,7 +150,7 @@ def test_a_worker_that_dies_is_replaced_and_its_unit_done(run, done):
     os.kill(worker, signal.SIGKILL)
     wait_for(lambda: len([pid for pid in workers(process.pid) if alive(pid)]) == 2, process)
     said = finished(process).replace("\n", " ")
-    assert f"worker process {worker} died by SIGKILL (the system sends it when memory runs out" in said
+    assert f"worker process {worker} died by SIGKILL (sent by the system when memory runs out" in said
     assert "while it held unit" in said
     assert "attempt 1 of 3, it will be tried again" in said
     check_finished(config, done)

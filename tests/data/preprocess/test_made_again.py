@@ -83,7 +83,7 @@ class TestCondemnedLater:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(stage, "tokenize_units", killed)
             preprocess(config)
-        with pytest.raises(UserError, match="is no finished dataset"):
+        with pytest.raises(UserError, match="is not a finished dataset"):
             stage.open_datasets(config, "train")
         preprocess(config)
         assert datasets(config) == before

@@ -81,7 +81,7 @@ class TestBadRecords:
             preprocess(make_config(tmp_path, [other, bad]))
         assert (tmp_path / "run" / "data" / "other" / "train" / "manifest.json").exists()
         kept = tmp_path / "run" / "data" / "tokenizer" / "tokenizer.json"
-        assert f"by tokenizer.path: {kept} in place of tokenizer.train" in str(error.value)
+        assert f"with tokenizer.path: {kept} in place of tokenizer.train" in str(error.value)
         jsonl(tmp_path, *GOOD)
         shutil.rmtree(tmp_path / "run" / "data" / "s")
         assert preprocess(make_config(tmp_path, [other, bad], tokenizer={"path": str(kept)})).documents == 220

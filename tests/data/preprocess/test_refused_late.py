@@ -84,11 +84,11 @@ class TestNoUnitWasBegun:
         changed = self.config(tmp_path, path, kept, id_key="key")
         capsys.readouterr()
         preprocess(changed, dry_run=True)
-        assert "s: would be planned anew: id_key: 'id' then, 'key' now" in capsys.readouterr().out
+        assert "s: would be planned again: id_key: 'id' then, 'key' now" in capsys.readouterr().out
         assert preprocess(changed).documents == 50
-        assert "s: planned anew, since no unit was begun (id_key: 'id' then, 'key' now)" in capsys.readouterr().out
+        assert "s: planned again, since no unit was started (id_key: 'id' then, 'key' now)" in capsys.readouterr().out
         assert not (first.data_dir / "s" / "failures.jsonl").exists()
-        with pytest.raises(UserError, match="made from something else"):
+        with pytest.raises(UserError, match="id_key: 'key' then, 'id' now"):
             preprocess(self.config(tmp_path, path, kept))
 
     def test_a_changed_tokenizer(self, tmp_path, path, monkeypatch, capsys):
@@ -99,10 +99,12 @@ class TestNoUnitWasBegun:
         capsys.readouterr()
         preprocess(changed, dry_run=True)
         said = capsys.readouterr().out
-        assert "it would be made anew: tokenizer.train changed since" in said
+        assert "it would be made again: tokenizer.train changed since" in said
         assert "refused" not in said
         assert preprocess(changed).documents == 60
-        assert "the tokenizer is made anew, since no unit was begun with it (tokenizer.train" in capsys.readouterr().out
+        assert (
+            "the tokenizer is made again, since no unit was started with it (tokenizer.train" in capsys.readouterr().out
+        )
 
     @pytest.mark.parametrize("begun", ["receipts/00000/00000000.json", "train/parts/00000/00000000.bin", "lease"])
     def test_not_where_a_unit_was_begun(self, tmp_path, path, monkeypatch, begun):
@@ -116,7 +118,7 @@ class TestNoUnitWasBegun:
             (config.data_dir / "s" / begun).touch()
         before = tree(config.data_dir)
         kept = {"path": str(tokenizer_folder(config) / "tokenizer.json")}
-        with pytest.raises(UserError, match="made from something else"):
+        with pytest.raises(UserError, match="id_key: 'id' then, 'key' now"):
             preprocess(self.config(tmp_path, path, kept, id_key="key"))
         with pytest.raises(UserError, match="not the one that the run file asks for"):
             preprocess(self.config(tmp_path, path, {"train": {"vocab_size": 290}}, name="other"))

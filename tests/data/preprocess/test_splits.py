@@ -160,8 +160,10 @@ def test_too_few_documents_because_records_are_bad(tmp_path, tokenizer):
     bad = [{"body": "no text"}] * 1230
     with pytest.raises(UserError) as error:
         run(tmp_path, tokenizer, bad, {"dev": "3 documents"})
-    assert "source 's': 1,230 of 1,230 records are bad: no key 'text'. What is left is too few for" in str(error.value)
-    with pytest.raises(UserError, match=r"5 of 8 records are bad: 4 no key 'text', 1 text is not a string\. What"):
+    assert "source 's': 1,230 of 1,230 records are bad: no key 'text'. The others are too few for" in str(error.value)
+    with pytest.raises(
+        UserError, match=r"5 of 8 records are bad: 4 no key 'text', 1 text is not a string\. The others"
+    ):
         run(tmp_path, tokenizer, [*bad[:4], {"text": 7}, {"text": ""}, *records(2)], {"dev": "3 documents"})
     assert not list((tmp_path / "a" / "data").rglob("*.json"))  # nor a lease
 

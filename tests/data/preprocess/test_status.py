@@ -114,7 +114,7 @@ def test_not_begun(tmp_path):
     ]
     said = shown(config)
     assert "tokenizer: not there yet" in said
-    assert "nobody works on it; run `pipeline preprocess my.yaml` to begin" in said
+    assert "no process works on it; run `pipeline preprocess my.yaml` to start" in said
     assert not (tmp_path / "data").exists()
 
 
@@ -140,7 +140,7 @@ def test_counts(tmp_path):
     assert "sea: stopped; 5 of 10 units done; 5.0 kB of 10.0 kB (50%)" in said
     assert "train: 50 documents, 500 tokens" in said
     assert "rejected: 9 of 60 records: 6 empty, 3 not JSON" in said
-    assert "nobody works on it; run `pipeline preprocess my.yaml` to go on" in said
+    assert "no process works on it; run `pipeline preprocess my.yaml` to resume" in said
 
 
 def test_links(tmp_path):
@@ -221,7 +221,7 @@ def test_a_stopped_worker(tmp_path):
         "last sign of life 30 s ago; it is stopped; its unit will be taken over by the next command, 2 min after"
         in said
     )
-    assert f"`kill -CONT {worker.pid}` has it go on" in said
+    assert f"`kill -CONT {worker.pid}` continues it" in said
 
 
 def test_rate_of_a_long_run(tmp_path):
@@ -369,7 +369,7 @@ def test_finished(tmp_path):
         write_receipt(folder, 1)
     assert [state.state for state in read_state(config)] == ["tokenized", "tokenized"]
     said = shown(config)
-    assert "to go on" in said
+    assert "to resume" in said
     assert "sea: tokenized, not finished; 2 of 2 units done" in said and "/s" not in said
     for name in ("sea", "land"):
         for split in ("train", "heldout"):
@@ -398,7 +398,7 @@ def test_a_tokenizer_that_is_given(tmp_path):
     path = tmp_path / "t.json"
     given = config.tokenizer.model_copy(update={"train": None, "path": path})
     config = config.model_copy(update={"tokenizer": given})
-    assert f"tokenizer: {path}, which is not there\n" in shown(config)
+    assert f"tokenizer: {path}, which does not exist\n" in shown(config)
     path.write_text("{}")
     assert f"tokenizer: {path}\n" in shown(config)
 
@@ -410,8 +410,8 @@ def test_before_there_is_a_plan(tmp_path):
         assert [state.state for state in read_state(config)] == ["starting", "not begun"]
         said = shown(config)
     assert f"sea: starting\n  process {os.getpid()} on {socket.gethostname()}: counting, for 0" in said
-    assert "nobody" not in said
-    assert "nobody works on it" in shown(config)
+    assert "no process works" not in said
+    assert "no process works on it" in shown(config)
 
 
 def test_on_a_terminal(tmp_path):

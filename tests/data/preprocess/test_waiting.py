@@ -21,14 +21,14 @@ def test_for_whom_and_how_long():
         return text.getvalue().splitlines()
 
     waits, how = said(0.0, 3)
-    assert waits == "waiting for unit 3 of s, which process 7 on node1 has"
-    assert how.startswith("it is taken over when its process is gone, or does nothing for 120 s on another machine")
+    assert waits == "waiting for unit 3 of s, which is held by process 7 on node1"
+    assert how.startswith("it is taken over when its process has ended, or after 120 s without a sign of life")
     assert said(59.0, 3) == []
-    assert said(60.0, 3)[0] == "waiting for 60 s for unit 3 of s, which process 7 on node1 has"
+    assert said(60.0, 3)[0] == "waiting for 60 s for unit 3 of s, which is held by process 7 on node1"
     assert said(119.0, 3) == []
     assert said(120.0, 3)[0].startswith("waiting for 120 s for unit 3")
     assert said(200.0, 3) == []
-    assert said(200.0, 3, 4)[0] == "waiting for unit 4 of s, which process 7 on node1 has"
+    assert said(200.0, 3, 4)[0] == "waiting for unit 4 of s, which is held by process 7 on node1"
     assert said(201.0) == []
     assert len(said(202.0, *range(5, 105))) == 6
     assert text.getvalue().splitlines()[-1].startswith("and for 95 more units; each is taken over")

@@ -219,7 +219,7 @@ def test_places_that_hold_nothing(made: Made) -> None:
         lines.find("a.jsonl", 0)
     with pytest.raises(UserError, match=r"say which line of .*a\.jsonl"):
         lines.find("a.jsonl", None)
-    with pytest.raises(UserError, match=r"c\.jsonl is none of the files that .*plain was made from: .*a\.jsonl, "):
+    with pytest.raises(UserError, match=r"c\.jsonl is not one of the files that .*plain was made from: .*a\.jsonl, "):
         lines.find("c.jsonl", 1)
     with pytest.raises(UserError, match=r"row 45 of .* holds no record: the file was damaged"):
         table.find("damaged.parquet", 45)
@@ -296,7 +296,7 @@ def test_adopted_files(made: Made, tmp_path: Path) -> None:
         assert origins.find(f"{tmp_path}/old/{name}.bin", own) == origins.find(name, own) == (unit, row)
         assert documents_of_record(dataset.folder, dataset.manifest, unit, row) == [document]
         assert documents_with_id(dataset.folder, dataset.manifest, place.id) == [document]
-    with pytest.raises(UserError, match="none of the files that .* adopted: sound, text"):
+    with pytest.raises(UserError, match="not one of the files that .* adopted: sound, text"):
         origins.find("other", 1)
 
 
@@ -306,7 +306,7 @@ def test_a_cut_prov_file_is_named(made: Made, tmp_path: Path) -> None:
     dataset = Dataset.open(tmp_path / "sound" / "train")
     path = next(path for path in sorted((tmp_path / "sound" / "train").rglob("*.prov")) if path.stat().st_size)
     path.write_bytes(path.read_bytes()[:-24])
-    with pytest.raises(UserError, match=f"{path.name} is cut"):
+    with pytest.raises(UserError, match=f"{path.name} is truncated"):
         documents_with_id(dataset.folder, dataset.manifest, "x")
     path.unlink()
     with pytest.raises(UserError, match=f"{path.name} is missing"):

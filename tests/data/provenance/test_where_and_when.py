@@ -249,7 +249,7 @@ def test_when_is_the_inverse_of_where(run: RunView, steps: list[Where]) -> None:
         "after the end of the run",
         "where slice and sequence_length change",
         "where sequence_length changes",
-        "the source has given all that its max_epochs allows",
+        "the source has reached its max_epochs",
         "the source is not in the blend",
         "the slice has documents N to N only",
     ):
@@ -287,7 +287,7 @@ def test_reasons_hold_for_a_longer_run(root: Path) -> None:
                         assert min(found, default=long.steps) > 22  # in another level of the ramp
                     else:
                         assert not found, (source, document, one)
-                        beyond += one.why == "beyond what max_epochs of the source allows"
+                        beyond += one.why == "beyond the source's max_epochs"
                     if "closed" in one.why:
                         closed += 1
                         assert (source, one.why) == ("plain", "the lap was closed before step 10, where slice changes")
@@ -319,7 +319,7 @@ def test_a_document_in_many_windows(root: Path) -> None:
         open_view(root / "fine.yaml", ["blend={skip: [{source: plain}]}"]), "plain", document=longest.document
     )
     assert masked.documents[0].seen == []
-    assert "tokens; masked or passed over: " in list(masked.lines())[1]
+    assert "tokens; masked or skipped: " in list(masked.lines())[1]
 
 
 def test_a_document_whose_prov_record_is_lost(root: Path, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_ids_are_shown_where_they_can_be_proved(run: RunView) -> None:
 
 
 def test_questions_without_an_answer(run: RunView) -> None:
-    with pytest.raises(UserError, match=r"--source: 'plian' is none of the run's sources \(plain, gz, pq, text\)"):
+    with pytest.raises(UserError, match=r"--source: 'plian' is not one of the run's sources \(plain, gz, pq, text\)"):
         _when(run, "plian", document=0)
     with pytest.raises(
         UserError, match="no document of source 'text' has the id 'x' in any split; ids are like '.*txt'"
@@ -404,12 +404,12 @@ def test_questions_without_an_answer(run: RunView) -> None:
         _when(run, "text", id="x")
     with pytest.raises(UserError, match="--document: 1000: plain has documents 0 to 94 only"):
         _when(run, "plain", document=1000)
-    with pytest.raises(UserError, match="e.parquet is none of the files that .*plain was made from"):
+    with pytest.raises(UserError, match="e.parquet is not one of the files that .*plain was made from"):
         _when(run, "plain", row="e.parquet: row 3")
     with pytest.raises(UserError, match="exactly one of --doc ID, --document N and --row FILE"):
         _when(run, "plain", row="a.jsonl:3", id="x")
     for row in ("", "a.jsonl\n", "~nobody/a.jsonl:3", "\udcff.jsonl:1", "a.jsonl:" + 5000 * "9"):
-        with pytest.raises(UserError, match="is none of the files that"):
+        with pytest.raises(UserError, match="is not one of the files that"):
             _when(run, "plain", row=row)
     with pytest.raises(UserError, match=r"no document of source 'plain' has the id '\\udcff' in any split"):
         _when(run, "plain", id="\udcff")  # a word of a command line that is not UTF-8
@@ -420,9 +420,9 @@ def test_questions_without_an_answer(run: RunView) -> None:
         _where(run, 3, rank=2, ranks=2)
     with pytest.raises(UserError, match="--rank: 1: the run has rank 0 only"):
         _where(run, 3, rank=1, ranks=1)
-    with pytest.raises(UserError, match="--rank: 0: say of how many with --ranks; .* has no checkpoint that tells"):
+    with pytest.raises(UserError, match="--rank: 0: also give the number of ranks with --ranks; .* has no checkpoint"):
         _where(run, 3, rank=0)
-    with pytest.raises(UserError, match="--ranks: 2: say which of them, with --rank"):
+    with pytest.raises(UserError, match="--ranks: 2: also give the rank with --rank"):
         _where(run, 3, ranks=2)
 
 
@@ -488,7 +488,7 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     assert later.warnings == []
     assert later.notes == [
         f"step 35 and later ones are planned from the run file, which has changed since {folder}/journal.json was "
-        "written; a training that is running now keeps to the latter"
+        "written; a training process that is running now still uses the latter"
     ]
     assert _where(later, 90).shown == _where(run, 90).shown
     assert (len(_where(later, 91).shown), len(_where(run, 91).shown)) == (4, 5)
@@ -526,12 +526,12 @@ def test_a_run_under_way(root: Path, tmp_path: Path) -> None:
     other = json.loads((folder / "journal.json").read_text())
     other["segments"][0]["sources"]["gz"]["tokens"] += 1
     storage.put_json(folder / "journal.json", other)
-    with pytest.raises(UserError, match=r"gz/train is not the dataset that the run was begun with"):
+    with pytest.raises(UserError, match=r"gz/train is not the dataset that the run was started with"):
         open_view(folder)
     storage.put_json(folder / "journal.json", other | {"order_version": 2})
     with pytest.raises(UserError, match=f"(?s)^{folder}/journal.json: the journal of the run is damaged, .*training"):
         open_view(folder)
-    with pytest.raises(UserError, match="is no run folder: it has no config.yaml"):
+    with pytest.raises(UserError, match="is not a run folder: it has no config.yaml"):
         open_view(tmp_path)
 
 
@@ -570,7 +570,7 @@ def test_datasets_of_others(root: Path, tmp_path: Path) -> None:
     assert any("gone.jsonl.gz" in note for note in notes)
     (times,) = _when(run, "old", row="words:3").documents
     assert times.about.id == "words#3"
-    with pytest.raises(UserError, match="nothing beside .* says what it was made from; use --document N"):
+    with pytest.raises(UserError, match="no file beside .* says what it was made from; use --document N"):
         _when(run, "bare", row="e.parquet:3")
 
 

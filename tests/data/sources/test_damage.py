@@ -321,9 +321,9 @@ class TestLinksAndPipes:
         with pytest.raises(UserError) as error:
             find_files([f"{tmp_path}/**/*.txt"], [], "data.sources.0")
         for said in (
-            f"{tmp_path}/gone.txt is a link to nothing, which is not there",
-            f"{tmp_path}/loop.txt is a link that leads back to itself",
-            f"{tmp_path}/sub/pipe.txt is no file but a pipe",
+            f"{tmp_path}/gone.txt is a link to nothing, which does not exist",
+            f"{tmp_path}/loop.txt is a link that points to itself",
+            f"{tmp_path}/sub/pipe.txt is not a file but a pipe",
             "data.sources.0.exclude",
         ):
             assert said in str(error.value)

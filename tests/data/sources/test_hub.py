@@ -111,7 +111,7 @@ def test_a_local_folder_with_splits_is_read_and_its_code_is_not_run(tmp_path):
     (folder / "corpus.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit\n")
     hub_stream._builder.cache_clear()
     hub_stream._stream.cache_clear()
-    with pytest.raises(UserError, match="a program, which is never run"):
+    with pytest.raises(UserError, match="a script, and scripts are never run"):
         hub_files(Hub(str(folder)))
     assert not (tmp_path / "ran").exists()
 
@@ -213,4 +213,4 @@ def test_the_dry_run_does_not_take_its_files_for_those_of_another_type(tmp_path,
     with pytest.raises(UserError) as error:
         preprocess(make_config(tmp_path / "out", [source]), dry_run=True)
     assert "5 text is null" in str(error.value)
-    assert "set data.sources.0.text_key (now 'text')" in str(error.value)
+    assert "data.sources.0.text_key (now 'text')" in str(error.value)

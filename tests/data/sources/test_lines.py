@@ -136,7 +136,7 @@ def test_a_truncated_file(tmp_path, suffix, part):
     assert len(raw) * part - 60 < len(good) <= len(raw) * part * 1.1
     assert bad.lost == path.stat().st_size - sum(map(len, first[: len(good) // 50]))
     assert [d.text for d in good] == [json.loads(line)["text"] for line in raw[: len(good)]]
-    assert f"{len(good)} lines before that are sound" in bad.detail
+    assert f"{len(good)} lines before that are good" in bad.detail
     assert line_of(str(path), sum(map(len, raw[: len(good)]))) == len(good) + 1
     (unit,) = units(files(path), LINES)
     reader = UnitReader(unit, LINES)

@@ -83,7 +83,7 @@ class TestFiles:
             ("{root}/empty/*.txt", "empty is empty"),
             ("{root}/empty", "is a folder"),
             ("{root}/none/*.txt", "there is no folder"),
-            ("{root}/full/*.txt", "nothing in it fits"),
+            ("{root}/full/*.txt", "nothing in it matches"),
         ],
     )
     def test_no_file_names_key_and_pattern(self, tmp_path, pattern, said):

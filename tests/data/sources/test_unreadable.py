@@ -81,7 +81,7 @@ def test_the_key_and_the_file_are_named(tmp_path):
         "beyond a folder": ("data.sources.0.paths", "closed/in/a.txt"),
         "tokenizer": ("tokenizer.path", "secret/t.json"),
     }
-    assert {name: (kind, message[: message.index(" may not be read")]) for name, (kind, message) in said.items()} == {
+    assert {name: (kind, message[: message.index(" cannot be read")]) for name, (kind, message) in said.items()} == {
         name: ("MachineError", f"{key}: {tmp_path}/{file}") for name, (key, file) in expected.items()
     }
     for name, (_, message) in said.items():

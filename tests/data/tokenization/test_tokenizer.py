@@ -199,9 +199,9 @@ class TestLoad:
         for content, said in [
             ("words", r"tokenizer\.json is not JSON"),
             ("", r"tokenizer\.json is not JSON"),
-            ('{"a": 1}', r"tokenizer\.json has no model: it is no tokenizer\.json of the tokenizers library"),
+            ('{"a": 1}', r"tokenizer\.json has no model: it is not a tokenizer\.json of the tokenizers library"),
             ("[1]", r"tokenizer\.json has no model"),
-            ('{"model": {"type": "XY"}}', r"tokenizer\.json is no tokenizer\.json of the tokenizers library: "),
+            ('{"model": {"type": "XY"}}', r"tokenizer\.json is not a tokenizer\.json of the tokenizers library: "),
         ]:
             (tmp_path / "tokenizer.json").write_text(content)
             with pytest.raises(UserError, match=rf"tokenizer\.path: .*{said}"):

@@ -238,7 +238,7 @@ def test_a_worker_that_is_stopped_is_told_of(monkeypatch):
         assert results(events) == [(3, 6)]
     assert [(event.job, event.seconds, event.is_stopped) for event in told] == [(3, 150.0, True), (3, 300.0, True)]
     assert str(told[0]).startswith(
-        f"worker process {process.pid} has not been heard of for 150 s, it holds 3; it is st"
+        f"worker process {process.pid} has shown no sign of life for 150 s while it held 3; it is st"
     )
 
 

@@ -166,7 +166,7 @@ def test_verify_names_each_damaged_file(run: Path, call: Any) -> None:
     assert code == 0
     *lines, trust = out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["step-00000002", "step-00000004", "step-00000006"]
-    assert "do not show who wrote" in trust
+    assert "do not prove who wrote" in trust
     weights = folder(run, 4) / "__0_0.distcp"
     flip(weights, weights.stat().st_size // 2)
     (folder(run, 6) / "tokenizer.json").unlink()
@@ -253,7 +253,7 @@ def test_a_run_that_is_not_there_may_have_been_a_file_or_a_folder(run: Path, cal
     assert code == 2 and "error: no run file or run folder nothere; " in said
     for inside in (run / "checkpoints", folder(run, 4)):
         code, _, said = call("list", inside)
-        assert code == 2 and f"{inside} is no run folder" in said and f"name the run folder, {run}\n" in said
+        assert code == 2 and f"{inside} is not a run folder" in said and f"name the run folder, {run}\n" in said
 
 
 def full(folder: Path) -> None:

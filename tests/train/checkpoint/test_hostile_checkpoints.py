@@ -311,7 +311,7 @@ def test_a_state_of_other_kinds_is_refused(
     rewrite(folder_of(run), "state.json", orjson.dumps(state | {key: value}))
     for command in ("show", "fork"):
         code, said = call(monkeypatch, capfd, *COMMANDS[command](root, run))
-        assert code in (0, 2) and "mistake in the program" not in said, said
+        assert code in (0, 2) and "bug in the program" not in said, said
 
 
 def test_a_damaged_state_is_named(

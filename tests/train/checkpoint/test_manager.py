@@ -84,7 +84,7 @@ def test_what_is_being_written_is_no_checkpoint(checkpoints: Checkpoints) -> Non
         (lambda path: (path / "COMMIT").write_bytes(b'{"files": 3}'), "COMMIT is damaged"),
         (lambda path: (path / "COMMIT").write_bytes(b'{"files": {"weights": 1}}'), "COMMIT is damaged"),
         (lambda path: (path / "COMMIT").write_bytes(b"[]"), "COMMIT is damaged"),
-        (lambda path: (path / "COMMIT").write_bytes(b"{"), "not readable JSON"),
+        (lambda path: (path / "COMMIT").write_bytes(b"{"), "not valid JSON"),
         (lambda path: (path / "state.json").write_bytes(b"{}"), "state.json has 2 bytes"),
     ],
 )

@@ -294,11 +294,11 @@ def test_nothing_is_imported_that_is_not_used() -> None:
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"recipe": "delayed"}, "recipe: delayed does not go with backend: torchao; set recipe to tensorwise or rowwise"),
+    ({"recipe": "delayed"}, "recipe: delayed does not work with backend: torchao; set recipe to tensorwise or rowwise"),
     ({"backend": "te", "recipe": "rowwise"}, "set recipe to current or delayed or mxfp8, or backend: torchao"),
-    ({"all_gather": True, "recipe": "rowwise"}, "all_gather: true does not go with recipe: rowwise"),
-    ({"all_gather": True, "backend": "te"}, "all_gather: true does not go with recipe: current"),
-    ({"emulate": True, "backend": "te"}, "emulate: true does not go with backend: te; set backend: torchao"),
+    ({"all_gather": True, "recipe": "rowwise"}, "all_gather: true does not work with recipe: rowwise"),
+    ({"all_gather": True, "backend": "te"}, "all_gather: true does not work with recipe: current"),
+    ({"emulate": True, "backend": "te"}, "emulate: true does not work with backend: te; set backend: torchao"),
 ]
 
 
@@ -310,7 +310,7 @@ def test_keys_that_do_not_go_together(keys: dict[str, Any], message: str) -> Non
 
 def test_only_in_bf16() -> None:
     for compute in ("fp32", "fp16"):
-        with pytest.raises(ValidationError, match=f"not {compute}; set compute: bf16, or leave fp8 out"):
+        with pytest.raises(ValidationError, match=f"not {compute}; set compute: bf16, or remove fp8"):
             PrecisionConfig.model_validate({"compute": compute, "fp8": {}})
 
 

@@ -181,7 +181,7 @@ def test_a_checkpoint_without_an_average_is_refused_where_one_is_asked_for(root:
 
 
 def test_an_average_that_nobody_keeps_cannot_be_evaluated(root: Path) -> None:
-    with pytest.raises(UserError, match=r"eval\.weights: 'ema' is an average that is not kept without train\.ema"):
+    with pytest.raises(UserError, match=r"eval\.weights: 'ema' needs train\.ema"):
         load(root / "run.yaml", ["eval.weights=ema"])
 
 
