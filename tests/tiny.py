@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,17 @@ def write_run(root: Path, changes: dict[str, Any] | None = None, name: str = "ru
 def pipeline(*arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user would, in a process of its own."""
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def resumed_from(out: str) -> int | None:
+    """The step of the checkpoint that a training resumed from, by what it printed; None if it began anew."""
+    found = re.search(r"train: resuming from step-(\d+)", out)
+    return int(found[1]) if found else None
+
+
+def failed_saves(out: str) -> list[int]:
+    """The steps whose saves a training gave up, by what it printed."""
+    return [int(step) for step in re.findall(r"step (\d+) could not be saved", out)]
 
 
 def command(*arguments: object) -> list[str]:

@@ -46,7 +46,7 @@ def schedules() -> str:
                 f"{kept:g}",
             )
         )
-    head = ("schedule", "what it does", "stages on a rank (v)", "micro-batches (m)", "bubble")
+    head = ("schedule", "what it does", "stages per rank (v)", "micro-batches (m)", "bubble")
     return _table((*head, f"p={_P}, m={_FEW} and {_MANY}", "kept", f"p={_P}, m={_MANY}"), rows)
 
 

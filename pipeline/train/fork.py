@@ -66,7 +66,7 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
     plan = plan_run(config, checkpoint, saved=past.forked(step))
     if plan.length.steps <= step:
         raise UserError(
-            f"the new run would end with step {plan.length.steps:,} ({plan.length.reason}), and it begins with the "
+            f"the new run would end at step {plan.length.steps:,} ({plan.length.reason}), but it begins with the "
             f"{step:,} steps of {checkpoint.path}; raise train.duration, which counts from the start of the parent"
         )
     _check_start(config, plan, checkpoint)
@@ -99,7 +99,7 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
         finally:
             lock.release()
     how = " and ".join(f"{counted(n, 'file')} {verb}" for n, verb in ((linked, "linked"), (copied, "copied")) if n)
-    say(console, f"fork: {child} has the checkpoint ({how}); `pipeline train` goes on from it")
+    say(console, f"fork: {child} has the checkpoint ({how}); `pipeline train` resumes from it")
 
 
 _ANOTHER = "set run.dir to a new folder"
@@ -115,18 +115,17 @@ _OF_THE_USER = (".yaml", ".yml", ".sh", ".md", ".txt", ".log", ".out", ".err")
 
 def _check_new(parent: Path, child: Path) -> None:
     if child.resolve() == parent.resolve():
-        raise UserError(f"run.dir of the new run is that of its parent, {parent}; set run.dir to a folder of its own")
+        raise UserError(f"run.dir of the new run is that of its parent, {parent}; set run.dir to another folder")
     if parent.resolve() in child.resolve().parents:
-        raise UserError(f"run.dir of the new run, {child}, lies in the run folder of its parent; {_ANOTHER}")
+        raise UserError(f"run.dir of the new run, {child}, is inside the run folder of its parent; {_ANOTHER}")
     if child.resolve() in parent.resolve().parents:
-        raise UserError(
-            f"run.dir of the new run, {child}, lies around the run folder of its parent, {parent}; {_ANOTHER}"
-        )
+        raise UserError(f"run.dir of the new run, {child}, contains the run folder of its parent, {parent}; {_ANOTHER}")
     begun = [path for path in (RunFiles(child).checkpoints, RunFiles(child).metrics) if path.exists()]
     if Checkpoints.of_run(child).all() or RunFiles(child).metrics.exists():
-        undo = f"; or, since nothing was trained in it after a fork: remove {begun[0]} to fork again"
+        undo = f"; or, since nothing was trained there after the fork, remove {begun[0]} and fork again"
         raise UserError(
-            f"a run has begun in {child} ({begun[0].name} is there); {_ANOTHER}{undo if _only_forked(child) else ''}"
+            f"a run has already started in {child} ({begun[0].name} exists); {_ANOTHER}"
+            f"{undo if _only_forked(child) else ''}"
         )
 
 
@@ -155,7 +154,7 @@ def _check_unused(config: Config) -> None:
         hidden_or_file = path.name.startswith(".") or (path.is_file() and path.suffix in _OF_THE_USER)
         if path.name not in mine and not hidden_or_file:
             raise UserError(
-                f"{child} has {path.name}, which is not of a run that has not begun: the folder is used for something "
+                f"{child} has {path.name}, which no run has before its first step: the folder is used for something "
                 f"else; {_ANOTHER}"
             )
 
@@ -178,7 +177,7 @@ def _check_start(config: Config, plan: RunPlan, checkpoint: Checkpoint) -> None:
     if wanted is not None and wanted != checkpoint.step:
         raise UserError(
             f"resume.from: {wanted} will not be in the new run, whose first checkpoint is that of step "
-            f"{checkpoint.step}; leave it out"
+            f"{checkpoint.step}; leave resume.from out"
         )
     check_run_file(config, plan.datasets)
     open_validation(config, plan.tokenizer, check=True)
@@ -197,9 +196,9 @@ def _lines(checkpoint: Checkpoint, config: Config, plan: RunPlan, parent: Path, 
     for skip in plan.journal.skips:
         if skip.fault and skip.steps is not None and skip.steps[1] > step:
             first, last = max(step, skip.steps[0]) + 1, skip.steps[1]
-            yield f"warning: steps {first} to {last} will be passed over, as in the parent (fault at step {last})"
+            yield f"warning: steps {first} to {last} will be skipped, as in the parent (fault at step {last})"
     if config.train.init_from is not None:
-        yield "warning: train.init_from is not looked at, since the new run begins with the parent's checkpoint"
+        yield "warning: train.init_from is ignored, since the new run begins with the parent's checkpoint"
 
 
 def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: Lock) -> tuple[int, int]:
@@ -215,7 +214,9 @@ def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: 
                 continue
             shutil.copyfile(checkpoint.path / name, tmp / name, follow_symlinks=False)
             if record_of(tmp / name) != record:
-                raise MachineError(f"{tmp / name} is not what was copied; check the disk and fork again")
+                raise MachineError(
+                    f"{tmp / name} differs from the file that was copied; check the disk, then fork again"
+                )
             copied += 1
         to.commit(tmp, checkpoint.step, files, state, lock.assert_mine)
     except BaseException:

@@ -66,7 +66,7 @@ def world_size(config: Config, environment: Mapping[str, str]) -> int:
     if given is None:
         return fixed_processes(config.parallel)
     if not given.isdecimal() or int(given) < 1:
-        raise UserError(f"WORLD_SIZE={given!r} in the environment is no number of processes; unset it")
+        raise UserError(f"WORLD_SIZE={given!r} in the environment is not a number of processes; unset it")
     return int(given)
 
 
@@ -122,7 +122,7 @@ def _vocabulary(config: Config) -> tuple[int, str]:
         if config.model.vocab_size is not None:
             return config.model.vocab_size, "as model.vocab_size says; there is no tokenizer"
         raise UserError(
-            f"model.vocab_size: how many tokens the model has is not known, as there is no tokenizer ({error}); "
+            f"model.vocab_size: the vocabulary size of the model is unknown, since there is no tokenizer ({error}); "
             "set model.vocab_size, or tokenizer.train.vocab_size"
         ) from None
 
@@ -216,7 +216,7 @@ def _memory_lines(config: Config, layout: Layout, spec: DecoderSpec) -> Iterable
     for rank, row in enumerate(rank_footprints(config, layout, spec)):
         rows.setdefault(row, []).append(rank)
     yield (
-        "memory of a process, in GiB, without activations:"
+        "memory per process, in GiB, without activations:"
         if layout.world_size > 1
         else "memory, in GiB, without activations:"
     )

@@ -99,7 +99,7 @@ def resume_lines(checkpoint: Checkpoint, config: Config, now: Fingerprints, layo
     lines = changes(checkpoint.state(), config, now, layout)
     if not lines:
         return []
-    return [f"train: other than {checkpoint.path.name} (checkpoint -> now):", *(f"  {line}" for line in lines)]
+    return [f"train: changed since {checkpoint.path.name} (checkpoint -> now):", *(f"  {line}" for line in lines)]
 
 
 def changes(state: Mapping[str, Any], config: Config, now: Fingerprints, layout: Layout | None = None) -> list[str]:

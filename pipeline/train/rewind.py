@@ -32,7 +32,7 @@ def go_back(
     )
     if checkpoint is None:
         raise NumericalError(
-            f"{rewind.reason}, and there is no checkpoint of step {rewind.before} or before to go back to; lower "
+            f"{rewind.reason}, and there is no checkpoint of step {rewind.before} or before to rewind to; lower "
             "train.faults.rewind_steps, or save more often (train.checkpoint.every_steps, keep, keep_every)"
         )
     plan = replace(plan, journal=plan.journal.passing_over(rewind.skip, checkpoint.step))

@@ -30,7 +30,7 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
     spec, length = setup.spec, plan.length
     yield (
         f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {config.train.precision.compute} on "
-        f"{_devices(setup)}, {flops / 1e6:,.4g} MFLOP a token"
+        f"{_devices(setup)}, {flops / 1e6:,.4g} MFLOP per token"
     )
     fp8, layout = config.train.precision.fp8, setup.mesh.layout
     if fp8 is not None:
@@ -65,9 +65,9 @@ def step_lines(config: Config, plan: RunPlan, data: StepData, first: int) -> Ite
         total = plan.length.steps
         end = next((s for s in range(step + 1, total) if _why(journal, s) != _why(journal, step)), total)
         what = f"step {step + 1} is" if end == step + 1 else f"steps {step + 1} to {end} are"
-        yield f"{what} passed over ({_why(journal, step)})"
+        yield f"{what} skipped ({_why(journal, step)})"
     elif not data.skipped and not data.valid_targets:
-        yield f"step {step + 1} is passed over: all of its targets are masked (blend.skip)"
+        yield f"step {step + 1} is skipped: all of its targets are masked (blend.skip)"
 
 
 def _why(journal: Journal, step: int) -> str | None:

@@ -304,9 +304,9 @@ class Saver:
             if problem in _FULL and self._checkpoints.prune(only_one, dry_run=True):
                 prune = f"`pipeline checkpoint prune {self._folder.path} --keep 1`"
         if job.last:
-            todo = f"make room{f', for example with {prune},' if prune else ''} and run the same command to go on"
+            todo = f"make room{f', for example with {prune},' if prune else ''} and run the same command to resume"
         else:
-            todo = f"training goes on, and saves again later{f'; {prune} makes room' if prune else ''}"
+            todo = f"training continues, and saves again later{f'; {prune} makes room' if prune else ''}"
         return kind(
             f"{why}step {job.step} could not be saved in {self._checkpoints.folder}: {problem}. "
             f"A checkpoint needs about {size / 2**20:,.1f} MiB, {free} MiB are free. {good} is still good; {todo}"

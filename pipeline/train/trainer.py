@@ -247,7 +247,9 @@ class Trainer:
         self._requests.remove_stop_file()
         if step < total:
             self._watchdog.pause()
-            raise Stopped(f"{reason} at step {step:,} of {total:,}; saved. Run the same command to go on.", agreed=True)
+            raise Stopped(
+                f"{reason} at step {step:,} of {total:,}; saved. Run the same command to resume.", agreed=True
+            )
 
     def _write_profile(self, step: int) -> None:
         self._watchdog.phase("save", step)
@@ -285,7 +287,7 @@ class Trainer:
         self._watchdog.phase("save")
         if checkpoint is not None:
             self._restore(checkpoint)
-            say(self._console, f"train: going on from {checkpoint.path.name}")
+            say(self._console, f"train: resuming from {checkpoint.path.name}")
         elif self._config.train.init_from is not None:
             lines, self._origin = warm_start(self._config, self._plan.tokenizer, self._model)
             if self._stepper.ema is not None:
@@ -349,8 +351,8 @@ class Trainer:
         self._metrics.rewind(checkpoint.step)
         warn(
             self._console,
-            f"{rewind.reason}; went back to step {checkpoint.step}, steps {rewind.skip[0] + 1} to "
-            f"{rewind.skip[1]} will be passed over",
+            f"{rewind.reason}; rewound to step {checkpoint.step}, steps {rewind.skip[0] + 1} to "
+            f"{rewind.skip[1]} will be skipped",
         )
 
     def _restore(self, checkpoint: Checkpoint) -> None:

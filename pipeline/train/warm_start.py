@@ -93,8 +93,8 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
         known = {"run": export["run"], "checkpoints": export["checkpoints"]}
     what = "the moving average of the weights" if weights == "ema" else "the weights"
     first = (
-        f"warm start from {what} in {where}, and from nothing else of it: steps, the optimizer's moments, the "
-        "learning rate schedule and the order of the data begin anew"
+        f"warm start from {what} in {where} alone: steps, the optimizer's moments, the learning rate schedule and the "
+        "order of the data start from scratch"
     )
     origin = {"kind": "init_from", "path": str(where), "weights": weights, "time": time.time(), **known}
     return [first, *lines], WeightsOrigin(origin)
@@ -129,12 +129,12 @@ def _kind(wanted: InitFromConfig) -> str:
     is_checkpoint = (path / COMMIT).exists() and path.name.startswith("step-") and number.isdigit()
     if not is_checkpoint and not (path / EXPORT_ORIGIN).is_file():
         raise UserError(
-            f"train.init_from.path: {path} has no weights: no `checkpoints` as a run folder has, no {COMMIT} as "
-            f"checkpoints/step-... in it has, and no {EXPORT_ORIGIN} as an export has; name one of these"
+            f"train.init_from.path: {path} has no weights: it has neither `checkpoints`, as a run folder has, nor "
+            f"{COMMIT}, as checkpoints/step-... in it has, nor {EXPORT_ORIGIN}, as an export has; name one of these"
         )
     if wanted.step is not None and (not is_checkpoint or wanted.step != int(number)):
         raise UserError(
-            f"train.init_from.step: {wanted.step} goes with a run folder, and {path} is none; leave `step` out"
+            f"train.init_from.step: {wanted.step} needs a run folder, but {path} is not one; leave `step` out"
         )
     return "checkpoint" if is_checkpoint else "exported"
 
@@ -196,8 +196,8 @@ def _check_tokenizer(there: Tokenizer, config: Config, tokenizer: Tokenizer, whe
     )
     if "tokenizer" not in config.resume.allow:
         raise UserError(
-            f"train.init_from: {difference}: the same ids are other tokens. Set tokenizer.path to {where}, or accept "
-            "it with resume.allow=[tokenizer]"
+            f"train.init_from: {difference}: the same ids stand for other tokens. Set tokenizer.path to {where}, or "
+            "accept it with resume.allow=[tokenizer]"
         )
     return [f"warning: allowed: {difference}"]
 
@@ -236,7 +236,7 @@ def _from_hf(
                 local[: len(piece)].copy_(piece)
     first = (
         f"start from the {found.family.architecture} in {folder}: steps, the optimizer's moments, the learning rate "
-        "schedule and the order of the data begin here"
+        "schedule and the order of the data start from scratch"
     )
     return [first, *lines], WeightsOrigin({"kind": "hf", "path": str(folder), "weights": "model", "time": time.time()})
 
@@ -264,7 +264,7 @@ def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
         about: dict[str, Any] = storage.get_json(folder / EXPORT_ORIGIN, *keys)
         if wanted.weights == "ema" and about["weights"] != "ema":
             raise UserError(
-                f"train.init_from.weights: ema, but {folder} has the weights that were trained; export the "
+                f"train.init_from.weights: ema, but {folder} has the trained weights; export the "
                 "average (`pipeline checkpoint export --weights ema`), or leave `weights` out"
             )
         about["files"] = exported_files(folder, about)

@@ -254,11 +254,14 @@ def test_both_sets_of_shapes_have_the_same_keys() -> None:
         assert item.full == json.loads(json.dumps(item.full)), "lines are compared with it"
 
 
+NO_RESULT = "There is no result yet"
+
+
 def test_the_page_says_that_there_is_no_result() -> None:
     text = page([])
-    assert "There is no result yet" in text
+    assert NO_RESULT in text
     assert all(f"| `{item.name}` |" in text for item in ITEMS)
-    assert "There is no result yet" in page([line_of(ITEMS[0], rehearsal=True)])
+    assert NO_RESULT in page([line_of(ITEMS[0], rehearsal=True)])
 
 
 def test_the_page_has_the_figures_of_the_newest_result() -> None:
@@ -268,7 +271,7 @@ def test_the_page_has_the_figures_of_the_newest_result() -> None:
     bad = line_of(item, status="error", error="a | b")
     del bad["result"]
     text = page([old, new, bad])
-    assert "There is no result yet" not in text
+    assert NO_RESULT not in text
     assert "| passed | 8 |" in text and "| passed | 7 |" not in text
     assert "goal missed: speed 0.5, aimed at 0.75" in text
     assert "| **error**: a \\| b |" in page([bad])

@@ -140,9 +140,9 @@ def test_steps_that_the_parent_passes_over_because_of_a_fault_are_passed_over(ro
         said = forked(root, "fault", 6, *settings)
     finally:
         path.write_bytes(before)
-    assert "steps 8 to 9 will be passed over, as in the parent (fault at step 9)" in said
+    assert "steps 8 to 9 will be skipped, as in the parent (fault at step 9)" in said
     code, out = start(root, "fault", *settings)
-    assert code == 0 and "steps 8 to 9 are passed over (fault at step 9)" in out
+    assert code == 0 and "steps 8 to 9 are skipped (fault at step 9)" in out
     assert [row["step"] for row in read_metrics(root / "fault") if row.get("passed_over")] == [8, 9]
     assert exact(root / "fault")[0] == exact(parent)[6]
     state = orjson.loads((root / "fault/checkpoints/step-00000012/state.json").read_bytes())
@@ -182,7 +182,7 @@ def test_files_are_copied_where_they_cannot_be_linked(
     [
         (5, (), r"does not have a checkpoint of step 5 \(steps there: 3, 6, 9, 12\)"),
         (6, ("run.dir={root}/parent",), "is that of its parent"),
-        (6, ("train.duration=6 steps",), r"would end with step 6 .*raise train.duration"),
+        (6, ("train.duration=6 steps",), r"would end at step 6 .*raise train.duration"),
         (6, ("model.norm_eps=0.1",), r"(?s)model.norm_eps: .*resume.allow=\[model\]"),
         (6, ("run.seed=1",), r"run.seed 1234 -> 1\. Set run.seed to 1234"),
         (6, ("data.dir={root}/elsewhere",), r"the parent has its data in .*data: set data.dir to that"),
@@ -191,9 +191,9 @@ def test_files_are_copied_where_they_cannot_be_linked(
         (6, ("data.preprocess.unit_bytes=2000000",), r"(?s)source 'sea' was made with other settings.*unit_bytes"),
         (6, ("train.validation.split=gone",), r"gone"),
         (6, ("model.dim=64", "resume.allow=[model]"), r"embedding.weight is 304 x 32 in .* and 304 x 64 in this model"),
-        (6, ("resume.from=3",), r"resume.from: 3 .* step 6; leave it out"),
-        (6, ("run.dir={root}/parent/child",), r"lies in the run folder of its parent"),
-        (6, ("run.dir={root}",), r"lies around the run folder of its parent"),
+        (6, ("resume.from=3",), r"resume.from: 3 .* step 6; leave resume.from out"),
+        (6, ("run.dir={root}/parent/child",), r"is inside the run folder of its parent"),
+        (6, ("run.dir={root}",), r"contains the run folder of its parent"),
         (6, ("run.dir={root}/data",), r"is the data folder of the parent"),
     ],
 )
@@ -261,7 +261,7 @@ def test_a_run_that_has_begun_is_not_written_over(root: Path, parent: Path) -> N
     settings = ("train.duration=12 steps", *WSD)
     forked(root, "begun", 6, *settings)
     before = {path: path.stat().st_mtime_ns for path in (root / "begun").rglob("*")}
-    with pytest.raises(UserError, match="a run has begun in .*begun"):
+    with pytest.raises(UserError, match="a run has already started in .*begun"):
         forked(root, "begun", 9, *settings)
     assert {path: path.stat().st_mtime_ns for path in (root / "begun").rglob("*")} == before
 
@@ -271,13 +271,13 @@ def test_a_fork_that_was_never_trained_can_be_undone(root: Path, parent: Path) -
     settings = ("train.duration=12 steps", *WSD)
     forked(root, "undone", 6, *settings)
     undo = root / "undone" / "checkpoints"
-    with pytest.raises(UserError, match=f"nothing was trained in it.*: remove {undo} to fork again"):
+    with pytest.raises(UserError, match=f"remove {undo} and fork again"):
         forked(root, "undone", 9, *settings)
     shutil.rmtree(undo)
     forked(root, "undone", 9, *settings)
     train(root, "undone", *settings)
     assert exact(root / "undone") == exact(parent)[9:]
-    with pytest.raises(UserError, match="a run has begun in") as refused:
+    with pytest.raises(UserError, match="set run.dir to a new folder") as refused:
         forked(root, "undone", 9, *settings)
     assert "remove" not in str(refused.value)
 
@@ -291,7 +291,7 @@ def test_a_damaged_checkpoint_is_not_forked(root: Path, parent: Path) -> None:
     data = bytearray(tensors.read_bytes())
     data[len(data) // 2] ^= 1
     tensors.write_bytes(data)
-    with pytest.raises(UserError, match=rf"{tensors.name} has changed since it was written"):
+    with pytest.raises(UserError, match=rf"(?s)step-00000006 is damaged.*{tensors.name}"):
         forked(root, "of-damaged", 6, *WSD, "train.duration=12 steps", parent="damaged")
     assert not (root / "of-damaged").exists()
 
@@ -317,7 +317,7 @@ main()
     assert Checkpoints.of_run(root / "again").all() == []
     shown = tiny.pipeline("fork", parent, root / "run.yaml", f"run.dir={root / 'again'}", *settings, "--step", 6)
     assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert "`pipeline train` goes on from it" in shown.stdout
+    assert f"fork: {root / 'again'} has the checkpoint" in shown.stdout
     assert not list((root / "again/checkpoints").glob("*.tmp"))
     train(root, "again", *settings)
     assert exact(root / "again") == exact(parent)[6:]

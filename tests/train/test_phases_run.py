@@ -91,7 +91,7 @@ def test_steps_that_are_passed_over(root: Path, straight: Path) -> None:
             assert row["data_hash"] == other["data_hash"] and row["lr"] == other["lr"]
     assert "validation_loss" in rows[3] and "validation_loss" in rows[7]
     assert [row["loss"] for row in rows[:2]] == column(straight, "loss")[:2]
-    assert "steps 3 to 4 are passed over (blend.skip)\n" in out and "step 8 is passed over (blend.skip)\n" in out
+    assert "steps 3 to 4 are skipped (blend.skip)\n" in out and "step 8 is skipped (blend.skip)\n" in out
 
 
 @pytest.mark.guard

@@ -45,7 +45,7 @@ def begin(root: Path, half: Path, tmp_path: Path) -> Callable[..., tuple[int, st
 def shown(out: str) -> list[str]:
     """The lines under the heading that says what is other than in the checkpoint."""
     lines = out.splitlines()
-    number = next((n for n, line in enumerate(lines) if line.startswith("train: other than ")), None)
+    number = next((n for n, line in enumerate(lines) if line.startswith("train: changed since ")), None)
     if number is None:
         return []
     block = lines[number + 1 :]
@@ -76,8 +76,8 @@ def test_the_same_run_file_says_nothing(root: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     (run / "checkpoints" / "latest").write_text("step-00000003\n")
     code, out = start(root, "same", *settings)
-    assert code == 0 and "going on from step-00000003" in out
-    assert "other than" not in out and "warning" not in out
+    assert code == 0 and "train: resuming from step-00000003\n" in out
+    assert not shown(out) and "warning" not in out
 
 
 def test_keys_that_differ_are_shown_one_line_each_and_win(
@@ -215,7 +215,7 @@ def test_sources_and_phases_are_compared_by_name(root: Path) -> None:
 def test_a_named_step_is_gone_on_from(begin: Callable[..., tuple[int, str, Path]]) -> None:
     code, out, run = begin("resume.from=3")
     assert code == 0, out
-    assert "going on from step-00000003" in out and "train: other than step-00000003" in out
+    assert tiny.resumed_from(out) == 3 and "train: changed since step-00000003 (checkpoint -> now):" in out
     assert (run / "checkpoints" / "abandoned" / "step-00000004").is_dir()
     assert [row["step"] for row in exact(run)] == list(range(1, 9))
     state = orjson.loads((run / "checkpoints" / "step-00000008" / "state.json").read_bytes())

@@ -22,6 +22,7 @@ from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.monitor import faults
 from pipeline.train.run.folder import read_metrics
+from tests import tiny
 from tests.train.runs import exact, start, train, weights_hash
 from tests.waiting import until
 
@@ -118,9 +119,9 @@ def test_a_save_that_is_given_up_is_reported_and_the_next_one_tries_again(
         root, run.name, f"train.checkpoint.async_save={mode}", "train.checkpoint.retries=1", "train.checkpoint.keep=9"
     )
     assert code == 0, out
-    (line,) = [line for line in out.splitlines() if "could not be saved" in line]
-    assert "step 6 could not be saved" in line and "No space left on device" in line, line
-    assert "step-00000003 is still good" in line and "training goes on" in line and "MiB are free" in line, line
+    (line,) = [line for line in out.splitlines() if tiny.failed_saves(line)]
+    assert tiny.failed_saves(line) == [6] and "No space left on device" in line, line
+    assert "step-00000003 is still good; training continues" in line and "MiB are free" in line, line
     assert steps_saved(run) == [3, 8]
     assert Checkpoints.of_run(run).at(8).state()["parent"]["step"] == 3
     assert not list((run / "checkpoints").glob("*.tmp"))
@@ -141,7 +142,7 @@ def test_a_file_system_that_answers_nothing_for_a_while_ends_no_run(
     run = root / "no-answer"
     code, out = start(root, run.name, "train.checkpoint.retries=0", "train.checkpoint.keep=9")
     assert code == 0, out
-    assert "step 6 could not be saved" in out and "What was committed before is still good" in out
+    assert tiny.failed_saves(out) == [6] and "What was committed before" in out
     assert steps_saved(run) == [3, 8]
     assert exact(run) == exact(straight)
 
@@ -154,7 +155,7 @@ def test_a_disk_without_room_is_told_the_size_of_what_is_there_and_what_makes_ro
     keys = ("train.duration=12 steps", "train.checkpoint.retries=0", "train.checkpoint.keep=9")
     code, out = start(root, run.name, *keys)
     assert code == 1, out
-    first, last = [line for line in out.splitlines() if "could not be saved" in line]
+    first, last = [line for line in out.splitlines() if tiny.failed_saves(line)]
     size = sum(path.stat().st_size for path in (run / "checkpoints/step-00000003").iterdir() if path.name != "COMMIT")
     assert f"A checkpoint needs about {size / 2**20:,.1f} MiB" in first
     assert "checkpoint prune" not in first, "there is one alone"
@@ -177,8 +178,8 @@ def test_the_failure_of_the_save_before_the_last_one_is_a_warning(
     keys = ("train.duration=2 steps", "train.checkpoint.every_steps=1", "train.checkpoint.retries=0")
     code, _ = start(root, "both", *keys)
     assert code == 1
-    (line,) = [text for text in caplog.messages if "could not be saved" in text]
-    assert line.startswith("warning: step 1 could not be saved")
+    (line,) = [text for text in caplog.messages if tiny.failed_saves(text)]
+    assert line.startswith("warning: ") and tiny.failed_saves(line) == [1]
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_said_once_for_each_reason(
@@ -207,11 +208,11 @@ def test_a_last_save_that_fails_ends_the_run(root: Path, monkeypatch: pytest.Mon
     failing(monkeypatch, iter([False, True]))
     code, out = start(root, "last", "train.duration=4 steps", "train.checkpoint.retries=0")
     assert code == 1
-    assert "step 4 could not be saved" in out and "step-00000003 is still good; make room" in out
+    assert tiny.failed_saves(out) == [4] and "step-00000003" in out and "make room" in out
     assert steps_saved(root / "last") == [3]
     monkeypatch.undo()
     code, out = start(root, "last", "train.duration=4 steps")
-    assert code == 0 and "going on from step-00000003" in out
+    assert code == 0 and tiny.resumed_from(out) == 3
 
 
 def test_a_save_whose_run_folder_was_taken_over_is_not_committed_and_ends_the_run(

@@ -171,7 +171,7 @@ main()
     code, out = start(root, run.name)
     assert code == 0, out
     # From the rename on the run goes on from step 6, whether `latest` has been moved or not.
-    assert f"going on from step-0000000{6 if when == 'after' else 3}" in out
+    assert tiny.resumed_from(out) == (6 if when == "after" else 3)
     assert exact(run) == straight
     assert weights_hash(run) == weights_hash(root / "straight")
     assert not list((run / "checkpoints").glob("*.tmp"))
@@ -235,7 +235,7 @@ def test_a_damaged_checkpoint_is_named_and_its_parent_taken(root: Path, straight
     code, out = start(root, "damaged", "train.schedule.type=constant")
     assert code == 0, out
     assert "step-00000006/__0_0.distcp is missing" in out
-    assert "going on from step-00000003" in out
+    assert tiny.resumed_from(out) == 3
     assert weights_hash(run) == weights_hash(root / "undamaged")
     assert (run / "checkpoints" / "abandoned" / "step-00000006").is_dir()
 
@@ -245,7 +245,7 @@ def test_no_trusted_checkpoint_is_refused(root: Path) -> None:
     (run / "checkpoints" / "step-00000003" / ".metadata").write_bytes(b"nonsense")
     code, out = start(root, "ruined")
     assert code == 2
-    assert "random weights" in out and "step-00000003/.metadata has 8 bytes" in out
+    assert "step-00000003/.metadata has 8 bytes" in out
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_two_runs_on_one_folder(root: Path) -> None:
             time.sleep(0.01)
         second = tiny.pipeline("train", root / "run.yaml", f"run.dir={run}")
         assert second.returncode == 2
-        assert f"in use by process {process.pid}" in second.stderr.replace("\n", " ")
+        assert f"process {process.pid} on " in second.stderr.replace("\n", " ")
     finally:
         process.kill()
         process.wait()

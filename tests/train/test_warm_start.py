@@ -72,7 +72,7 @@ def test_the_weights_and_nothing_else(root: Path, donor: Path, weights: dict[str
     assert equal(initial(root, "from-run", f"train.init_from.path={donor}"), weights)
     code, out = start(root, "warm", *COMMON, f"train.init_from.path={donor}")
     assert code == 0, out
-    assert "train: warm start from the weights in" in out and "begin anew" in out and "warning" not in out
+    assert f"train: warm start from the weights in {donor}" in out and "warning" not in out
     fresh = train(root, "fresh", *COMMON)
     # The same samples and learning rates as a run from random weights, from step 1.
     for key in ("step", "lr", "data_hash", "tokens"):
@@ -181,10 +181,10 @@ def test_into_any_layout(
     ("overrides", "message"),
     [
         (("path={root}/nowhere",), "there is no folder"),
-        (("path={root}/sea",), "has no weights: no `checkpoints`"),
+        (("path={root}/sea",), "has no weights: .*`checkpoints`.*COMMIT.*export.json"),
         (("path={donor}", "step=5"), r"does not have a checkpoint of step 5 \(steps there: 3, 6, 8\)"),
-        (("path={exported}", "step=5"), r"step: 5 goes with a run folder"),
-        (("path={exported}", "weights=ema"), "has the weights that were trained; export the average"),
+        (("path={exported}", "step=5"), r"init_from.step: 5 needs a run folder"),
+        (("path={exported}", "weights=ema"), "init_from.weights: ema, .*export the average"),
         (("path={fresh}", "weights=ema"), "whose run had no train.ema then"),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_flipped_byte_is_found_before_anything_is_loaded(
     path.write_bytes(data)
     code, out = start(root, f"flipped-{kind}", *COMMON, f"train.init_from.path={copy}")
     assert code == 2
-    assert f"{path} has changed since it was written" in out
+    assert f"{path} has changed" in out
 
 
 @pytest.mark.parametrize(

@@ -325,8 +325,8 @@ def prune(
         latest, good = checkpoints.latest(), checkpoints.last_good(full=True)
         for each in chosen:
             if each in (latest, good):
-                why = "is what the run goes on from" if each == latest else "is the last one that can be trusted"
-                raise UserError(f"step {each.step} {why}; it stays. Nothing was removed")
+                why = "is the one that the run resumes from" if each == latest else "is the newest valid one"
+                raise UserError(f"step {each.step} {why} and stays; leave it out of --steps. Nothing was removed")
     if abandoned:
         chosen += checkpoints.abandoned()
     gone, failure = chosen, None

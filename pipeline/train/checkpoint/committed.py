@@ -157,7 +157,9 @@ class Checkpoint:
                 found.append(f"{path} is missing")
                 continue
             if not stat.S_ISREG(there.st_mode):
-                found.append(f"{path} is {_KINDS.get(stat.S_IFMT(there.st_mode), 'no regular file')}, not a file")
+                found.append(
+                    f"{path} is {_KINDS.get(stat.S_IFMT(there.st_mode), 'a special file')}, not a regular file"
+                )
             elif there.st_size != size:
                 found.append(f"{path} has {there.st_size:,} bytes instead of {size:,}")
             elif full and (problem := changed(path, digest, advance)):
@@ -212,8 +214,8 @@ def wait_until_visible(path: Path) -> None:
                 raise
             if time.monotonic() > until:
                 raise MachineError(
-                    f"{path}, which rank 0 sees, is not visible from {socket.gethostname()} after {PATIENCE_S:.0f} s; "
-                    "run.dir must be the same folder on all machines, on a file system that they share"
+                    f"rank 0 sees {path}, but {socket.gethostname()} does not see it after {PATIENCE_S:.0f} s; run.dir "
+                    "must be the same folder on all machines, on a file system that they share"
                 ) from error
         time.sleep(pause)
         pause = min(2 * pause, 1.0)

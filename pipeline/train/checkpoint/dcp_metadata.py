@@ -106,13 +106,13 @@ class _Unpickler(PythonUnpickler):  # type: ignore[misc]
     def _make(self) -> None:
         arguments, kind = self.stack.pop(), self.stack[-1]
         if type(kind) is not _Class:
-            raise ValueError("it calls what is no class")
+            raise ValueError("it calls something that is not a class")
         self.stack[-1] = _Marker(str(kind), arguments)
 
     def _build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
         if type(made) is not _Marker:
-            raise ValueError("it sets the state of what has none")
+            raise ValueError("it sets the state of something that has none")
         made.state = state
 
     def _set_item(self) -> None:
@@ -126,7 +126,7 @@ class _Unpickler(PythonUnpickler):  # type: ignore[misc]
         target = self.stack[-1]
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(target) is not dict or type(key) not in (str, _Marker):
-                raise ValueError("it has a key that is none")
+                raise ValueError("it has a key that is not allowed")
             target[key] = value
 
     dispatch |= {
@@ -168,9 +168,9 @@ def read_metadata(checkpoint: Checkpoint) -> Metadata:
             return _metadata(found, {name: size for name, (size, _) in files.items()})
     except _Forbidden as name:
         raise UserError(
-            f"{path} asks for {name}, which no list of tensors needs: as a pickle it could run any code. Nothing of it "
-            "was run, and the checkpoint is not read. Do not trust where it comes from; the hashes in COMMIT show "
-            "damage, not who wrote the files"
+            f"{path} asks for {name}, which no list of tensors needs; as a pickle it could run any code. None of it "
+            "was run, and the checkpoint is not read. Do not trust its source; the hashes in COMMIT show damage, not "
+            "who wrote the files"
         ) from None
     except Exception as error:  # whatever a pickle can lead to that was cut or made by hand
         raise UserError(f"{path} is damaged or forged: {error or type(error).__name__}") from None
@@ -200,7 +200,7 @@ def _metadata(found: Any, sizes: Mapping[str, int]) -> Metadata:
     bytes_of: dict[tuple[str, tuple[int, ...] | None], int] = {}
     for name, entry in _dict(fields["state_dict_metadata"]).items():
         if type(name) is not str:
-            raise ValueError("a tensor's name is no text")
+            raise ValueError("a tensor's name is not a string")
         if _is(entry, "BytesStorageMetadata"):
             entries[name] = BytesStorageMetadata()
             bytes_of[name, None] = 0
@@ -214,9 +214,9 @@ def _metadata(found: Any, sizes: Mapping[str, int]) -> Metadata:
         if index not in places:
             raise ValueError(f"it has no place for {index[0]}")
         if places[index].length < needed:
-            raise ValueError(f"{index[0]} needs {needed:,} bytes, and has {places[index].length:,}")
+            raise ValueError(f"{index[0]} needs {needed:,} bytes, but has {places[index].length:,}")
     if more := next((name for name, _ in places.keys() - bytes_of.keys()), None):
-        raise ValueError(f"it has a place for {more}, of which it says nothing else")
+        raise ValueError(f"it has a place for {more}, but no other entry")
     _check_apart(places.values())
     return Metadata(
         state_dict_metadata=entries,
@@ -229,7 +229,7 @@ def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
     fields = _fields(entry, "TensorStorageMetadata")
     dtype, *_ = _state(fields["properties"], "TensorProperties", tuple)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"the type of {name} is none")
+        raise ValueError(f"the type of {name} is not a dtype of torch")
     size = _numbers(fields["size"])
     if type(fields["chunks"]) is not list:
         raise ValueError(f"{name} has no pieces")
@@ -240,10 +240,10 @@ def _tensor(name: str, entry: Any) -> TensorStorageMetadata:
         if not len(offsets) == len(sizes) == len(size) or any(
             offset + length > whole for offset, length, whole in zip(offsets, sizes, size, strict=True)
         ):
-            raise ValueError(f"a piece of {name} is outside of it")
+            raise ValueError(f"a piece of {name} lies outside of its shape")
         boxes.append((offsets, sizes))
     if not _covers(size, boxes):
-        raise ValueError(f"the pieces of {name} are not the whole of it, each number once")
+        raise ValueError(f"the pieces of {name} do not cover it exactly once")
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
 
@@ -271,13 +271,13 @@ def _places(
         where, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
         name, file, begin, length = where["fqn"], place["relative_path"], place["offset"], place["length"]
         if type(name) is not str or type(file) is not str:  # what else it is may take for ever to spell out
-            raise ValueError("the name of a place is no text")
+            raise ValueError("the name of a place is not a string")
         if file not in sizes:
             raise ValueError(f"it looks for {storage.shown(name)} in {storage.shown(file)}, which COMMIT does not list")
         if not _is_size(begin) or not _is_size(length) or begin + length > sizes[file]:
             raise ValueError(f"it looks for {name} outside of {file}")
         if place.get("transform_descriptors"):
-            raise ValueError(f"{name} is in a format that is not read here")
+            raise ValueError(f"{name} is in a format that is not supported")
         offset = where.get("offset")
         yield (name, None if offset is None else _numbers(offset)), Place(file, begin, length)
 
@@ -287,7 +287,7 @@ def _check_apart(places: Any) -> None:
     ends: dict[str, int] = {}
     for place in sorted(places, key=lambda place: (place.relative_path, place.offset)):
         if place.length and place.offset < ends.get(place.relative_path, 0):
-            raise ValueError(f"two tensors have the same bytes of {place.relative_path}")
+            raise ValueError(f"two tensors share bytes of {place.relative_path}")
         ends[place.relative_path] = place.offset + place.length
 
 
@@ -297,7 +297,7 @@ def _is(value: Any, kind: str) -> bool:
 
 def _state(value: Any, kind: str, of: type[Any]) -> Any:
     if not _is(value, kind) or type(value.state) is not of:
-        raise ValueError(f"something is no {kind}")
+        raise ValueError(f"it has something else in place of a {kind}")
     return value.state
 
 
@@ -307,7 +307,7 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
 
 def _dict(value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise ValueError("a table is none")
+        raise ValueError("it has something else in place of a table")
     return value
 
 
@@ -318,7 +318,7 @@ def _numbers(value: Any) -> tuple[int, ...]:
         numbers = arguments[0]
         if len(numbers) <= _MOST_DIMENSIONS and all(map(_is_size, numbers)):
             return numbers
-    raise ValueError("a size is none")
+    raise ValueError("it has something else in place of a size")
 
 
 def _is_size(value: Any) -> bool:

@@ -119,7 +119,7 @@ def read(
     )
     state = _state(model, optimizers)
     if weights == "ema":
-        assert ema is None, "training goes on from the weights"
+        assert ema is None, "training resumes from the weights"
         if not has_average:
             raise UserError(
                 f"checkpoint {folder} has no moving average of the weights (its run had no train.ema then); "
@@ -178,7 +178,7 @@ def refuse_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, source:
     if problem := first_misfit(found, spec, source):
         raise UserError(
             f"{problem}; set `model` back to that of the checkpoint (resume.allow=[model] is for changes that leave "
-            "all shapes as they are), or begin a new run with another run.dir"
+            "all shapes as they are), or start a new run with another run.dir"
         )
 
 

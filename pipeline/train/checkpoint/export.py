@@ -109,7 +109,7 @@ def free_folder(to: Path) -> None:
     with storage.writing(f"--to {to}"):
         taken = to.is_file() or (to.is_dir() and any(to.iterdir()))
     if taken:
-        raise UserError(f"{to} is there already; name a folder that is new or empty")
+        raise UserError(f"{to} exists already; name a new or empty folder")
 
 
 def _write(

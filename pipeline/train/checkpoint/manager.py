@@ -104,7 +104,7 @@ class Checkpoints:
             raise UserError(
                 f"checkpoint {found.path.name} is damaged:\n  "
                 + "\n  ".join(problems)
-                + "\nname another one with --step; `pipeline train` goes on from the newest one that can be trusted"
+                + "\nname another one with --step; `pipeline train` resumes from the newest valid one"
             )
         return found
 
@@ -126,7 +126,7 @@ class Checkpoints:
         todo = "choose one of them" if everything else "train first"
         message = f"{self.folder} does not have {wanted} (steps there: {_steps(everything)}); {todo}"
         if any(checkpoint.step == step for checkpoint in self.abandoned()):
-            message += f"; {self._abandoned} has one that the run has gone back from"
+            message += f"; {self._abandoned} has one that a rewind abandoned"
         return UserError(message)
 
     def committed(self, step: int) -> Checkpoint:
@@ -151,9 +151,9 @@ class Checkpoints:
         if head is None:
             if (self.folder / _LATEST).exists():
                 raise UserError(
-                    f"{self.folder / _LATEST} names {self._read(_LATEST) or 'nothing'}, but there is no checkpoint any "
-                    "more, and starting again from random weights would not be what you asked for; restore one, or "
-                    "set run.dir to a new folder to train from the start"
+                    f"{self.folder / _LATEST} names {self._read(_LATEST) or 'nothing'}, but no checkpoint is left; "
+                    "refusing to restart from random weights. Restore a checkpoint, or set run.dir to a new folder to "
+                    "train from scratch"
                 )
             return None
         later = [each for each in self.all() if each.step > head.step]
@@ -165,9 +165,9 @@ class Checkpoints:
                 return checkpoint
             damaged.append(_damaged(checkpoint, problems))
         raise UserError(
-            "no checkpoint can be trusted, and starting again from random weights would not be what you asked for:\n  "
+            "no checkpoint is valid; refusing to restart from random weights:\n  "
             + "\n  ".join(damaged)
-            + "\nrestore the files, or set run.dir to a new folder to train from the start"
+            + "\nrestore the files, or set run.dir to a new folder to train from scratch"
         )
 
     def rewind(
@@ -209,12 +209,12 @@ class Checkpoints:
             assert latest is not None, "there was a head"
             if found is None:
                 report(
-                    f"resume.from={step} was followed before, and is not there any more: going on from step "
+                    f"resume.from={step} was applied before, and its checkpoint is gone: resuming from step "
                     f"{latest.step}"
                 )
             elif latest.step > step:
                 report(
-                    f"resume.from={step} was followed before: going on from step {latest.step}; to go back to step "
+                    f"resume.from={step} was applied before: resuming from step {latest.step}; to rewind to step "
                     f"{step} once more, remove {self.followed_file}"
                 )
             return latest
@@ -222,8 +222,8 @@ class Checkpoints:
             raise UserError(
                 f"resume.from is {step}, but checkpoint {found.path.name} is damaged:\n  "
                 + "\n  ".join(problems)
-                + f"\nname another step ({_steps(self.all())}), or leave it out to go on from the newest one that can "
-                "be trusted"
+                + f"\nname another step ({_steps(self.all())}), or leave resume.from out to resume from the newest "
+                "valid one"
             )
         return found
 
@@ -432,8 +432,8 @@ class Checkpoints:
                 now = _fingerprint(below)
                 if parent.fingerprint is not None and now is not None and now != parent.fingerprint:
                     report(
-                        f"{below.path.name} is not the one that {current.path.name} descends from (fingerprint {now} "
-                        f"instead of {parent.fingerprint}); passed over"
+                        f"{below.path.name} is not the checkpoint that {current.path.name} descends from (fingerprint "
+                        f"{now} instead of {parent.fingerprint}); skipped"
                     )
                     below = older[-2] if len(older) > 1 else None
             current = below
@@ -459,7 +459,7 @@ class Checkpoints:
             self._point_to(checkpoint)
         for each in reversed(later):
             target = self._place_in_abandoned(each)
-            report(f"going on from step {checkpoint.step}; {each.path.name} moves to {target}")
+            report(f"resuming from step {checkpoint.step}; moving {each.path.name} to {target}")
             os.replace(each.path, target)
         if later:
             storage.sync(self.folder)

@@ -131,7 +131,7 @@ def _verify_own_files(checkpoints: Checkpoints, task: dict[str, Any], rank: int,
         return {
             "problems": problems,
             "error": f"rank {rank} on {socket.gethostname()} cannot read {error.filename}: {error.strerror}; the "
-            "checkpoint may be good: mend the access of that machine, and run the same command again",
+            "checkpoint itself may be valid: repair the access of that machine to it, then run the same command again",
         }
     return {"problems": problems, "error": None}
 

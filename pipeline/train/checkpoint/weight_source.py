@@ -22,7 +22,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored
 from pipeline.train.checkpoint.weight_files import DTYPES
 
-_IMPOSSIBLE = "says of its model what cannot be"
+_IMPOSSIBLE = "describes a model that cannot be built"
 
 
 class WeightSource(Protocol):
@@ -96,7 +96,7 @@ class _Exported:
     def __post_init__(self) -> None:
         about = storage.get_json(self.folder / EXPORT_ORIGIN, "files", "weights", "fingerprints", "positions")
         if self.weights == "ema" and about["weights"] != "ema":
-            raise UserError(f"{self.folder} has the weights that were trained, and not their moving average")
+            raise UserError(f"{self.folder} has the trained weights, not their moving average")
         for name, (_, digest) in exported_files(self.folder, about).items():
             if problem := changed(self.folder / name, digest, symlinks=True):
                 raise UserError(f"{problem}; export them again")
@@ -169,14 +169,14 @@ def tensors_of(path: Path) -> dict[str, Stored]:
                 piece = tensors.get_slice(name)
                 dtype = DTYPES.get(piece.get_dtype())
                 if dtype is None:
-                    raise UserError(f"{path}: {name} is {piece.get_dtype()}, which is no type that is read here")
+                    raise UserError(f"{path}: {name} has dtype {piece.get_dtype()}, which is not supported")
                 found[name] = Stored(tuple(piece.get_shape()), dtype)
     except UserError:
         raise
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:
-        raise UserError(f"{path} is no sound safetensors file ({error}); is the download complete?") from error
+        raise UserError(f"{path} is not a valid safetensors file ({error}); is the download complete?") from error
     return found
 
 

@@ -217,7 +217,7 @@ def _connect(address: str, port: int, hello: bytes) -> socket.socket:
     try:
         end.sendall(hello)
         if end.recv(len(_WELCOME), socket.MSG_WAITALL) != _WELCOME:
-            raise ConnectionRefusedError("rank 0 did not take the connection")
+            raise ConnectionRefusedError("rank 0 did not accept the connection")
     except OSError:
         with suppress(OSError):
             end.sendall(_BYE)  # rank 0 may only be slow

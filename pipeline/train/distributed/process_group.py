@@ -124,12 +124,12 @@ def _rendezvous(processes: Processes, init_seconds: float) -> Any:
         if others != value:
             raise UserError(
                 f"rank {processes.rank} on {socket.gethostname()} has {name}={value}, but another rank has {others}; "
-                "start the same number of processes on every node, all with the same numbers"
+                "start the same number of processes on every node, all with the same values"
             )
     if store.add(f"rank {processes.rank}", 1) > 1:
         raise UserError(
-            f"two processes have RANK={processes.rank}, the second one is on {socket.gethostname()}; give every "
-            "process a rank of its own (torchrun: a --node-rank of its own to every node)"
+            f"two processes have RANK={processes.rank}, the second one is on {socket.gethostname()}; give each "
+            "process its own rank (torchrun: another --node-rank on each node)"
         )
     if not is_watched(os.environ):
         _Joined.peers = watch(processes, store, where.rpartition(":")[0])
@@ -142,7 +142,7 @@ def _rendezvous(processes: Processes, init_seconds: float) -> Any:
         except RuntimeError:
             raise RankFailed(f"rank 0 at {where} has ended; its message says why", EXIT_OTHER) from None
         raise MachineError(
-            f"only {processes.world_size - len(missing)} of {processes.world_size} ranks came to {where} within "
+            f"only {processes.world_size - len(missing)} of {processes.world_size} ranks reached {where} within "
             f"{wait.total_seconds():.0f} s; missing: {', '.join(missing[:20])}. Look at their logs; "
             f"{longer}"
         ) from None
@@ -154,8 +154,9 @@ def _tcp_store(processes: Processes, wait: timedelta, longer: str) -> tuple[Any,
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(
-            f"WORLD_SIZE is {processes.world_size}, so MASTER_ADDR and MASTER_PORT must name where rank 0 is, but they "
-            f"are {address or 'not set'} and {port or 'not set'}; start the processes with torchrun or launch.processes"
+            f"WORLD_SIZE is {processes.world_size}, so MASTER_ADDR and MASTER_PORT must name the address of rank 0, "
+            f"but they are {address or 'not set'} and {port or 'not set'}; start the processes with torchrun or "
+            "launch.processes"
         )
     # torchrun may have a store of its own at this address; then rank 0 does not open one.
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -175,8 +176,8 @@ def _tcp_store(processes: Processes, wait: timedelta, longer: str) -> tuple[Any,
     except (OSError, RuntimeError, ValueError) as error:
         if server and (os.strerror(errno.EADDRINUSE) in str(error) or "EADDRINUSE" in str(error)):
             raise MachineError(
-                f"rank 0 cannot listen at {where}: another program does, perhaps an earlier run that has not ended; "
-                "set MASTER_PORT (--master-port) to a free port"
+                f"rank 0 cannot listen at {where}: another program uses that port, perhaps an earlier run that has not "
+                "ended; set MASTER_PORT (--master-port) to a free port"
             ) from error
         raise MachineError(
             f"rank {processes.rank} on {socket.gethostname()} could not reach rank 0 at {where} within "

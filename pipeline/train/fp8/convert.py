@@ -43,7 +43,7 @@ def check_fp8(config: Fp8Config, device: torch.device) -> None:
     if device.type != "cuda" and not config.emulate:
         raise UserError(
             f"{key} needs a GPU that multiplies in fp8, but this run is on a CPU: leave the section out, or for a test "
-            f"of small models set {key}.emulate=true (torchao), which is slower than without"
+            f"of small models set {key}.emulate=true (torchao), which is slower than without fp8"
         )
     if device.type == "cuda" and not config.emulate:
         found, needed = torch.cuda.get_device_capability(device), _CAPABILITY[config.scaling]

@@ -101,7 +101,7 @@ def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_len
     emulated = ", emulated" if config.emulate else ""
     yield (
         f"fp8 ({config.backend}, {config.scaling}{sent}{emulated}): {count:,} of {total:,} matrices of layers, "
-        f"{fraction:.0%} of the FLOPs of a token"
+        f"{fraction:.0%} of the FLOPs per token"
     )
     left: dict[str, list[int]] = defaultdict(list)
     for index, matrices in every.items():

@@ -73,7 +73,7 @@ class _Source:
         """Refuse what we do not compute."""
         found = self.get(key, default)
         if found not in wanted:
-            self.refuse(key, found, f"only {' or '.join(map(repr, wanted))} is computed here")
+            self.refuse(key, found, f"only {' or '.join(map(repr, wanted))} is supported")
 
     def refuse(self, key: str, value: Any, why: str) -> NoReturn:
         """Raise an error: this value is nothing that we compute."""
@@ -86,11 +86,11 @@ class _Source:
                 continue
             if value in (None, False, [], {}):
                 continue
-            why = "nothing here computes it"
+            why = "it is not supported"
             if key == "auto_map":
-                why = "the model needs code of its own, and no code that comes with weights is run"
+                why = "the model needs its own code, and code that comes with weights is never run"
             if key == "quantization_config":
-                why = "weights that are quantized cannot be trained on; use the original ones"
+                why = "quantized weights cannot be trained; use the original ones"
             hint = f"pipeline convert from-hf DIR OUT --ignore {key}"
             self.refuse(key, value, f"{why}. If it does not change what the model computes: {hint}")
 
@@ -114,7 +114,7 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
     family, source = FAMILIES[model_type], _Source(values, file)
     model = _from_gpt2(source) if family.model_type == "gpt2" else _from_llama_like(source, family.model_type)
     source.finish(ignore)
-    return family, validated_model(model, f"{file} describes no model that can be built")
+    return family, validated_model(model, f"{file} describes a model that cannot be built")
 
 
 def to_hf_config(model: ModelConfig, vocab_size: int, positions: int) -> tuple[Family, Json]:
@@ -129,8 +129,8 @@ def to_hf_config(model: ModelConfig, vocab_size: int, positions: int) -> tuple[F
         UserError: no family computes this; the message names the key.
     """
     for key, value, why in (
-        ("logit_soft_cap", model.logit_soft_cap, "Gemma 2 has it alone, together with much else"),
-        ("init.scheme", "mup" if model.init.scheme == "mup" else None, "its factors on attention and logits"),
+        ("logit_soft_cap", model.logit_soft_cap, "only Gemma 2 has it, together with much that is not supported"),
+        ("init.scheme", "mup" if model.init.scheme == "mup" else None, "muP has factors on attention and logits"),
     ):
         if value is not None:
             raise _no_family(f"model.{key} is {value!r}", why)
@@ -237,7 +237,7 @@ def _bias(source: _Source, model_type: str) -> str:
     if model_type == "llama":
         attention, mlp = source.get("attention_bias", False), source.get("mlp_bias", False)
         if attention != mlp:
-            source.refuse("attention_bias", attention, f"mlp_bias is {mlp!r}; only both or none are computed here")
+            source.refuse("attention_bias", attention, f"mlp_bias is {mlp!r}; only both or none are supported")
         return "all" if attention else "none"
     source.must_be("attention_bias", (False,), False)
     return "none"
@@ -257,7 +257,7 @@ def _window(source: _Source, model_type: str, layers: int) -> int | None:
         kinds = ["sliding_attention" if uses and layer >= first else "full_attention" for layer in range(layers)]
     found = set(kinds)
     if len(found) > 1 or not found <= {"full_attention", "sliding_attention"}:
-        source.refuse("layer_types", kinds, "all layers have the same attention here, full or within one window")
+        source.refuse("layer_types", kinds, "all layers must have the same attention, full or within one window")
     return int(window) if found == {"sliding_attention"} and window is not None else None
 
 
@@ -266,10 +266,10 @@ def _rope(source: _Source) -> Json:
     theta, scaling = source.get("rope_theta"), source.get("rope_scaling", {})
     parameters = source.get("rope_parameters", {})
     if scaling and parameters and scaling != parameters:
-        source.refuse("rope_scaling", scaling, f"rope_parameters says something else ({parameters}); leave one of them")
+        source.refuse("rope_scaling", scaling, f"rope_parameters differs from it ({parameters}); remove one of them")
     found = dict(parameters or scaling)
     if nested := [key for key, value in found.items() if isinstance(value, dict)]:
-        source.refuse("rope_parameters", found, f"{nested[0]} has its own; all layers have the same here")
+        source.refuse("rope_parameters", found, f"{nested[0]} has its own; all layers must have the same")
     if found.get("rope_theta") is None:
         found["rope_theta"] = 10000.0 if theta is None else theta
     return found
@@ -281,12 +281,12 @@ def _rope_scaling(source: _Source, rope: Json, positions: int | None) -> Json | 
     if kind == "default":
         return None
     if kind not in _ROPE_KEYS:
-        source.refuse("rope_scaling", kind, f"only {', '.join(_ROPE_KEYS)} are computed here")
+        source.refuse("rope_scaling", kind, f"only {', '.join(_ROPE_KEYS)} are supported")
     for key, value in rope.items():
         if key not in known and value not in (None, False) and not (key == "truncate" and value is True):
-            source.refuse("rope_scaling", f"{key}: {value}", "nothing here computes it")
+            source.refuse("rope_scaling", f"{key}: {value}", "it is not supported")
     if rope.get("truncate") is False:
-        source.refuse("rope_scaling", "truncate: false", "the ramp goes from one whole dimension to another here")
+        source.refuse("rope_scaling", "truncate: false", "only a ramp between whole dimensions is supported")
     original = rope.get("original_max_position_embeddings")
     names = {"factor": "factor", "original_max_position_embeddings": "original_max_positions"}
     found = {names.get(key, key): rope[key] for key in _ROPE_KEYS[kind] if rope.get(key) is not None}

@@ -92,8 +92,8 @@ def to_hf(
     warning = ""
     if family.model_type == "qwen2" and not _splits_like_qwen(found.tokenizer):
         warning = (
-            "\nwarning: AutoTokenizer of transformers 5 has its own way of splitting text for every Qwen2, which is "
-            f"not this tokenizer's; use PreTrainedTokenizerFast.from_pretrained({str(to)!r})"
+            "\nwarning: AutoTokenizer of transformers 5 splits text in the same way for every Qwen2, which "
+            f"differs from this tokenizer; use PreTrainedTokenizerFast.from_pretrained({str(to)!r})"
         )
     return (
         f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "
@@ -155,7 +155,7 @@ def from_hf(
     return (
         f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors, "
         f"{sum(each.numel for each in found.tensors.values()):,} parameters, {total:,} bytes; a run file that includes "
-        f"{to / MODEL_FILE} trains on from there"
+        f"{to / MODEL_FILE} continues training from there"
     )
 
 

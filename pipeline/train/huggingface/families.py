@@ -249,8 +249,8 @@ def names_in_files(
         rest = [name for name in rest if name != HEAD]  # a copy of the embedding
     if rest:
         raise UserError(
-            f"{folder} has {len(rest)} tensors that a {family.model_type} by this config.json has not, like {rest[0]}; "
-            "it cannot be converted without loss"
+            f"{folder} has {len(rest)} tensors that a {family.model_type} with this config.json does not have, "
+            f"such as {rest[0]}; it cannot be converted without loss"
         )
     return names
 

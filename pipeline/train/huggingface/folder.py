@@ -84,7 +84,7 @@ class HuggingFaceFolder:
         names = self._weight_files()
         for path in (self.folder / name for name in names):
             if not path.is_file():
-                raise UserError(f"{path} is not there, though {INDEX} names it; is the download complete?")
+                raise UserError(f"{path} is missing, though {INDEX} names it; is the download complete?")
         return tensors_in(self.folder, names)
 
     @cached_property
@@ -106,8 +106,8 @@ class HuggingFaceFolder:
             )
         if not same:
             raise UserError(
-                f"{self.folder}: {HEAD} is not {embedding}, though config.json ties them (tie_word_embeddings); set "
-                "that to false if the head is one of its own"
+                f"{self.folder}: {HEAD} differs from {embedding}, though config.json ties them; set "
+                "tie_word_embeddings to false if the head has its own weights"
             )
 
     @cached_property
@@ -168,7 +168,7 @@ class HuggingFaceFolder:
             if isinstance(first, int) and entry["id"] == first:
                 return str(entry["content"])
         raise UserError(
-            f"neither {TOKENIZER_CONFIG_FILE} (eos_token) nor {CONFIG_FILE} (eos_token_id) of {self.folder} say which "
+            f"neither {TOKENIZER_CONFIG_FILE} (eos_token) nor {CONFIG_FILE} (eos_token_id) of {self.folder} says which "
             "token ends a document; name it with --end-of-document"
         )
 
@@ -178,14 +178,16 @@ class HuggingFaceFolder:
         if (index := self.folder / INDEX).is_file():
             named = storage.get_json(index, "weight_map")["weight_map"]
             if not isinstance(named, dict):
-                raise UserError(f"{index} is damaged: weight_map is no table of tensors and files; fetch it again")
+                raise UserError(
+                    f"{index} is damaged: weight_map is not a table of tensors and files; download it again"
+                )
             return sorted({storage.plain_name(name, index) for name in named.values()})
         if found := sorted(path.name for path in self.folder.glob("*.safetensors")):
             return found
         if pickles := [path.name for pattern in _PICKLES for path in sorted(self.folder.glob(pattern))]:
             raise UserError(
-                f"{self.folder} has its weights in {pickles[0]}, a pickle, which could run code and is not read; make "
-                "safetensors of it where you trust it: "
+                f"{self.folder} has its weights in {pickles[0]}, a pickle, which could run code and is not read; if "
+                "you trust it, convert it to safetensors: "
                 "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR, safe_serialization=True)"
             )
         raise UserError(f"{self.folder} has no *.safetensors files; is the download complete?")

@@ -119,7 +119,7 @@ class Decoder(nn.Module):
     def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, LayerContext]:
         """Positions, [1, S] or [B, S] when they differ by row, and the context of layers."""
         spec, device = self.spec, x.device
-        assert context.bounds_BS is None or context.states is None, "states hold one document a row"
+        assert context.bounds_BS is None or context.states is None, "states hold one document per row"
         queries = x.shape[1] if context.length is None else context.length
         places = None if context.states is None else context.states.places(queries, device)
         keys = queries if places is None else places.keys

@@ -14,6 +14,7 @@ from rich.console import Console
 from pipeline.common import storage
 from pipeline.common.console import warn
 from pipeline.common.errors import NumericalError
+from pipeline.common.format import counted
 from pipeline.common.run_files import RunFiles
 from pipeline.config.train import FaultsConfig
 from pipeline.train.distributed.process_group import broadcast_from_rank0
@@ -120,13 +121,13 @@ class Faults:
             back = self._way_back(step - 1)
             if back is not None:
                 if self._rewinds >= self._config.max_rewinds:
-                    times = f"{self._rewinds} times already, as often as train.faults.max_rewinds allows"
-                    self._end(row, kind, f"{what}, and the run has gone back {times}", "it")
+                    times = f"{counted(self._rewinds, 'time')}, as often as train.faults.max_rewinds allows"
+                    self._end(row, kind, f"{what}, and the run was already rewound {times}", "it")
                 self._rewinds += 1
                 self._in_a_row = 0
                 self._write(row, kind, "rewind", skip=back)
                 raise Rewind(back[0], back, f"{what} (its samples are in {self.record})")
-            what += ", and there is no checkpoint from before it to go back to"
+            what += ", and there is no checkpoint from before it to rewind to"
         if self._in_a_row >= self._config.max_in_a_row:
             were = "were not finite" if self._config.on_spike == "ignore" else "were spikes or not finite"
             lowest = ", with the loss scale at its lowest" if row.get("loss_scale") == 1.0 else ""
@@ -142,8 +143,8 @@ class Faults:
         """
         if self._withheld and not self._updates:
             raise NumericalError(
-                f"{self.withheld} and none was made up to the last step ({step}): the weights are those that "
-                f"the run began with, so this is not saved as its end. {self._advice()}, and run the same command in a "
+                f"{self.withheld} and none was made up to the last step ({step}): the weights are still those that "
+                f"the run began with, so no final checkpoint is saved. {self._advice()}, and run the same command in a "
                 "new folder (run.dir)"
             )
 
@@ -171,8 +172,8 @@ class Faults:
         these = f"the {'steps' if first < last else 'step'} (blend.skip: [{{steps: {steps}}}])"
         raise NumericalError(
             f"{why} ({self.withheld} in all). {self._saver.last_saved()} is from before {them}. {self._advice()}, "
-            f"look at the samples in {self.record}, or pass over {these} and run the same command; "
-            "resume.from goes back to an earlier checkpoint, where there is one"
+            f"look at the samples in {self.record}, or skip {these} and run the same command; "
+            "resume.from rewinds to an earlier checkpoint, if there is one"
         )
 
     def _advice(self) -> str:

@@ -281,7 +281,7 @@ class _RetryingSink:
                 self._rows.popleft()
         except OSError as error:
             if not self._failing:
-                self._say("%s; training goes on, and metrics are written when it can be done again", error)
+                self._say("%s; training continues, and metrics are written as soon as they can be", error)
             self._failing, self._pause = True, min(max(_PAUSE, 2 * self._pause), _LONGEST_PAUSE)
             self._again = time.monotonic() + self._pause
             return

@@ -89,7 +89,7 @@ class Profile(AbstractContextManager["Profile"]):
         if config.steps[0] > total:
             yield f"train.profile.steps={list(config.steps)} has no effect: the run has {total:,} steps"
         if config.memory and self._device.type != "cuda":
-            yield f"train.profile.memory=true has no effect on a {self._device.type}: it is about the memory of a GPU"
+            yield f"train.profile.memory=true has no effect on a {self._device.type}: it records the memory of a GPU"
 
     def ends_with(self, step: int) -> bool:
         """True for the last step of the profile, counted from 1; `finish` comes after it."""
@@ -220,7 +220,8 @@ class Profile(AbstractContextManager["Profile"]):
             reason = str(error) or type(error).__name__
             with suppress(OSError):
                 Console(stderr=True, soft_wrap=True).print(
-                    f"warning: rank {self._rank}: train.profile could not do all it was set to: {reason}", markup=False
+                    f"warning: rank {self._rank}: train.profile could not do everything it was set to: {reason}",
+                    markup=False,
                 )
             return False
 

@@ -68,7 +68,7 @@ def choose_compiling(
         compiled = long and not missing and not ruled_out
         why = f"the run is {'long' if long else 'short'}, {hours:,.2g} hours of arithmetic"
         if long and not compiled:
-            why += f", but there is no {'C++ compiler' if missing else 'compiling with what else it has'}"
+            why += f", but {'there is no C++ compiler' if missing else 'other settings do not go with compiled layers'}"
     return compiled, f"layers are {'' if compiled else 'not '}compiled" + (f": {why}" if why else "")
 
 
@@ -86,7 +86,8 @@ def check_compiler(device: torch.device) -> None:
         missing = _missing_program("CC", ("gcc", "clang"), "C")  # for the code that launches a kernel
     if missing:
         raise UserError(
-            f"train.compile needs {missing}: install it, or set train.compile=false, which computes the same, slower"
+            f"train.compile needs {missing}: install it, or set train.compile=false, which gives the same result more "
+            "slowly"
         )
 
 

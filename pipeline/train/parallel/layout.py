@@ -85,11 +85,11 @@ def resolve(
         nearest = f"{below} or {above}" if below else f"{above}"
         raise UserError(
             f"{section}: {named} needs a multiple of {fixed} processes, but there are {world_size}; set "
-            f"{processes}={nearest}, or start as many, or change the degrees"
+            f"{processes}={nearest}, or start that many, or change the degrees"
         )
     elif fixed != world_size:
         raise UserError(
-            f"{section}: {named} is {fixed} processes, but there are {world_size}; set {processes}={fixed}, or "
+            f"{section}: {named} needs {fixed} processes, but there are {world_size}; set {processes}={fixed}, or "
             f"{section}.dp_shard=-1 to take all there are"
         )
     return Layout(**degrees)

@@ -90,7 +90,7 @@ SCHEDULES: dict[ScheduleName, ScheduleFacts] = {
         _whole_rounds,
         "(p - 1) / (3vm + p - 1)",
         "p",
-        "interleaved, and gradients of weights fill the waiting (ZB-H1, Qi et al. 2023)",
+        "interleaved, and computing weight gradients fills the bubble (ZB-H1, Qi et al. 2023)",
     ),
     "zbv": ScheduleFacts(
         "ZBVZeroBubble",
@@ -101,7 +101,7 @@ SCHEDULES: dict[ScheduleName, ScheduleFacts] = {
         lambda m, p: m >= 2 * p,
         "(p - 1) / (6m + p - 1)",
         "p",
-        "two stages a rank in the shape of a V, gradients of weights fill the waiting (ZB-V, Qi et al. 2023)",
+        "two stages per rank in a V shape, and computing weight gradients fills the bubble (ZB-V, Qi et al. 2023)",
     ),
     "dualpipev": ScheduleFacts(
         "DualPipeV",

@@ -63,7 +63,7 @@ _ALL = (
         link_bandwidth=300 * _GB_S,
         network_bandwidth=200 * _GBIT_S,
         products_share=0.75,
-        source="NVIDIA A100 80GB SXM datasheet; network of a DGX A100: 200 Gbit/s a GPU",
+        source="NVIDIA A100 80GB SXM datasheet; network of a DGX A100: 200 Gbit/s per GPU",
         driver=r"NVIDIA A100[ -](SXM4|PCIE|PCIe)-(40|80)GB|NVIDIA A100 80GB PCIe",
         gres=r"(nvidia[_-])?a100([_-](sxm4|pcie))?([_-](40|80)gb)?([_-]pcie)?",
         card="NVIDIA A100-SXM4-80GB",
@@ -76,7 +76,7 @@ _ALL = (
         memory_bandwidth=3.35 * _TB_S,
         link_bandwidth=450 * _GB_S,
         network_bandwidth=400 * _GBIT_S,
-        source="NVIDIA H100 SXM datasheet; network of a DGX H100: 400 Gbit/s a GPU",
+        source="NVIDIA H100 SXM datasheet; network of a DGX H100: 400 Gbit/s per GPU",
         driver=r"NVIDIA H100 80GB HBM3",
         gres=r"(nvidia[_-])?h100([_-]sxm5?)?([_-]80gb([_-]hbm3)?)?",
         card="NVIDIA H100 80GB HBM3",
@@ -89,7 +89,7 @@ _ALL = (
         memory_bandwidth=2 * _TB_S,
         link_bandwidth=64 * _GB_S,
         network_bandwidth=200 * _GBIT_S,
-        source="NVIDIA H100 PCIe product brief; PCIe 5 x16 without bridges; network taken as 200 Gbit/s a GPU",
+        source="NVIDIA H100 PCIe product brief; PCIe 5 x16 without bridges; network taken as 200 Gbit/s per GPU",
         driver=r"NVIDIA H100 PCIe",
         gres=r"(nvidia[_-])?h100[_-]pcie",
         card="NVIDIA H100 PCIe",
@@ -102,7 +102,7 @@ _ALL = (
         memory_bandwidth=4.8 * _TB_S,
         link_bandwidth=450 * _GB_S,
         network_bandwidth=400 * _GBIT_S,
-        source="NVIDIA H200 SXM datasheet; network of a DGX H200: 400 Gbit/s a GPU",
+        source="NVIDIA H200 SXM datasheet; network of a DGX H200: 400 Gbit/s per GPU",
         driver=r"NVIDIA H200",
         gres=r"(nvidia[_-])?h200([_-]sxm5?)?",
         card="NVIDIA H200",
@@ -115,7 +115,7 @@ _ALL = (
         memory_bandwidth=8 * _TB_S,
         link_bandwidth=900 * _GB_S,
         network_bandwidth=400 * _GBIT_S,
-        source="NVIDIA DGX B200 datasheet, an eighth of it; network: 400 Gbit/s a GPU",
+        source="NVIDIA DGX B200 datasheet, an eighth of it; network: 400 Gbit/s per GPU",
         driver=r"NVIDIA B200",
         gres=r"(nvidia[_-])?b200",
         card="NVIDIA B200",
@@ -129,7 +129,7 @@ _ALL = (
         link_bandwidth=450 * _GB_S,
         network_bandwidth=200 * _GBIT_S,
         node_devices=4,
-        source="NVIDIA GH200 datasheet, with HBM3; a node of four as in Alps, network: 200 Gbit/s a GPU",
+        source="NVIDIA GH200 datasheet, with HBM3; a node of four as in Alps, network: 200 Gbit/s per GPU",
         driver=r"NVIDIA GH200 (120|480)GB",
         gres=r"(nvidia[_-])?gh200([_-](120|480)gb)?",
     ),
@@ -147,7 +147,7 @@ _ALL = (
         memory_bandwidth=5.3 * _TB_S,
         link_bandwidth=448 * _GB_S,
         network_bandwidth=400 * _GBIT_S,
-        source="AMD Instinct MI300X data sheet: 7 links of 64 GB/s one way; network taken as 400 Gbit/s a GPU",
+        source="AMD Instinct MI300X data sheet: 7 links of 64 GB/s one way; network taken as 400 Gbit/s per GPU",
         # No name of the driver's: a partition of one, with less of everything, may have the same.
         gres=r"(amd[_-])?(instinct[_-])?mi300x([_-]oam)?",
     ),
@@ -170,7 +170,7 @@ def find_device(name: str) -> Device:
     """
     found = DEVICES.get(name.lower()) or device_of_gres(name)
     if found is None:
-        raise UserError(f"--device {name}: nothing is known of it; take one of {', '.join(DEVICES)}")
+        raise UserError(f"--device {name}: this device is unknown; take one of {', '.join(DEVICES)}")
     return calibrated(found)
 
 

@@ -26,7 +26,7 @@ def fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
         RuntimeError: This process has a process group already, which would be lost.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process has a process group; plan in a process that is no rank of a run")
+        raise RuntimeError("this process has a process group; plan in a process that is not a rank of a run")
     forget_shardings()
     dist.init_process_group(FAKE_BACKEND, store=fake_store(), rank=rank, world_size=layout.world_size)
     try:

@@ -43,10 +43,10 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
     yield from (f"warning: {line}" for line in plan.warnings)
     device = plan.device
     yield (
-        f"devices: {plan.layout.world_size:,} x {device.name}, {device.node_devices} in a node: "
+        f"devices: {plan.layout.world_size:,} x {device.name}, {device.node_devices} per node: "
         f"{device.flops[plan.compute] / 1e12:,.0f} TFLOP/s {plan.compute}, {device.memory}, "
         f"{gib(device.memory_bytes)} GiB by its driver, at {device.memory_bandwidth / 1e12:.3g} TB/s, "
-        f"{device.link_bandwidth / 1e9:,.0f} GB/s in a node, "
+        f"{device.link_bandwidth / 1e9:,.0f} GB/s within a node, "
         f"{device.network_bandwidth / 1e9:,.0f} GB/s between nodes ({device.source})"
     )
     yield from layout_lines(plan.config, plan.layout)
@@ -70,8 +70,8 @@ def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
         fraction = other.peak_bytes / other.memory_limit
         tight = ", tight" if fraction >= _TIGHT else ""
         yield (
-            f"  {duration(other.hours * 3600)}, mfu {percent(other.main.mfu, 1)}, {gib(other.peak_bytes)} GiB a "
-            f"process ({percent(fraction, 0)} of the limit{tight}): {keys}"
+            f"  {duration(other.hours * 3600)}, mfu {percent(other.main.mfu, 1)}, {gib(other.peak_bytes)} GiB "
+            f"per process ({percent(fraction, 0)} of the limit{tight}): {keys}"
         )
 
 
@@ -217,7 +217,7 @@ def _ways_out(plan: ResourcePlan, rank: RankMemory, nodes: bool) -> Iterator[str
 
 
 def _memory_lines(plan: ResourcePlan) -> Iterator[str]:
-    yield "memory of a process at the peak of a step, GiB:"
+    yield "memory per process at the peak of a step, in GiB:"
     heads = "".join(f" {name:>{max(9, len(name))}}" for name in _HEADS)
     yield f"  {'pp rank':>7} {'parameters':>15}{heads} {'total':>9} {'of limit':>8}  peak"
     for ranks in _alike(plan.memory):
@@ -250,21 +250,21 @@ def _phase_lines(plan: ResourcePlan, phase: PhasePlan) -> Iterator[str]:
     again = phase.recompute_flops_per_token
     recomputed = f", and {again / 1e9:,.4g} G of recomputation" if again else ""
     if not again and plan.config.train.recompute.mode != "none":
-        recomputed = "; recomputation is passes over memory only"
+        recomputed = "; recomputation only reads and writes memory"
     yield (
-        f"  FLOPs of a token: {phase.flops_per_token / 1e9:,.4g} G (attention whole), "
+        f"  FLOPs per token: {phase.flops_per_token / 1e9:,.4g} G (attention whole), "
         f"{phase.flops_per_token_causal / 1e9:,.4g} G (attention half){recomputed}"
     )
     if phase.traffic:
         sent = ", ".join(f"{axis} {size(count)}" for axis, count in phase.traffic.items())
-        yield f"  a rank sends: {sent}"
+        yield f"  each rank sends: {sent}"
     if plan.layout.pp > 1:
         yield f"  bubble: {percent(phase.bubble, 1)} of the pipeline's time"
     parts = sorted(_seconds(phase).items(), key=lambda part: -part[1])
     fractions = ", ".join(f"{name} {percent(value / total, 1)}" for name, value in parts if value / total >= 0.0005)
     yield f"  time: {duration(total)}: {fractions}"
     yield (
-        f"  {shape.tokens / total / plan.layout.world_size:,.0f} tokens/s a device, mfu {percent(phase.mfu, 1)}, "
+        f"  {shape.tokens / total / plan.layout.world_size:,.0f} tokens/s per device, mfu {percent(phase.mfu, 1)}, "
         f"mfu_causal {percent(phase.mfu_causal, 1)}"
     )
 
@@ -275,7 +275,7 @@ def _run_lines(plan: ResourcePlan, default_time: bool) -> Iterator[str]:
     line = f"time: {duration(plan.hours * 3600)} of steps, {hours:,.1f} device-hours"
     if plan.job_seconds is not None:
         if plan.jobs is None:
-            line += "; the time of a job leaves none for steps"
+            line += "; the time limit of a job leaves no time for steps"
         else:
             line += f", about {counted(plan.jobs, 'job')} with {duration(plan.job_seconds)} of steps each"
         if default_time:

@@ -169,7 +169,7 @@ class _Search:
         changes = " ".join(as_arguments(differences(self._config, candidate.overrides)))
         return UserError(
             f"no layout over {devices} fits: the nearest ({changes or 'as it is'}) needs {about} "
-            f"{gib(least)} of {gib(limit)} GiB on a process; take more devices or larger ones, or a "
+            f"{gib(least)} of {gib(limit)} GiB per process; take more devices or larger ones, or a "
             "smaller model or sequence length"
         )
 

@@ -52,8 +52,8 @@ def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
     shares = device.shares
     share = shares.products
     measured_only = (
-        "those of products (in bf16, and taken for fp16, fp32 and recipes of fp8 without a figure), attention, passes "
-        "over memory and the update of fp32 moments; all else is assumed"
+        "those of products (in bf16, and taken for fp16, fp32 and recipes of fp8 without a figure), attention, memory "
+        "bandwidth and the update of fp32 moments; all else is assumed"
     )
     in_fp8 = []
     if fp8 is not None:
@@ -66,17 +66,18 @@ def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
     return [
         basis(device) if device.measured is None else f"{basis(device)}: {measured_only}",
         *in_fp8,
-        f"large matrix products reach {share:.0%} of the stated peak, attention {share * shares.attention:.0%}, passes "
-        f"over memory {shares.memory:.0%} of its bandwidth, the update of fp32 moments {shares.update:.0%}, "
-        f"collectives {LINK_SHARE:.0%} of that stated for links and network",
+        f"large matrix products reach {share:.0%} of the stated peak, attention {share * shares.attention:.0%}, "
+        f"elementwise operations {shares.memory:.0%} of the memory bandwidth, the update of fp32 moments "
+        f"{shares.update:.0%}, collectives {LINK_SHARE:.0%} of that stated for links and network",
         f"a collective takes {_CALL_S * 1e6:.0f} us, and {_HOP_S * 1e6:.0f} us for each rank that its ring goes "
         "through",
-        "computing waits for all that tp, cp and pp send; what dp_shard and dp_replicate send goes on beside it, where "
-        "there is something to compute, and does not slow it down; parallel.overlap.async_tp changes nothing here",
+        "computing waits for all that tp, cp and pp send; what dp_shard and dp_replicate send overlaps with it, "
+        "where there is something to compute, and does not slow it down; parallel.overlap.async_tp changes nothing "
+        "here",
         f"attention's backward takes {shares.attention_backward:.3g} times its forward, and with bounds of documents "
-        f"or windows kernels compute the whole square; an update moves {UPDATE_BYTES['fp32']} bytes a parameter, with "
-        f"moments in bf16 {UPDATE_BYTES['bf16']}; what Muon sends for its matrices takes no time",
-        "train.compile unset is compiled, as on a GPU; memory is that of layers that are not compiled",
+        f"or windows kernels compute the whole square; an update moves {UPDATE_BYTES['fp32']} bytes per parameter, "
+        f"with moments in bf16 {UPDATE_BYTES['bf16']}; what Muon sends for its matrices takes no time",
+        "where train.compile is unset, layers are compiled, as on a GPU; memory is that of layers without compilation",
         "the host always has the next operation ready, which small models are too fast for; loader, saves, validation, "
         "restarts, slow and failed nodes take no time",
     ]

@@ -33,7 +33,7 @@ from pipeline.train.run.lock import is_held, job
 _BEGIN, _END = "attempt", "attempt end"
 _NEUTRAL_ENDS = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
 """Ends by a mistake in the run file, by hand, or by a disk: they neither make nor break a crash loop."""
-_KILLED = "ended without a word, as after kill -9 or the loss of a node"
+_KILLED = "ended without a record of it, as after kill -9 or the loss of a node"
 _REWOUND = "rewind"
 
 
@@ -226,12 +226,12 @@ def refuse_crash_loop(
     which = f"attempts {numbers}" if limit > 1 else f"attempt {numbers}"
     # The first sentence: what follows in such a message is advice for another moment.
     ends = "; ".join(sorted({f"{attempt.outcome}: {attempt.reason.partition('. ')[0]}" for attempt in row[:limit]}))
-    point = f"The checkpoint of step {checkpoint}" if checkpoint else "The start of the run"
+    point = f"the checkpoint of step {checkpoint}" if checkpoint else "the start of the run"
     raise UserError(
-        f"{which} at this run died in step {step} ({ends}). {point} is what the next one would go on from, and come to "
-        f"step {step} again, so it is not started. See what happened there (`logs` and `ledger.jsonl` in {run}); then "
-        f"pass the step over, if it is its data (blend.skip: [{{steps: {step}}}]), or change what else is the cause: "
-        "an attempt with another key or other code is a new try. If the run is not to blame, raise launch.crash_loop "
+        f"{which} at this run died in step {step} ({ends}). The next one would begin at {point} and reach step {step} "
+        f"again, so it is not started. See what happened there (`logs` and `ledger.jsonl` in {run}). If the cause is "
+        f"the data of the step, skip it (blend.skip: [{{steps: {step}}}]); otherwise remove the cause: an attempt with "
+        "a changed key or changed code counts as a new try. If the run is not to blame, raise launch.crash_loop "
         f"({limit})"
     )
 

@@ -142,8 +142,8 @@ def refuse_lost_checkpoints(run: Path) -> None:
     if saved is not None:
         raise UserError(
             f"this run has saved step {saved} ({files.metrics.name}), but there is no checkpoint in "
-            f"{files.checkpoints}, and starting again from random weights would not be what you asked for; is a disk "
-            "or link missing? Restore them, or set run.dir to a new folder to train from the start"
+            f"{files.checkpoints}; refusing to restart from random weights. Is a disk or symbolic link missing? "
+            "Restore the checkpoints, or set run.dir to a new folder to train from scratch"
         )
 
 

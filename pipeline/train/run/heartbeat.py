@@ -272,7 +272,7 @@ def blocking_ranks_text(
         reasons += [f"rank {rank} has given no sign of life at all" for rank in range(world) if rank not in beats]
     lively = [beat for rank, beat in sorted(beats.items()) if rank not in quiet]
     reasons += [
-        f"{_who(beat)} is in no collective, but at {beat.place}"
+        f"{_who(beat)} is not in a collective, but at {beat.place}"
         for beat in lively
         if beat.waits is False and beat.place
     ]

@@ -70,7 +70,7 @@ class Lock:
                 if refuse:
                     raise UserError(_in_use(run, _parse(path, before), refuse))
             if not _replace(path, before, orjson.dumps(mine)):
-                raise UserError(_in_use(run, holder(run) or {}, "it came at the same moment"))
+                raise UserError(_in_use(run, holder(run) or {}, "it started at the same moment"))
         return cls(path, mine)
 
     def note(self, attempt: int) -> None:
@@ -191,7 +191,7 @@ def _why_not(held: Holder, mine: Holder, job_state: Callable[[str], str | None] 
         return "it runs" if alive else None
     number = held.get("job")
     if number is None or held.get("cluster") != mine.get("cluster", held.get("cluster")):
-        return "whether it runs cannot be known from this machine"
+        return "this machine cannot tell whether it runs"
     if number == mine.get("job"):
         # A job starts again only when its last start is over, and its next step when the last one is. What lives on,
         # on a node that was lost, finds out at its next commit.
@@ -241,7 +241,7 @@ def _in_use(run: Path, held: Holder, why: str) -> str:
         text += f", since {when(since)}"
     if beat := read_beat(run):
         place = "" if beat.step is None else f", at step {beat.step}"
-        text += f"; its last sign of life is of {when(beat.time)}{place} ({beat.phase})"
+        text += f"; its last sign of life was at {when(beat.time)}{place} ({beat.phase})"
     stop, lock = RunFiles(run).stop, RunFiles(run).lock
     return f"{text}; wait for it, stop it with `touch {stop}`, or, if you know that it is gone, remove {lock}"
 

@@ -49,13 +49,13 @@ def rollback_lines(checkpoints: Checkpoints, found: Checkpoint, config: Config, 
     if saves_lost(config.train.checkpoint, found.step, reached, saved) <= 1:
         return [
             *reasons,
-            f"the run saved step {reached}; resuming from {found.path.name}, the newest checkpoint that can be "
-            f"trusted, trains {steps} again",
+            f"the run saved step {reached}; resuming from {found.path.name}, the newest valid checkpoint, "
+            f"trains {steps} again",
         ]
     again = f"remove {checkpoints.followed_file} and " if asked == found.step else ""
     raise UserError(
-        f"the run saved step {reached}, and the newest checkpoint that can be trusted is {found.path.name} in "
-        f"{folder}: resuming from it loses {steps}, which is more than one save:\n  "
+        f"the run saved step {reached}, but the newest valid checkpoint is {found.path.name} in {folder}: "
+        f"resuming from it loses {steps}, which is more than one save:\n  "
         + "\n  ".join(reasons)
         + f"\nrestore the later checkpoints; or, to train from step {found.step + 1} again, {again}give "
         f"resume.from={found.step}"

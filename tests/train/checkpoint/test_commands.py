@@ -216,13 +216,13 @@ def test_prune_removes_by_the_policy_or_by_step(run: Path, call: Any) -> None:
     assert (code, out) == (0, f"removed {folder(run, 2)}\n")
     code, _, said = call("prune", run, "--steps", "4,6")
     assert code == 2
-    assert "step 6 is what the run goes on from; it stays" in said
+    assert "step 6 is the one that the run resumes from and stays" in said
     assert [each.step for each in Checkpoints.of_run(run).all()] == [4, 6]
     weights = folder(run, 6) / "__0_0.distcp"
     flip(weights, 1000)
     code, _, said = call("prune", run, "--steps", "4")
     assert code == 2
-    assert "step 4 is the last one that can be trusted" in said
+    assert "step 4 is the newest valid one" in said
     assert call("prune", run, "--keep", 1)[1] == "nothing to remove\n"
     assert call("prune", run, "--steps", "4,x")[0] == 2
 
@@ -371,7 +371,7 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(run: Path, root: Pat
     refused("step-00000004 is damaged", step=4)
     refused("step-00000004 is damaged", average, steps=None, last=3)
     to.write_text("")
-    refused("is there already", step=6)
+    refused("exists already", step=6)
     to.unlink()
     other = train(root, "other", *OVERRIDES[:-1], "model.dim=16", "run.seed=2")
     shutil.rmtree(folder(run, 4))

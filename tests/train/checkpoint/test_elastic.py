@@ -77,7 +77,7 @@ def goes_on(step: int, file: Path, run: Path, *overrides: str, micro_batch: int)
     """`pipeline train` from the checkpoint of `step` to the end."""
     code, out = _train(file, run, overrides, micro_batch)
     assert code == 0, out
-    assert f"going on from step-{step:08d}" in out
+    assert tiny.resumed_from(out) == step
 
 
 def assert_same_course(run: Path, whole: Path) -> None:

@@ -76,7 +76,7 @@ def test_plans_and_receipts_name_splits_of_their_source(root: Path, tmp_path: Pa
     receipt["splits"]["../../elsewhere"] = receipt["splits"]["train"]
     storage.put_json(file, receipt)
     assert any(f"{file} names '../../elsewhere'" in problem for problem in verify(data).problems)
-    with pytest.raises(UserError, match="not a plain file name"):
+    with pytest.raises(UserError, match=r"\.\./\.\./elsewhere"):
         files_are_there(data / "sea", receipt)
 
 
@@ -90,7 +90,7 @@ def test_a_part_of_a_dataset_is_a_file(root: Path, tmp_path: Path) -> None:
 
 def test_a_sweep_names_folders_in_its_own(tmp_path: Path) -> None:
     storage.put_json(tmp_path / "sweep.json", {"members": {"../../run": {}}})
-    with pytest.raises(UserError, match="not a plain file name"):
+    with pytest.raises(UserError, match=r"sweep\.json names '\.\./\.\./run'"):
         noted(tmp_path)
 
 

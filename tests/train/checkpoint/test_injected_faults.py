@@ -158,11 +158,11 @@ def test_a_rank_is_killed(root: Path, whole: Path, instant: str) -> None:
         codes = start.wait()
         assert codes[rank] == KILLED and codes[1 - rank] not in (0, KILLED), start.said()
     there = steps_there(root / name)
-    assert there, "it was killed before there was anything to go on from"
+    assert there, "it was killed before there was anything to resume from"
     for step in there:
         assert_good(root / name, step)
     said = train(root, name)
-    assert f"going on from step-{there[-1]:08d}" in said
+    assert tiny.resumed_from(said) == there[-1]
     assert "abandoned" not in said
     assert_same_end(root / name, whole)
 
@@ -178,7 +178,7 @@ def test_rank_0_is_killed_while_it_puts_later_checkpoints_away(root: Path, whole
     with Start(root / "run.yaml", run, 2, [f"resume.from={STEPS - 2}"], faults={0: Fault(at)}) as start:
         assert start.wait()[0] == KILLED, start.said()
     said = train(root, run.name)
-    assert f"going on from step-{STEPS - 2:08d}" in said
+    assert tiny.resumed_from(said) == STEPS - 2
     assert sorted(path.name for path in (run / "checkpoints" / "abandoned").iterdir()) == [
         f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"
     ]  # fmt: skip
@@ -204,7 +204,7 @@ def test_a_flipped_byte_is_found_on_load_and_by_the_tool(root: Path, whole: Path
     assert str(file) in text, text
     said = train(root, run.name)
     assert f"step-{STEPS:08d} is damaged" in said and file.name in said
-    assert f"going on from step-{STEPS - 1:08d}" in said
+    assert tiny.resumed_from(said) == STEPS - 1
     assert_same_end(run, whole)
     assert tiny.pipeline("checkpoint", "verify", run).returncode == 0
 
@@ -269,7 +269,7 @@ def test_a_write_that_fails_once_is_tried_again(root: Path, whole: Path, where: 
     run = root / where.replace(" ", "-")
     with Start(root / "run.yaml", run, 2, ["train.checkpoint.keep=9"], {rank: Fault(at, errno.ENOSPC)}) as start:
         assert start.wait() == [0, 0], start.said()
-        assert "could not be saved" not in start.text()
+        assert not tiny.failed_saves(start.text())
     assert steps_there(run) == list(range(1, STEPS + 1))
     for step in range(1, STEPS + 1):
         assert_good(run, step)
@@ -283,9 +283,8 @@ def test_a_save_that_is_given_up_is_told_and_the_next_one_tried(root: Path, whol
     with Start(root / "run.yaml", root / "given-up", 2, values, {1: fault}) as start:
         assert start.wait() == [0, 0], start.said()
         said = start.text()
-    for step in (3, 4):
-        assert f"step {step} could not be saved" in said and os.strerror(errno.ENOSPC) in said
-    assert "step-00000002 is still good" in said
+    assert set(tiny.failed_saves(said)) == {3, 4}
+    assert os.strerror(errno.ENOSPC) in said and "step-00000002" in said
     assert steps_there(root / "given-up") == [1, 2, 5, 6]
     state = orjson.loads((root / "given-up" / "checkpoints" / "step-00000005" / "state.json").read_bytes())
     assert state["parent"]["step"] == 2
@@ -310,7 +309,7 @@ def test_training_goes_on_while_the_disk_is_full(root: Path, long_whole: Path, s
     values = [f"train.duration={MANY_STEPS} steps", "train.checkpoint.keep=99", "train.checkpoint.retries=0"]
     with Start(root / "run.yaml", run, 2, values) as start:
         until = time.monotonic() + 300
-        while start.text().count("could not be saved") < 2:
+        while len(tiny.failed_saves(start.text())) < 2:
             assert start.running() and time.monotonic() < until, start.said()
             time.sleep(0.01)
         latest = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
@@ -319,7 +318,7 @@ def test_training_goes_on_while_the_disk_is_full(root: Path, long_whole: Path, s
         assert start.wait() == [0, 0], start.said()
         said = start.text()
     assert "Traceback" not in start.said()
-    assert "No space left on device" in said and f"step-{latest:08d} is still good" in said
+    assert "No space left on device" in said and f"step-{latest:08d}" in said
     there = steps_there(run)
     assert there[-1] == MANY_STEPS and len(there) < MANY_STEPS
     for step in there:
@@ -337,7 +336,7 @@ def test_the_second_of_two_runs_refuses_and_says_who_is_there(root: Path) -> Non
         wait_for_a_step(first)
         with Start(root / "run.yaml", root / "used", 2, values) as second:
             assert second.wait() == [2, 2], second.said()
-            assert f"is in use by process {first.processes[0].pid}" in second.text()
+            assert f"process {first.processes[0].pid} on " in second.text()
         (root / "used" / "stop").touch()
         assert first.wait() == [75, 75], first.said()
 

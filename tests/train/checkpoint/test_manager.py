@@ -147,7 +147,7 @@ def test_a_newer_one_of_another_line_is_set_aside(checkpoints: Checkpoints, tmp_
     found = resume(checkpoints, said.append)
     assert found is not None
     assert found.step == 10
-    assert "step-00000020 moves to" in said[0]
+    assert "moving step-00000020 to" in said[0]
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [10]
 
 
@@ -162,7 +162,7 @@ def test_a_parent_that_is_not_the_one_it_was_is_passed_over(checkpoints: Checkpo
     found = resume(checkpoints, said.append)
     assert found is not None
     assert found.step == 10
-    assert "step-00000020 is not the one that step-00000030 descends from" in said[1]
+    assert "step-00000020 is not the checkpoint that step-00000030 descends from" in said[1]
 
 
 def test_older_ones_that_it_does_not_descend_from_are_no_way_out(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_step_that_is_asked_for_is_followed_once(checkpoints: Checkpoints) -> 
     save(checkpoints, 15, 25)
     said: list[str] = []
     assert follow(checkpoints, 10, said.append).step == 25
-    assert "resume.from=10 was followed before: going on from step 25" in said[0]
+    assert "resume.from=10 was applied before: resuming from step 25" in said[0]
     damage(checkpoints, 25)
     assert follow(checkpoints, 10, silent).step == 15
     resume(checkpoints, silent)
@@ -396,7 +396,7 @@ def test_a_step_that_was_followed_may_be_gone_later(checkpoints: Checkpoints) ->
     checkpoints.remove([checkpoints.at(10)])
     said: list[str] = []
     assert follow(checkpoints, 10, said.append).step == 25
-    assert "resume.from=10 was followed before, and is not there any more: going on from step 25" in said[0]
+    assert "resume.from=10 was applied before, and its checkpoint is gone: resuming from step 25" in said[0]
     assert follow(checkpoints, 25, silent).step == 25
     checkpoints.rewind(15, silent)
     assert follow(checkpoints, 25, silent).step == 15

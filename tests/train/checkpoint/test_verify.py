@@ -114,7 +114,7 @@ def test_a_flipped_bit_is_found_by_whoever_reads_it_and_all_go_on_from_the_paren
     flip(checkpoints, 30, number)
     outcomes = ranks.call(find, [checkpoints.folder], {})
     assert [each["step"] for each in outcomes] == [20] * WORLD
-    assert f"__{number}_0.distcp has changed since it was written" in outcomes[0]["said"][0]
+    assert f"__{number}_0.distcp" in outcomes[0]["said"][0]
     assert outcomes[1]["said"] == outcomes[2]["said"] == []
     assert [each.step for each in checkpoints.all()] == [10, 20]
 
@@ -143,7 +143,7 @@ def test_a_rewind_is_verified_alike(ranks: Ranks, checkpoints: Checkpoints) -> N
 def test_a_step_that_is_asked_for_is_gone_back_to(ranks: Ranks, checkpoints: Checkpoints) -> None:
     outcomes = ranks.call(find, [checkpoints.folder], {"from": 10})
     assert [each["step"] for each in outcomes] == [10] * WORLD
-    assert "step-00000030 moves to" in outcomes[0]["said"][0]
+    assert "moving step-00000030 to" in outcomes[0]["said"][0]
     assert [each.step for each in checkpoints.abandoned()] == [20, 30]
 
 
@@ -180,7 +180,7 @@ def test_a_machine_that_does_not_see_the_folder_is_told_apart_from_damage(
     outcomes = ranks.call(find, [checkpoints.folder, tmp_path / "elsewhere"], {}, None, 0.2)
     kind, code, text = outcomes[0]["error"]
     assert (kind, code) == ("MachineError", EXIT_OTHER)
-    assert "is not visible from" in text
+    assert "COMMIT" in text and "run.dir" in text
     assert [each["error"][0] for each in outcomes[1:]] == ["RankFailed"] * (WORLD - 1)
     assert [each.step for each in checkpoints.all()] == [10, 20, 30]
 

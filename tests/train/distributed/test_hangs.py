@@ -102,7 +102,7 @@ def test_a_rank_that_is_stuck_in_its_own_code_is_told_from_those_that_wait(tmp_p
     launched = Launched(tmp_path, "hang", "launch.time_limits.step_seconds=3")
     code, _out, err = launched.result()
     assert code == 76
-    found = re.search(r"rank 1 on \S+ \(process \d+\) is in no collective, but at (\S+):\d+ \((\w+)\)", err)
+    found = re.search(r"rank 1 on \S+ \(process \d+\) is not in a collective, but at (\S+):\d+ \((\w+)\)", err)
     assert found, err
     assert found[1].endswith("tests/train/distributed/launched.py")
     assert found[2] == "this_is_where_it_hangs"

@@ -168,7 +168,7 @@ def test_rank_0_is_not_there() -> None:
 
 def test_too_few_come() -> None:
     error = error_of(Processes(0, 3, 0, 3), "127.0.0.1", ranks.free_port())
-    assert error.startswith("MachineError: only 1 of 3 ranks came to ")
+    assert error.startswith("MachineError: only 1 of 3 ranks reached ")
     assert "missing: rank 1, rank 2" in error
 
 

@@ -337,7 +337,7 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (
         2,
         (SMALL, "parallel.cp=2", "train.sequence_length=16", "train.micro_batch_size=2"),
-        "sequence_length=16 over parallel.cp=2 is no multiple of 16 tokens.*: set train.sequence_length=32$",
+        "sequence_length=16 over parallel.cp=2 is not a multiple of 16 tokens.*: set train.sequence_length=32$",
     ),
     (2, (SMALL, "parallel.pp=2", "parallel.pipeline.schedule=zbv", "model.layers=4"), "take one of gpipe, 1f1b"),
     (2, (*TE, "parallel.tp=2"), "backend=te with parallel.tp=2 is not tested.*backend=torchao, or parallel.tp=1"),

@@ -150,8 +150,8 @@ def test_the_model_section_is_what_the_config_says(family: str) -> None:
     ("changes", "message"),
     [
         ({"model_type": "gemma2"}, "model_type: 'gemma2' cannot be converted; these can: gpt2, llama"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map.*needs code of its own, and no code .* is run"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config.*quantized cannot be trained on"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map.*needs its own code, and code .* is never run"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.*quantized weights cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' cannot be converted: only 'silu'"),
         ({"attention_bias": True}, "attention_bias: True.*mlp_bias is False"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: 'dynamic'.*linear, llama3, yarn"),
@@ -159,14 +159,14 @@ def test_the_model_section_is_what_the_config_says(family: str) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate: false"),
         (
             {"some_new_gate": 7},
-            "some_new_gate: 7 cannot be converted: nothing here computes it.*--ignore some_new_gate",
+            "some_new_gate: 7 cannot be converted: it is not supported.*--ignore some_new_gate",
         ),
         ({"hidden_size": None}, "config.json has no hidden_size"),
-        ({"num_key_value_heads": 3}, "describes no model that can be built.*multiple of kv_heads 3"),
+        ({"num_key_value_heads": 3}, "describes a model that cannot be built.*multiple of kv_heads 3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
         (
             {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_scaling: .*rope_parameters says something else",
+            "rope_scaling: .*rope_parameters differs",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention has its own"),
     ],
@@ -181,7 +181,7 @@ def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], messag
 def test_layers_of_two_kinds_are_refused() -> None:
     base = {**FAMILIES["qwen3"].theirs().config.to_dict(), "use_sliding_window": True, "sliding_window": 8}
     base |= {"max_window_layers": 1, "layer_types": None}
-    with pytest.raises(UserError, match="layer_types: .*all layers have the same attention here"):
+    with pytest.raises(UserError, match="layer_types: .*all layers must have the same attention"):
         from_hf_config(base, "config.json")
     _, windowed = from_hf_config({**base, "max_window_layers": 0}, "config.json")
     assert windowed.sliding_window == 8
@@ -286,15 +286,15 @@ def test_folders_that_are_no_models(tmp_path: Path, tokenizer: Tokenizer) -> Non
     tensors = {name: value.clone() for name, value in load_file(weights).items()}  # the file is written over
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    refused("model.safetensors is no sound safetensors file.*is the download complete")
+    refused("model.safetensors is not a valid safetensors file.*is the download complete")
     save_file({name: value for name, value in tensors.items() if name != "model.norm.weight"}, weights)
     refused("has no tensor model.norm.weight")
     save_file({**tensors, "model.norm.weight": torch.ones(3)}, weights)
     refused("model.norm.weight is 3, but by config.json it is 32")
     save_file({**tensors, "model.layers.0.extra.weight": torch.ones(3)}, weights)
-    refused("1 tensors that a llama by this config.json has not, like model.layers.0.extra.weight")
+    refused("1 tensors that a llama with this config.json does not have, such as model.layers.0.extra.weight")
     save_file({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}, weights)
-    assert "llama" in describe(tmp_path / "theirs").lower(), "buffers of old versions are passed over"
+    assert "llama" in describe(tmp_path / "theirs").lower(), "buffers of old versions are skipped"
     weights.rename(tmp_path / "theirs" / "pytorch_model.bin")
     refused("pytorch_model.bin, a pickle, which could run code and is not read")
     (tmp_path / "theirs" / "pytorch_model.bin").unlink()
@@ -308,7 +308,7 @@ def test_folders_that_are_no_models(tmp_path: Path, tokenizer: Tokenizer) -> Non
     refused("has no tokenizer.json")
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "file").touch()
-    with pytest.raises(UserError, match="ours is there already"):
+    with pytest.raises(UserError, match="ours exists already"):
         from_hf(tmp_path / "theirs", tmp_path / "ours", console=QUIET)
 
 
@@ -322,7 +322,7 @@ def test_a_head_beside_a_tied_embedding(tmp_path: Path, tokenizer: Tokenizer) ->
     head[-1, -1] += 1
     save_file({**tensors, "lm_head.weight": head}, weights)
     with pytest.raises(
-        UserError, match=r"lm_head.weight is not model.embed_tokens.weight, though config.json ties them"
+        UserError, match=r"lm_head.weight differs from model.embed_tokens.weight.* set tie_word_embeddings to false"
     ):
         describe(tmp_path / "theirs")
 

@@ -48,7 +48,7 @@ def test_other_sizes(tmp_path: Path, key: str) -> None:
 def test_exported_weights(tmp_path: Path) -> None:
     about = {"files": {}, "weights": "model", "fingerprints": {"model": TINY | {"layers": 10**9}}, "positions": 64}
     (tmp_path / "export.json").write_bytes(orjson.dumps(about))
-    with pytest.raises(UserError, match="says of its model what cannot be: layers: .*less than or equal to 4096"):
+    with pytest.raises(UserError, match="describes a model that cannot be built: layers: .*less than or equal to 4096"):
         open_weights(tmp_path, None, "model")
 
 

@@ -251,7 +251,7 @@ def test_numbers() -> None:
 
 @pytest.mark.usefixtures("kind")
 def test_what_it_cannot_do_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"parallel.cp=2 .* gated convolution cannot compute on shares of sequences"):
+    with pytest.raises(UserError, match=r"parallel.cp=2 .* gated convolution cannot compute on shards of sequences"):
         check_layout(config_of(cp=2), 2)
     with pytest.raises(UserError, match=r"model.channels=32 cannot be cut over parallel.tp=3"):
         check_layout(config_of(tp=3), 3)

@@ -173,7 +173,7 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
         (*PIPELINE, "parallel.pipeline.schedule=zbv", "train.recompute.mode=selective"),
         "selective with schedule=zbv: .* set train.recompute.mode=full, or take one of gpipe, 1f1b, interleaved_1f1b",
     ),
-    (1, ("train.recompute={mode: selective, keep: []}",), "keeps nothing .* set train.recompute.mode=full"),
+    (1, ("train.recompute={mode: selective, keep: []}",), "keeps only the input .* set train.recompute.mode=full"),
     (1, ("train.recompute.mode=budget",), "train.compile=null: set train.compile=true"),
     (1, ("train.recompute.mode=budget", "train.compile=false"), "train.compile=false: set train.compile=true"),
     (2, ("train.recompute.mode=budget", "train.compile=true", "parallel.tp=2"), "parallel.tp=2: .* parallel.tp=1"),

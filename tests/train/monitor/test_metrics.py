@@ -159,7 +159,7 @@ def test_rows_that_meet_a_full_disk_are_written_later_in_order(
             assert sound.rows[-1] == step
     assert moody.rows == sound.rows == [1, 2, 3, 4, 5]
     assert [text.partition(": ")[2] for text in caplog.messages] == [
-        "[Errno 28] No space left on device; training goes on, and metrics are written when it can be done again",
+        "[Errno 28] No space left on device; training continues, and metrics are written as soon as they can be",
         "written again; 0 rows were lost",
     ]
 

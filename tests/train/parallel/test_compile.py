@@ -214,7 +214,7 @@ def test_where_layers_are_compiled_by_default() -> None:
         ({}, 1e16, False, False, "no C++ compiler"),
         ({"compile": False}, 1e16, True, False, "train.compile"),
         ({"compile": True}, 1e13, True, True, "train.compile"),
-        ({"recompute": {"mode": "full", "offload": True}}, 1e16, True, False, "what else it has"),
+        ({"recompute": {"mode": "full", "offload": True}}, 1e16, True, False, "other settings"),
     ],
 )
 def test_long_runs_on_a_cpu_are_compiled(

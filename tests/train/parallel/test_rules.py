@@ -111,7 +111,7 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (
         4,
         ("parallel.pp=4", "train.micro_batch_size=null"),
-        "train.batch_size: 32 windows over 1 .* of 32 make 1 micro-batch a step, .* schedule=1f1b over parallel.pp=4 "
+        "train.batch_size: 32 windows over 1 .* of 32 make 1 micro-batch per step, .* schedule=1f1b over parallel.pp=4 "
         r"needs 4 "
         r"or more: set train.micro_batch_size=8 \(4 micro-batches\)$",
     ),

@@ -97,7 +97,7 @@ def test_jobs_are_as_many_as_the_time_takes(run_file: Path) -> None:
     seconds = found.hours * 3600
     assert replace(found, job_seconds=seconds / 2.5).jobs == 3
     assert replace(found, job_seconds=-1.0).jobs is None
-    assert any("leaves none for steps" in line for line in plan_lines(replace(found, job_seconds=-1.0)))
+    assert any("leaves no time for steps" in line for line in plan_lines(replace(found, job_seconds=-1.0)))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def _without_tokenizer(folder: Path, *values: str) -> Config:
 
 def test_the_size_of_the_vocabulary_is_enough(tmp_path: Path) -> None:
     assert planned_spec(_without_tokenizer(tmp_path, "model.vocab_size=1000")).vocab_padded == 1024
-    with pytest.raises(UserError, match=r"model\.vocab_size: how many tokens .* set model\.vocab_size"):
+    with pytest.raises(UserError, match=r"model\.vocab_size: the vocabulary size .* set model\.vocab_size"):
         planned_spec(_without_tokenizer(tmp_path))
 
 
@@ -198,7 +198,7 @@ def test_what_is_refused(run_file: Path, call: Callable[..., tuple[int, str, str
     code, _, error = call(run_file, "parallel.tp=3", "--nodes", 3)
     assert code == 2 and "model.heads=4" in error
     code, _, error = call(run_file, "--device", "h300")
-    assert code == 2 and "--device h300: nothing is known of it; take one of a100, h100" in error
+    assert code == 2 and "--device h300: this device is unknown; take one of a100, h100" in error
 
 
 def test_advice_leaves_out_what_is_set(run_file: Path) -> None:

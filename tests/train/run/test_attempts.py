@@ -228,7 +228,7 @@ def test_so_many_deaths_at_the_same_step_and_the_next_attempt_is_refused(tmp_pat
 def test_a_loop_ends_with_a_newer_checkpoint_or_where_the_step_is_passed_over(tmp_path: Path) -> None:
     for _ in range(3):
         attempt(tmp_path, 5, 8, NumericalError("nan"))
-    assert refused(tmp_path, 8) is not None, "it would come to step 9"
+    assert refused(tmp_path, 8) is not None, "it would reach step 9"
     assert refused(tmp_path, 9) is None
     assert refused(tmp_path, 5, skipped=8) is None, "counted from 0"
     assert refused(tmp_path, 5, skipped=7) is not None
@@ -301,7 +301,7 @@ def test_a_run_that_dies_again_and_again_at_a_step_is_refused_and_goes_on_when_i
     code, out = start(root, "loop", in_time)
     assert code == 2
     assert "attempts 1, 2, 3 at this run died in step 5 (failed: in step 5)" in out
-    assert "The checkpoint of step 3" in out
+    assert "the checkpoint of step 3" in out
     assert orjson.loads((root / "loop" / "exit.json").read_bytes())["code"] == 2
     assert outcomes(root / "loop") == [(1, 0, 4, "failed"), (2, 3, 4, "failed"), (3, 3, 4, "failed")]
     with pytest.raises(ZeroDivisionError):

@@ -158,7 +158,7 @@ def test_a_rank_that_never_came_is_to_blame() -> None:
 def test_a_rank_outside_of_a_collective_is_to_blame() -> None:
     beats = {0: beat(0), 1: beat(1, waits=False, place="data.py:3 (read)"), 2: beat(2)}
     assert blocking_ranks_text(beats, 3, now=NOW) == (
-        "rank 1 on n1 (process 101) is in no collective, but at data.py:3 (read)"
+        "rank 1 on n1 (process 101) is not in a collective, but at data.py:3 (read)"
     )
 
 

@@ -195,7 +195,7 @@ def _obstacle(backend: Backend, need: KernelRequirements, machine: DeviceCaps) -
     if machine.device != "cuda":
         return f"needs a CUDA device, but this run is on a {machine.device.upper()}: set train.attention.backend=sdpa"
     if backend in FUSED and need.compute == "fp32":
-        return "computes in 16 bits alone, but train.precision.compute=fp32: set train.precision.compute=bf16"
+        return "computes in 16 bits only, but train.precision.compute=fp32: set train.precision.compute=bf16"
     if backend in FUSED and (need.head_size % MULTIPLE or need.head_size > MOST):
         return (
             f"takes head sizes that are multiples of {MULTIPLE} up to {MOST}, but this model's is {need.head_size}: "

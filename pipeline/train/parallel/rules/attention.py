@@ -23,7 +23,7 @@ def _sixteen_bits(config: Config, _: Layout) -> Iterator[str]:
     backend = config.train.attention.backend
     if backend in FUSED and config.train.precision.compute == "fp32":
         yield (
-            f"train.attention.backend={backend} computes in 16 bits alone, but train.precision.compute=fp32: set "
+            f"train.attention.backend={backend} computes in 16 bits only, but train.precision.compute=fp32: set "
             "train.precision.compute=bf16, or train.attention.backend=auto"
         )
 

@@ -34,8 +34,9 @@ def _some_matrices(config: Config, layout: Layout) -> Iterator[str]:
         )
     elif not fp8_matrices(fp8, spec, layout.tp):
         yield (
-            f"{_KEY}.min_size={fp8.min_size}: no matrix of the model has so many rows and columns, and multiples of "
-            f"{fp8.multiple}, on one process ({_sizes(spec, layout.tp)}): {_smaller(fp8, spec, layout)}"
+            f"{_KEY}.min_size={fp8.min_size}: no matrix of the model has at least that many rows and columns, "
+            f"both multiples of {fp8.multiple}, on one process ({_sizes(spec, layout.tp)}): "
+            f"{_smaller(fp8, spec, layout)}"
         )
 
 
@@ -83,7 +84,7 @@ def _tokens(config: Config, layout: Layout) -> Iterator[str]:
             below = length // multiple * multiple
             near = f"{below} or {below + multiple}" if below else f"{multiple}"
             yield (
-                f"{key}={length}{cut} is no multiple of {fp8.multiple} tokens, over which gradients of weights are "
+                f"{key}={length}{cut} is not a multiple of {fp8.multiple} tokens, over which gradients of weights are "
                 f"summed in fp8: set {key}={near}"
             )
 
@@ -128,13 +129,13 @@ def _transformer_engine(config: Config, layout: Layout) -> Iterator[str]:
         )
     if fp8.scaling == "delayed" and mode == "full":
         yield (
-            f"{_KEY}.recipe=delayed with train.recompute.mode=full: the largest values of a pass would be noted twice: "
-            f"set {_KEY}.recipe=current, or train.recompute.mode=none"
+            f"{_KEY}.recipe=delayed with train.recompute.mode=full: the largest values of a pass would be recorded "
+            f"twice: set {_KEY}.recipe=current, or train.recompute.mode=none"
         )
     if fp8.scaling == "delayed" and train.deterministic:
         yield (
-            f"{_KEY}.recipe=delayed with train.deterministic=true: scales begin anew when a run is resumed, which "
-            f"changes bits: set {_KEY}.recipe=current, or train.deterministic=false"
+            f"{_KEY}.recipe=delayed with train.deterministic=true: scales start from scratch when a run is resumed, "
+            f"which changes bits: set {_KEY}.recipe=current, or train.deterministic=false"
         )
 
 
@@ -143,8 +144,8 @@ def slow_without_compiler(config: Config, layout: Layout) -> Iterator[str]:
     fp8 = config.train.precision.fp8
     if fp8 is not None and fp8.backend == "torchao" and config.train.compile is False:
         yield (
-            f"{_KEY}.backend=torchao with train.compile=false: finding scales and rounding takes passes over memory of "
-            "its own, which may cost more than fp8 saves: leave train.compile out, or set it to true"
+            f"{_KEY}.backend=torchao with train.compile=false: finding scales and rounding reads and writes memory "
+            "separately, which may cost more time than fp8 saves: leave train.compile out, or set it to true"
         )
 
 

@@ -130,8 +130,8 @@ def _vocabulary(config: Config, layout: Layout) -> Iterator[str]:
     if multiple % tp:
         degrees = _nearest_degrees(tp, lambda d: multiple % d == 0, multiple)
         yield (
-            f"model.vocab_multiple={multiple} is no multiple of parallel.tp={tp}, so embedding and head cannot be cut "
-            f"for every vocabulary: set model.vocab_multiple={math.lcm(multiple, tp)}, or parallel.tp={degrees}"
+            f"model.vocab_multiple={multiple} is not a multiple of parallel.tp={tp}, so embedding and head cannot be "
+            f"cut for every vocabulary: set model.vocab_multiple={math.lcm(multiple, tp)}, or parallel.tp={degrees}"
         )
 
 
@@ -215,8 +215,8 @@ def _micro_batches(config: Config, layout: Layout) -> Iterator[str]:
             continue
         yield (
             f"{shape.batch_key}: {counted(shape.batch_size, 'window')} over {counted(layout.dp, 'data-parallel rank')} "
-            f"in micro-batches of {shape.micro_batch_size} make {counted(shape.micro_batches, 'micro-batch')} a step, "
-            f"but schedule={schedule} over parallel.pp={pp} needs {_demand(config.parallel.pipeline, pp)}: "
+            f"in micro-batches of {shape.micro_batch_size} make {counted(shape.micro_batches, 'micro-batch')} per "
+            f"step, but schedule={schedule} over parallel.pp={pp} needs {_demand(config.parallel.pipeline, pp)}: "
             f"{_way_out(config, layout, shape)}"
         )
 
@@ -264,7 +264,7 @@ def _whole_sequences(config: Config, layout: Layout) -> Iterator[str]:
     for mixer in _mixers(config):
         if cp > 1 and mixer.cp_transfer(method, layout.tp, cp) is None:
             yield (
-                f"parallel.cp={cp} with cp_method={method}: {mixer.label} cannot compute on shares of sequences: set "
+                f"parallel.cp={cp} with cp_method={method}: {mixer.label} cannot compute on shards of sequences: set "
                 "parallel.cp=1"
             )
 
@@ -383,7 +383,7 @@ RULES: Sequence[Rule] = (
         "multiple of `cp`, or `cp` is a multiple of them: then they are sent to several ranks.",
         _exchanged_heads,
     ),
-    Rule(("parallel.cp",), "Every mixer can compute on shares of sequences. Attention can.", _whole_sequences),
+    Rule(("parallel.cp",), "Every mixer can compute on shards of sequences. Attention can.", _whole_sequences),
     *RECOMPUTE_RULES,
     *ATTENTION_RULES,
     *FP8_RULES,
@@ -432,7 +432,7 @@ def _short_pipeline(config: Config, layout: Layout) -> Iterator[str]:
         smaller = f"set {shape.micro_key} lower than {shape.micro_batch_size}"
         yield (
             f"{shape.batch_key}: a step has {counted(shape.micro_batches, 'micro-batch')}, fewer than "
-            f"parallel.pp={layout.pp}, so that ranks wait a large part of the time; "
+            f"parallel.pp={layout.pp}, so that ranks wait for a large part of the time; "
             + (smaller if shape.micro_batch_size > 1 else "take a larger batch or a smaller parallel.pp")
         )
 
@@ -480,12 +480,12 @@ WARNINGS: Sequence[Rule] = (
     ),
     Rule(
         ("train.precision.fp8", "train.compile"),
-        "`fp8` of torchao without compiled layers, which rounds in passes of its own.",
+        "`fp8` of torchao without compiled layers, where rounding reads and writes memory separately.",
         slow_without_compiler,
     ),
     Rule(
         ("train.recompute.keep", "train.attention.backend", "train.compile"),
-        "Attention is to be kept and cannot be: that of `flex` outside of compiled layers.",
+        "Attention is to be kept, but cannot be: that of `flex` outside of compiled layers.",
         attention_again,
     ),
     Rule(("parallel.tp",), "`tp` is more than 8, which few machines have in one node.", _wide_tp),

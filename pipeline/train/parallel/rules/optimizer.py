@@ -14,7 +14,7 @@ def _muon(config: Config, _: Layout) -> Iterator[str]:
     if config.train.optimizer.type == "muon" and config.model.init.scheme == "mup":
         yield (
             "train.optimizer.type=muon with model.init.scheme=mup: muP scales learning rates for Adam, whose updates "
-            "grow otherwise with the width: set model.init.scheme=depth_scaled, or train.optimizer.type=adamw"
+            "grow differently with the width: set model.init.scheme=depth_scaled, or train.optimizer.type=adamw"
         )
 
 
@@ -28,7 +28,7 @@ def optimizer_without_effect(config: Config) -> Iterator[str]:
 OPTIMIZER_RULES: Sequence[Rule] = (
     Rule(
         ("train.optimizer.type", "model.init.scheme"),
-        "`type: muon` goes with all layouts, and with the schemes of initial weights but `mup`.",
+        "`type: muon` goes with all layouts, and with all schemes of initial weights except `mup`.",
         _muon,
         of_training=True,
     ),

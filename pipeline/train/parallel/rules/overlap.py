@@ -29,7 +29,7 @@ def _async_tp(config: Config, layout: Layout) -> Iterator[str]:
     if layout.tp > 1 and not parallel.sequence_parallel:
         yield (
             "parallel.overlap.async_tp=true with parallel.sequence_parallel=false: only gathers and sums of pieces of "
-            f"the sequence can go beside products: set parallel.sequence_parallel=true, {without}"
+            f"the sequence can overlap with products: set parallel.sequence_parallel=true, {without}"
         )
     if config.launch.device == "cpu":
         yield (

@@ -20,13 +20,13 @@ def _selective(config: Config, _: Layout) -> Iterator[str]:
         return
     if config.parallel.splits_backward:
         yield (
-            f"train.recompute.mode=selective with schedule={config.parallel.pipeline.schedule}: what was kept is gone "
-            f"when gradients of weights are computed: set train.recompute.mode=full, or take {_WITHOUT_SPLIT}"
+            f"train.recompute.mode=selective with schedule={config.parallel.pipeline.schedule}: what was kept is "
+            f"freed before weight gradients are computed: set train.recompute.mode=full, or take {_WITHOUT_SPLIT}"
         )
     if not recompute.keep:
         yield (
-            "train.recompute.keep=[] with mode=selective keeps nothing but the input of a layer: set "
-            "train.recompute.mode=full, which does that, or name what is kept"
+            "train.recompute.keep=[] with mode=selective keeps only the input of each layer: set "
+            "train.recompute.mode=full, which does the same, or name what to keep"
         )
 
 
@@ -92,7 +92,7 @@ def many_shapes(config: Config, layout: Layout) -> Iterator[str]:
     if config.train.compile is not False and len(shapes) > _MANY_SHAPES:
         yield (
             f"train.batch_ramp, blend.phases: micro-batches have {len(shapes)} shapes, and layers are compiled for "
-            "each (by default on a GPU): set train.micro_batch_size to a number that goes into all batches, or "
+            "each (by default on a GPU): set train.micro_batch_size to a number that divides all batches, or "
             "train.compile=false"
         )
 

@@ -177,8 +177,8 @@ class CheckpointReader(FileSystemReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 raise UserError(
-                    f"{item.storage_index.fqn} is no tensor in {self.path} but a pickle, which could run code and is "
-                    "not read; do not trust where the checkpoint comes from"
+                    f"{item.storage_index.fqn} in {self.path} is not a tensor but a pickle, which could run code and "
+                    "is not read; do not trust the source of the checkpoint"
                 )
         return super().read_data(plan, planner)
 

@@ -166,7 +166,7 @@ def test_this_machine() -> None:
     ("values", "message"),
     [
         (["backend=flex", "cpu"], "needs a CUDA device, but launch.device=cpu"),
-        (["backend=flash", "fp32"], "computes in 16 bits alone, but train.precision.compute=fp32"),
+        (["backend=flash", "fp32"], "computes in 16 bits only, but train.precision.compute=fp32"),
         (["backend=varlen", "model.head_dim=12"], "but this model's is 12: set model.head_dim=8"),
         (["backend=te"], "train.compile=null, which compiles on a GPU: torch.compile cannot follow"),
         (["backend=te", "train.compile=false", "train.recompute.mode=selective"], "recompute.mode=full or none"),
@@ -192,7 +192,7 @@ def test_a_run_says_what_it_takes_and_refuses_what_is_not_there(root: Path, monk
     assert code == 2 and "train.attention.backend=flex needs a CUDA device" in out
     values = ("train.attention.backend=varlen", "launch.device=auto", "train.precision.compute=fp32")
     code, out = start(root, "never", *values)
-    assert code == 2 and "computes in 16 bits alone" in out
+    assert code == 2 and "train.precision.compute=fp32" in out
 
 
 def test_what_keep_names_and_cannot_be_kept_is_warned_of(root: Path) -> None:
