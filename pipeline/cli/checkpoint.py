@@ -101,7 +101,7 @@ def checkpoint_prune(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
 ) -> None:
-    """Remove checkpoints that the policy does not keep, or chosen ones; never the last one that can be trusted."""
+    """Remove checkpoints that the policy does not keep, or chosen ones; never the last valid one."""
     config, checkpoints = _open(run, overrides)
     from pipeline.train.checkpoint import commands
 

@@ -66,7 +66,7 @@ class SourceConfig(Section):
     max_epochs: float | None = Field(default=None, gt=0)
     """Train on the source's tokens at most N times; fractions are allowed."""
     on_exhausted: Literal["renormalize", "stop", "repeat"] = "renormalize"
-    """At `max_epochs`: the other sources share its place, the run ends, or it goes on with a warning."""
+    """At `max_epochs`: the other sources share its place, the run ends, or it repeats with a warning."""
 
     @field_validator("name")
     @classmethod

@@ -94,7 +94,7 @@ class EvalConfig(Section):
     """Tasks of lm-evaluation-harness, after those."""
     every_checkpoint: bool = False
     """On SLURM: send an evaluation job for each permanent checkpoint (`train.checkpoint.keep_every`) while training
-    goes on."""
+    continues."""
     weights: Literal["model", "ema"] = "model"
     """Weights of a checkpoint that are evaluated, and continue prompts: those that were trained, or their moving
     average (`train.ema`)."""

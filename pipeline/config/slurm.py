@@ -68,7 +68,7 @@ class ResourcesConfig(Section):
     exclude: Line | None = None
     """Nodes that must not be used, like `n[17,42]`."""
     time: Minutes | None = Field(default=None, ge=1)
-    """Time limit of a job. Training goes on in the next job after it (`slurm.chain`)."""
+    """Time limit of a job. Training resumes in the next job after it (`slurm.chain`)."""
     cpus_per_task: int | None = Field(default=None, ge=1)
     """CPUs of each process; passed to srun, too."""
     mem_gb: float | None = Field(default=None, ge=0)
@@ -165,7 +165,7 @@ class SlurmConfig(Section):
     """Folder for what jobs execute, on a disk that all nodes share; nobody else may write to it or above it. By default
     the run folder; `~/.pipeline` where `group`, `umask` or the shell's umask lets others write there."""
     umask: str | None = Field(default=None, pattern=r"^0?[0-7]{3}$")
-    """Permissions that new files do not get: `0002` lets the group write, and so cancel or go on. By default what
+    """Permissions that new files do not get: `0002` lets the group write, and so cancel or resume. By default what
     the shell that submits has."""
     array: ArrayConfig = ArrayConfig()
     """Preprocessing."""

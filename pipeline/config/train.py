@@ -267,7 +267,7 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(default=None, ge=1)
     """Keep for ever the checkpoints of every N steps; one is written at each of these steps."""
     async_save: bool = True
-    """Write while training goes on: a step waits only until model and optimizer are copied to the memory of the host,
+    """Write while training continues: a step waits only until model and optimizer are copied to the memory of the host,
     which needs room for that copy."""
     retries: int = Field(default=2, ge=0)
     """Number of times that a failed save is tried again."""
@@ -280,8 +280,8 @@ class FaultsConfig(Section):
     """Handling of steps that are not finite, and of spikes of the loss or the gradient norm."""
 
     on_nonfinite: Literal["stop", "skip", "rewind"] = "skip"
-    """A loss or gradient that is not finite never reaches the weights. `stop` ends the run at once, `skip` goes on with
-    the next step, `rewind` goes back to a checkpoint and skips the steps around the fault."""
+    """A loss or gradient that is not finite never reaches the weights. `stop` ends the run at once, `skip` continues
+    with the next step, `rewind` goes back to a checkpoint and skips the steps around the fault."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
     """The same for a step whose loss or gradient norm lies far above those before it. `skip` withholds its update."""
     spike_window: int = Field(default=128, ge=8)
@@ -437,7 +437,7 @@ class ResumeConfig(Section):
 
     from_: int | Literal["latest"] | None = Field(default=None, alias="from")
     """The step of the checkpoint; later ones are moved to `abandoned`. `latest`: there must be one. By default the
-    latest one that can be trusted, and a run that never had one starts. A start that would lose more than one save
+    latest valid one, and a run that never had one starts. A start that would lose more than one save
     needs the step here."""
     verify_on_load: Literal["full", "size"] = "full"
     """`full` reads every file of the checkpoint and compares its hash; `size` looks at names and sizes only."""

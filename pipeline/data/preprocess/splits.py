@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import percent
 from pipeline.common.hashing import key
 from pipeline.data.datasets.files import TRAIN
 
@@ -105,8 +106,8 @@ def make_splits(config: DataConfig, smallest: Sequence[int] = (), source: str = 
     if end >= 2**64:
         raise UserError(
             f"source {source!r}: data.splits ({splits_in_words(config)}) leave nothing to train on: the documents "
-            f"that are counted take {counted / 2**64:.1%} of its hashes, the shares {(end - counted) / 2**64:.1%}; "
-            "lower the numbers or the shares"
+            f"that are counted take {percent(counted / 2**64, 1)} of its hashes, the shares "
+            f"{percent((end - counted) / 2**64, 1)}; lower the numbers or the shares"
         )
     return Splits(tuple(names), tuple(ends), config.split_by == "id")
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from pipeline.common.console import say
 from pipeline.common.errors import MachineError
-from pipeline.common.format import counted, size
+from pipeline.common.format import counted, percent, size
 from pipeline.data.work.worker_pool import Advanced, Done, J, Lost, R, Workers
 
 WIDE = 120
@@ -65,10 +65,10 @@ class ProgressLine:
         elif time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
             rate = self._done_bytes / (self._last_line - self._started)
+            done = percent(self._done_bytes / max(self._total, 1), 0)
             say(
                 self._console,
-                f"{size(self._done_bytes)} of {size(self._total)} ({self._done_bytes / max(self._total, 1):.0%}), "
-                f"{size(rate)}/s, {self._units_text}",
+                f"{size(self._done_bytes)} of {size(self._total)} ({done}), {size(rate)}/s, {self._units_text}",
             )
 
     def unit_done(self, tokens: int) -> None:

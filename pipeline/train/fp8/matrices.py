@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.common.format import spans
+from pipeline.common.format import percent, spans
 from pipeline.config.train import Fp8Config
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
@@ -101,7 +101,7 @@ def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_len
     emulated = ", emulated" if config.emulate else ""
     yield (
         f"fp8 ({config.backend}, {config.scaling}{sent}{emulated}): {count:,} of {total:,} matrices of layers, "
-        f"{fraction:.0%} of the FLOPs per token"
+        f"{percent(fraction, 0)} of the FLOPs per token"
     )
     left: dict[str, list[int]] = defaultdict(list)
     for index, matrices in every.items():

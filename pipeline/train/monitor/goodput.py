@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pipeline.common import storage
-from pipeline.common.format import counted
+from pipeline.common.format import counted, percent
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import Attempt, attempts
 
@@ -66,9 +66,9 @@ class Goodput:
             "down": self.down,
             "other": self.other,
         }
-        rest = ", ".join(f"{name} {seconds / self.wall:.1%}" for name, seconds in parts.items() if seconds)
+        rest = ", ".join(f"{name} {percent(seconds / self.wall, 1)}" for name, seconds in parts.items() if seconds)
         tries = counted(self.attempts, "attempt")
-        whole = f"{self.share:.1%} of {_duration(self.wall)} in {tries} went into steps that count"
+        whole = f"{percent(self.share, 1)} of {_duration(self.wall)} in {tries} went into steps that count"
         return f"{whole}; {rest}" if rest else whole
 
 

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError, install_extra
+from pipeline.common.format import percent
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.train import MetricsConfig
@@ -221,7 +222,7 @@ class Terminal:
             f"{row['tokens_per_second']:,.0f} tok/s"
         )
         if "mfu" in row:
-            numbers += f"  mfu {row['mfu']:.1%}"
+            numbers += f"  mfu {percent(row['mfu'], 1)}"
         if self._progress is not None:
             self._progress.update(self._task, completed=row["step"], numbers=numbers)
         elif row["step"] % self._every == 0 or row["step"] == self._total:

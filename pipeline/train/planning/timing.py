@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
+from pipeline.common.format import percent
 from pipeline.config import Config
 from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
@@ -59,16 +60,18 @@ def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
     if fp8 is not None:
         own = shares.fp8_products(fp8.scaling)
         in_fp8.append(
-            f"products in fp8 reach {'the same ' if own == share else ''}{own:.0%} of their own peak, and rounding "
+            f"products in fp8 reach {'the same ' if own == share else ''}{percent(own, 0)} of their own peak, and "
+            "rounding "
             f"moves {_ROUND_BYTES} bytes for each number of their inputs and of the gradients of their outputs; memory "
             "is that of bf16"
         )
     return [
         basis(device) if device.measured is None else f"{basis(device)}: {measured_only}",
         *in_fp8,
-        f"large matrix products reach {share:.0%} of the stated peak, attention {share * shares.attention:.0%}, "
-        f"elementwise operations {shares.memory:.0%} of the memory bandwidth, the update of fp32 moments "
-        f"{shares.update:.0%}, collectives {LINK_SHARE:.0%} of that stated for links and network",
+        f"large matrix products reach {percent(share, 0)} of the stated peak, attention "
+        f"{percent(share * shares.attention, 0)}, "
+        f"elementwise operations {percent(shares.memory, 0)} of the memory bandwidth, the update of fp32 moments "
+        f"{percent(shares.update, 0)}, collectives {percent(LINK_SHARE, 0)} of that stated for links and network",
         f"a collective takes {_CALL_S * 1e6:.0f} us, and {_HOP_S * 1e6:.0f} us for each rank that its ring goes "
         "through",
         "computing waits for all that tp, cp and pp send; what dp_shard and dp_replicate send overlaps with it, "

@@ -190,7 +190,7 @@ def test_a_number_and_a_share_that_take_all_documents(tmp_path, tokenizer):
         run(tmp_path, tokenizer, made, {"a": "9 documents", "b": 0.5})
     assert str(error.value) == (
         "source 's': data.splits (a: 9 documents, b: 0.5) leave nothing to train on: the documents that are counted "
-        f"take {end:.1%} of its hashes, the shares 50.0%; lower the numbers or the shares"
+        f"take {100 * end:.1f} % of its hashes, the shares 50.0 %; lower the numbers or the shares"
     )
 
 

@@ -137,7 +137,7 @@ def test_counts(tmp_path):
     before = snapshot(config.data_dir)
     said = shown(config)
     assert snapshot(config.data_dir) == before
-    assert "sea: stopped; 5 of 10 units done; 5.0 kB of 10.0 kB (50%)" in said
+    assert "sea: stopped; 5 of 10 units done; 5.0 kB of 10.0 kB (50 %)" in said
     assert "train: 50 documents, 500 tokens" in said
     assert "rejected: 9 of 60 records: 6 empty, 3 not JSON" in said
     assert "no process works on it; run `pipeline preprocess my.yaml` to resume" in said

@@ -104,7 +104,7 @@ def test_a_run_of_two_attempts_by_hand(tmp_path: Path) -> None:
     assert found is not None and found.wall == pytest.approx(82.0)
     assert found.share == pytest.approx(11.0 / 82.0)
     text = str(found)
-    assert text.startswith("13.4% of 1 min in 2 attempts went into steps that count; lost 4.6%")
+    assert text.startswith("13.4 % of 1 min in 2 attempts went into steps that count; lost 4.6 %")
     assert orjson.loads(orjson.dumps(found.to_json()))["share"] == found.share
 
 

@@ -149,8 +149,8 @@ def test_a_plan_says_what_of_fp8_was_measured(tmp_path: Path, given: Callable[..
         config = Case(tmp_path, 1, LLAMA_8B, train(8192, 1, 1, f", precision: {{fp8: {{recipe: {recipe}}}}}")).config
         return assumptions(given(), config.train.precision.fp8)[1]
 
-    assert "products in fp8 reach 25% of their own peak" in said("tensorwise")
-    assert "products in fp8 reach the same 50% of their own peak" in said("rowwise")
+    assert "products in fp8 reach 25 % of their own peak" in said("tensorwise")
+    assert "products in fp8 reach the same 50 % of their own peak" in said("rowwise")
 
 
 def test_suggestions_name_the_source(
