@@ -55,6 +55,9 @@ def from_hf(
     end_of_document: Annotated[
         str | None, typer.Option(metavar="TOKEN", help="What closes a document; by default the model's end of text.")
     ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave the tokenizer out; DIR needs none. It counts as unknown then.")
+    ] = False,
     max_shard: MaxShard = "5GB",
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="A key of config.json that changes nothing; repeatable.")
@@ -69,7 +72,10 @@ def from_hf(
     from pipeline.train.huggingface import convert
 
     if dry_run:
-        echo(convert.describe(folder, end_of_document=end_of_document, ignore=ignore or ()), end="")
+        echo(
+            convert.describe(folder, end_of_document=end_of_document, weights_only=weights_only, ignore=ignore or ()),
+            end="",
+        )
         return
     if out is None:
         raise UserError("name the folder that is to be made, after the model's; or use --dry-run")
@@ -78,6 +84,7 @@ def from_hf(
         folder,
         out,
         end_of_document=end_of_document,
+        weights_only=weights_only,
         max_shard=shard_bytes(max_shard),
         ignore=ignore or (),
         console=console,
