@@ -23,6 +23,7 @@ from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, described
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
+from pipeline.train.exported_model import with_tokenizer
 from pipeline.train.open_run import open_heldout
 from pipeline.train.setup import ALONE, check_tokenizer, init_rank
 from pipeline.train.validation import HeldOutLoss, heldout_loss
@@ -216,7 +217,7 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
     None means: evaluate.
     """
     try:
-        file = ExportedWeights.open(of) if isinstance(of, Path) else of
+        file = with_tokenizer(config, ExportedWeights.open(of))[0] if isinstance(of, Path) else of
         value: dict[str, Any] = storage.get_json(report_path(config, file))
         source = Checkpoints.of_run(config.run.dir).at(file) if isinstance(file, int) else file
         if {**WINDOWS, **value["made_with"]} != _made_with(config, source):

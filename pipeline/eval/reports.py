@@ -83,8 +83,11 @@ def identity(config: Config, source: Evaluated) -> dict[str, Any]:
 
     Those in a folder have their own key: no reader takes them for a checkpoint of the run.
     """
-    key = "export" if isinstance(source, ExportedWeights) else "checkpoint"
-    return {key: source.fingerprint, "weights": section_of(source, config.eval.weights)}
+    found = {"weights": section_of(source, config.eval.weights)}
+    if not isinstance(source, ExportedWeights):
+        return {"checkpoint": source.fingerprint, **found}
+    assumed = {} if source.assumed_tokenizer is None else {"assumed_tokenizer": source.assumed_tokenizer}
+    return {"export": source.fingerprint, **assumed, **found}
 
 
 def evaluated_checkpoint(report: Path) -> str | None:

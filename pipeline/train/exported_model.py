@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,18 @@ def open_exported(config: Config, folder: Path) -> tuple[VerifiedWeights, Tokeni
     """
     weights = verified_export(folder, config.eval.weights, WEIGHTS_OPTION, "eval.weights")
     broadcast_from_rank0(lambda: _compare_tokenizers(config, weights.source))
-    tokenizer = weights.source.tokenizer() or tokenizer_of_run(config)
+    source, tokenizer = with_tokenizer(config, weights.source)
     assert tokenizer is not None, "rank 0 has found one"
-    return weights, tokenizer
+    return replace(weights, source=source), tokenizer
+
+
+def with_tokenizer(config: Config, source: ExportedWeights) -> tuple[ExportedWeights, Tokenizer | None]:
+    """Exported weights and the tokenizer that they are evaluated with, which they name where it is the run's."""
+    own = source.tokenizer()
+    if own is not None:
+        return source, own
+    of_run = tokenizer_of_run(config)
+    return (source if of_run is None else replace(source, assumed_tokenizer=of_run.fingerprint)), of_run
 
 
 def _compare_tokenizers(config: Config, source: ExportedWeights) -> None:

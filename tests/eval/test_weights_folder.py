@@ -102,6 +102,7 @@ def test_exported_weights_of_a_step_give_the_figures_of_its_checkpoint(root: Pat
     value = json.loads(after[f"weights-{weights.fingerprint}.json"])
     assert value["step"] is None and "checkpoint" not in value["made_with"]
     assert value["export"]["path"] == str(root / "exported")
+    assert value["export"]["tokenizer"] == Checkpoints.of_run(root / "run").at(3).state()["fingerprints"]["tokenizer"]
     assert value["export"]["checkpoints"] == [
         {"step": 3, "fingerprint": Checkpoints.of_run(root / "run").at(3).fingerprint}
     ]
@@ -293,6 +294,15 @@ def test_damage_is_found(root: Path, config: Config, tmp_path: Path, damage: str
         load_decoder(config, folder)
 
 
+@pytest.mark.parametrize("change", [{"fingerprints": []}, {"fingerprints": {}}, {"files": {"../x": [1, "0"]}}])
+def test_a_damaged_record_is_refused(root: Path, config: Config, tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = Path(shutil.copytree(root / "exported", tmp_path / "exported"))
+    file = folder / "export.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | change))
+    with pytest.raises(UserError, match=r"export\.json"):
+        load_decoder(config, folder)
+
+
 def test_the_model_must_be_the_runs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def attempt(*overrides: str) -> str:
         with pytest.raises(UserError) as found:
@@ -355,6 +365,9 @@ def test_converted_weights_without_a_tokenizer(root: Path, tmp_path: Path, capsy
     model = [f"model.vocab_size={section['model']['vocab_size']}", "model.vocab_multiple=128"]
     config = load(root / "run.yaml", model)
     report = evaluate(config, tmp_path / "ours", QUIET)
+    assert report.export is not None and report.export["tokenizer"] is None
+    used = ExportedWeights.open(root / "exported").tokenizer_fingerprint
+    assert report.made_with["assumed_tokenizer"] == used and read_report(config, tmp_path / "ours") == report
     assert "it is not known which tokenizer" in capsys.readouterr().err.replace("\n", " ")
     of_step = evaluate(load(root / "run.yaml"), 3, QUIET, keep=False)
     assert report.blended.loss == pytest.approx(of_step.blended.loss, rel=1e-6)

@@ -54,6 +54,8 @@ class ExportedWeights:
     """Content of `export.json`."""
     fingerprint: str
     """Hash of `export.json`, and so of all files of weights."""
+    assumed_tokenizer: str | None = None
+    """Fingerprint of the run's tokenizer, which they are evaluated with where their own is unknown."""
     step: None = None
     """They are not those of a step of the run."""
 
@@ -73,7 +75,10 @@ class ExportedWeights:
         file = folder / EXPORT_ORIGIN
         if not file.is_file():
             raise UserError(f"{option}: {_not_exported(folder)}")
-        return cls(folder, storage.get_json(file, *_KEYS), f"{file_hash(file):016x}")
+        about = storage.get_json(file, *_KEYS)
+        if not isinstance(about["fingerprints"], dict) or "model" not in about["fingerprints"]:
+            raise UserError(f"{file} is damaged: it does not say of which model the weights are; export them again")
+        return cls(folder, about, f"{file_hash(file):016x}")
 
     @property
     def name(self) -> str:
@@ -89,7 +94,7 @@ class ExportedWeights:
     def tokens(self) -> int | None:
         """Tokens that the latest of its checkpoints was trained on; None for a converted model."""
         found = self.about.get("tokens")
-        return None if found is None else int(found)
+        return found if isinstance(found, int) else None
 
     @cached_property
     def files(self) -> Files:
@@ -129,6 +134,7 @@ class ExportedWeights:
             "path": str(self.path),
             "fingerprint": self.fingerprint,
             **{key: self.about.get(key) for key in ("kind", "run", "checkpoints", "weights", "tokens")},
+            "tokenizer": self.tokenizer_fingerprint,
         }
 
 
