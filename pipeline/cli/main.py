@@ -338,7 +338,7 @@ def serve(
     step: Step = None,
     weights: WeightsFolder = None,
 ) -> None:
-    """Serve a checkpoint, or weights in a folder: a web page, OpenAI's completions API, Megatron-LM's /api (HTTP)."""
+    """Serve a model over HTTP: a web page, OpenAI's completions API, Megatron-LM's /api."""
     options = {"host": host, "port": port, "watch": watch or None}
     given = {f"serve.{name}": value for name, value in options.items() if value is not None}
     which = _which(step, weights)
