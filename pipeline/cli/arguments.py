@@ -18,6 +18,16 @@ RunOrFolder = Annotated[
     typer.Argument(metavar="RUN", help="Run file (quickstart.yaml is included), or folder of a trained run."),
 ]
 Step = Annotated[int | None, typer.Option(help="Checkpoint step; default: the latest.", min=0)]
+WeightsFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="DIR",
+        help="Folder of weights in place of a checkpoint, from `checkpoint export`, `checkpoint average` or `convert "
+        "from-hf`.",
+        show_default=False,
+    ),
+]
 Slurm = Annotated[
     bool,
     typer.Option("--slurm", help="Submit to SLURM, with the settings of `slurm:` in the run file. Preview: --dry-run."),

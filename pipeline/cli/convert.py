@@ -56,6 +56,9 @@ def from_hf(
         str | None,
         typer.Option(metavar="TOKEN", help="Token that ends each document; default: the model's end of text."),
     ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave the tokenizer out; DIR needs none. It counts as unknown then.")
+    ] = False,
     max_shard: MaxShard = "5GB",
     ignore: Annotated[
         list[str] | None,
@@ -73,7 +76,10 @@ def from_hf(
     from pipeline.train.huggingface import convert
 
     if dry_run:
-        echo(convert.describe(folder, end_of_document=end_of_document, ignore=ignore or ()), end="")
+        echo(
+            convert.describe(folder, end_of_document=end_of_document, weights_only=weights_only, ignore=ignore or ()),
+            end="",
+        )
         return
     if out is None:
         raise UserError("give the folder to create after the model's folder, or use --dry-run")
@@ -82,6 +88,7 @@ def from_hf(
         folder,
         out,
         end_of_document=end_of_document,
+        weights_only=weights_only,
         max_shard=shard_bytes(max_shard),
         ignore=ignore or (),
         console=console,

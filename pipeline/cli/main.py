@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from pipeline import __version__
-from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step, Verbose
+from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step, Verbose, WeightsFolder
 from pipeline.cli.checkpoint import checkpoint_app
 from pipeline.cli.convert import convert_app
 from pipeline.cli.data import data_app
@@ -25,6 +25,7 @@ from pipeline.train.distributed.rank import begin_rank, is_consequence, is_rank,
 
 if TYPE_CHECKING:
     from pipeline.config import Config
+    from pipeline.train.checkpoint.exported import WeightsOf
     from slurm.submit.job_plan import StageName
 
 _ADVICE = {
@@ -192,6 +193,7 @@ def evaluate(
     run: RunOrFolder,
     overrides: Overrides = None,
     step: Step = None,
+    weights: WeightsFolder = None,
     table: Annotated[bool, typer.Option("--table", help="Show the evaluations of all steps, and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --table: print one JSON object.")] = False,
     prefetch: Annotated[
@@ -204,12 +206,13 @@ def evaluate(
     local: Local = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Evaluate a checkpoint: held-out loss, then the benchmarks of eval.tasks and eval.harness.
+    """Evaluate a checkpoint, or weights in a folder: held-out loss, then the benchmarks of eval.tasks and eval.harness.
 
     `pipeline eval prefetch RUN.yaml` is `pipeline eval RUN.yaml --prefetch`.
     """
     if run == Path("prefetch") and overrides and not run.exists():
         prefetch, run, overrides = True, Path(overrides[0]), overrides[1:]
+    which = _which(step, weights)
     config = _load(run, overrides)
     if prefetch:
         from pipeline.eval.harness import prefetch as fetch
@@ -221,11 +224,13 @@ def evaluate(
 
         show_table(config, Console(), as_json=as_json)
         return
+    if weights is not None and (slurm or local):
+        raise UserError("jobs evaluate checkpoints of a run; leave out --slurm and --local to evaluate --weights here")
     if _submitted(config, ["eval"], slurm, local, dry_run, step):
         return
     from slurm.local.stages import evaluate as stage
 
-    stage(config, step)
+    stage(config, which)
 
 
 @app.command()
@@ -300,6 +305,7 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, with the tokens.")] = False,
     step: Step = None,
+    weights: WeightsFolder = None,
 ) -> None:
     """Generate text from prompts, in batches. Options override the keys of `generate:`."""
     options = {
@@ -314,18 +320,19 @@ def generate(
         "seed": seed,
     }
     given = {f"generate.{name}": value for name, value in options.items() if value is not None}
+    which = _which(step, weights)
     config = _load(run, overrides, given)
     if logprobs is not None and not as_json:
         raise UserError("--logprobs shows nothing without --json; add --json")
     if len(prompt or ()) < 2 and prompts is None and not as_json:
         from pipeline.eval.text import continue_prompt
 
-        continue_prompt(config, step)
+        continue_prompt(config, which)
         return
     from pipeline.eval.text import continue_prompts, read_prompts
 
     texts = [*(prompt or ()), *(read_prompts(prompts) if prompts else ())] or [config.generate.prompt]
-    continue_prompts(config, texts, step, as_json=as_json, logprobs=logprobs)
+    continue_prompts(config, texts, which, as_json=as_json, logprobs=logprobs)
 
 
 @app.command()
@@ -339,14 +346,16 @@ def serve(
         Path | None, typer.Option(help="File with the key that requests must send; default: PIPELINE_API_KEY, if set.")
     ] = None,
     step: Step = None,
+    weights: WeightsFolder = None,
 ) -> None:
-    """Serve a checkpoint over HTTP: a web page, OpenAI's completions API, Megatron-LM's /api."""
+    """Serve a model over HTTP: a web page, OpenAI's completions API, Megatron-LM's /api."""
     options = {"host": host, "port": port, "watch": watch or None}
     given = {f"serve.{name}": value for name, value in options.items() if value is not None}
+    which = _which(step, weights)
     config = _load(run, overrides, given)
     from pipeline.eval.server.serve import serve as start
 
-    start(config, step, api_key_file, Console())
+    start(config, which, api_key_file, Console())
 
 
 @app.command()
@@ -446,6 +455,15 @@ def _load(run: Path, overrides: list[str] | None, values: dict[str, Any] | None 
     from pipeline.config.load import load_run
 
     return load_run(run, overrides or (), values)
+
+
+def _which(step: int | None, weights: Path | None) -> WeightsOf:
+    """The weights that a command reads."""
+    if weights is None:
+        return step
+    from pipeline.train.checkpoint.exported import choose_weights
+
+    return choose_weights(step, weights)
 
 
 def _name_keys(error: Any) -> None:

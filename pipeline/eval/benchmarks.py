@@ -21,7 +21,7 @@ def run_benchmarks(
     """The tasks of `eval.tasks`, then those of `eval.harness`, each that is not made yet. Every rank calls this.
 
     Args:
-        engine: with a checkpoint.
+        engine: with weights that are kept.
         console: where the tables go.
         keep: whether results are written down.
         beat: a sign of life, called after each batch.

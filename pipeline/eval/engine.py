@@ -15,7 +15,7 @@ from rich.console import Console
 from pipeline.common.console import progress
 from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.out_of_memory import out_of_memory_means
@@ -39,8 +39,8 @@ class GenerationEngine:
     """This process's parts of it."""
     runner: Runner
     tokenizer: Tokenizer
-    checkpoint: Checkpoint | None
-    """None for weights that are in training."""
+    source: Evaluated | None
+    """Source of the weights; None for those that are in training."""
 
     @property
     def max_length(self) -> int:
@@ -54,12 +54,12 @@ class GenerationEngine:
         return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def open_engine(config: Config, step: int | None, ranks: Processes) -> GenerationEngine:
-    """The model of a verified checkpoint under the layout of the evaluation; every rank calls this.
+def open_engine(config: Config, which: WeightsOf, ranks: Processes) -> GenerationEngine:
+    """The model of verified weights under the layout of the evaluation; every rank calls this.
 
     Args:
         config: resolved config.
-        step: of the checkpoint, by default the latest one.
+        which: checkpoint or folder.
         ranks: the place of this process among those of the evaluation.
 
     Raises:
@@ -70,8 +70,8 @@ def open_engine(config: Config, step: int | None, ranks: Processes) -> Generatio
     parallel = evaluation_parallel(config, ranks.world_size)
     advice = "the model does not fit; evaluate on more processes (eval.processes, eval.parallel)"
     with out_of_memory_means(lambda: advice):
-        found = load_for_inference(config, step, ranks, parallel)
-    return GenerationEngine(config, found.setup, found.model, found.runner, found.tokenizer, found.checkpoint)
+        found = load_for_inference(config, which, ranks, parallel)
+    return GenerationEngine(config, found.setup, found.model, found.runner, found.tokenizer, found.source)
 
 
 @contextmanager

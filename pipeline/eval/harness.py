@@ -25,9 +25,10 @@ from pipeline.common.hashing import value_hash
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
 from pipeline.eval.engine import GenerationEngine
-from pipeline.eval.reports import benchmark_path, kept_results
-from pipeline.eval.tasks import Row, made_with_checkpoint, print_results
-from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.eval.reports import benchmark_path, evaluated_by, kept_results
+from pipeline.eval.tasks import Row, made_with_weights, print_results, results_of
+from pipeline.train.checkpoint.exported import Evaluated
+from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import barrier, broadcast_from_rank0
 from pipeline.train.out_of_memory import out_of_memory_means
 
@@ -48,10 +49,10 @@ _STATE = ("lm_eval", "files")
 def run_harness(
     engine: GenerationEngine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Make the tasks of `eval.harness`, if they are not made of this checkpoint in this way yet. Every rank calls this.
+    """Make the tasks of `eval.harness`, if they are not made of these weights in this way yet. Every rank calls this.
 
     Args:
-        engine: with a checkpoint.
+        engine: with weights that are kept.
         console: where the table goes.
         keep: whether the results are written down.
         beat: a sign of life, called after each batch, and in between where the harness takes its time.
@@ -62,20 +63,20 @@ def run_harness(
     Raises:
         UserError: the package is not there, a task is unknown, or its data is.
     """
-    config, checkpoint = engine.config, engine.checkpoint
-    assert checkpoint is not None and config.eval.harness is not None
-    path = benchmark_path(config, checkpoint.step, "harness")
-    value: dict[str, Any] | None = broadcast_from_rank0(lambda: _made(config, checkpoint))
+    config, source = engine.config, engine.source
+    assert source is not None and config.eval.harness is not None
+    path = benchmark_path(config, evaluated_by(source), "harness")
+    value: dict[str, Any] | None = broadcast_from_rank0(lambda: _made(config, source))
     if value is None:
-        made_with = broadcast_from_rank0(lambda: _made_with(config, checkpoint))
+        made_with = broadcast_from_rank0(lambda: _made_with(config, source))
         found = _evaluate(engine, config.eval.harness, console, beat)
-        value = {"step": checkpoint.step, "made_with": made_with, **found}
+        value = {**results_of(source), "made_with": made_with, **found}
         if keep and engine.is_first:
             path.parent.mkdir(exist_ok=True)
-            storage.put_json(path, {**value, "others": _others(config, checkpoint, made_with)})
+            storage.put_json(path, {**value, "others": _others(config, source, made_with)})
     if engine.is_first:
         title = "lm-evaluation-harness"
-        print_results(config, checkpoint, console, title, _rows(value), path if keep else None)
+        print_results(config, source, console, title, _rows(value), path if keep else None)
     return value
 
 
@@ -272,32 +273,32 @@ def _require() -> None:
         raise UserError(f"eval.harness needs lm-evaluation-harness ({error}): {install_extra('eval')}") from None
 
 
-def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The results of a checkpoint, if they are there and made of the same things."""
-    kept = kept_results(config, checkpoint, "harness")
-    made_with = _made_with(config, checkpoint) if kept else {}
+def _made(config: Config, source: Evaluated) -> dict[str, Any] | None:
+    """The results of some weights, if they are there and made of the same things."""
+    kept = kept_results(config, source, "harness")
+    made_with = _made_with(config, source) if kept else {}
     same = (value for value in kept.values() if value["made_with"] == made_with)
     return next((value for value in same if isinstance(value.get("results"), dict)), None)
 
 
-def _others(config: Config, checkpoint: Checkpoint, made_with: dict[str, Any]) -> list[dict[str, Any]]:
-    """Results that are kept of the checkpoint with other tasks or settings."""
+def _others(config: Config, source: Evaluated, made_with: dict[str, Any]) -> list[dict[str, Any]]:
+    """Results that are kept of the weights with other tasks or settings."""
 
     def settings(of: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in of.items() if key not in _STATE}
 
-    kept = kept_results(config, checkpoint, "harness").values()
+    kept = kept_results(config, source, "harness").values()
     return [value for value in kept if settings(value["made_with"]) != settings(made_with)]
 
 
-def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
     harness = config.eval.harness
     assert harness is not None
     version = None
     with suppress(metadata.PackageNotFoundError):
         version = metadata.version("lm-eval")
     return {
-        **made_with_checkpoint(config, checkpoint),
+        **made_with_weights(config, source),
         "lm_eval": version,
         "tasks": _names(harness),
         "num_fewshot": harness.num_fewshot,

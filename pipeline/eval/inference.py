@@ -1,4 +1,4 @@
-"""A checkpoint's model as generation wants it: whole, in one process, without anything that only training needs."""
+"""A model as generation wants it: whole, in one process, without anything that only training needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
 from pipeline.train.setup import load_for_inference
@@ -22,20 +22,20 @@ class Loaded:
 
     model: Decoder
     tokenizer: Tokenizer
-    checkpoint: Checkpoint
+    source: Evaluated
 
 
-def load_decoder(config: Config, step: int | None) -> Loaded:
-    """The model of a verified checkpoint, whatever layout it was trained on, in the type that training computes in.
+def load_decoder(config: Config, which: WeightsOf) -> Loaded:
+    """The model of verified weights, whatever layout it was trained on, in the type that training computes in.
 
     Raises:
         UserError: As `load_for_inference`.
     """
-    found = load_for_inference(config, step)
+    found = load_for_inference(config, which)
     # cuDNN's attention makes a plan for every number of keys, which here is one a token, and keeps them all.
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = unwrapped(found.model.whole, COMPUTE_DTYPE[config.train.precision.compute])
-    return Loaded(model, found.tokenizer, found.checkpoint)
+    return Loaded(model, found.tokenizer, found.source)
 
 
 def unwrapped(model: Decoder, dtype: torch.dtype) -> Decoder:

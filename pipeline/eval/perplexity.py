@@ -1,10 +1,11 @@
-"""Held-out loss of a checkpoint, by source and together: each token of the held-out splits once, or a fixed sample."""
+"""Held-out loss of weights, by source and together: each token of the held-out splits once, or a fixed sample."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -17,10 +18,12 @@ from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.eval.benchmarks import run_benchmarks
 from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
-from pipeline.eval.reports import WINDOWS, report_path
+from pipeline.eval.reports import WINDOWS, evaluated_by, identity, report_path
 from pipeline.eval.table import write_table
-from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, described
+from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
+from pipeline.train.exported_model import with_tokenizer
 from pipeline.train.open_run import open_heldout
 from pipeline.train.setup import ALONE, check_tokenizer, init_rank
 from pipeline.train.validation import HeldOutLoss, heldout_loss
@@ -48,14 +51,24 @@ class Score:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Held-out loss of one checkpoint."""
+    """Held-out loss of a checkpoint, or of weights in a folder."""
 
-    step: int
+    step: int | None
+    """Step of the checkpoint; None for weights in a folder."""
     made_with: dict[str, Any]
-    """All that the figures depend on: checkpoint, which of its weights, held-out data, windows, precision."""
+    """All that the figures depend on: weights, held-out data, windows, precision."""
     sources: dict[str, Score]
     blended: Score
     """All sources together, weighted by their tokens."""
+    export: dict[str, Any] | None = None
+    """Origin of weights in a folder."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the file of the report."""
+        values = asdict(self)
+        if self.export is None:
+            del values["export"]
+        return values
 
 
 def score(loss: HeldOutLoss, documents: int, text_bytes: int | None) -> Score:
@@ -73,13 +86,13 @@ def score(loss: HeldOutLoss, documents: int, text_bytes: int | None) -> Score:
 
 def evaluate(
     config: Config,
-    checkpoint: int | None = None,
+    which: WeightsOf = None,
     console: Console | None = None,
     *,
     keep: bool = True,
     ranks: Processes = ALONE,
 ) -> EvalReport:
-    """Score a checkpoint on the held-out split, then on what else `eval` names (see `run_benchmarks`).
+    """Score weights on the held-out split, then on what else `eval` names (see `run_benchmarks`).
 
     Results are also written to `eval/` in the run folder; of the benchmarks those that are there already are shown.
 
@@ -87,27 +100,29 @@ def evaluate(
 
     Args:
         config: resolved config.
-        checkpoint: step of the checkpoint, by default the latest one.
+        which: checkpoint or folder, by default the latest checkpoint.
         console: where to print.
         keep: whether the result is written down.
         ranks: the place of this process among those of the evaluation.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, nothing held out, or a layout that is not possible.
+        UserError: no such weights, damaged ones, nothing held out, or a layout that is not possible.
     """
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
     with watched(config, ranks) as beat:
         init_rank(config, ranks)
         broadcast_from_rank0(lambda: bool(heldout_splits(config)))  # rank 0 alone says what is wrong
-        engine = open_engine(config, checkpoint, ranks)
+        engine = open_engine(config, which, ranks)
         beat()
         report = heldout_report(engine, console, beat)
-        console.print(_table(report))
+        assert engine.source is not None
+        console.print(_table(report, described(engine.source, config.eval.weights)))
         if keep and ranks.rank == 0:
-            path = report_path(config, report.step)
+            path = report_path(config, evaluated_by(engine.source))
             path.parent.mkdir(exist_ok=True)
-            storage.put_json(path, asdict(report))
-            write_table(config.run.dir)
+            storage.put_json(path, report.to_json())
+            if not isinstance(engine.source, ExportedWeights):
+                write_table(config.run.dir)
             say(console, f"written to {path}")
         beat()
         run_benchmarks(engine, console, keep=keep, beat=beat)
@@ -117,15 +132,15 @@ def evaluate(
 
 
 def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[], None] = lambda: None) -> EvalReport:
-    """Score the checkpoint of an engine on the held-out windows that `eval` names. Every rank calls this.
+    """Score the weights of an engine on the held-out windows that `eval` names. Every rank calls this.
 
     Args:
-        engine: with a checkpoint.
+        engine: with weights that are kept.
         console: for a progress bar.
         beat: called after each batch.
     """
-    config, found = engine.config, engine.checkpoint
-    assert found is not None, "a report is of a checkpoint"
+    config, found = engine.config, engine.source
+    assert found is not None, "a report is of weights that are kept"
     splits = heldout_splits(config)
     broadcast_from_rank0(
         lambda: check_tokenizer({name: split.dataset for name, split in splits.items()}, engine.tokenizer)
@@ -155,6 +170,7 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
             sum(documents for documents, _ in texts.values()),
             None if None in sizes else sum(size or 0 for size in sizes),
         ),
+        export=found.origin() if isinstance(found, ExportedWeights) else None,
     )
 
 
@@ -195,29 +211,34 @@ def heldout_splits(config: Config) -> dict[str, HeldOut]:
     return splits
 
 
-def read_report(config: Config, step: int) -> EvalReport | None:
-    """The evaluation of a step, if it was made of this checkpoint on this data in this way; None means: evaluate."""
+def read_report(config: Config, of: int | Path) -> EvalReport | None:
+    """The evaluation of a step or of weights in a folder, if it was made of these weights on this data in this way.
+
+    None means: evaluate.
+    """
     try:
-        value: dict[str, Any] = storage.get_json(report_path(config, step))
-        if {**WINDOWS, **value["made_with"]} != _made_with(config, Checkpoints.of_run(config.run.dir).at(step)):
+        file = with_tokenizer(config, ExportedWeights.open(of))[0] if isinstance(of, Path) else of
+        value: dict[str, Any] = storage.get_json(report_path(config, file))
+        source = Checkpoints.of_run(config.run.dir).at(file) if isinstance(file, int) else file
+        if {**WINDOWS, **value["made_with"]} != _made_with(config, source):
             return None
         return EvalReport(
             value["step"],
             value["made_with"],
             {name: Score(**row) for name, row in value["sources"].items()},
             Score(**value["blended"]),
+            value.get("export"),
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
-def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
     stride, length = config.eval.stride, config.train.sequence_length
     return {
-        "checkpoint": checkpoint.fingerprint,
+        **identity(config, source),
         "data": {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()},
         "split": config.eval.split,
-        "weights": config.eval.weights,
         "sequence_length": length,
         "samples": config.eval.samples,
         "stride": None if stride == length else stride,
@@ -226,9 +247,8 @@ def _made_with(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _table(report: EvalReport) -> Table:
-    of = " of the moving average" if report.made_with["weights"] == "ema" else ""
-    title = f"held-out loss{of} at step {report.step}{_how(report.made_with)}"
+def _table(report: EvalReport, weights: str) -> Table:
+    title = f"held-out loss{weights}{_how(report.made_with)}"
     table = Table("source", title=title, title_justify="left")
     for column in ("documents", "tokens", "loss", "perplexity", "bits per byte"):
         table.add_column(column, justify="right")

@@ -13,7 +13,8 @@ from pipeline.common import storage
 from pipeline.common.hashing import value_hash
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.train.checkpoint.committed import UNREADABLE, Checkpoint
+from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, section_of
 from pipeline.train.checkpoint.manager import Checkpoints
 
 _MEASURE = ("data", "split", "sequence_length", "compute")
@@ -46,10 +47,47 @@ class Evaluation:
     """True if the checkpoint of this step is another one by now: the run went back and came here again."""
 
 
-def report_path(config: Config, step: int) -> Path:
-    """Path of the report on a checkpoint, or on the average of its weights."""
-    of = "-ema" if config.eval.weights == "ema" else ""
-    return RunFiles(config.run.dir).evaluations / f"step-{step:08d}{of}.json"
+@dataclass(frozen=True)
+class WeightsEvaluation:
+    """An evaluation of weights in a folder (`pipeline eval --weights`), as a report has it."""
+
+    path: str
+    """Folder at that time."""
+    export: str
+    """Fingerprint of the weights."""
+    weights: str
+    split: str
+    scores: Scores
+    time: float
+    """Time at which it was written, in seconds since 1970."""
+    measure: str
+    """As in `Evaluation`."""
+
+
+def report_path(config: Config, of: int | ExportedWeights) -> Path:
+    """Path of the report on a checkpoint, of a step, or on the average of its weights; or on weights in a folder."""
+    folder = RunFiles(config.run.dir).evaluations
+    if isinstance(of, ExportedWeights):
+        return folder / f"{of.name}.json"
+    average = "-ema" if config.eval.weights == "ema" else ""
+    return folder / f"step-{of:08d}{average}.json"
+
+
+def evaluated_by(source: Evaluated) -> int | ExportedWeights:
+    """The argument of `report_path` for weights: a step, or themselves."""
+    return source if isinstance(source, ExportedWeights) else source.step
+
+
+def identity(config: Config, source: Evaluated) -> dict[str, Any]:
+    """Keys of `made_with` that say which weights results are of.
+
+    Those in a folder have their own key: no reader takes them for a checkpoint of the run.
+    """
+    found = {"weights": section_of(source, config.eval.weights)}
+    if not isinstance(source, ExportedWeights):
+        return {"checkpoint": source.fingerprint, **found}
+    assumed = {} if source.assumed_tokenizer is None else {"assumed_tokenizer": source.assumed_tokenizer}
+    return {"export": source.fingerprint, **assumed, **found}
 
 
 def evaluated_checkpoint(report: Path) -> str | None:
@@ -78,6 +116,23 @@ def read_evaluations(run: Path) -> tuple[list[Evaluation], list[Path]]:
     tokens, fingerprints = _known(run, {value["step"] for value, _ in sound})
     found = [_evaluation(value, time, tokens, fingerprints) for value, time in sound]
     return sorted(found, key=lambda each: (each.step, each.split, each.weights != "model")), damaged
+
+
+def read_weights_evaluations(run: Path) -> tuple[list[WeightsEvaluation], list[Path]]:
+    """Evaluations of weights in folders in the reports of a run, the latest last; and the damaged files."""
+    found, damaged = [], []
+    for path in RunFiles(run).evaluations.glob("weights-*.json"):
+        try:
+            value, time = storage.read_object(path), path.stat().st_mtime
+            made_with, folder = value["made_with"], str(value["export"]["path"])
+            export, weights, split = (str(made_with[key]) for key in ("export", "weights", "split"))
+            scores, measure = _scores(value["blended"]), _measure(made_with)
+            found.append(WeightsEvaluation(folder, export, weights, split, scores, time, measure))
+        except FileNotFoundError:
+            continue
+        except (ValueError, KeyError, TypeError):
+            damaged.append(path)
+    return sorted(found, key=lambda each: each.time), damaged
 
 
 def best(evaluations: list[Evaluation]) -> list[Evaluation]:
@@ -113,9 +168,13 @@ def _evaluation(value: Any, time: float, tokens: dict[int, int], fingerprints: d
         {name: _scores(scores) for name, scores in value["sources"].items()},
         time,
         made_with["checkpoint"],
-        value_hash([*(made_with[key] for key in _MEASURE), *(made_with.get(key, WINDOWS[key]) for key in WINDOWS)]),
+        _measure(made_with),
         fingerprints.get(step, made_with["checkpoint"]) != made_with["checkpoint"],
     )
+
+
+def _measure(made_with: Any) -> str:
+    return value_hash([*(made_with[key] for key in _MEASURE), *(made_with.get(key, WINDOWS[key]) for key in WINDOWS)])
 
 
 def _scores(value: Any) -> Scores:
@@ -144,28 +203,29 @@ def _known(run: Path, steps: set[int]) -> tuple[dict[int, int], dict[int, str]]:
     return tokens, fingerprints
 
 
-def benchmark_path(config: Config, step: int, kind: Literal["tasks", "harness"]) -> Path:
-    """Path of the results of benchmarks of a checkpoint, beside its report."""
-    path = report_path(config, step)
+def benchmark_path(config: Config, of: int | ExportedWeights, kind: Literal["tasks", "harness"]) -> Path:
+    """Path of the results of benchmarks, beside the report on the same weights."""
+    path = report_path(config, of)
     return path.with_name(f"{kind}-{path.name}")
 
 
-def kept_results(config: Config, checkpoint: Checkpoint, kind: Literal["tasks", "harness"]) -> dict[str, Any]:
-    """Results that are kept of this very checkpoint, however they were made; none of a damaged file.
+def kept_results(config: Config, source: Evaluated, kind: Literal["tasks", "harness"]) -> dict[str, Any]:
+    """Results that are kept of these very weights, however they were made; none of a damaged file.
 
     Returns:
         For `tasks` what each was made with and its figures, by its name. For `harness` what the harness said, the
         latest under `""`, and those before it under `"1"` and so on, which were of other tasks or other settings.
     """
     found = {}
+    key = "export" if isinstance(source, ExportedWeights) else "checkpoint"
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        value = storage.get_json(benchmark_path(config, checkpoint.step, kind))
+        value = storage.get_json(benchmark_path(config, evaluated_by(source), kind))
         if kind == "tasks":
             entries = dict(value["tasks"])
         else:
             others = value.pop("others", [])
             entries = {"": value} | {str(number): each for number, each in enumerate(others, 1)}
         for name, entry in entries.items():
-            if entry["made_with"]["checkpoint"] == checkpoint.fingerprint:
+            if entry["made_with"][key] == source.fingerprint:
                 found[name] = entry
     return found

@@ -20,7 +20,15 @@ from pipeline.common import storage
 from pipeline.common.console import alarm, echo, say, warn
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.eval.reports import Evaluation, Scores, best, read_evaluations, report_files
+from pipeline.eval.reports import (
+    Evaluation,
+    Scores,
+    WeightsEvaluation,
+    best,
+    read_evaluations,
+    read_weights_evaluations,
+    report_files,
+)
 
 TABLE_FILE = "table.csv"
 _SCORES = {"loss": ",.4f", "perplexity": ",.2f", "bits_per_byte": ",.4f"}
@@ -36,8 +44,12 @@ def show_table(config: Config, console: Console, *, as_json: bool = False) -> No
     """
     run = config.run.dir
     found, damaged = read_evaluations(run)
+    of_weights, damaged_too = read_weights_evaluations(run)
     if as_json:
-        echo(json.dumps({"run": str(run), "evaluations": _rows(found)}, indent=2, ensure_ascii=False))
+        value: dict[str, Any] = {"run": str(run), "evaluations": _rows(found)}
+        if of_weights:
+            value["exports"] = [_row(each) for each in of_weights]
+        echo(json.dumps(value, indent=2, ensure_ascii=False))
         return
     if found:
         for line in _lines(run, found):
@@ -48,6 +60,10 @@ def show_table(config: Config, console: Console, *, as_json: bool = False) -> No
         say(console, "(replaced): the run went back and has written another checkpoint of this step")
     for path in damaged:
         warn(console, f"{path} is damaged; remove it, and evaluate that step again")
+    for line in _lines_of_weights(of_weights):
+        say(console, line)
+    for path in damaged_too:
+        warn(console, f"{path} is damaged; remove it, and evaluate those weights again")
 
 
 def write_table(run: Path) -> None:
@@ -74,6 +90,26 @@ def _fingerprints(run: Path) -> list[tuple[str, int, int]]:
         state = path.stat()
         found.append((path.name, state.st_ino, state.st_mtime_ns))
     return found
+
+
+def _row(each: WeightsEvaluation) -> dict[str, Any]:
+    """For other programs."""
+    values = asdict(each)
+    values.update(values.pop("scores"))
+    return values
+
+
+def _lines_of_weights(found: list[WeightsEvaluation]) -> Iterator[str]:
+    """For the screen, below the steps of the run."""
+    if not found:
+        return
+    yield "evaluations of weights in folders (--weights)"
+    cells = [[*(score.replace("_", " ") for score in _SCORES), "weights", "split", "when", "folder"]]
+    for each in found:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time))
+        scores = [_text(each.scores, score) for score in _SCORES]
+        cells.append([*scores, each.weights, each.split, when, f"{each.path} ({each.export})"])
+    yield from _aligned(cells, numbers=len(_SCORES))
 
 
 def _rows(found: list[Evaluation]) -> list[dict[str, Any]]:
@@ -126,10 +162,15 @@ def _lines(run: Path, found: list[Evaluation]) -> Iterator[str]:
         row.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)))
         row.append("best" if each in marked else "(replaced)" if each.replaced else "")
         cells.append(row)
+    yield from _aligned(cells, numbers=len(numbers))
+
+
+def _aligned(cells: list[list[str]], numbers: int) -> Iterator[str]:
+    """Lines of a table whose first columns are numbers."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     for line in cells:
         aligned = [
-            cell.rjust(width) if column < len(numbers) else cell.ljust(width)
+            cell.rjust(width) if column < numbers else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         yield "  ".join(aligned).rstrip()

@@ -17,10 +17,11 @@ from pipeline.config import Config
 from pipeline.config.eval import TaskConfig
 from pipeline.eval.engine import GenerationEngine, measuring
 from pipeline.eval.lambada import lambada_figures, last_word, read_passages
-from pipeline.eval.reports import benchmark_path, kept_results
+from pipeline.eval.reports import benchmark_path, evaluated_by, identity, kept_results
 from pipeline.eval.scoring import score
 from pipeline.eval.wikitext import read_pages, wikitext_figures, wikitext_requests
-from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, described
+from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 
 Row = tuple[str, str, float | None, float | None, str]
@@ -34,12 +35,12 @@ _SHOWN = {
 def run_tasks(
     engine: GenerationEngine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
 ) -> dict[str, dict[str, Any]]:
-    """Make the tasks of `eval.tasks` that are not made of this checkpoint in this way yet. Every rank calls this.
+    """Make the tasks of `eval.tasks` that are not made of these weights in this way yet. Every rank calls this.
 
     Rank 0 alone reads the files, speaks and writes.
 
     Args:
-        engine: with a checkpoint.
+        engine: with weights that are kept.
         console: where the table goes.
         keep: whether results are written down, each task when it is done.
         beat: called after each batch.
@@ -50,24 +51,24 @@ def run_tasks(
     Raises:
         UserError: a file is not there, or not what the task reads.
     """
-    config, checkpoint = engine.config, engine.checkpoint
-    assert checkpoint is not None, "results are of a checkpoint"
-    path = benchmark_path(config, checkpoint.step, "tasks")
-    made: dict[str, Any] = broadcast_from_rank0(lambda: _made(config, checkpoint))
+    config, source = engine.config, engine.source
+    assert source is not None, "results are of weights that are kept"
+    path = benchmark_path(config, evaluated_by(source), "tasks")
+    made: dict[str, Any] = broadcast_from_rank0(lambda: _made(config, source))
     for task in config.eval.tasks:
         if task.title in made:
             continue
-        made_with, texts = broadcast_from_rank0(lambda task=task: (_made_with(config, task, checkpoint), _read(task)))  # type: ignore[misc]
+        made_with, texts = broadcast_from_rank0(lambda task=task: (_made_with(config, task, source), _read(task)))  # type: ignore[misc]
         figures = _evaluate(engine, task, texts, console, beat)
         made[task.title] = {"made_with": made_with, "results": figures}
         if keep and engine.is_first:
             path.parent.mkdir(exist_ok=True)
-            # Those of the checkpoint that this run file does not name stay.
-            tasks = kept_results(config, checkpoint, "tasks") | made
-            storage.put_json(path, {"step": checkpoint.step, "tasks": tasks})
+            # Those of the same weights that this run file does not name stay.
+            tasks = kept_results(config, source, "tasks") | made
+            storage.put_json(path, {**results_of(source), "tasks": tasks})
     results = {task.title: made[task.title]["results"] for task in config.eval.tasks}
     if engine.is_first:
-        print_results(config, checkpoint, console, "tasks", _rows(config, results), path if keep else None)
+        print_results(config, source, console, "tasks", _rows(config, results), path if keep else None)
     return results
 
 
@@ -77,22 +78,27 @@ def tasks_are_made(config: Config, step: int) -> bool:
     return all(task.title in made for task in config.eval.tasks)
 
 
-def made_with_checkpoint(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Settings that all results of a checkpoint depend on."""
+def results_of(source: Evaluated) -> dict[str, Any]:
+    """First keys of a file of results: the step of the run, or where other weights come from."""
+    origin = {"export": source.origin()} if isinstance(source, ExportedWeights) else {}
+    return {"step": source.step, **origin}
+
+
+def made_with_weights(config: Config, source: Evaluated) -> dict[str, Any]:
+    """Settings that all results of some weights depend on."""
     return {
-        "checkpoint": checkpoint.fingerprint,
-        "weights": config.eval.weights,
+        **identity(config, source),
         "compute": config.train.precision.compute,
         "max_length": config.eval.max_length or config.train.sequence_length,
     }
 
 
 def print_results(
-    config: Config, checkpoint: Checkpoint, console: Console, title: str, rows: Iterable[Row], file: Path | None
+    config: Config, source: Evaluated, console: Console, title: str, rows: Iterable[Row], file: Path | None
 ) -> None:
-    """Print the results of a checkpoint, a line for each figure, and the file that they are kept in, if any."""
-    of = " of the moving average" if config.eval.weights == "ema" else ""
-    table = Table("task", "figure", title=f"{title}{of} at step {checkpoint.step}", title_justify="left")
+    """Print the results of some weights, a line for each figure, and the file that they are kept in, if any."""
+    title += described(source, config.eval.weights)
+    table = Table("task", "figure", title=title, title_justify="left")
     table.add_column("value", justify="right")
     table.add_column("stderr", justify="right")
     table.add_column()
@@ -111,21 +117,21 @@ def _text(value: float | None) -> str:
     return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.2f}"
 
 
-def _made(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+def _made(config: Config, source: Evaluated) -> dict[str, Any]:
     """Results of those tasks of a run file that are there, made of the same things; a damaged file has none."""
     found = {}
-    kept = kept_results(config, checkpoint, "tasks") if config.eval.tasks else {}
+    kept = kept_results(config, source, "tasks") if config.eval.tasks else {}
     for task in config.eval.tasks:
         each = kept.get(task.title)
-        if each is not None and "results" in each and each["made_with"] == _made_with(config, task, checkpoint):
+        if each is not None and "results" in each and each["made_with"] == _made_with(config, task, source):
             found[task.title] = each
     return found
 
 
-def _made_with(config: Config, task: TaskConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+def _made_with(config: Config, task: TaskConfig, source: Evaluated) -> dict[str, Any]:
     own = {"stride": task.stride, "detokenize": task.detokenize, "documents": task.documents}
     return {
-        **made_with_checkpoint(config, checkpoint),
+        **made_with_weights(config, source),
         "type": task.type,
         "file": f"{file_hash(task.path):016x}" if task.path.is_file() else None,
         **(own if task.type == "wikitext" else {}),

@@ -1,4 +1,4 @@
-"""Continue prompts with a checkpoint."""
+"""Continue prompts with a trained model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pipeline.config.eval import GenerateConfig
 from pipeline.eval.generate import Continuation, Token, as_they_end, stream
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.sampling import Sampling
+from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, section_of
 
 _SLOTS = 32
 """Prompts that are continued at the same time."""
@@ -35,11 +36,11 @@ def sampling_of(config: GenerateConfig, logprobs: int | None = None) -> Sampling
     )
 
 
-def continue_prompt(config: Config, step: int | None = None, console: Console | None = None) -> str:
+def continue_prompt(config: Config, which: WeightsOf = None, console: Console | None = None) -> str:
     """Print `generate.prompt` and its continuation as it is generated; returns the continuation."""
     console = console or Console()
-    loaded = load_decoder(config, step)
-    _say_checkpoint(console, config, loaded.checkpoint.path.name)
+    loaded = load_decoder(config, which)
+    _say_weights(console, config, loaded.source)
     coming = stream(loaded.model, loaded.tokenizer, config.generate.prompt, sampling_of(config.generate))
     _show(console, config.generate.prompt, style="bold")
     pieces = []
@@ -53,7 +54,7 @@ def continue_prompt(config: Config, step: int | None = None, console: Console | 
 def continue_prompts(
     config: Config,
     prompts: Sequence[str],
-    step: int | None = None,
+    which: WeightsOf = None,
     *,
     as_json: bool = False,
     logprobs: int | None = None,
@@ -64,16 +65,16 @@ def continue_prompts(
     Args:
         config: Its `generate.prompt` is not looked at.
         prompts: Texts.
-        step: Of the checkpoint; by default the newest one.
+        which: Checkpoint or folder of the weights; by default the latest checkpoint.
         as_json: Print nothing but an object a line: `prompt`, `text`, `finish`, and `tokens`, each of which has
             `id`, `text`, `logprob` and `top`, a list of objects with `id`, `text` and `logprob`.
         logprobs: See `Sampling.logprobs`.
         console: Where to.
     """
     console = console or Console()
-    loaded = load_decoder(config, step)
+    loaded = load_decoder(config, which)
     if not as_json:
-        _say_checkpoint(console, config, loaded.checkpoint.path.name)
+        _say_weights(console, config, loaded.source)
     settings = sampling_of(config.generate, logprobs)
     ended = as_they_end(loaded.model, loaded.tokenizer, prompts, settings, slots=_SLOTS)
     for number, (index, continuation) in enumerate(_in_order(ended)):
@@ -116,8 +117,9 @@ def _of_json(file: Path, number: int, line: str) -> str:
     return prompt
 
 
-def _say_checkpoint(console: Console, config: Config, name: str) -> None:
-    of = ", moving average" if config.eval.weights == "ema" else ""
+def _say_weights(console: Console, config: Config, source: Evaluated) -> None:
+    name = f"{source.path.name} ({source.name})" if isinstance(source, ExportedWeights) else source.path.name
+    of = ", moving average" if section_of(source, config.eval.weights) == "ema" else ""
     say(console, f"{name}{of}:")
 
 

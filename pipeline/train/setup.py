@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -16,12 +17,14 @@ from pipeline.config.train import AttentionConfig, RecomputeConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
+from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.checkpoint.fingerprint import compare, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.distributed import process_group
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0, visible_gpus
 from pipeline.train.distributed.rank import LAUNCHER
+from pipeline.train.exported_model import check_exported, open_exported
 from pipeline.train.host.cpu_affinity import available, bind, far_from_gpu
 from pipeline.train.host.cpu_allocator import keep_freed_memory
 from pipeline.train.host.cpu_matmul import choose_products
@@ -36,15 +39,15 @@ _SMALLEST_WEIGHT = 2
 
 
 @dataclass(frozen=True)
-class CheckpointModel:
-    """The model of a checkpoint in evaluation mode, on this process's place in its layout."""
+class InferenceModel:
+    """The model that loaded weights belong to, in evaluation mode, on this process's place in its layout."""
 
     setup: Setup
     model: ParallelModel
     runner: Runner
     tokenizer: Tokenizer
-    """The checkpoint's own."""
-    checkpoint: Checkpoint
+    """The one of the weights; where that is not known, the run's."""
+    source: Evaluated
 
 
 def init_rank(config: Config, ranks: Processes, log: Callable[[str], None] = lambda line: None) -> torch.device:
@@ -131,40 +134,66 @@ def check_has_weights(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
 
 
 def load_for_inference(
-    config: Config, step: int | None, ranks: Processes = ALONE, parallel: ParallelConfig | None = None
-) -> CheckpointModel:
-    """The model of a verified checkpoint, of `step` or the latest one, in evaluation mode; every rank calls this.
+    config: Config, which: WeightsOf, ranks: Processes = ALONE, parallel: ParallelConfig | None = None
+) -> InferenceModel:
+    """The model of verified weights in evaluation mode; every rank calls this.
 
-    Its weights are those that `eval.weights` names. The tokenizer is the checkpoint's own, so that text can be
+    Of a checkpoint they are those that `eval.weights` names. The tokenizer is that of the weights, so that text can be
     continued where the data is not.
 
     Args:
         config: resolved config.
-        step: of the checkpoint; rank 0 says which one is the latest.
+        which: checkpoint or folder; rank 0 says which checkpoint is the latest.
         ranks: the place of this process, which joins the others if it has not yet.
         parallel: how the model is laid out over them, a layout that `rules` allows; by default whole in one process.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, one of another model than the config's, or one without the
+        UserError: no such weights, damaged ones, those of another model than the config's, or a checkpoint without the
             weights that are asked for.
     """
     device = init_rank(config, ranks)
+    opened = _open_exported(config, which) if isinstance(which, Path) else _open_checkpoint(config, which)
+    config = _for_inference(config, parallel or ParallelConfig())
+    setup = set_up(config, opened.tokenizer.vocab_size, device)
+    broadcast_from_rank0(lambda: opened.check(setup.spec))
+    model = parallelize(config, setup)
+    kernel = attention_choice(config, setup).build(config.train.deterministic)
+    for part in model.parts.values():
+        part.kernel = kernel
+    opened.load(model)
+    model.train(False)
+    return InferenceModel(setup, model, build_runner(config, setup, model), opened.tokenizer, opened.source)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """Verified weights that have not been read yet."""
+
+    source: Evaluated
+    tokenizer: Tokenizer
+    check: Callable[[DecoderSpec], None]
+    """Raises if they do not belong to a model; called on rank 0."""
+    load: Callable[[ParallelModel], object]
+    """Called on every rank."""
+
+
+def _open_checkpoint(config: Config, step: int | None) -> _Opened:
     checkpoint = source_point(Checkpoints.of_run(config.run.dir), step)
     # Rank 0 alone says what is wrong.
     broadcast_from_rank0(
         lambda: compare(checkpoint.state()["fingerprints"], {"model": model_fingerprint(config)}, config.resume.allow)
     )
-    config = _for_inference(config, parallel or ParallelConfig())
-    tokenizer = Tokenizer.open(checkpoint.path)
-    setup = set_up(config, tokenizer.vocab_size, device)
-    broadcast_from_rank0(lambda: check_has_weights(checkpoint, setup.spec))
-    model = parallelize(config, setup)
-    kernel = attention_choice(config, setup).build(config.train.deterministic)
-    for part in model.parts.values():
-        part.kernel = kernel
-    dcp_storage.read(checkpoint, model, weights=config.eval.weights)
-    model.train(False)
-    return CheckpointModel(setup, model, build_runner(config, setup, model), tokenizer, checkpoint)
+    return _Opened(
+        checkpoint,
+        Tokenizer.open(checkpoint.path),
+        lambda spec: check_has_weights(checkpoint, spec),
+        lambda model: dcp_storage.read(checkpoint, model, weights=config.eval.weights),
+    )
+
+
+def _open_exported(config: Config, folder: Path) -> _Opened:
+    weights, tokenizer = open_exported(config, folder)
+    return _Opened(weights.source, tokenizer, lambda spec: check_exported(config, weights, spec), weights.load)
 
 
 def _for_inference(config: Config, parallel: ParallelConfig) -> Config:

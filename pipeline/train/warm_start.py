@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors import safe_open
-from torch.distributed.tensor import DTensor
 
-from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config import Config
 from pipeline.config.train import InitFromConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
-from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, changed
-from pipeline.train.checkpoint.fingerprint import differences, model_fingerprint
+from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
+from pipeline.train.checkpoint.exported import ExportedWeights
+from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, verified_export
+from pipeline.train.checkpoint.fingerprint import computing_keys, differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.resume_point import files_by_rank, source_point
+from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.checkpoint.tensors import stored
-from pipeline.train.checkpoint.weight_source import exported_files, exported_tensors
-from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
+from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.init import local_range
 from pipeline.train.parallel.parallelize import ParallelModel
-
-Shapes = dict[str, tuple[int, ...]]
-"""Shapes of tensors by parameter name."""
 
 
 @dataclass
@@ -81,16 +74,12 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
         dcp_storage.read(checkpoint, model, weights=wanted.weights)
         known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
     else:
-        where = _folder(wanted)
-        export = _verified_export(wanted)
-        (files, tensors), weights = exported_tensors(where, export["files"]), export["weights"]
-        broadcast_from_rank0(
-            lambda: _check_fit({name: each.shape for name, each in tensors.items()}, model.spec, where)
-        )
-        saved = export["fingerprints"]["model"]
-        lines = broadcast_from_rank0(lambda: _check_run(saved, where, config, tokenizer, model.spec))
-        _read_exported(where, files, model)
-        known = {"run": export["run"], "checkpoints": export["checkpoints"]}
+        export = verified_export(_folder(wanted), wanted.weights, "train.init_from", "train.init_from.weights")
+        where, weights, about = export.source.path, export.source.section, export.source.about
+        broadcast_from_rank0(lambda: _check_fit(export.shapes, model.spec, where))
+        lines = broadcast_from_rank0(lambda: _check_export(export.source, config, tokenizer, model.spec))
+        export.load(model)
+        known = {"run": about["run"], "checkpoints": about["checkpoints"]}
     what = "the moving average of the weights" if weights == "ema" else "the weights"
     first = (
         f"warm start from {what} in {where} alone: steps, the optimizer's moments, the learning rate schedule and the "
@@ -167,24 +156,24 @@ def _check_run(
     return [*_check_tokenizer(Tokenizer.open(where), config, tokenizer, where), *_check_meaning(saved, config, spec)]
 
 
+def _check_export(source: ExportedWeights, config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> list[str]:
+    """Exported weights; the tokenizer lies beside them unless it is unknown."""
+    own = source.tokenizer()
+    lines = (
+        [f"warning: {source.unknown_tokenizer}; check that it is this run's"]
+        if own is None
+        else _check_tokenizer(own, config, tokenizer, source.path)
+    )
+    return [*lines, *_check_meaning(source.about["fingerprints"]["model"], config, spec)]
+
+
 def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> list[str]:
     """Warnings for keys of the model that were others when the weights were trained, though the weights fit."""
-    saved, now = (_what_computes(values, spec) for values in (saved, model_fingerprint(config)))
+    saved, now = (computing_keys(values, spec) for values in (saved, model_fingerprint(config)))
     return [
         f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
         for name, old, new in differences("model", saved, now)
     ]
-
-
-def _what_computes(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
-    """The keys of `model` that decide what weights of the shapes of `spec` compute."""
-    # The tensors have shown what the vocabulary is.
-    keys = {key: value for key, value in model.items() if key not in ("max_positions", "vocab_size", "vocab_multiple")}
-    for layer in spec.different_layers:
-        for part in layer.parts.values():
-            keys |= part.same_meaning(model)
-    # Of how the weights were drawn, the base width of muP alone matters later: it scales attention and logits.
-    return {**keys, "init": {"mup_base_dim": model["init"].get("mup_base_dim")}}
 
 
 def _check_tokenizer(there: Tokenizer, config: Config, tokenizer: Tokenizer, where: Path) -> list[str]:
@@ -229,7 +218,7 @@ def _from_hf(
     lines = broadcast_from_rank0(check)
     found = opened()
     with torch.no_grad():
-        for name, rows, others, local in _local_shards(model):
+        for name, rows, others, local in local_shards(model):
             local.zero_()
             piece = found.read_piece(name, rows, *others)
             if piece is not None:
@@ -239,60 +228,3 @@ def _from_hf(
         "schedule and the order of the data start from scratch"
     )
     return [first, *lines], WeightsOrigin({"kind": "hf", "path": str(folder), "weights": "model", "time": time.time()})
-
-
-def _local_shards(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice], torch.Tensor]]:
-    """Shards of this rank: name, rows and columns of each parameter, and the tensor that holds them."""
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), name
-        ranges = (local_range(parameter, dim) for dim in range(parameter.ndim))
-        rows, *others = (slice(each.start, each.stop) for each in ranges)
-        local = parameter.to_local()
-        if local.numel():
-            yield name, rows, others, local
-
-
-# Exported weights
-
-
-def _verified_export(wanted: InitFromConfig) -> dict[str, Any]:
-    """The record of weights that were exported to a folder. Each rank reads and hashes some of the files."""
-    folder = _folder(wanted)
-
-    def read_origin() -> dict[str, Any]:
-        keys = ("files", "weights", "fingerprints", "run", "checkpoints")
-        about: dict[str, Any] = storage.get_json(folder / EXPORT_ORIGIN, *keys)
-        if wanted.weights == "ema" and about["weights"] != "ema":
-            raise UserError(
-                f"train.init_from.weights: ema, but {folder} has the trained weights; export the "
-                "average (`pipeline checkpoint export --weights ema`), or leave `weights` out"
-            )
-        about["files"] = exported_files(folder, about)
-        return about
-
-    about = broadcast_from_rank0(read_origin)
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    problems: list[str] = []
-    for name in files_by_rank(about["files"], ranks)[rank]:
-        try:
-            problem = changed(folder / name, about["files"][name][1], symlinks=True)
-        except OSError as error:
-            problem = f"{folder / name} cannot be read: {error.strerror}"
-        problems += [problem] if problem else []
-    found = gather(problems)
-
-    def verdict() -> None:
-        assert found is not None, "this is rank 0"
-        if everything := [problem for those in found for problem in those]:
-            raise UserError("train.init_from: " + "; ".join(everything) + "; export them again")
-
-    broadcast_from_rank0(verdict)
-    return about
-
-
-@torch.no_grad()
-def _read_exported(folder: Path, files: Mapping[str, str], model: ParallelModel) -> None:
-    """Each rank reads the rows and columns that it has."""
-    for name, rows, others, local in _local_shards(model):
-        with safe_open(folder / files[name], framework="pt") as tensors:
-            local.copy_(tensors.get_slice(name)[(rows, *others)])

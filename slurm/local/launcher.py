@@ -38,6 +38,7 @@ from pipeline.common.run_files import LAUNCHER_LOG, RunFiles
 from pipeline.common.signals import stop_signals
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
+from pipeline.train.checkpoint.exported import WEIGHTS_OPTION
 from pipeline.train.distributed.process_group import visible_gpus
 from pipeline.train.distributed.rank import LAUNCHER, NODE_ERRORS, STORE, read_error
 from pipeline.train.distributed.watchdog import STACKS_SIGNAL
@@ -92,12 +93,12 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     return int(storage.read_object(RunFiles(config.run.dir).exit)["step"])
 
 
-def launch_evaluation(config: Config, step: int, console: Console | None = None) -> None:
+def launch_evaluation(config: Config, of: int | Path, console: Console | None = None) -> None:
     """Evaluate on `eval.processes` processes of this machine, `pipeline eval` in each.
 
     Args:
         config: The run. In a folder that cannot be written to, the logs of the ranks are kept elsewhere.
-        step: Of the checkpoint.
+        of: Step of the checkpoint, or folder of the weights.
         console: Where to say what is started.
 
     Raises:
@@ -113,7 +114,8 @@ def launch_evaluation(config: Config, step: int, console: Console | None = None)
         logs = _log_folder(RunFiles(config.run.dir).logs, "eval")
     except OSError:
         logs = Path(tempfile.mkdtemp(prefix="pipeline-eval-"))
-    _launch_stage("eval", config, processes, logs, console or Console(), "--step", str(step))
+    option = WEIGHTS_OPTION if isinstance(of, Path) else "--step"
+    _launch_stage("eval", config, processes, logs, console or Console(), option, str(of))
 
 
 def _launch_stage(

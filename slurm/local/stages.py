@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.common.console import Console, on_stop, say, warn
@@ -21,6 +22,7 @@ from slurm.local.stage_ledger import Ledger
 
 if TYPE_CHECKING:
     from pipeline.eval.perplexity import EvalReport
+    from pipeline.train.checkpoint.exported import WeightsOf
     from pipeline.train.distributed.rank import Processes
 
 # Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
@@ -139,7 +141,7 @@ def check_layout(config: Config) -> None:
         warn(console, line)
 
 
-def evaluate(config: Config, step: int | None = None, console: Console | None = None) -> EvalReport | None:
+def evaluate(config: Config, which: WeightsOf = None, console: Console | None = None) -> EvalReport | None:
     """A model to numbers; see `pipeline.eval.perplexity`. In a folder that cannot be written to, nothing is kept.
 
     On `eval.processes` processes, unless this process is one of several already, because a launcher has started it.
@@ -149,6 +151,10 @@ def evaluate(config: Config, step: int | None = None, console: Console | None = 
     """
     from pipeline.train.distributed import rank
 
+    if isinstance(which, Path):
+        from pipeline.train.checkpoint.exported import ExportedWeights
+
+        ExportedWeights.open(which)  # what is refused leaves no trace in the run folder
     own = rank.LAUNCHER in os.environ  # which keeps the ledger
     ranks = rank.of_environment()
     if rank.is_rank() and config.eval.processes != 1:
@@ -164,13 +170,13 @@ def evaluate(config: Config, step: int | None = None, console: Console | None = 
             ledger = nullcontext() if own and rank.is_rank() else stage_of_ledger
     with ledger:
         if not rank.is_rank() and config.eval.processes > 1:
-            return _evaluate_elsewhere(config, step, console)
+            return _evaluate_elsewhere(config, which, console)
         from pipeline.eval.perplexity import evaluate as stage
 
-        return stage(config, step, console, keep=keep, ranks=ranks)
+        return stage(config, which, console, keep=keep, ranks=ranks)
 
 
-def _evaluate_elsewhere(config: Config, step: int | None, console: Console | None) -> EvalReport | None:
+def _evaluate_elsewhere(config: Config, which: WeightsOf, console: Console | None) -> EvalReport | None:
     """On processes that are started for it."""
     from pipeline.eval.perplexity import heldout_splits, read_report
     from pipeline.train.checkpoint.manager import Checkpoints
@@ -178,9 +184,9 @@ def _evaluate_elsewhere(config: Config, step: int | None, console: Console | Non
 
     # What would be refused is refused before they are started; and all of them have the same checkpoint.
     heldout_splits(config)
-    found = Checkpoints.of_run(config.run.dir).find(step)
-    launch_evaluation(config, found.step, console)
-    return read_report(config, found.step)
+    of = which if isinstance(which, Path) else Checkpoints.of_run(config.run.dir).find(which).step
+    launch_evaluation(config, of, console)
+    return read_report(config, of)
 
 
 def _refuse_other_number(key: str, wanted: int, ranks: Processes) -> None:

@@ -175,7 +175,7 @@ def test_a_rank_that_is_killed_is_one_message(root: Path) -> None:
 def test_the_engine_of_one_process(root: Path) -> None:
     config = load(root / "gpt2.yaml")
     engine = open_engine(config, None, ALONE)
-    assert engine.is_first and engine.checkpoint is not None and engine.checkpoint.step == 2
+    assert engine.is_first and engine.source is not None and engine.source.step == 2
     assert engine.max_length == 32
     assert not any(part.training for part in engine.model.parts.values())
     shorter = load(root / "gpt2.yaml", ["eval.max_length=20"])

@@ -321,8 +321,8 @@ def test_results_of_other_tasks_of_a_checkpoint_stay(root: Path, monkeypatch: py
     file = engine.config.run.dir / "eval" / "harness-step-00000012.json"
 
     # What has been made anew, of other files, takes the place of what was.
-    assert engine.checkpoint is not None
-    real = _made_with(engine.config, engine.checkpoint)
+    assert engine.source is not None
+    real = _made_with(engine.config, engine.source)
     with monkeypatch.context() as patch:
         patch.setattr(harness_module, "_made_with", lambda *_: real | {"files": "x"})
         run_harness(engine, Console(quiet=True))

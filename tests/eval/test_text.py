@@ -58,7 +58,7 @@ def test_the_model_computes_what_the_one_in_training_does(file: Path, compute: s
 def test_text_is_that_of_the_run_and_of_the_checkpoint_named(file: Path) -> None:
     config = load(file, ["generate.temperature=0"])
     newest = load_decoder(config, None)
-    assert newest.checkpoint.path.name == "step-00000012"
+    assert newest.source.path.name == "step-00000012"
     tokens = newest.tokenizer.encode("the ")
     for _ in range(8):
         with torch.no_grad():

@@ -145,8 +145,8 @@ CLASSES = {
     "pipeline.data.tokenization.engine_check": ("Proof",),
     "pipeline.data.provenance.document_to_steps": ("Occurrence", "Gap", "Without"),
     "pipeline.eval.perplexity": ("EvalReport", "Score"),
-    "pipeline.eval.table": (),  # Evaluation
-    "pipeline.eval.reports": ("Evaluation",),
+    "pipeline.eval.table": (),  # Evaluation and WeightsEvaluation
+    "pipeline.eval.reports": ("Evaluation", "WeightsEvaluation"),
     "pipeline.eval.summary": (),  # GenerateConfig
     "pipeline.train.checkpoint.fingerprint": (),  # ModelConfig and the objectives
     "pipeline.train.huggingface.convert": (),  # ModelConfig
@@ -169,6 +169,7 @@ WRITE_NOTHING = (
     "pipeline.data.loading.batch",
     "pipeline.eval.report.facts",
     "pipeline.train.checkpoint.dcp_metadata",
+    "pipeline.train.exported_model",
     "pipeline.train.distributed.process_group",
     "pipeline.train.monitor.metrics",  # the run file, for wandb
     "pipeline.train.open_run",

@@ -184,7 +184,7 @@ def test_into_any_layout(
         (("path={root}/sea",), "has no weights: .*`checkpoints`.*COMMIT.*export.json"),
         (("path={donor}", "step=5"), r"does not have a checkpoint of step 5 \(steps there: 3, 6, 8\)"),
         (("path={exported}", "step=5"), r"init_from.step: 5 needs a run folder"),
-        (("path={exported}", "weights=ema"), "init_from.weights: ema, .*export the average"),
+        (("path={exported}", "weights=ema"), "init_from.weights is ema, .*export the average"),
         (("path={fresh}", "weights=ema"), "whose run had no train.ema then"),
     ],
 )
@@ -271,3 +271,16 @@ def test_another_tokenizer_is_refused_unless_it_is_named(
     code, out = start(other, f"tokenizer-{kind}", *values, "resume.allow=[tokenizer]")
     assert code == 0, out
     assert "warning: allowed: the weights in" in out
+
+
+def test_an_unknown_tokenizer_is_warned_of(root: Path, exported: Path) -> None:
+    """As `pipeline convert from-hf --weights-only` leaves a folder."""
+    folder = Path(shutil.copytree(exported, root / "weights-only"))
+    about = orjson.loads((folder / "export.json").read_bytes())
+    about["fingerprints"]["tokenizer"] = None
+    (folder / "export.json").write_bytes(orjson.dumps(about))
+    for name in ("tokenizer.json", "special_tokens.json"):
+        (folder / name).unlink()
+    code, out = start(root, "unknown", *COMMON, f"train.init_from.path={folder}")
+    assert code == 0, out
+    assert "warning: it is not known which tokenizer the weights in" in out

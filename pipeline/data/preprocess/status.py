@@ -363,7 +363,7 @@ def _print_table(console: Console, states: list[SourceProgress]) -> None:
 
 def _share(state: SourceProgress) -> str:
     # Rounded down: what is shown as 100 % is all of it.
-    return f"{100 * state.bytes_done // state.bytes}%" if state.bytes else "-"
+    return f"{100 * state.bytes_done // state.bytes} %" if state.bytes else "-"
 
 
 def _summary(state: SourceProgress) -> str:

@@ -101,6 +101,7 @@ def _health(serving: Serving) -> dict[str, Any]:
         "run": served.run,
         "step": served.step,
         "tokens": served.tokens,
+        "weights": None if served.folder is None else {"folder": served.folder, "fingerprint": served.fingerprint},
         "loaded_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(served.loaded_at)),
         "waiting": worker.waiting,
         "running": worker.running,

@@ -25,6 +25,7 @@ from pipeline.eval.server.asking import Serving
 from pipeline.eval.server.connection import limited
 from pipeline.eval.server.watch import CheckpointWatcher, load_served
 from pipeline.eval.server.worker import Worker
+from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, WeightsOf
 
 KEY_VARIABLE = "PIPELINE_API_KEY"
 _LEAST_KEY = 16
@@ -58,27 +59,32 @@ def read_key(file: Path | None) -> str | None:
     return key
 
 
-def serve(config: Config, step: int | None, key_file: Path | None, console: Console) -> None:
-    """Answer requests with a checkpoint until SIGTERM, SIGHUP or SIGINT.
+def serve(config: Config, which: WeightsOf, key_file: Path | None, console: Console) -> None:
+    """Answer requests with a model until SIGTERM, SIGHUP or SIGINT.
 
     Args:
         config: resolved config; the `serve:` section and `eval.weights` count.
-        step: of the checkpoint, by default the latest one.
+        which: checkpoint or folder of the weights; None for the latest checkpoint.
         key_file: has the API key.
         console: gets the log.
 
     Raises:
         UserError: the port is taken, other machines would reach it without a key, or as `load_for_inference`.
     """
-    with opened(config, step, read_key(key_file), console) as server:
+    with opened(config, which, read_key(key_file), console) as server:
         server.run(server.listening)
 
 
 @contextmanager
-def opened(config: Config, step: int | None, key: str | None, console: Console) -> Generator[Server, None, None]:
+def opened(config: Config, which: WeightsOf, key: str | None, console: Console) -> Generator[Server, None, None]:
     """A server that is bound and has its model, to be run; afterwards its threads have ended."""
     settings = config.serve
-    if settings.watch and step is not None:
+    if settings.watch and isinstance(which, Path):
+        raise UserError(
+            f"use either {WEIGHTS_OPTION} or --watch (serve.watch): one serves the weights of a folder, the other the "
+            "newest checkpoint"
+        )
+    if settings.watch and which is not None:
         raise UserError("use either --step or --watch (serve.watch): one serves a fixed step, the other the newest")
 
     def log(line: str) -> None:
@@ -87,7 +93,7 @@ def opened(config: Config, step: int | None, key: str | None, console: Console) 
 
     listening = _bind(settings.host, settings.port, has_key=key is not None)
     try:
-        served = load_served(config, step)
+        served = load_served(config, which)
         worker = Worker(
             served,
             slots=settings.slots,
@@ -98,9 +104,7 @@ def opened(config: Config, step: int | None, key: str | None, console: Console) 
         watch = CheckpointWatcher(config, worker, log) if settings.watch else None
         serving = Serving(worker, settings, log, watch)
         hosts = _LOOPBACK_NAMES | {settings.host.lower()} if _is_loopback(listening) else None
-        of = ", moving average" if config.eval.weights == "ema" else ""
-        what = f"{served.id}{of} ({served.tokens:,} tokens)"
-        server = Server(create_app(serving, settings, key=key, hosts=hosts), serving, listening, what)
+        server = Server(create_app(serving, settings, key=key, hosts=hosts), serving, listening, served.title)
         worker.start()
         if watch is not None:
             watch.start()

@@ -15,6 +15,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.server.worker import Served, Worker
 from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.exported import ExportedWeights, WeightsOf, section_of
 from pipeline.train.checkpoint.manager import Checkpoints
 
 POLL_SECONDS = 2.0
@@ -24,23 +25,25 @@ _GENEROUS = 16
 """Factor by which a normalizer may shorten a text; an estimate."""
 
 
-def load_served(config: Config, step: int | None) -> Served:
-    """The model of a verified checkpoint, of a step or the latest one.
+def load_served(config: Config, which: WeightsOf) -> Served:
+    """The model of verified weights: of a checkpoint, or in a folder.
 
     Raises:
         UserError: as `load_for_inference`.
     """
-    loaded = load_decoder(config, step)
-    checkpoint = loaded.checkpoint
+    loaded = load_decoder(config, which)
+    source = loaded.source
     return Served(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
         bytes_of_a_token=_bytes_of_a_token(loaded.tokenizer),
         run=config.run.dir.name,
-        step=checkpoint.step,
-        tokens=int(checkpoint.state()["tokens"]),
-        fingerprint=checkpoint.fingerprint,
+        step=source.step,
+        tokens=source.tokens if isinstance(source, ExportedWeights) else int(source.state()["tokens"]),
+        fingerprint=source.fingerprint,
         loaded_at=time.time(),
+        average=section_of(source, config.eval.weights) == "ema",
+        folder=source.path.name if isinstance(source, ExportedWeights) else None,
     )
 
 

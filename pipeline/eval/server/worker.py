@@ -33,18 +33,31 @@ class Served:
     """Bytes of text, as UTF-8, that a token stands for at most."""
     run: str
     """Name of the run folder."""
-    step: int
-    tokens: int
-    """Trained on so far."""
+    step: int | None
+    """Step of the checkpoint; None for weights in a folder."""
+    tokens: int | None
+    """Trained on so far; None where it is not known."""
     fingerprint: str
-    """Fingerprint of the checkpoint."""
+    """Fingerprint of the checkpoint, or of the weights in a folder."""
     loaded_at: float
     """Seconds since 1970."""
+    average: bool = False
+    """True for the moving average of the weights."""
+    folder: str | None = None
+    """Name of the folder of the weights; None for a checkpoint."""
 
     @property
     def id(self) -> str:
-        """Run and step, as `model` of a request can name them."""
-        return f"{self.run}@step-{self.step}"
+        """Run and step, as `model` of a request can name them; for weights in a folder run and fingerprint."""
+        return f"{self.run}@weights-{self.fingerprint}" if self.step is None else f"{self.run}@step-{self.step}"
+
+    @property
+    def title(self) -> str:
+        """Name and amount of training, for the log."""
+        folder = "" if self.folder is None else f" of {self.folder}"
+        average = ", moving average" if self.average else ""
+        tokens = "" if self.tokens is None else f" ({self.tokens:,} tokens)"
+        return f"{self.id}{folder}{average}{tokens}"
 
 
 @dataclass(frozen=True)

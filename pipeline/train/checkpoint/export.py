@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,12 +23,11 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.config.load import RUN_FILE, dump_values
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.fingerprint import differences
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, groups, read, stored
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
-
-Weights = Literal["model", "ema"]
 
 
 def export(

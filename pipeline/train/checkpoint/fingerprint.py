@@ -10,6 +10,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import OBJECTIVE_KEYS
+from pipeline.train.model.config import DecoderSpec
 
 Fingerprints = dict[str, Any]
 """Aspect -> JSON value. The aspects are the names that resume.allow takes."""
@@ -48,6 +49,17 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
         if getattr(config.model, name) == ModelConfig.model_fields[name].default:
             del keys[name]
     return keys
+
+
+def computing_keys(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
+    """The keys of `model` that decide what weights of the shapes of `spec` compute."""
+    # The tensors have shown what the vocabulary is.
+    keys = {key: value for key, value in model.items() if key not in ("max_positions", "vocab_size", "vocab_multiple")}
+    for layer in spec.different_layers:
+        for part in layer.parts.values():
+            keys |= part.same_meaning(model)
+    # Of how the weights were drawn, the base width of muP alone matters later: it scales attention and logits.
+    return {**keys, "init": {"mup_base_dim": model["init"].get("mup_base_dim")}}
 
 
 def objective_fingerprint(config: Config) -> dict[str, Any]:

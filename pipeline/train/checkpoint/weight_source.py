@@ -16,8 +16,9 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint.committed import COMMIT, Files, changed, step_of
-from pipeline.train.checkpoint.export import Weights, longest_windows
+from pipeline.train.checkpoint.committed import COMMIT, changed, step_of
+from pipeline.train.checkpoint.export import longest_windows
+from pipeline.train.checkpoint.exported import Weights, exported_files
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored
 from pipeline.train.checkpoint.weight_files import DTYPES
@@ -103,6 +104,11 @@ class _Exported:
         self.name = str(self.folder)
         self.model = validated_model(about["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")
         self.positions = int(about["positions"])
+        if about["fingerprints"].get("tokenizer") is None:
+            raise UserError(
+                f"{self.folder} has no tokenizer (it was converted with --weights-only); convert the model again "
+                "without that option, from a folder with tokenizer.json"
+            )
         self.tokenizer = Tokenizer.open(self.folder)
         self._files, self.tensors = exported_tensors(self.folder, about["files"])
 
@@ -122,22 +128,6 @@ def validated_model(values: Any, failure: str) -> ModelConfig:
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise UserError(f"{failure}: {problems}") from None
-
-
-def exported_files(folder: Path, about: Mapping[str, Any]) -> Files:
-    """The files of weights that an export lists, all of them beside its `export.json`.
-
-    Raises:
-        UserError: the list is damaged, or leads elsewhere.
-    """
-    file = folder / EXPORT_ORIGIN
-    try:
-        listed = about["files"].items()
-        return {storage.plain_name(name, file): (int(size), str(digest)) for name, (size, digest) in listed}
-    except UserError:
-        raise
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{file} is damaged: its list of files cannot be read ({error}); export them again") from None
 
 
 def exported_tensors(folder: Path, listed: Iterable[str]) -> tuple[dict[str, str], dict[str, Stored]]:

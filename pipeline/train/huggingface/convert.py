@@ -19,7 +19,8 @@ from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.common.versions import versions
 from pipeline.config.load import dump_values
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.train.checkpoint.export import Weights, free_folder, made_folder
+from pipeline.train.checkpoint.export import free_folder, made_folder
+from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.tensors import Stored, groups
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
@@ -37,6 +38,7 @@ from pipeline.train.model.config import decoder_spec
 MODEL_FILE = "model.yaml"
 """File that a run file includes to train on from a converted model."""
 Dtype = Literal["fp32", "bf16", "fp16"]
+_NO_TOKENIZER = "the tokenizer was left out: set tokenizer.path to the one that the weights were trained with"
 _QWEN_SPLIT = orjson.dumps(r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|").decode()[1:-1]
 """Single digits, which no other family here has; as JSON writes it."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,6 +109,7 @@ def from_hf(
     to: Path,
     *,
     end_of_document: str | None = None,
+    weights_only: bool = False,
     max_shard: int | None = 5 * 10**9,
     ignore: Collection[str] = (),
     console: Console,
@@ -117,6 +120,7 @@ def from_hf(
         folder: a downloaded model.
         to: the folder that is made.
         end_of_document: token; by default the one that ends a text for the model.
+        weights_only: leave the tokenizer out, which then need not be there; it counts as unknown from then on.
         max_shard: bytes of tensors in a file at most.
         ignore: keys of config.json that the user says do not matter.
         console: for the progress bar.
@@ -130,13 +134,14 @@ def from_hf(
     """
     free_folder(to)
     found = HuggingFaceFolder(folder, ignore)
-    tokenizer = _tokenizer_of(found, end_of_document)
+    tokenizer = _tokenizer_of(found, end_of_document, weights_only)
     total = sum(each.bytes for each in found.tensors.values())
     shards = split_into_files(found.tensors, max_shard)
     with storage.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, "from-hf (bytes)", total) as advance:
             files = write_weight_files(tmp, shards, lambda wanted: _our_tensors(found, wanted), advance)
-        tokenizer.save(tmp)
+        if tokenizer is not None:
+            tokenizer.save(tmp)
         storage.put(tmp / MODEL_FILE, run_file_section(found, tokenizer, Path(os.path.abspath(to))).encode())
         storage.put_json(
             tmp / EXPORT_ORIGIN,
@@ -147,7 +152,10 @@ def from_hf(
                 "weights": "model",
                 "tokens": None,
                 "positions": found.positions,
-                "fingerprints": {"model": found.model.model_dump(mode="json"), "tokenizer": tokenizer.fingerprint},
+                "fingerprints": {
+                    "model": found.model.model_dump(mode="json"),
+                    "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
+                },
                 "versions": versions(),
                 "files": files,
             },
@@ -155,40 +163,51 @@ def from_hf(
     return (
         f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors, "
         f"{sum(each.numel for each in found.tensors.values()):,} parameters, {total:,} bytes; a run file that includes "
-        f"{to / MODEL_FILE} continues training from there"
+        f"{to / MODEL_FILE} continues training from there" + ("" if tokenizer else f"; {_NO_TOKENIZER}")
     )
 
 
-def describe(folder: Path, *, end_of_document: str | None = None, ignore: Collection[str] = ()) -> str:
+def describe(
+    folder: Path, *, end_of_document: str | None = None, weights_only: bool = False, ignore: Collection[str] = ()
+) -> str:
     """The part of a run file that goes with a downloaded model; every name and shape of its files is checked."""
     found = HuggingFaceFolder(folder, ignore)
     _ = found.tensors
-    return run_file_section(found, _tokenizer_of(found, end_of_document), None)
+    return run_file_section(found, _tokenizer_of(found, end_of_document, weights_only), None)
 
 
-def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer, converted: Path | None) -> str:
+def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, converted: Path | None) -> str:
     """`model:`, `tokenizer:` and `train.init_from` as YAML.
 
     Args:
         found: the model.
-        tokenizer: its own.
+        tokenizer: its own; None: it is unknown, and the section leaves it to the run file.
         converted: the folder of its weights by our names; None: they are read where they are.
     """
     model = found.model.model_dump(mode="json", exclude_defaults=True)
     init_from = {"path": str(converted)} if converted else {"hf": str(found.folder.absolute())}
-    value: dict[str, Any] = {
-        "model": model,
-        "tokenizer": {
+    value: dict[str, Any] = {"model": model}
+    head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
+    if tokenizer is None:
+        head += f"# {_NO_TOKENIZER[0].upper()}{_NO_TOKENIZER[1:]}.\n"
+    else:
+        value["tokenizer"] = {
             "path": str(converted or found.folder.absolute()),
             "end_of_document": tokenizer.end_of_document_token,
-        },
-        "train": {"init_from": init_from},
-    }
-    head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
+        }
+    if tokenizer is not None or converted:  # `init_from.hf` compares tokenizers
+        value["train"] = {"init_from": init_from}
     return head + dump_values(value)
 
 
-def _tokenizer_of(found: HuggingFaceFolder, end_of_document: str | None) -> Tokenizer:
+def _tokenizer_of(found: HuggingFaceFolder, end_of_document: str | None, weights_only: bool) -> Tokenizer | None:
+    if weights_only:
+        if end_of_document is not None:
+            raise UserError(
+                f"--end-of-document {end_of_document!r} is for the tokenizer, which --weights-only leaves out; set "
+                "tokenizer.end_of_document in the run file"
+            )
+        return None
     from pipeline.config.tokenizer import TokenizerConfig
 
     given = TokenizerConfig(path=found.folder, end_of_document=end_of_document) if end_of_document else None

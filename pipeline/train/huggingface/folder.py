@@ -16,6 +16,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from pipeline.train.checkpoint.exported import HF_CONFIG
 from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
 from pipeline.train.checkpoint.weight_source import read_tensors, tensors_in
@@ -23,7 +24,7 @@ from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.families import HEAD, TensorMapping, map_tensors, names_in_files
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE = HF_CONFIG
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _POSITIONS = {
@@ -149,7 +150,8 @@ class HuggingFaceFolder:
         if not (self.folder / TOKENIZER_FILE).is_file():
             raise UserError(
                 f"{self.folder} has no {TOKENIZER_FILE}. If it has other files of a tokenizer, transformers makes one: "
-                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR). `pipeline convert from-hf --weights-only` "
+                "needs none"
             )
         if config is None:
             config = TokenizerConfig(path=self.folder, end_of_document=self._end_of_text())

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.eval.server.serve import Server, opened
+from pipeline.train.checkpoint.exported import WeightsOf
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Running:
 
 
 @contextmanager
-def running(config: Config, *, key: str | None = None, step: int | None = None) -> Iterator[Running]:
+def running(config: Config, *, key: str | None = None, step: WeightsOf = None) -> Iterator[Running]:
     """A server over the run of a config whose `serve.port` is 0."""
     log = io.StringIO()
     with opened(config, step, key, Console(file=log)) as server:
