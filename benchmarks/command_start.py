@@ -54,6 +54,8 @@ def make(work: Path, checkout: Path) -> Path:
             "metrics": {"log_every_steps": 1, "tensorboard": False},
         },
     }
+    for folder in ("data", "done"):  # of an earlier call, when the pages may have been others
+        shutil.rmtree(work / folder, ignore_errors=True)
     file = work / "run.yaml"
     file.write_text(json.dumps(values))
     for stage in ("preprocess", "train"):
