@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,16 @@ def _tree(pid: int) -> Iterator[int]:
             continue
         for child in children:
             yield from _tree(int(child))
+
+
+def tree_cpu(pid: int) -> float:
+    """CPU seconds of a process and its descendants until now, with those of children that have been waited for."""
+    seconds = 0.0
+    for each in _tree(pid):
+        with suppress(OSError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def _value(pid: int, file: str, key: str) -> float:

@@ -33,7 +33,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
         serialize_by_alias=True,  # some keys are words of Python

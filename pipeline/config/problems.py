@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config.base import Section
 from pipeline.config.document import Place, Problem
+from pipeline.config.meanings import meaning
 from pipeline.config.schema import KeyPath, dotted, keys, keys_like, section_at, written_keys
 
 _ALLOWED = {
@@ -115,10 +116,9 @@ def _written(path: KeyPath, plain: Any) -> tuple[KeyPath, Any]:
 
 def _meaning(path: KeyPath, root: type[Section]) -> str:
     section = section_at(root, path[:-1])
-    _, field = written_keys(section).get(str(path[-1]), ("", None)) if section else ("", None)
-    if field is None or not field.description:
-        return ""
-    return f" ({' '.join(field.description.split())})"
+    name, _ = written_keys(section).get(str(path[-1]), ("", None)) if section else ("", None)
+    text = meaning(section, name) if section else ""
+    return f" ({' '.join(text.split())})" if text else ""
 
 
 def _suggestion(path: KeyPath, root: type[Section]) -> str:

@@ -21,6 +21,7 @@ from pipeline.common.storage import put
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.blend import Bound, Range
 from pipeline.config.document import render
+from pipeline.config.meanings import add_meanings, meaning
 from pipeline.config.root import Config
 from pipeline.config.schema import Key, keys, keys_like, subsection, written_keys
 from pipeline.config.slurm import parse_minutes
@@ -53,6 +54,7 @@ _BOUNDS: dict[Any, str] = {
 def json_schema() -> str:
     """JSON schema of run files as they are written, with `include`."""
     schema = Config.model_json_schema(mode="validation")
+    add_meanings(schema, Config)
     schema["title"] = "Run file of the pretraining pipeline"
     schema["properties"]["include"] = {
         "description": "Run files that are merged before this one, relative to it.",
@@ -92,8 +94,8 @@ def _entry(key: Key) -> Iterator[str]:
     given = {"required": "required", "see below": ""}.get(value, f"default {value}")
     yield f"{key.path}: {allowed(key.field).replace('`', '')}" + (f"; {given}" if given else "")
     section, _ = subsection(key.field.annotation)
-    meaning = key.field.description or (inspect.getdoc(section) if section else "") or ""
-    yield from textwrap.wrap(" ".join(meaning.split()), 96, initial_indent="    ", subsequent_indent="    ")
+    text = meaning(key.section, key.name) or (inspect.getdoc(section) if section else "") or ""
+    yield from textwrap.wrap(" ".join(text.split()), 96, initial_indent="    ", subsequent_indent="    ")
 
 
 def markdown(section: type[Section] = Config, path: str = "") -> str:
@@ -114,8 +116,8 @@ def markdown(section: type[Section] = Config, path: str = "") -> str:
 def table(section: type[Section]) -> str:
     """A row for each key of `section`."""
     rows = []
-    for name, (_, field) in written_keys(section).items():
-        cells = [f"`{name}`", allowed(field), default(field), " ".join((field.description or "").split())]
+    for key, (name, field) in written_keys(section).items():
+        cells = [f"`{key}`", allowed(field), default(field), " ".join(meaning(section, name).split())]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
 

@@ -12,6 +12,7 @@ from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.meta import on_meta
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
 from pipeline.train.setup import load_for_inference
 
@@ -45,7 +46,7 @@ def unwrapped(model: Decoder, dtype: torch.dtype) -> Decoder:
     In fp32 it computes the same bits. Otherwise FSDP rounds the rotary tables, too, and here they stay fp32, as where
     an exported model is run.
     """
-    with torch.device("meta"):
+    with on_meta():
         plain = Decoder(model.spec, model.part)
     weights = {name: _whole(tensor).to(dtype) for name, tensor in model.state_dict().items()}
     plain.load_state_dict(

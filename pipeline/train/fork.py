@@ -23,8 +23,8 @@ from pipeline.common.format import counted
 from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config import Config
 from pipeline.config.load import dump, load_run, no_run_folder
+from pipeline.data.order.journal_file import saved_journal
 from pipeline.data.preprocess.run_file_check import check_run_file
-from pipeline.data.provenance.run import saved_journal
 from pipeline.train.checkpoint.committed import Checkpoint, Files, damage_named, record_of
 from pipeline.train.checkpoint.dcp_storage import refuse_misfit
 from pipeline.train.checkpoint.manager import Checkpoints

@@ -13,12 +13,12 @@ from pipeline.data.datasets.open import open_datasets
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.order import run_length
 from pipeline.data.order.journal import Journal
+from pipeline.data.order.journal_file import saved_journal
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import RunLength
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Segment
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
-from pipeline.data.provenance.run import saved_journal
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints
 from pipeline.train.checkpoint.manager import Checkpoint

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pipeline.common.disk_space import free_space
 from pipeline.common.errors import UserError
 from pipeline.common.format import percent
 from pipeline.common.run_files import RunFiles
@@ -22,7 +23,6 @@ from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.plan.build import Assumed, planned_journal
-from pipeline.data.preprocess.disk_space import free_space
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.layout_check import planned_spec

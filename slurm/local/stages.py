@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.common.console import Console, on_stop, say, warn
 from pipeline.common.errors import MachineError, Stopped, UserError
+from pipeline.common.imports import heavy_imports
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.config import Config
 from slurm.local.stage_ledger import Ledger
@@ -76,11 +77,13 @@ def train(config: Config, console: Console | None = None) -> int:
     # From when the ranks are there, or the training here listens itself, a signal lets them save first.
     with _stage(config, "train"), _terminate_stops():
         if processes > 1:
-            from slurm.local.launcher import launch_training
+            with heavy_imports():
+                from slurm.local.launcher import launch_training
 
             return launch_training(config, processes, console)
         with _early_end_noted(config):
-            from pipeline.train.trainer import train as stage
+            with heavy_imports():
+                from pipeline.train.trainer import train as stage
 
             _check_machine(config, console)
             return stage(config, console)
@@ -106,7 +109,8 @@ def _train_as(ranks: Processes, config: Config, console: Console | None, *, own:
     """The part of one rank; `own` if our launcher has started it, which keeps the ledger."""
     if config.launch.processes is not None:
         _refuse_other_number("launch.processes", config.launch.processes, ranks)
-    from pipeline.train.trainer import train as stage
+    with heavy_imports():
+        from pipeline.train.trainer import train as stage
 
     ledger = nullcontext() if own or ranks.rank else _stage(config, "train")
     # Our launcher itself knows of a signal that comes before the training listens.
@@ -171,7 +175,8 @@ def evaluate(config: Config, which: WeightsOf = None, console: Console | None = 
     with ledger:
         if not rank.is_rank() and config.eval.processes > 1:
             return _evaluate_elsewhere(config, which, console)
-        from pipeline.eval.perplexity import evaluate as stage
+        with heavy_imports():
+            from pipeline.eval.perplexity import evaluate as stage
 
         return stage(config, which, console, keep=keep, ranks=ranks)
 
@@ -180,7 +185,9 @@ def _evaluate_elsewhere(config: Config, which: WeightsOf, console: Console | Non
     """On processes that are started for it."""
     from pipeline.eval.perplexity import heldout_splits, read_report
     from pipeline.train.checkpoint.manager import Checkpoints
-    from slurm.local.launcher import launch_evaluation
+
+    with heavy_imports():
+        from slurm.local.launcher import launch_evaluation
 
     # What would be refused is refused before they are started; and all of them have the same checkpoint.
     heldout_splits(config)

@@ -18,11 +18,11 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import load_written
+from pipeline.data.order.journal_file import read_journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.preprocess.run_tokenizer import tokenizer_folder
-from pipeline.data.preprocess.status import read_workers
-from pipeline.data.provenance.run import read_journal
+from pipeline.data.work.lease_holders import read_workers
 from pipeline.eval.reports import report_files
 from pipeline.train.run.lock import holder
 from slurm import jobs

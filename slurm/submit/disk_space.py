@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from pipeline.common.disk_space import room_of
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import size
 from pipeline.config import Config
-from pipeline.data.preprocess.disk_space import room_of
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.layout_check import planned_spec
 from slurm.forecast.course import Course, Disk, checkpoints_disk, read_course

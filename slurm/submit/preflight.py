@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.common.disk_space import free_space, nearest
 from pipeline.common.errors import UserError
 from pipeline.common.format import duration, minutes
 from pipeline.config import Config
@@ -18,7 +19,6 @@ from pipeline.config.slurm import SiteConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder
-from pipeline.data.preprocess.disk_space import free_space, nearest
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.preprocess.source_plan import find_source_files
 from pipeline.eval.perplexity import heldout_splits

@@ -30,6 +30,7 @@ from pipeline.data.loading.objectives import make_objective
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.consumption import Account, Documents, SliceAccount, accounts
 from pipeline.data.order.journal import Journal
+from pipeline.data.order.journal_file import saved_journal
 from pipeline.data.order.phases import MUCH_PADDING, label, micro_batch_size, padding_warning, plan_journal
 from pipeline.data.order.run_length import (
     RunLength,
@@ -43,8 +44,8 @@ from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Sized
 from pipeline.data.order.windows import Windows
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
-from pipeline.data.preprocess.source_plan import check_settings
-from pipeline.data.provenance.run import checkpoint_steps, saved_journal, shortened
+from pipeline.data.preprocess.source_settings import check_settings
+from pipeline.data.provenance.run import checkpoint_steps, shortened
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 HASHED_STEPS = 1000

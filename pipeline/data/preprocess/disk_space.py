@@ -1,11 +1,10 @@
-"""Room on a disk, and whether the datasets of a run have it, before they are made."""
+"""Room for the datasets of a run on their disk, before they are made."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
+from pipeline.common.disk_space import free_space, room_of
 from pipeline.common.format import size
 from pipeline.config import Config
 from pipeline.data.preprocess.source_plan import SourceFiles
@@ -13,17 +12,6 @@ from pipeline.data.preprocess.status import read_state
 
 _TOKENS_PER_BYTE = 0.25
 """Tokens per byte of text; a guess for English."""
-
-
-def free_space(path: Path) -> tuple[int, int | None]:
-    """Bytes and inodes that this user may still use where a path is or would be; None: no number of inodes."""
-    stat = os.statvfs(nearest(path))
-    return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
-
-
-def nearest(path: Path) -> Path:
-    """A path if it exists and can be seen, else the nearest folder above it that does."""
-    return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
 def dataset_warning(config: Config, sources: Sequence[SourceFiles], token_bytes: int) -> str | None:
@@ -50,8 +38,3 @@ def dataset_warning(config: Config, sources: Sequence[SourceFiles], token_bytes:
         f"{room_of('data.dir', config.data_dir, free)}, and the datasets will take about {size(sum(needed.values()))} "
         "more (estimated from the size of the files): free some space, or set data.dir to a folder on another disk"
     )
-
-
-def room_of(key: str, path: Path, free: int) -> str:
-    """`run.dir=PATH has 3.1 GB free`, as messages about room begin."""
-    return f"{key}={path} has {size(free)} free"

@@ -14,11 +14,11 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, rounded, size
 from pipeline.config.root import Config
+from pipeline.data.preprocess.make_tokenizer import is_unused
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
     OtherTokenizer,
     check_tokenizer_settings,
-    is_unused,
     run_tokenizer,
     tokenizer_folder,
 )

@@ -9,7 +9,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.validate import check_tokenizers
 from pipeline.data.loading.objectives import make_objective
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
-from pipeline.data.preprocess.source_plan import check_settings
+from pipeline.data.preprocess.source_settings import check_settings
 
 
 def check_run_file(config: Config, datasets: Mapping[str, Dataset]) -> None:

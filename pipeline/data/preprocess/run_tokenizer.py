@@ -1,30 +1,16 @@
-"""The tokenizer of a run: loaded or trained once, then kept in the data folder."""
+"""The tokenizer of a run, which is kept in the data folder."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import key, value_hash
 from pipeline.config.root import Config
-from pipeline.data.preprocess.source_plan import SourceFiles, is_begun, withdraw
-from pipeline.data.preprocess.splits import Splits
-from pipeline.data.sources.reader import UnitReader
-from pipeline.data.sources.records import START, Piece, Position, Unit
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 
 ORIGIN_FILE = "origin.json"
-SAMPLE_BYTES = 2**18
-"""Text that a piece of a file gives to the sample each time that it is drawn."""
-_CANDIDATE_BYTES = 2**34
-"""Bytes of a corpus; of a larger one, a keyed fraction of the pieces is looked at, so that their list stays small."""
-_Candidate = tuple[int, Piece]
-"""Number of a source, and a piece of one of its files."""
 
 
 def tokenizer_folder(config: Config) -> Path:
@@ -41,7 +27,7 @@ def run_tokenizer(config: Config) -> Tokenizer:
     folder = tokenizer_folder(config)
     if not (folder / ORIGIN_FILE).is_file():
         raise UserError(f"{folder} has no tokenizer yet; run `pipeline preprocess` first")
-    return _open(folder)
+    return open_kept(folder)
 
 
 def check_tokenizer_settings(config: Config) -> None:
@@ -50,67 +36,20 @@ def check_tokenizer_settings(config: Config) -> None:
     Raises:
         UserError: another file, or other settings of the training.
     """
-    saved = _origin(tokenizer_folder(config))
+    saved = saved_origin(tokenizer_folder(config))
     if saved is None:
         return
     path = config.tokenizer.path
     if path is None:
-        asked = _run_file_settings(config)
+        asked = run_file_settings(config)
         known = {"train": {name: saved["train"].get(name) for name in asked}} if "train" in saved else saved
         if known.get("train") != asked:
-            raise OtherTokenizer(config, _what_differs(known, asked))
+            raise OtherTokenizer(config, what_differs(known, asked))
     elif path.exists() or str(path) != saved.get("path"):  # the file it was loaded from need not be there any more
-        _check_same(config, Tokenizer.load(path, config.tokenizer), saved)
+        check_same(config, Tokenizer.load(path, config.tokenizer), saved)
 
 
-def prepare_tokenizer(
-    config: Config,
-    sources: list[SourceFiles],
-    splits: Mapping[str, Splits],
-    check: Callable[[Tokenizer], None] = lambda _: None,
-) -> Tokenizer:
-    """Load or train the tokenizer and save it, or open the saved one if it is the one that the config asks for.
-
-    Args:
-        config: the run.
-        sources: with their files.
-        splits: of each source; a tokenizer is trained on documents of the training split.
-        check: raises if the tokenizer must not be used. Called before it is saved.
-
-    Raises:
-        OtherTokenizer: the saved one is another.
-        UserError: there is nothing to train on.
-    """
-    folder = tokenizer_folder(config)
-    saved = _origin(folder)
-    if config.tokenizer.path is not None:
-        tokenizer = Tokenizer.load(config.tokenizer.path, config.tokenizer)
-        origin: dict[str, Any] = {"path": str(config.tokenizer.path), "fingerprint": tokenizer.fingerprint}
-        if saved is not None:
-            _check_same(config, tokenizer, saved)
-            kept = _open(folder)
-            check(kept)
-            if kept.special_tokens != tokenizer.special_tokens:  # the file had them; the run file names them since
-                tokenizer.save(folder)
-                return tokenizer
-            return kept
-    else:
-        settings = _training_settings(config, sources)
-        if saved is not None:
-            if saved.get("train") != settings:
-                raise OtherTokenizer(config, _what_differs(saved, settings))
-            kept = _open(folder)
-            check(kept)
-            return kept
-        tokenizer = Tokenizer.train(sample_texts(config, sources, splits), config.tokenizer)
-        origin = {"train": settings, "fingerprint": tokenizer.fingerprint}
-    check(tokenizer)
-    tokenizer.save(folder)
-    storage.put_json(folder / ORIGIN_FILE, origin)
-    return tokenizer
-
-
-def _origin(folder: Path) -> Any:
+def saved_origin(folder: Path) -> Any:
     """Origin of the saved tokenizer; None if there is none."""
     if not (folder / ORIGIN_FILE).is_file():
         return None
@@ -120,7 +59,7 @@ def _origin(folder: Path) -> Any:
         raise UserError(f"{error}; restore it, or remove {folder} to make the tokenizer again") from None
 
 
-def _open(folder: Path) -> Tokenizer:
+def open_kept(folder: Path) -> Tokenizer:
     """The kept tokenizer."""
     try:
         tokenizer = Tokenizer.open(folder)
@@ -136,10 +75,10 @@ def _open(folder: Path) -> Tokenizer:
     )
 
 
-def _check_same(config: Config, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
+def check_same(config: Config, tokenizer: Tokenizer, saved: dict[str, Any]) -> None:
     if saved["fingerprint"] == tokenizer.fingerprint:
         return
-    path, kept = config.tokenizer.path, _open(tokenizer_folder(config))
+    path, kept = config.tokenizer.path, open_kept(tokenizer_folder(config))
     values = {
         "path": (saved.get("path", str(path)), str(path)),
         "end_of_document": (kept.end_of_document_token, tokenizer.end_of_document_token),
@@ -150,26 +89,7 @@ def _check_same(config: Config, tokenizer: Tokenizer, saved: dict[str, Any]) -> 
     raise OtherTokenizer(config, "; ".join(changed) or difference)
 
 
-def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, Any]:
-    if not sources:
-        raise UserError(
-            "tokenizer.train: no source has paths, so there is no text to train on; set tokenizer.path to the "
-            "tokenizer.json of one of the datasets"
-        )
-    files = {
-        found.source.name: value_hash(
-            [
-                found.reader.type,
-                found.reader.text_key if found.reader.has_keys else "",
-                [[file.name, file.size] for file in found.files],
-            ]
-        )
-        for found in sources
-    }
-    return _run_file_settings(config) | {"the files of data.sources": files}
-
-
-def _run_file_settings(config: Config) -> dict[str, Any]:
+def run_file_settings(config: Config) -> dict[str, Any]:
     """Settings of the run file for the training of the tokenizer."""
     assert config.tokenizer.train is not None
     return {
@@ -183,7 +103,7 @@ def _run_file_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _what_differs(saved: dict[str, Any], settings: dict[str, Any]) -> str:
+def what_differs(saved: dict[str, Any], settings: dict[str, Any]) -> str:
     if "train" not in saved:
         return f"it was loaded from {saved['path']}, tokenizer.train trains one"
     names = [name for name, value in settings.items() if saved["train"].get(name) != value]
@@ -209,100 +129,3 @@ class OtherTokenizer(UserError):
             f"{start_over}set data.dir to another folder"
         )
         self.difference = difference
-
-
-def is_unused(config: Config, sources: list[SourceFiles]) -> bool:
-    """Tell whether nothing was made with the kept tokenizer but plans of sources."""
-    return bool(sources) and not any(map(is_begun, _source_folders(config)))
-
-
-def withdraw_tokenizer(config: Config, sources: list[SourceFiles]) -> bool:
-    """Forget the kept tokenizer and all plans if it is unused; returns whether it is."""
-    # The plans go first: workers that open another tokenizer after this do not find theirs.
-    if not is_unused(config, sources) or not all(map(withdraw, _source_folders(config))):
-        return False
-    (tokenizer_folder(config) / ORIGIN_FILE).unlink(missing_ok=True)
-    return True
-
-
-def _source_folders(config: Config) -> list[Path]:
-    return [path for path in config.data_dir.iterdir() if path.is_dir() and path != tokenizer_folder(config)]
-
-
-def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str, Splits]) -> Iterator[str]:
-    """Documents of the training split from a keyed sample of all files, about `tokenizer.train.max_bytes` of text.
-
-    The sample is made of whole small files, of lines from pieces of large ones, and of beginnings of compressed files
-    and of pieces of tables, so only about as much is read. The more text one of those is expected to have, the more it
-    gives.
-
-    Raises:
-        UserError: there is no document to train on.
-    """
-    assert config.tokenizer.train is not None
-    wanted = config.tokenizer.train.max_bytes
-    draws = _draws(config, sources)
-    reached: dict[_Candidate, Position | None] = {}
-    taken = asked = begin = 0
-    while taken < wanted:
-        # There may be less text than expected; then there is another turn. Because turns grow, they are few, and few
-        # times what was read before is decompressed again.
-        count = max(-(-(wanted - taken) // SAMPLE_BYTES), asked)
-        asked += count
-        turn = Counter(draws[begin : begin + count])
-        begin += count
-        if not turn:  # there may be more text than expected, too
-            unread = [candidate for candidate, position in reached.items() if position is not None]
-            turn = Counter(dict.fromkeys(unread, -(-count // max(len(unread), 1))))
-        if not turn:
-            break
-        for candidate, times in turn.items():
-            start = reached.get(candidate, START)
-            if start is None:
-                continue
-            number, piece = candidate
-            found = sources[number]
-            reader = UnitReader(Unit(0, found.source.name, (piece,)), replace(found.reader, verify=False), start)
-            reached[candidate] = None
-            for document in reader:
-                raw = document.text.encode()
-                if document.reason is None and splits[found.source.name].of(raw, document.id) == 0:
-                    taken += len(raw)
-                    yield document.text
-                    if taken >= wanted:
-                        return
-                if piece.chunked and reader.input_bytes >= times * SAMPLE_BYTES:
-                    reached[candidate] = reader.position
-                    break
-    if not taken:
-        raise UserError(
-            f"tokenizer.train: none of the {sum(len(found.files) for found in sources)} files of data.sources has a "
-            "good document for the training split; check paths, type and text_key of the sources, and data.splits"
-        )
-
-
-def _draws(config: Config, sources: list[SourceFiles]) -> list[_Candidate]:
-    """Pieces of files in a keyed order; one that is expected to have n times SAMPLE_BYTES of text is there n times.
-
-    Of a large corpus it is a keyed fraction of that.
-    """
-    assert config.tokenizer.train is not None
-    total = sum(found.reader.expected_text_bytes(file) for found in sources for file in found.files)
-    enough = max(4 * config.tokenizer.train.max_bytes, _CANDIDATE_BYTES)
-    limit = min(2**64 * enough // max(total, 1), 2**64)
-    draws: list[tuple[int, int, Piece]] = []
-    for number, found in enumerate(sources):
-        for file in found.files:
-            expected = found.reader.expected_text_bytes(file)
-            for (piece,) in found.reader.cut([file], found.reader.sample_bytes):
-                name = (config.data.preprocess.seed, "tokenizer", found.source.name, file.name, piece.start)
-                first = key(*name)
-                bytes = expected * (piece.end - piece.start) // max(file.size, 1)
-                times = max(bytes // SAMPLE_BYTES, 1) if piece.chunked else 1
-                if times == 1:
-                    draws += [(first, number, piece)] if first < limit else []
-                else:
-                    some = (times * limit + 2**64 - 1 - first) >> 64  # rounded up or down, by the key
-                    draws += [(key(*name, i) * limit >> 64, number, piece) for i in range(some)]
-    draws.sort(key=lambda draw: draw[:2])
-    return [(number, piece) for _, number, piece in draws]

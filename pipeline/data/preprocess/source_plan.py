@@ -6,7 +6,7 @@ whatever would mix two kinds of output in one dataset is explained and refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +18,17 @@ from pipeline.common.hashing import key, value_hash
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE
-from pipeline.data.datasets.manifest import CODE_VERSION, PLAN_KEYS, Manifest
+from pipeline.data.datasets.manifest import CODE_VERSION, PLAN_KEYS
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED
-from pipeline.data.preprocess.splits import Splits, documents_wanted
+from pipeline.data.preprocess.source_settings import reader_of, setting_differences, settings_of
+from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import SourceJob, identity
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader, unit_size
-from pipeline.data.sources.records import MAX_RECORD_BYTES, Unit
+from pipeline.data.sources.records import Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import LEASES, read_leases
-
-_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits")
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class SourcePlan:
             raise UserError(f"{error}; restore it, or remove {folder} to make the dataset again") from None
         if old["config_hash"] == self.config_hash:
             return []
-        differences = _setting_differences(old["settings"], self.settings)
+        differences = setting_differences(old["settings"], self.settings)
         differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
         return differences or ["where the splits end"]
 
@@ -134,7 +133,7 @@ def planned_settings(config: Config, found: SourceFiles) -> dict[str, Any] | Non
 def is_planned(config: Config, found: SourceFiles) -> bool:
     """Tell whether there is a plan of the same files and settings, so that somebody has looked at the files before."""
     planned = planned_settings(config, found)
-    return planned is not None and planned.items() >= _settings(found.source, config).items()
+    return planned is not None and planned.items() >= settings_of(found.source, config).items()
 
 
 def is_begun(folder: Path) -> bool:
@@ -220,15 +219,8 @@ def _find(config: Config, source: SourceConfig, key: str) -> SourceFiles:
         plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
         return plan["settings"] if plan else {}
 
-    reader, files = _reader(source, config).find(source.paths, source.exclude, key, planned)
+    reader, files = reader_of(source, config).find(source.paths, source.exclude, key, planned)
     return SourceFiles(source, reader, files)
-
-
-def _reader(source: SourceConfig, config: Config) -> Reader:
-    """Reader of a source, by the run file."""
-    preprocess = config.data.preprocess
-    limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
-    return SOURCE_FORMATS[source.type].from_config(source, **limits)
 
 
 def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
@@ -246,7 +238,7 @@ def chunk_order(seed: int, unit: Unit, chunk: int) -> int:
 
 def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: Splits) -> SourcePlan:
     """Plan a source."""
-    settings = _settings(found.source, config) | {
+    settings = settings_of(found.source, config) | {
         "code_version": CODE_VERSION,
         "tokenizer": tokenizer.fingerprint,
         "ends of splits": splits.settings,
@@ -281,68 +273,6 @@ def counting_job(
         drops_damaged=settings.on_damaged_file == "drop",
         start_over=start_over,
     )
-
-
-def _settings(source: SourceConfig, config: Config) -> dict[str, Any]:
-    """Settings of the run file that decide the content of a source's dataset."""
-    preprocess = config.data.preprocess
-    settings: dict[str, Any] = {
-        "data.splits": {name: str(split) for name, split in config.data.splits.items()},
-        "data.split_by": config.data.split_by,
-        "data.preprocess.seed": preprocess.seed,
-        "data.preprocess.unit_bytes": preprocess.unit_bytes,
-        "data.preprocess.max_document_bytes": preprocess.max_document_bytes,
-        "data.preprocess.on_long_document": preprocess.on_long_document,
-        "data.preprocess.shuffle": preprocess.shuffle,
-        "name": source.name,
-        "type": source.type,
-        "metadata": sorted(source.metadata),
-    }
-    if preprocess.max_record_bytes != MAX_RECORD_BYTES:  # datasets of earlier versions do not name it
-        settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
-    if preprocess.on_damaged_file == "drop" and documents_wanted(config.data):
-        settings["data.preprocess.on_damaged_file"] = "drop"  # splits with numbers of documents are counted without
-    return settings | _reader(source, config).settings()
-
-
-def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
-    """Compare the datasets of a run's sources with what the run file asks for by now. Reads no files.
-
-    Datasets made for another run (`dataset`) are what they are.
-
-    Raises:
-        UserError: a setting differs.
-    """
-    for source in config.data.sources:
-        made = manifests[source.name].settings
-        if source.dataset is not None or not made:
-            continue
-        asked = _settings(source, config)
-        # Of any format: the type may be one of the differences.
-        left_open = {*_NOT_OF_THE_RUN_FILE, *(name for each in SOURCE_FORMATS.values() for name in each.pinned)}
-        known = {name: value for name, value in made.items() if name not in left_open}
-        if differences := _setting_differences(known, asked):
-            raise UserError(
-                f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"
-                + "\n".join(f"  {difference}" for difference in differences)
-                + "\nSet them back; or run `pipeline preprocess` with this run file, which says how to make it again"
-            )
-
-
-def _setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    words = {"code_version": "version of the preprocess stage", "tokenizer": "tokenizer (fingerprint)"}
-    # Where the splits end follows from the settings and the files.
-    return [
-        f"{words.get(name, name)}: {_shown(name, old.get(name))} then, {_shown(name, new.get(name))} now"
-        for name in sorted({*old, *new} - {"ends of splits"})
-        if old.get(name) != new.get(name)
-    ]
-
-
-def _shown(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int) and value % 2**20 == 0:
-        return f"{value // 2**20}MiB"
-    return repr(value)
 
 
 def _file_differences(old: dict[str, int], files: list[File]) -> list[str]:

@@ -25,14 +25,13 @@ from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.preprocess.disk_space import dataset_warning
 from pipeline.data.preprocess.finalize import Finalizer
+from pipeline.data.preprocess.make_tokenizer import prepare_tokenizer, withdraw_tokenizer
 from pipeline.data.preprocess.report import PreprocessReport, SourceReport, print_report
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
     OtherTokenizer,
-    prepare_tokenizer,
     run_tokenizer,
     tokenizer_folder,
-    withdraw_tokenizer,
 )
 from pipeline.data.preprocess.run_units import FAILURES_FILE, Outcome, tokenize_units
 from pipeline.data.preprocess.shuffle_pass import ShufflePass

@@ -31,7 +31,8 @@ from pipeline.data.preprocess.tokenize_unit import CONDEMNED_FILE, read_condemne
 from pipeline.data.sources.damage import DamagedFile, in_words
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import Damage
-from pipeline.data.work.leases import PATIENCE_S, read_leases
+from pipeline.data.work.lease_holders import WorkerProgress, read_workers
+from pipeline.data.work.leases import PATIENCE_S
 from pipeline.data.work.progress import NOTHING_TO_DO, WIDE
 from pipeline.data.work.receipt_totals import Counts, ReceiptTotals, whole
 from pipeline.data.work.worker_pool import ATTEMPTS
@@ -41,34 +42,6 @@ WINDOW_S = 600.0
 SHOWN = 20
 """Processes and failures of a source that are listed."""
 _BUSY = ("starting", "working")
-
-
-@dataclass(frozen=True)
-class WorkerProgress:
-    """A process that has a lease.
-
-    Attributes:
-        host: its machine.
-        pid: its number there.
-        what: unit, or the name of other work.
-        began: when it began with its first unit, by its clock.
-        since: when it took this lease, by its clock.
-        beat_s: seconds since its last sign of life.
-        done: bytes of the unit's files that it has done.
-        state: `works`, `silent` (on another machine, for long), `stopped` (by SIGSTOP) or `gone`.
-    """
-
-    host: str
-    pid: int
-    what: int | str
-    began: float
-    since: float
-    beat_s: float
-    done: int
-    state: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
 
 
 @dataclass(frozen=True)
@@ -173,21 +146,6 @@ def read_state(config: Config) -> list[SourceProgress]:
             if state.state == "stopped":
                 state.state = "waiting"
     return states
-
-
-def read_workers(folder: Path, now: float) -> list[WorkerProgress]:
-    """Processes that have a lease in the folder of a source or of the tokenizer."""
-    workers = []
-    for what, record, beat in read_leases(folder):
-        running, age = record.is_running(), max(now - beat, 0.0)
-        alive = age < PATIENCE_S if running is None else running
-        state = "works" if alive else "silent" if running is None else "gone"
-        if record.is_stopped():
-            state = "stopped"
-        workers.append(
-            WorkerProgress(record.host, record.pid, what, record.began, record.since, age, record.done, state),
-        )
-    return workers
 
 
 def _condemned(config: Config) -> dict[str, str]:

@@ -22,6 +22,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.order.journal import Journal
+from pipeline.data.order.journal_file import read_journal
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import RunLength, run_length
 from pipeline.data.order.sampler import Sampler
@@ -348,37 +349,6 @@ def _check_end(journal: Journal, done: int) -> None:
         raise UserError(
             f"{counted(done, 'step')} are done, but the run file now ends the run after {end.step:,}: {end.reason}"
         )
-
-
-def read_journal(run: Path) -> Journal:
-    """The journal that a run has written when it last started or went back.
-
-    Raises:
-        FileNotFoundError: it has not.
-        UserError: the file is damaged.
-    """
-    path = RunFiles(run).journal
-    value = storage.get_json(path)
-    try:
-        return Journal.from_json(value)
-    except UserError as error:
-        raise UserError(f"{path}: {error}; the next start of training writes it again") from None
-
-
-def saved_journal(run: Path, of_checkpoint: Any, step: int) -> Journal:
-    """The plan that a run has had so far, as a checkpoint of `step` steps has it.
-
-    Skips that were decided after the checkpoint was written are in `journal.json` alone. Without a readable
-    one, the checkpoint's is all that is known.
-
-    Raises:
-        UserError: the checkpoint's is damaged.
-    """
-    journal = Journal.from_json(of_checkpoint)
-    try:
-        return journal.with_faults(read_journal(run), step)
-    except (OSError, UserError):
-        return journal
 
 
 def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Path) -> None:

@@ -13,8 +13,8 @@ import orjson
 
 from pipeline.common.redaction import is_secret_key, masked
 from pipeline.common.run_files import RunFiles
+from pipeline.data.order.journal_file import read_journal
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
-from pipeline.data.provenance.run import read_journal
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Table
 from pipeline.eval.report.words import NONE, count, figure, in_percent, moment, seconds, si

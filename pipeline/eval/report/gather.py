@@ -22,9 +22,9 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import load_run, no_run_folder, written_values
 from pipeline.data.order.consumption import Account, accounts
+from pipeline.data.order.journal_file import read_journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
-from pipeline.data.provenance.run import read_journal
 from pipeline.eval.report.scores import ReportedScore, read_made_with, read_scores
 from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge

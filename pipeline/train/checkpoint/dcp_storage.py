@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,6 +29,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Files
 from pipeline.train.distributed.process_group import cpu_group
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.meta import on_meta
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import ParallelModel
@@ -190,7 +190,7 @@ def first_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, source: 
         spec: of the model.
         source: the folder of the weights, for messages.
     """
-    with torch.device("meta"):
+    with on_meta():
         wanted = {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
     for name, shape in wanted.items():
         if name not in found:

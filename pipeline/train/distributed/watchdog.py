@@ -27,7 +27,7 @@ from pipeline.common.errors import EXIT_HANG, HangError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.train.distributed.rank import NODE_ERRORS, Processes, log_folder, record_error
-from pipeline.train.parallel.torch_compat.core import TORCH_FOLDER, last_collectives, waits_for_ranks
+from pipeline.train.parallel.torch_compat.flight_recorder import TORCH_FOLDER, last_collectives, waits_for_ranks
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.heartbeat import HUNG, Heartbeat, blocking_ranks_text
 

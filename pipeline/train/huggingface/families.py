@@ -19,6 +19,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import shape_text
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.meta import on_meta
 from pipeline.train.model.part_spec import LayerPartSpec
 
 Shape = tuple[int, ...]
@@ -197,7 +198,7 @@ class TensorMapping:
 
 def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
     """The rules of a family with the names and shapes of one model."""
-    with torch.device("meta"):
+    with on_meta():
         our_shapes = {name: tuple(value.shape) for name, value in Decoder(spec).named_parameters()}
     theirs: dict[str, TensorRule] = {}
     their_shapes: dict[str, Shape] = {}

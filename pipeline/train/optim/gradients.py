@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.pipeline_parallel import TiedEmbedding
+from pipeline.train.parallel.tied_embedding import TiedEmbedding
 from pipeline.train.parallel.torch_compat.core import scale_tensors
 
 

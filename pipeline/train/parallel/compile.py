@@ -18,7 +18,7 @@ from pipeline.config import Config
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.block import Block
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.parallel.torch_compat.core import prepare_compiler
+from pipeline.train.parallel.torch_compat.compiler import prepare_compiler
 
 BACKEND = "inductor"
 """Backend of torch.compile."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE, OverlapConfig, ParallelConfig
 from pipeline.train.distributed.process_group import cpu_group
-from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.compile import compiles
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.setup import Setup
+
+if TYPE_CHECKING:  # the launcher imports this module, too, and needs none of them
+    from torch.distributed.fsdp import FSDPModule
+
+    from pipeline.train.model.decoder import Decoder
+    from pipeline.train.parallel.setup import Setup
 
 Reduction = Literal["each", "last", "after"]
 """Time at which gradients are added up over shards: in backward of each micro-batch, in that of the last one, or after
@@ -42,8 +45,8 @@ def set_prefetch(part: Decoder, overlap: OverlapConfig) -> None:
     In 2.11 and 2.13 torch gathers one layer ahead in backward, in the reverse of the order that forward went; in
     forward it only leaves each gather to streams of its own.
     """
-    layers = [cast(FSDPModule, layer) for layer in part.layers.values()]
-    whole = cast(FSDPModule, part)
+    layers = [cast("FSDPModule", layer) for layer in part.layers.values()]
+    whole = cast("FSDPModule", part)
     if overlap.forward_prefetch > 0:
         for module, after in _ahead(whole, layers, overlap.forward_prefetch):
             module.set_modules_to_forward_prefetch(after)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch._dynamo  # FSDP imports it when it shards; here that is among the other imports
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -22,6 +23,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.choice import KernelChoice, KernelRequirements, choose_on
 from pipeline.train.model.loss import VocabShard
+from pipeline.train.model.meta import on_meta
 from pipeline.train.model.recompute import Recompute, check_offload
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
 from pipeline.train.parallel.context import build_cut
@@ -32,7 +34,7 @@ from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.tensor import apply_tensor_parallel
 from pipeline.train.parallel.tested import LayoutKind
-from pipeline.train.parallel.torch_compat.core import prepare_async_tp
+from pipeline.train.parallel.torch_compat.compiler import prepare_async_tp
 
 # The logits are a view of the head's product, and nothing changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -99,7 +101,7 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
     parts = {}
     for stage in stages:
         if stage.rank == mesh.rank("pp"):
-            with torch.device("meta"):
+            with on_meta():
                 part = Decoder(spec, stage.part)
             if fp8 is not None:
                 use_fp8(part, fp8, mesh.layout)

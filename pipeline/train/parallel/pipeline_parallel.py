@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
 
 from pipeline.config.parallel import V_SHAPED, PipelineConfig
 from pipeline.data.loading.batch import Batch
@@ -21,7 +20,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.overlap import Reduction
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.pipeline_stages import Stage
-from pipeline.train.parallel.torch_compat.pipeline_stage import MicroBatchStage
+from pipeline.train.parallel.torch_compat.micro_batch_stage import MicroBatchStage
 
 # On an error torch prints its whole table of actions; the exception says what is wrong.
 logging.getLogger(PipelineScheduleSingle.__module__).setLevel(logging.CRITICAL)
@@ -192,50 +191,6 @@ class PipelineRunner:
         return loss
 
 
-class TiedEmbedding:
-    """The embedding's weight where first and last stage have a copy each, with equal values and gradients."""
-
-    def __init__(self, stages: Sequence[Stage], parts: Mapping[int, Decoder], mesh: DeviceMesh) -> None:
-        """Finds the copies.
-
-        Args:
-            stages: All of the pipeline, first to last; more than one.
-            parts: By index of the stage, those of this process.
-            mesh: The axis of the pipeline.
-        """
-        first, last = stages[0], stages[-1]
-        self._copies: list[Tensor] = [
-            parts[stage.index].embedding.weight for stage in (first, last) if stage.index in parts
-        ]
-        self._other = {first.rank: last.rank, last.rank: first.rank}.get(mesh.get_local_rank())
-        self._group = mesh.get_group()
-        self.counted_elsewhere: Tensor | None = self._copies[-1] if last.index in parts else None
-        """The last stage's copy, if it is here: a norm over the model's gradients must not count it."""
-
-    @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Both copies get the sum of their gradients, with the same bits. Once a step, after all backward passes.
-
-        Every process of the pipeline may call this; those in between do nothing.
-        """
-        mine = [_local_gradient(copy) for copy in self._copies]
-        if not mine or mine[0].numel() == 0:
-            return
-        if len(mine) == 2:
-            mine[0].add_(mine[1])
-            mine[1].copy_(mine[0])
-            return
-        theirs = torch.empty_like(mine[0])
-        for work in dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, mine[0], group=self._group, group_peer=self._other),
-                dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=self._other),
-            ]
-        ):
-            work.wait()
-        mine[0].add_(theirs)  # a + b has the same bits as b + a
-
-
 class Action(NamedTuple):
     """Something that a rank does in a forward-only pass."""
 
@@ -300,9 +255,3 @@ def _common_shape(batches: Sequence[Batch]) -> torch.Size:
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is not in the pipeline's group"
     return work
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None, "tied embeddings are shared after the backward passes"
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -16,7 +16,6 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.monitor.trace_spans import span
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
-from pipeline.train.parallel.pipeline_parallel import PipelineRunner
 from pipeline.train.parallel.setup import Setup
 
 
@@ -82,6 +81,9 @@ def build_runner(config: Config, setup: Setup, model: ParallelModel) -> Runner:
     mesh, parallel = setup.mesh, config.parallel
     if mesh.size("pp") == 1:
         return WholeRunner(model.whole, reduction(parallel, mesh.layout))
+    # It imports torch's pipelining, and that the compiler.
+    from pipeline.train.parallel.pipeline_parallel import PipelineRunner
+
     return PipelineRunner(
         [model.stages[index] for index in model.parts],
         list(model.parts.values()),

@@ -11,7 +11,8 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import verify
-from pipeline.data.preprocess.run_tokenizer import run_tokenizer, sample_texts
+from pipeline.data.preprocess.make_tokenizer import sample_texts
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.source_plan import find_source_files
 from pipeline.data.preprocess.split_counts import find_splits
 from pipeline.data.preprocess.stage import dataset_folder, preprocess

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 from rich.console import Console
 
-from pipeline.data.preprocess.run_tokenizer import SAMPLE_BYTES, sample_texts
+from pipeline.data.preprocess.make_tokenizer import SAMPLE_BYTES, sample_texts
 from pipeline.data.preprocess.source_plan import find_source_files
 from pipeline.data.preprocess.split_counts import find_splits
 from tests.data.runs import is_heldout, make_config

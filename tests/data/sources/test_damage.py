@@ -18,7 +18,7 @@ from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.preprocess import stage
-from pipeline.data.preprocess.source_plan import check_settings
+from pipeline.data.preprocess.source_settings import check_settings
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.status import print_status
 from pipeline.data.provenance.source_location import Origins

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.common.console import Console
+from pipeline.common.disk_space import free_space, nearest
 from pipeline.common.errors import EXIT_OTHER, MachineError
 from pipeline.config import Config
 from pipeline.config.load import load
@@ -63,7 +64,7 @@ def test_the_disk_is_that_of_the_checkpoints_where_they_are_a_link(
     other.mkdir()
     (run / "checkpoints").symlink_to(other)
     full = {run: 10_000, other: 2**40}
-    monkeypatch.setattr(course, "free_space", lambda path: (full[disk_space.nearest(path).resolve()], None))
+    monkeypatch.setattr(course, "free_space", lambda path: (full[nearest(path).resolve()], None))
     linked = config.model_copy(update={"run": config.run.model_copy(update={"dir": run})})
     assert check_room(linked) == []
     full.update({run: 2**40, other: 10_000})
@@ -86,5 +87,5 @@ def test_datasets_that_will_hardly_fit_are_a_warning(
 
 
 def test_a_file_that_is_there_stands_for_the_disk(tmp_path: Path) -> None:
-    assert disk_space.nearest(tmp_path / "a" / "b") == tmp_path
-    assert disk_space.free_space(tmp_path / "a" / "b")[0] > 0
+    assert nearest(tmp_path / "a" / "b") == tmp_path
+    assert free_space(tmp_path / "a" / "b")[0] > 0

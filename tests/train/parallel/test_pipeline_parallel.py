@@ -24,8 +24,9 @@ from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder, ModelPart
 from pipeline.train.model.init import init_weights
 from pipeline.train.parallel.overlap import Reduction
-from pipeline.train.parallel.pipeline_parallel import Action, PipelineRunner, TiedEmbedding, forward_order
+from pipeline.train.parallel.pipeline_parallel import Action, PipelineRunner, forward_order
 from pipeline.train.parallel.pipeline_stages import Stage
+from pipeline.train.parallel.tied_embedding import TiedEmbedding
 from tests.train.distributed import ranks
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.monitor.host_copy import to_device
-from pipeline.train.parallel.torch_compat.core import vary_length
+from pipeline.train.parallel.torch_compat.compiler import vary_length
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,21 @@
-"""torch's own attention (`scaled_dot_product_attention`), on any device."""
+"""torch's own attention (`scaled_dot_product_attention`), on any device.
+
+`torch.nn.attention.bias` is imported only where there is such a mask, on a GPU: it imports the compiler.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.model.kernels.tiles import Tiles, tile, tiled_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 Mask = Tensor | None
 
@@ -55,9 +62,18 @@ def has_flash(device: torch.device) -> bool:
 
 def lower_right(queries: int, keys: int) -> CausalBias:
     """A `causal_lower_right` without its memory: that makes an fp32 tensor [2, C, T], which nobody reads."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
     bias = torch.empty(0).as_subclass(CausalBias)
     bias.variant, bias.seq_len_q, bias.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
     return bias
+
+
+def is_causality(mask: Tensor) -> bool:
+    """True for what `lower_right` gives, false for a mask in memory."""
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(mask, CausalBias)
 
 
 def masked_attention(
@@ -81,7 +97,7 @@ def masked_attention(
     # Of torch's kernels for GPUs flash ones take shared heads, but no mask, and no fp32; and cuDNN's, which some have,
     # takes both. Without a kernel that does, all scores would be in memory.
     fits = flash and q_BCHE.dtype != torch.float32 and q_BCHE.shape[-1] <= _FLASH_HEAD
-    takes = fits and (mask is None or isinstance(mask, CausalBias))
+    takes = fits and (mask is None or is_causality(mask))
     if copies > 1 and on_gpu and not takes:
         k_BTKE, v_BTKE = (x.repeat_interleave(copies, dim=2) for x in (k_BTKE, v_BTKE))
         copies = 1

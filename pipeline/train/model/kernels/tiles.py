@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.train.model.kernels.attention_mask import AttentionMask
-from pipeline.train.parallel.torch_compat.core import vary_length
+from pipeline.train.parallel.torch_compat.compiler import vary_length
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -19,7 +19,7 @@ from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.kernels import sdpa, tiles
 from pipeline.train.model.kernels.attention_mask import AttentionMask
-from pipeline.train.model.kernels.sdpa import Sdpa, masked_attention
+from pipeline.train.model.kernels.sdpa import Sdpa, lower_right, masked_attention
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.compile import compile_layers
 from tests.train.model.kernels.cases import CPU, SOME, Case, cases, differences
@@ -205,3 +205,16 @@ def test_a_run_with_documents_resumes_and_repeats_its_bits(root: Path) -> None:
     once, again = (train(root, f"documents-{name}", *values) for name in ("once", "again"))
     assert exact(once) == exact(again)
     assert weights_hash(once) == weights_hash(again)
+
+
+def test_compiled_code_tells_masks_from_causality() -> None:
+    """The class that tells is imported in the function, which must not end the graph."""
+
+    def attend(mask: torch.Tensor) -> torch.Tensor:
+        return masked_attention(q, k, v, mask, 0.3, on_gpu=True, flash=True)
+
+    q, k, v = torch.randn(3, 2, 8, 4, 16).bfloat16()
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    assert torch.equal(compiled(mask), attend(mask))
+    assert torch.equal(compiled(lower_right(8, 8)), attend(mask))

@@ -1,0 +1,86 @@
+"""Settings of the run file that decide a source's dataset, and their comparison with those that it was made with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.common.errors import UserError
+from pipeline.config.data import SourceConfig
+from pipeline.config.root import Config
+from pipeline.data.datasets.manifest import Manifest
+from pipeline.data.preprocess.splits import documents_wanted
+from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.reader import Reader
+from pipeline.data.sources.records import MAX_RECORD_BYTES
+
+_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits")
+
+
+def reader_of(source: SourceConfig, config: Config) -> Reader:
+    """Reader of a source, by the run file."""
+    preprocess = config.data.preprocess
+    limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
+    return SOURCE_FORMATS[source.type].from_config(source, **limits)
+
+
+def settings_of(source: SourceConfig, config: Config) -> dict[str, Any]:
+    """Settings of the run file that decide the content of a source's dataset."""
+    preprocess = config.data.preprocess
+    settings: dict[str, Any] = {
+        "data.splits": {name: str(split) for name, split in config.data.splits.items()},
+        "data.split_by": config.data.split_by,
+        "data.preprocess.seed": preprocess.seed,
+        "data.preprocess.unit_bytes": preprocess.unit_bytes,
+        "data.preprocess.max_document_bytes": preprocess.max_document_bytes,
+        "data.preprocess.on_long_document": preprocess.on_long_document,
+        "data.preprocess.shuffle": preprocess.shuffle,
+        "name": source.name,
+        "type": source.type,
+        "metadata": sorted(source.metadata),
+    }
+    if preprocess.max_record_bytes != MAX_RECORD_BYTES:  # datasets of earlier versions do not name it
+        settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
+    if preprocess.on_damaged_file == "drop" and documents_wanted(config.data):
+        settings["data.preprocess.on_damaged_file"] = "drop"  # splits with numbers of documents are counted without
+    return settings | reader_of(source, config).settings()
+
+
+def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
+    """Compare the datasets of a run's sources with what the run file asks for by now. Reads no files.
+
+    Datasets made for another run (`dataset`) are what they are.
+
+    Raises:
+        UserError: a setting differs.
+    """
+    for source in config.data.sources:
+        made = manifests[source.name].settings
+        if source.dataset is not None or not made:
+            continue
+        asked = settings_of(source, config)
+        # Of any format: the type may be one of the differences.
+        left_open = {*_NOT_OF_THE_RUN_FILE, *(name for each in SOURCE_FORMATS.values() for name in each.pinned)}
+        known = {name: value for name, value in made.items() if name not in left_open}
+        if differences := setting_differences(known, asked):
+            raise UserError(
+                f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"
+                + "\n".join(f"  {difference}" for difference in differences)
+                + "\nSet them back; or run `pipeline preprocess` with this run file, which says how to make it again"
+            )
+
+
+def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    words = {"code_version": "version of the preprocess stage", "tokenizer": "tokenizer (fingerprint)"}
+    # Where the splits end follows from the settings and the files.
+    return [
+        f"{words.get(name, name)}: {_shown(name, old.get(name))} then, {_shown(name, new.get(name))} now"
+        for name in sorted({*old, *new} - {"ends of splits"})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int) and value % 2**20 == 0:
+        return f"{value // 2**20}MiB"
+    return repr(value)
