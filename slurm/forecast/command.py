@@ -95,7 +95,7 @@ def _suggestions(config: Config, device: Device, processes: int) -> list[tuple[d
 
 def _print_lines(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
-        verbatim(console, line)
+        (verbatim if line.startswith("  ") else say)(console, line)  # the indented ones are rows of tables
 
 
 def device_of(config: Config, name: str) -> Device:
