@@ -125,17 +125,30 @@ def _wrapped(console: rich.console.Console, text: str) -> str:
 
     Lines break at spaces alone, which keeps paths whole.
     """
-    if not console.is_terminal:
+    if not _is_screen(console):
         return text
-    columns = min(_MOST_COLUMNS, console.width)
+    columns = min(_MOST_COLUMNS, console.width or _MOST_COLUMNS)
     wrapper = textwrap.TextWrapper(columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(wrapper.fill(line) if len(line) > columns else line for line in text.split("\n"))
 
 
-def say(console: rich.console.Console, text: str) -> None:
-    """A line: no markup, no colours for numbers, no breaks within paths."""
+def _is_screen(console: rich.console.Console) -> bool:
+    """True for a terminal itself: with FORCE_COLOR rich takes files and pipes for one."""
     try:
-        console.print(_wrapped(console, text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+        return console.is_terminal and console.file.isatty()
+    except ValueError:  # it is closed
+        return False
+
+
+def say(console: rich.console.Console, text: str) -> None:
+    """A message: no markup, no colours for numbers, no breaks within paths."""
+    verbatim(console, _wrapped(console, text))
+
+
+def verbatim(console: rich.console.Console, text: str) -> None:
+    """A text whose lines stay whole, also on a terminal: a script, JSON, a table, a log, a document."""
+    try:
+        console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
     except OSError as error:
         if error.errno not in _NOT_TOLD:
             raise

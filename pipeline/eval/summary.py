@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import Console, say, warn
+from pipeline.common.console import Console, say, verbatim, warn
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
@@ -118,7 +118,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
         f"{program} data inspect {data}",
         f"{program} run {file} train.duration='{2 * summary['steps']} steps'",
     ):
-        say(console, f"  {command}")
+        verbatim(console, f"  {command}")  # to be copied
 
 
 def _program() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.common import storage
-from pipeline.common.console import alarm, echo, say, warn
+from pipeline.common.console import alarm, echo, say, verbatim, warn
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.eval.reports import (
@@ -53,7 +53,7 @@ def show_table(config: Config, console: Console, *, as_json: bool = False) -> No
         return
     if found:
         for line in _lines(run, found):
-            say(console, line)
+            verbatim(console, line)
     else:
         say(console, f"no checkpoint of {run} was evaluated; `pipeline eval RUN.yaml --step N` evaluates one")
     if any(each.replaced for each in found):
@@ -61,7 +61,7 @@ def show_table(config: Config, console: Console, *, as_json: bool = False) -> No
     for path in damaged:
         warn(console, f"{path} is damaged; remove it, and evaluate that step again")
     for line in _lines_of_weights(of_weights):
-        say(console, line)
+        verbatim(console, line)
     for path in damaged_too:
         warn(console, f"{path} is damaged; remove it, and evaluate those weights again")
 

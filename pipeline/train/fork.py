@@ -106,9 +106,10 @@ _ANOTHER = "set run.dir to a new folder"
 _BEFORE_THE_FIRST_STEP = (
     *(RunFiles.checkpoints, RunFiles.data, RunFiles.ledger, RunFiles.lock, RunFiles.lock_guard, RunFiles.config),
     *(RunFiles.journal, RunFiles.attempt, RunFiles.exit, RunFiles.heartbeats, RunFiles.logs, RunFiles.tensorboard),
-    *(RunFiles.stop, RunFiles.save),
+    *(RunFiles.stop, RunFiles.save, RunFiles.evaluations),
 )
-"""Files that `pipeline preprocess`, a fork that was killed and a start that was refused leave in a run folder."""
+"""Files that `pipeline preprocess`, a fork that was killed, a start that was refused and an evaluation of weights in
+another folder (`--weights`) leave in a run folder."""
 _OF_THE_USER = (".yaml", ".yml", ".sh", ".md", ".txt", ".log", ".out", ".err")
 """Run files, and what lies beside them."""
 

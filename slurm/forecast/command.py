@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.common.console import Console, echo, progress, say
+from pipeline.common.console import Console, echo, progress, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.train.layout_check import world_size
@@ -68,7 +68,7 @@ def estimate(
     else:
         values, lines = to_json(found), list(plan_lines(found, nodes is not None, default_time))
     if not as_json:
-        _say_all(console, lines)
+        _print_lines(console, lines)
     if suggest:
         try:
             suggestions = _suggestions(config, chosen, processes)
@@ -79,7 +79,7 @@ def estimate(
             values |= {"suggestions": suggestions_json(suggestions)}
             lines = list(suggestion_lines(suggestions))
         if not as_json:
-            _say_all(console, lines)
+            _print_lines(console, lines)
     if as_json:
         echo(json.dumps(values))
     return found is not None and found.fits
@@ -93,9 +93,9 @@ def _suggestions(config: Config, device: Device, processes: int) -> list[tuple[d
         return suggested(config, device, processes, advance=advance)
 
 
-def _say_all(console: Console, lines: Iterable[str]) -> None:
+def _print_lines(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
-        say(console, line)
+        (verbatim if line.startswith("  ") else say)(console, line)  # the indented ones are rows of tables
 
 
 def device_of(config: Config, name: str) -> Device:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.common.console import say
+from pipeline.common.console import say, verbatim
 from pipeline.common.errors import UserError
 from slurm import jobs
 from slurm.job import active_jobs
@@ -144,7 +144,7 @@ def _show_first_error(found: list[LogPart], console: Console) -> None:
         how = f" ({failure.signal})" if failure.signal else f" (code {failure.code})"
         say(console, f"{failure.words}{how}")
         if failure.details:
-            say(console, failure.details)
+            verbatim(console, failure.details)
         log = None if failure.rank is None else part.log(failure.rank)
         if log is not None and log.path.exists():
             say(console, f"==> {log.path}")

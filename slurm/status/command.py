@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from pipeline.common.console import say
+from pipeline.common.console import say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.common.format import when
 from pipeline.config import Config
@@ -59,7 +59,7 @@ def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, 
                     live.update(picture(found, console), refresh=True)
                 elif as_json:
                     value = {"runs": [each.to_json() for each in found]}
-                    say(console, json.dumps(value, indent=None if watch else 2, ensure_ascii=False))
+                    verbatim(console, json.dumps(value, indent=None if watch else 2, ensure_ascii=False))
                 else:
                     if watch:
                         say(console, when(time.time()))

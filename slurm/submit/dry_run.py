@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
 
-from pipeline.common.console import say, warn
+from pipeline.common.console import say, verbatim, warn
 from pipeline.common.format import counted, duration, minutes, rounded, size
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
@@ -48,7 +48,7 @@ def show(
             for line in training_lines(config, job, backend, forecast(config, site, job), time.time()):
                 say(console, f"  {line}")
     for job in planned:
-        say(console, f"\n--- script of {job.name} ---\n{script_of(job).rstrip()}\n--- end of script ---")
+        verbatim(console, f"\n--- script of {job.name} ---\n{script_of(job).rstrip()}\n--- end of script ---")
     say(console, "")
     for line in warnings:
         warn(console, line)

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from pipeline.common.console import Console, alarm, say, warn
+from pipeline.common.console import Console, alarm, say, verbatim, warn
 from pipeline.common.errors import MachineError, RankFailed, UserError
 from pipeline.common.format import counted, minutes
 from slurm.jobs import Backend
@@ -162,7 +162,7 @@ def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
     for group in wanted:
         code = code_snapshot.place(folder, permissions.private_folder(group.config, folder))
         text = submitit_backend.script(folder, group.planned, group.site, code, group.config, "slurm")
-        say(console, f"\n--- script of {group.planned.name} ---\n{text.rstrip()}\n--- end of script ---\n")
+        verbatim(console, f"\n--- script of {group.planned.name} ---\n{text.rstrip()}\n--- end of script ---\n")
 
 
 def _note(found: Sweep, checked: Sequence[CheckedRun]) -> None:

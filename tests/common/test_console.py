@@ -32,6 +32,7 @@ from pipeline.common.console import (
     let_go_of_terminal,
     progress,
     say,
+    verbatim,
     visible,
     visible_log,
 )
@@ -110,17 +111,46 @@ def test_lines_and_errors(capfd: pytest.CaptureFixture[str], monkeypatch: pytest
         assert UNSAFE.search(OURS.sub("", text)) is None
 
 
+class Screen(io.StringIO):
+    """The file of a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def test_long_messages_on_a_terminal() -> None:
     """At most 100 columns, no path cut; in a file a message stays one line."""
     path = f"/{'folder/' * 30}file"
     message = f"{'a message of many words ' * 8}{path} {'and more ' * 12}\n  a second line"
-    terminal, file = io.StringIO(), io.StringIO()
-    say(Console(file=terminal, force_terminal=True, width=300), message)
+    terminal, file = Screen(), io.StringIO()
+    say(Console(file=terminal, width=300), message)
     say(Console(file=file), message)
     assert file.getvalue() == f"{message}\n"
     lines = terminal.getvalue().splitlines()
     assert [line.strip() for line in lines if len(line) > 100] == [path]
     assert " ".join(" ".join(lines).split()) == " ".join(message.split()) and lines[-1] == "  a second line"
+
+
+def test_colours_do_not_make_a_file_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FORCE_COLOR, as services for tests set it, and jobs inherit it: their logs are searched line by line."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = Console(file=io.StringIO())
+    assert console.is_terminal
+    say(console, "a word " * 40)
+    assert console.file.getvalue() == f"{'a word ' * 40}\n"  # type: ignore[attr-defined]
+
+
+def test_a_terminal_of_no_width() -> None:
+    """COLUMNS=0: nothing can be shown, and nothing fails."""
+    say(Console(file=Screen(), width=0, height=25), "a word " * 40)
+
+
+def test_texts_as_they_are() -> None:
+    """Scripts, JSON, tables and documents: their lines mean something, also on a terminal."""
+    text = f"  {{'key':  {'word  ' * 40}}} \n\n#SBATCH {'--option=value ' * 20}"
+    terminal = Screen()
+    verbatim(Console(file=terminal, width=80), text)
+    assert terminal.getvalue() == f"{text}\n"
 
 
 def test_details_are_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:

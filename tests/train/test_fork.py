@@ -224,13 +224,15 @@ def test_a_folder_of_another_use_is_not_forked_into(root: Path, parent: Path, tm
     assert [path for path in used.rglob("*") if path.is_file()] == [used / name]
 
 
-def test_what_preprocess_and_a_refused_start_leave_does_not_hinder_a_fork(root: Path, parent: Path) -> None:
+def test_what_commands_leave_before_the_first_step_does_not_hinder_a_fork(root: Path, parent: Path) -> None:
     """The data of the fork are its own here: the same, made again in its own folder."""
     settings = ("train.duration=12 steps", *WSD, "data.dir=null")
     child = root / "own"
     preprocess(load(root / "run.yaml", [f"run.dir={child}", *settings]))
     assert start(root, "own", *settings, "resume.from=6")[0] == 2
     (child / "own.yaml").write_text("run: {}\n")
+    (child / "eval").mkdir()
+    (child / "eval" / "weights-00ff.json").write_text("{}")  # as `pipeline eval --weights` names it
     forked(root, "own", 6, *settings)
     train(root, "own", *settings)
     assert exact(child) == exact(parent)[6:]

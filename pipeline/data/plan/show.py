@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.common.console import Console, say, warn
+from pipeline.common.console import Console, say, verbatim, warn
 from pipeline.common.format import first_and_last, percent, rounded
 from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
@@ -57,7 +57,7 @@ def print_data_plan(
     """
     plan = make_data_plan(config, ranks=ranks, hashed_steps=hashed_steps, preview=preview, assume=assume, check=check)
     if as_json:
-        say(console, orjson.dumps(plan.to_json(), option=orjson.OPT_INDENT_2).decode())
+        verbatim(console, orjson.dumps(plan.to_json(), option=orjson.OPT_INDENT_2).decode())
     else:
         show(plan, console if console.is_terminal else Console(file=console.file, width=_WIDE))
 
@@ -218,4 +218,4 @@ def _show_window(row: PreviewRow, console: Console) -> None:
         return
     pieces = ", ".join(f"{document:,} [{start:,}, {start + length:,})" for document, start, length in row.documents)
     console.print(Text(f"documents and their tokens: {pieces}", style="dim"), soft_wrap=True)
-    say(console, printable(row.text, keep="\n\t"))
+    verbatim(console, printable(row.text, keep="\n\t"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.common import storage
-from pipeline.common.console import say, warn
+from pipeline.common.console import say, verbatim, warn
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
@@ -215,7 +215,7 @@ class _Run:
         say(self._console, f"{event}, {'it is given up' if event.is_last else 'it will be tried again'}")
         if event.is_last:
             if event.details:
-                say(self._console, event.details)
+                verbatim(self._console, event.details)
             self._outcome.failed.append((event.job, event.how))
 
     def _condemn(self, evidence: str) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR, datasets_below
@@ -88,7 +88,7 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
         if metadata := dataset.metadata(document):
             kept = ", ".join(f"{name}: {value}" for name, value in metadata.items())
             console.print(Text(printable(shortened(kept, SHOWN_CHARACTERS)), style="dim"), soft_wrap=True)
-        say(console, printable(shortened(text, SHOWN_CHARACTERS), keep="\n\t"))
+        verbatim(console, printable(shortened(text, SHOWN_CHARACTERS), keep="\n\t"))
     console.print()
 
 
