@@ -4,8 +4,8 @@
     python benchmarks/overhead.py --work /tmp/overhead --ranks 2 8 --steps 400 --simulate 1024 8192
 
 Each line is a real `pipeline train` of a tiny model on gloo processes of this machine. In every rank, `Stepper.step`
-is timed; the rest of a step is the loop: data, metrics, logs, heartbeat, stop requests. Steps in which the run
-validates or saves are left out, and so are the first ones.
+is timed; the rest of a step is the loop: data, metrics, logs, heartbeat, stop requests. The run neither validates nor
+saves before its end, and the first steps are left out.
 
     rank0, others   milliseconds of the loop per step in the main thread, medians over steps, then over ranks: `cpu` on
                     a core, `wall` with the time in which other threads and processes had the core
@@ -94,7 +94,7 @@ def measured(work: Path, file: Path, world: int, steps: int) -> dict[str, Any]:
         if process.exitcode:
             raise SystemExit(f"a rank of {world} ended with {process.exitcode}")
     found = [orjson.loads((results / f"{number}.json").read_bytes()) for number in range(world)]
-    row = {"ranks": world, "steps": steps - WARM, "unit": "ms", "rank0": rounded(found[0])}
+    row = {"ranks": world, "steps": steps - WARM - 1, "unit": "ms", "rank0": rounded(found[0])}
     if world > 1:
         row["others"] = rounded({key: statistics.median(each[key] for each in found[1:]) for key in found[0]})
     return row | {"agreement": {"cpu": round(agreement(world), 4)}}

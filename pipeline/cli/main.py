@@ -224,8 +224,10 @@ def evaluate(
 
         show_table(config, Console(), as_json=as_json)
         return
-    if weights is not None and (slurm or local):
-        raise UserError("jobs evaluate checkpoints of a run; leave out --slurm and --local to evaluate --weights here")
+    if weights is not None and (slurm or local or dry_run):
+        raise UserError(
+            "jobs evaluate checkpoints of a run; leave out --slurm, --local and --dry-run to evaluate --weights here"
+        )
     if _submitted(config, ["eval"], slurm, local, dry_run, step):
         return
     from slurm.local.stages import evaluate as stage

@@ -214,14 +214,13 @@ class AttentionConfig(Section):
     """Kernels of attention. All compute the same, within rounding."""
 
     backend: Literal["auto", "sdpa", "flex", "varlen", "flash", "te"] = "auto"
-    """`auto` takes one by the device, what is installed and what the model needs, and the log says which and why:
-    `sdpa` on a CPU, in fp32, and where there are neither documents nor windows; else `flash`, `varlen`, `flex`, the
-    first that is possible. `sdpa`: torch's, anywhere; on a GPU with documents or windows it needs a mask of sequence x
-    sequence. `flex`, `varlen`: torch's without such a mask, on a GPU from compute capability 8.0. `flash`: the package
-    flash-attn (extra `flash`), version 2, 3 or 4. `te`: Transformer Engine (extra `te`), with train.compile: false and
-    without recompute.mode: selective.
-    `varlen`, `flash` and `te` compute in bf16 or fp16, with head sizes that are multiples of 8 up to 256. Which
-    of them ran on a GPU: docs/gpu-results.md."""
+    """`auto` takes one by the device, what is installed and what the model needs; `--verbose` and the logs of jobs say
+    which and why: `sdpa` on a CPU, in fp32, and where there are neither documents nor windows; else `flash`, `varlen`,
+    `flex`, the first that is possible. `sdpa`: torch's, anywhere; on a GPU with documents or windows it needs a mask
+    of sequence x sequence. `flex`, `varlen`: torch's without such a mask, on a GPU from compute capability 8.0.
+    `flash`: the package flash-attn (extra `flash`), version 2, 3 or 4. `te`: Transformer Engine (extra `te`), with
+    train.compile: false and without recompute.mode: selective. `varlen`, `flash` and `te` compute in bf16 or fp16,
+    with head sizes that are multiples of 8 up to 256. Which of them ran on a GPU: docs/gpu-results.md."""
 
 
 class RecomputeConfig(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from pipeline.common.console import alarm
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.data.preprocess.run_tokenizer import run_tokenizer
+from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.dcp_storage import first_misfit
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, ExportedWeights
@@ -68,11 +67,17 @@ def _compare_tokenizers(config: Config, source: ExportedWeights) -> None:
 
 def tokenizer_of_run(config: Config) -> Tokenizer | None:
     """The tokenizer of a run: of its data, else of its latest checkpoint, else the file it names; None without any."""
-    with suppress(UserError):
+    if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
         return run_tokenizer(config)
     latest = Checkpoints.of_run(config.run.dir).latest()
     if latest is not None:
-        return Tokenizer.open(latest.path)
+        found, saved = Tokenizer.open(latest.path), latest.state()["fingerprints"]["tokenizer"]
+        if found.fingerprint != saved:
+            raise UserError(
+                f"the tokenizer in {latest.path} has changed since the checkpoint was written (fingerprint "
+                f"{found.fingerprint} instead of {saved}); name another with tokenizer.path"
+            )
+        return found
     file = config.tokenizer.path
     return None if file is None or not file.exists() else Tokenizer.load(file, config.tokenizer)
 

@@ -377,6 +377,26 @@ def test_converted_weights_without_a_tokenizer(root: Path, tmp_path: Path, capsy
         load_decoder(nowhere, tmp_path / "ours")
     with pytest.raises(UserError, match="has no tokenizer"):
         to_hf(tmp_path / "ours", tmp_path / "again", console=QUIET)
+    # One of its data that is damaged is not replaced by another.
+    shutil.copytree(config.data_dir / "tokenizer", tmp_path / "damaged" / "tokenizer")
+    (tmp_path / "damaged" / "tokenizer" / "tokenizer.json").write_text("{}")
+    damaged = load(root / "run.yaml", [*model, f"data.dir={tmp_path}/damaged"])
+    with pytest.raises(UserError, match=str(tmp_path / "damaged")):
+        load_decoder(damaged, tmp_path / "ours")
+    # Nor is one of a checkpoint that was edited taken.
+    run = tmp_path / "edited"
+    shutil.copytree(root / "run", run)
+    latest = Checkpoints.of_run(run).latest()
+    assert latest is not None
+    file = latest.path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    one, two = list(vocab)[:2]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    file.write_text(json.dumps(tokenizer))
+    edited = load(root / "run.yaml", [*model, f"data.dir={tmp_path}/no", f"run.dir={run}"])
+    with pytest.raises(UserError, match=str(latest.path)):
+        load_decoder(edited, tmp_path / "ours")
     # A whole conversion has one.
     shutil.copy(root / "exported" / "tokenizer.json", tmp_path / "hf")
     from_hf(tmp_path / "hf", tmp_path / "with", console=QUIET)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import file_hash
+from pipeline.common.hashing import value_hash
 from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, Files
@@ -53,7 +53,7 @@ class ExportedWeights:
     about: Mapping[str, Any]
     """Content of `export.json`."""
     fingerprint: str
-    """Hash of `export.json`, and so of all files of weights."""
+    """Hash of what is in `export.json`, and so of all files of weights."""
     assumed_tokenizer: str | None = None
     """Fingerprint of the run's tokenizer, which they are evaluated with where their own is unknown."""
     step: None = None
@@ -78,7 +78,20 @@ class ExportedWeights:
         about = storage.get_json(file, *_KEYS)
         if not isinstance(about["fingerprints"], dict) or "model" not in about["fingerprints"]:
             raise UserError(f"{file} is damaged: it does not say of which model the weights are; export them again")
-        return cls(folder, about, f"{file_hash(file):016x}")
+        return cls(folder, about, value_hash(about)[:16])
+
+    def check_section(self, wanted: Weights, key: str) -> None:
+        """Refuse weights that were trained where their moving average is wanted.
+
+        Args:
+            wanted: `model` stands for whatever is in the folder.
+            key: key or option that `wanted` is from, for the message.
+        """
+        if wanted == "ema" and self.section != "ema":
+            raise UserError(
+                f"{key} is ema, but {self.path} has the weights that were trained; export the average (`pipeline "
+                f"checkpoint export --weights ema`), or set {key}=model"
+            )
 
     @property
     def name(self) -> str:

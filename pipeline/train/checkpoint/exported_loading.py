@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.committed import changed
-from pipeline.train.checkpoint.exported import ExportedWeights
+from pipeline.train.checkpoint.exported import ExportedWeights, Weights
 from pipeline.train.checkpoint.resume_point import files_by_rank
 from pipeline.train.checkpoint.weight_source import exported_tensors
 from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
@@ -42,7 +42,7 @@ class VerifiedWeights:
                 local.copy_(tensors.get_slice(name)[(rows, *others)])
 
 
-def verified_export(folder: Path, weights: str, option: str, weights_key: str) -> VerifiedWeights:
+def verified_export(folder: Path, weights: Weights, option: str, weights_key: str) -> VerifiedWeights:
     """The weights in a folder, every file of them read and hashed; every rank calls this.
 
     Args:
@@ -57,11 +57,7 @@ def verified_export(folder: Path, weights: str, option: str, weights_key: str) -
 
     def read_record() -> dict[str, Any]:
         found = ExportedWeights.open(folder, option)
-        if weights == "ema" and found.section != "ema":
-            raise UserError(
-                f"{weights_key} is ema, but {folder} has the weights that were trained; export the average (`pipeline "
-                f"checkpoint export --weights ema`), or set {weights_key}=model"
-            )
+        found.check_section(weights, weights_key)
         return {"about": found.about, "fingerprint": found.fingerprint, "files": found.files}
 
     record = broadcast_from_rank0(read_record)

@@ -18,7 +18,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.committed import COMMIT, changed, step_of
 from pipeline.train.checkpoint.export import longest_windows
-from pipeline.train.checkpoint.exported import Weights, exported_files
+from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, ExportedWeights, Weights
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored
 from pipeline.train.checkpoint.weight_files import DTYPES
@@ -95,22 +95,22 @@ class _Exported:
     weights: Weights
 
     def __post_init__(self) -> None:
-        about = storage.get_json(self.folder / EXPORT_ORIGIN, "files", "weights", "fingerprints", "positions")
-        if self.weights == "ema" and about["weights"] != "ema":
-            raise UserError(f"{self.folder} has the trained weights, not their moving average")
-        for name, (_, digest) in exported_files(self.folder, about).items():
+        source = ExportedWeights.open(self.folder)
+        source.check_section(self.weights, WEIGHTS_OPTION)
+        for name, (_, digest) in source.files.items():
             if problem := changed(self.folder / name, digest, symlinks=True):
                 raise UserError(f"{problem}; export them again")
         self.name = str(self.folder)
-        self.model = validated_model(about["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")
-        self.positions = int(about["positions"])
-        if about["fingerprints"].get("tokenizer") is None:
+        self.model = validated_model(source.about["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")
+        self.positions = int(source.about["positions"])
+        tokenizer = source.tokenizer()
+        if tokenizer is None:
             raise UserError(
                 f"{self.folder} has no tokenizer (it was converted with --weights-only); convert the model again "
                 "without that option, from a folder with tokenizer.json"
             )
-        self.tokenizer = Tokenizer.open(self.folder)
-        self._files, self.tensors = exported_tensors(self.folder, about["files"])
+        self.tokenizer = tokenizer
+        self._files, self.tensors = exported_tensors(self.folder, source.files)
 
     def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
         return read_tensors(self.folder, self._files, tensors)
