@@ -1,17 +1,19 @@
 """Read shuffled windows of 4,096 tokens in batches of 8, in one process: millions of tokens a second, as JSON lines.
 
     python benchmarks/loader.py --work /tmp/loader --peer-python /tmp/olmo/bin/python
+    python benchmarks/loader.py --work /tmp/loader --sources 100 --parts 10000
 
-Sides, each in a fresh process, one after the other in every round, with the median of the rounds at the end:
+Sides, each in a fresh process, one after the other in every round; at the end medians, over wall and over CPU seconds,
+and their ratios to those of `gather`:
 
     batches    `Loader.batches`: tokens and targets, document starts, both hashes, ids compared with the vocabulary
     iterate    the same through `Loader.iterate`, which reads ahead in a thread
-    gather     eight windows copied from a memmap as they are: an upper bound
+    gather     eight windows copied from memmaps as they are, all of which stay open: an upper bound
     olmo-core  `NumpyFSLDataLoader` without worker processes, with document lengths; needs a Python that has
                `ai2-olmo-core` (3.0.0 was tried)
 
-The dataset is made on the first run: random ids below 50,000, documents of 1,000 tokens in the mean (lognormal), four
-parts. It is read once before the rounds, so that all sides find it in the page cache.
+The datasets are made on the first run: random ids below 50,000, documents of 1,000 tokens in the mean (lognormal); by
+default one source of four parts. They are read once before the rounds, so that all sides find them in the page cache.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -31,12 +34,11 @@ import numpy as np
 
 BATCH, LENGTH = 8, 4096
 VOCABULARY, MEAN, SIGMA = 50_000, 1000, 1.0
-PARTS = 4
 PEER = "olmo-core"
 
 
-def make_dataset(folder: Path, gigabytes: float) -> None:
-    """Write the dataset if it is not there."""
+def make_dataset(folder: Path, tokens: int, count: int, seed: int) -> None:
+    """Write a dataset of `count` parts if it is not there."""
     import xxhash
 
     from pipeline.common import storage
@@ -46,16 +48,16 @@ def make_dataset(folder: Path, gigabytes: float) -> None:
 
     if (folder / MANIFEST_FILE).exists():
         return
-    chance = np.random.default_rng(0)
-    parts = np.zeros(PARTS, PART)
-    for number in range(PARTS):
+    chance = np.random.default_rng(seed)
+    parts = np.zeros(count, PART)
+    for number in range(count):
         prefix = part_prefix(folder, number)
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        left = int(gigabytes * 1e9 / 2 / PARTS)
+        left = tokens // count
         with IndexedWriter(prefix, "<u2") as writer:
             while left > 0:
                 # The mean of a lognormal distribution is exp(mu + sigma^2 / 2).
-                lengths = 1 + chance.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, 10_000).astype(np.int64)
+                lengths = 1 + chance.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, 1000).astype(np.int64)
                 lengths = lengths[np.cumsum(lengths) - lengths < left]
                 ids = chance.integers(1, VOCABULARY, lengths.sum(), dtype=np.uint16)
                 ids[np.cumsum(lengths) - 1] = 0
@@ -82,30 +84,34 @@ def make_dataset(folder: Path, gigabytes: float) -> None:
         ),
         config_hash="",
         code_version="",
-        parts=PARTS,
+        parts=count,
         parts_hash=xxhash.xxh3_128_hexdigest(parts.tobytes()),
     )
     storage.put_json(folder / MANIFEST_FILE, manifest.model_dump())
 
 
 def bins(folder: Path) -> list[Path]:
-    return sorted(folder.glob("parts/*/*.bin"))
+    return sorted(folder.glob("*/parts/*/*.bin"))
 
 
 def open_ours(folder: Path) -> Any:
     from pipeline.data.datasets.dataset import Dataset
     from pipeline.data.loading.loader import Loader
     from pipeline.data.loading.objectives import Causal
-    from pipeline.data.order.blend import UNIT
+    from pipeline.data.order.blend import integer_weights, keyed_offset
     from pipeline.data.order.journal import Journal
     from pipeline.data.order.segments import Segment, SourceState
     from pipeline.data.order.windows import windows_of
 
-    dataset = Dataset.open(folder)
-    state = SourceState(tokens=dataset.tokens, weight=UNIT, offset=0, lap=0, cursor=0)
-    segment = Segment(first_step=0, first_sample=0, batch_size=BATCH, sequence_length=LENGTH, sources={"random": state})
+    datasets = {path.name: Dataset.open(path) for path in sorted(folder.iterdir())}
+    weights = integer_weights(dict.fromkeys(datasets, 1))
+    sources = {
+        name: SourceState(tokens=dataset.tokens, weight=weights[name], offset=keyed_offset(1, name), lap=0, cursor=0)
+        for name, dataset in datasets.items()
+    }
+    segment = Segment(first_step=0, first_sample=0, batch_size=BATCH, sequence_length=LENGTH, sources=sources)
     journal = Journal(seed=1, segments=[segment])
-    instances = windows_of(journal, {"random": dataset})
+    instances = windows_of(journal, datasets)
     return Loader(journal, instances, Causal(), micro_batch_size=[BATCH], vocab_size=VOCABULARY)
 
 
@@ -166,7 +172,7 @@ SIDES: dict[str, Callable[[Path], Iterator[Any]]] = {
 def run_side(side: str, folder: Path, seconds: float) -> None:
     """Measure one side in this process, and print it."""
     source = SIDES[side](folder)
-    for _ in range(500):  # files are opened, look-ups are in full swing
+    for _ in range(max(500, len(bins(folder)))):  # files are opened, look-ups are in full swing
         next(source)
     count, wall, cpu = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - wall < seconds:
@@ -176,39 +182,54 @@ def run_side(side: str, folder: Path, seconds: float) -> None:
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     tokens = count * BATCH * LENGTH
     result = {"side": side, "mtok_s": round(tokens / wall / 1e6, 1), "mtok_cpu_s": round(tokens / cpu / 1e6, 1)}
-    print(json.dumps(result), flush=True)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(json.dumps({**result, "max_rss_mib": memory}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the dataset, kept for the next time")
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the dataset's .bin files")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the datasets, kept for the next time")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of all .bin files")
+    parser.add_argument("--sources", type=int, default=1, help="number of datasets, of equal size and weight")
+    parser.add_argument("--parts", type=int, default=4, help="parts of all datasets together")
     parser.add_argument("--rounds", type=int, default=5, help="times that each side is run")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of each run")
     parser.add_argument("--peer-python", help="a Python with ai2-olmo-core; without it that side is left out")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    folder = arguments.work / f"random-{arguments.gigabytes:g}"
+    sources, parts = arguments.sources, arguments.parts
+    folder = arguments.work / f"random-{arguments.gigabytes:g}-{sources}-{parts}"
     if arguments.side:
         return run_side(arguments.side, folder, arguments.seconds)
-    make_dataset(folder, arguments.gigabytes)
-    for path in [*bins(folder), *folder.glob("parts/*/*.idx")]:
+    for number in range(sources):
+        tokens = int(arguments.gigabytes * 1e9 / 2 / sources)
+        make_dataset(folder / f"random{number:03d}", tokens, parts // sources, number)
+    for path in [*bins(folder), *folder.glob("*/parts/*/*.idx")]:
         path.read_bytes()
-    results: dict[str, list[float]] = {}
+    results: dict[str, list[dict[str, float]]] = {}
     for _ in range(arguments.rounds):
         for side in SIDES:
             python = arguments.peer_python if side == PEER else sys.executable
             if python is None:
                 continue
-            command = [python, __file__, "--side", side, "--work", arguments.work]
-            command += ["--gigabytes", f"{arguments.gigabytes:g}", "--seconds", str(arguments.seconds)]
+            command = [python, __file__, "--side", side, "--work", arguments.work, "--sources", sources]
+            command += ["--parts", parts, "--gigabytes", f"{arguments.gigabytes:g}", "--seconds", arguments.seconds]
             line = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout
             print(line.strip().splitlines()[-1], flush=True)
-            results.setdefault(side, []).append(json.loads(line.strip().splitlines()[-1])["mtok_s"])
-    for side, values in results.items():
-        spread = {"min": min(values), "median": statistics.median(values), "max": max(values)}
-        print(json.dumps({"side": side, "runs": len(values), "mtok_s": spread}), flush=True)
+            results.setdefault(side, []).append(json.loads(line.strip().splitlines()[-1]))
+    print_medians(results)
     return None
+
+
+def print_medians(results: dict[str, list[dict[str, float]]]) -> None:
+    """Print the median of each side, and its ratio to that of `gather`."""
+    medians = {
+        side: {clock: statistics.median(run[clock] for run in runs) for clock in ("mtok_s", "mtok_cpu_s")}
+        for side, runs in results.items()
+    }
+    for side, median in medians.items():
+        ratios = {clock: round(value / medians["gather"][clock], 3) for clock, value in median.items()}
+        print(json.dumps({"side": side, "runs": len(results[side]), "median": median, "to_gather": ratios}), flush=True)
 
 
 if __name__ == "__main__":

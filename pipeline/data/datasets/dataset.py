@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import resource
 from bisect import bisect_right
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +26,28 @@ from pipeline.data.datasets.manifest import REPAIR, REPAIR_ADOPTED, REPAIR_DAMAG
 
 ReadBy = Literal["mmap", "pread"]
 
-# An open part holds two file descriptors; half of what the process may have is left to others.
-OPEN_AT_ONCE = max(8, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-"""Parts that are open at most, over all datasets of the process."""
+_FEW = 16
+"""Ranges of a part that are looked up one by one, which takes microseconds each; more take tens of them together."""
 
 
-@lru_cache(maxsize=OPEN_AT_ONCE)
+def _mappings() -> int:
+    """Mappings that this system allows a process."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return 65_530  # Linux without a setting
+
+
+MAPPED_AT_ONCE = max(8, min(16_384, _mappings() // 4))
+"""Parts that are mapped at most, over all datasets of the process. Each is two mappings and about 4 kB of Python's
+objects; half of the mappings are left to others."""
+READ_AT_ONCE = max(8, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+"""Parts that are open at most, over all datasets of the process, where they are not mapped. Each holds a file
+descriptor, and its index in memory."""
+
+
 def _open_part(dataset: Dataset, index: int) -> IndexedPart:
-    """Parts open in this process, over all datasets."""
+    """A part, compared with what the dataset says of it."""
     prefix = dataset.prefix(index)
     try:
         part = IndexedPart(prefix) if dataset.read_by == "mmap" else PreadPart(prefix)
@@ -55,6 +68,25 @@ def _open_part(dataset: Dataset, index: int) -> IndexedPart:
     return part
 
 
+_mapped_part = lru_cache(maxsize=MAPPED_AT_ONCE)(_open_part)
+_read_part = lru_cache(maxsize=READ_AT_ONCE)(_open_part)
+
+
+class Pieces(NamedTuple):
+    """Ranges of tokens, cut where parts end; arrays of one length, an element for each piece."""
+
+    row: npt.NDArray[np.int64]
+    """Number of the range."""
+    column: npt.NDArray[np.int64]
+    """Tokens of the range before the piece."""
+    part: npt.NDArray[np.int64]
+    """Number of the part."""
+    start: npt.NDArray[np.int64]
+    """First token, counted in the part."""
+    length: npt.NDArray[np.int64]
+    """Tokens, at least 1."""
+
+
 class Dataset(TokenRanges):
     """Reader of a dataset folder. Opening costs the same for one part and for 100,000; parts are opened when touched.
 
@@ -71,6 +103,7 @@ class Dataset(TokenRanges):
         self.folder = self.place = folder
         self.manifest = manifest
         self.read_by = read
+        self._part = _mapped_part if read == "mmap" else _read_part
         self.tokens = manifest.tokens
         self.documents = manifest.documents
         self.text_bytes = manifest.text_bytes
@@ -123,14 +156,14 @@ class Dataset(TokenRanges):
         while start < end:
             index = self._index_of_token(start)
             cut = min(end, starts[index + 1])
-            _open_part(self, index).fill(start - starts[index], out[: cut - start])
+            self._part(self, index).fill(start - starts[index], out[: cut - start])
             start, out = cut, out[cut - start :]
 
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
         self.check_range(token, 1)
         index = self._index_of_token(token)
-        return self._document_view[index] + _open_part(self, index).document_at(token - self._token_view[index])
+        return self._document_view[index] + self._part(self, index).document_at(token - self._token_view[index])
 
     def document_start(self, document: int) -> int:
         """The token at which a document begins; for `documents`, the number of tokens."""
@@ -139,7 +172,69 @@ class Dataset(TokenRanges):
         if document == self.documents:
             return self.tokens
         index = self._index_of_document(document)
-        return self._token_view[index] + _open_part(self, index).document_start(document - self._document_view[index])
+        return self._token_view[index] + self._part(self, index).document_start(document - self._document_view[index])
+
+    def pieces(self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Pieces:
+        """The pieces of ranges, which all lie within the dataset. The pieces of a range are in its order.
+
+        Args:
+            starts: First token of each range.
+            counts: Tokens of each range.
+        """
+        row = counts.nonzero()[0]
+        start, left = starts[row], counts[row]
+        column, found = np.zeros(len(row), np.int64), []
+        while row.size:
+            part = self._token_starts.searchsorted(start, side="right") - 1
+            count = np.minimum(left, self._token_starts[part + 1] - start)
+            found.append(Pieces(row, column, part, start - self._token_starts[part], count))
+            goes_on = (count < left).nonzero()[0]
+            if not goes_on.size:
+                break
+            # What continues in the next part is cut there in the next round.
+            row, column, start, left = (each[goes_on] for each in (row, column + count, start + count, left - count))
+        if len(found) == 1:
+            return found[0]
+        return Pieces(*(np.concatenate(each) for each in zip(*found, strict=True))) if found else Pieces(*[row] * 5)
+
+    def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
+        """`fill` with tokens counted in a part, which has all of them."""
+        self._part(self, part).fill(start, out)
+
+    def starts_in(self, pieces: Pieces) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The documents that start in pieces.
+
+        Returns:
+            Two arrays, an element for each document: the number of the piece, and the token, counted in the part. The
+            documents of a piece are ascending.
+        """
+        if len(pieces.part) <= _FEW:
+            return self._starts_one_by_one(pieces, np.arange(len(pieces.part)))
+        by_part = np.argsort(pieces.part, kind="stable")
+        part = pieces.part[by_part]
+        firsts = np.concatenate([[0], (part[1:] != part[:-1]).nonzero()[0] + 1])
+        sizes = np.diff(firsts, append=len(part))
+        is_few = sizes <= _FEW
+        found = [self._starts_one_by_one(pieces, by_part[np.repeat(is_few, sizes)])]
+        for low, size in zip(firsts[~is_few].tolist(), sizes[~is_few].tolist(), strict=True):
+            chosen = by_part[low : low + size]
+            which, tokens = self._part(self, int(part[low])).starts_within(pieces.start[chosen], pieces.length[chosen])
+            found.append((chosen[which], tokens))
+        numbers, starts = zip(*found, strict=True)
+        return np.concatenate(numbers), np.concatenate(starts)
+
+    def _starts_one_by_one(
+        self, pieces: Pieces, chosen: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`starts_in` for some of the pieces."""
+        offsets: list[int] = []
+        found = []
+        arrays = (pieces.part[chosen], pieces.start[chosen], pieces.length[chosen])
+        for part, start, count in zip(*(array.tolist() for array in arrays), strict=True):
+            of_piece = self._part(self, part).offsets_within(start, count)
+            offsets += of_piece
+            found.append(len(of_piece))
+        return np.repeat(chosen, found), np.array(offsets, np.int64) // self.dtype.itemsize
 
     def starts_within(
         self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
@@ -154,25 +249,11 @@ class Dataset(TokenRanges):
             Two arrays, an element for each document that begins in a range: the number of the range, and the token,
             ascending for each range.
         """
-        row = np.flatnonzero(counts)
-        begin, end = starts[row], (starts + counts)[row]
-        rows, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        while row.size:
-            part = np.searchsorted(self._token_starts, begin, side="right") - 1
-            # What continues in the next part is looked up there in the next round.
-            cut = np.minimum(end, self._token_starts[part + 1])
-            by_part = np.argsort(part, kind="stable")
-            row, begin, end, cut, part = row[by_part], begin[by_part], end[by_part], cut[by_part], part[by_part]
-            edges = [0, *(np.flatnonzero(part[1:] != part[:-1]) + 1).tolist(), len(part)]
-            for low, high in itertools.pairwise(edges):
-                index = int(part[low])
-                base, first = self._token_view[index], begin[low:high]
-                which, found = _open_part(self, index).starts_within(first - base, cut[low:high] - first)
-                rows.append(row[low + which])
-                tokens.append(found + base)
-            goes_on = cut < end
-            row, begin, end = row[goes_on], cut[goes_on], end[goes_on]
-        return np.concatenate(rows), np.concatenate(tokens)
+        pieces = self.pieces(starts, counts)
+        number, token = self.starts_in(pieces)
+        order = np.argsort(number, kind="stable")
+        number, token = number[order], token[order]
+        return pieces.row[number], token + self._token_starts[pieces.part[number]]
 
     def provenance(self, document: int) -> tuple[int, int, int, int]:
         """Origin of a document: (unit, row in the unit, flags, xxh3-64 of its id)."""
@@ -242,10 +323,16 @@ class TokenSource(Protocol):
         """Offset of a document's first token; of the document after the last one, the number of tokens."""
         ...
 
-    def starts_within(
-        self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The documents that start in ranges [start, start + count): number of the range, and offset."""
+    def pieces(self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Pieces:
+        """The pieces of ranges [start, start + count), cut where parts of the dataset end."""
+        ...
+
+    def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
+        """`fill` with tokens counted in a part, as pieces have them."""
+        ...
+
+    def starts_in(self, pieces: Pieces) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The documents that start in pieces: number of the piece, and token, counted in its part."""
         ...
 
 
@@ -264,6 +351,7 @@ class Slice:
         self.folder = dataset.folder
         self.dtype = dataset.dtype
         self.documents = dataset.documents
+        self.fill_part, self.starts_in = dataset.fill_part, dataset.starts_in
         self._base = dataset.document_start(first)
         self.tokens = dataset.document_start(end) - self._base
 
@@ -279,9 +367,6 @@ class Slice:
         """The token of the slice at which a document begins; those outside begin at its ends and have no tokens."""
         return min(max(self._dataset.document_start(document) - self._base, 0), self.tokens)
 
-    def starts_within(
-        self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """`Dataset.starts_within` with tokens counted from the start of the slice."""
-        rows, tokens = self._dataset.starts_within(starts + self._base, counts)
-        return rows, tokens - self._base
+    def pieces(self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Pieces:
+        """The pieces of ranges that lie within the slice."""
+        return self._dataset.pieces(starts + self._base, counts)

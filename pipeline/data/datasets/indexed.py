@@ -6,12 +6,11 @@ open here and ours open there; `docs/data-format.md` has every byte. No memmap l
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from abc import ABC, abstractmethod
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import xxhash
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import CHUNK_BYTES
+from pipeline.common.mapped_file import map_file
 from pipeline.common.retry import retried
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -183,15 +183,13 @@ class IndexedWriter:
 
 
 class _Mapped:
-    """A read-only mmap of a file; empty files, which cannot be mapped, are empty arrays."""
+    """A file that is mapped, read-only; empty files, which cannot be mapped, are empty arrays."""
 
     def __init__(self, path: Path) -> None:
         file = storage.regular_descriptor(path)  # a third of the time of `path.open`
         try:
             self.size = os.fstat(file).st_size
-            self._bytes: mmap.mmap | bytes = b""
-            if self.size:
-                self._bytes = mmap.mmap(file, self.size, access=mmap.ACCESS_READ)
+            self._bytes: npt.NDArray[np.uint8] | bytes = map_file(file, self.size) if self.size else b""
         finally:
             os.close(file)
 
@@ -314,6 +312,9 @@ class IndexedPart(TokenRanges):
                 f"but should run from 0 to {sequences}"
             )
         self.tokens = end // dtype.itemsize
+        # The same arrays; Python looks single numbers up in them several times faster than NumPy.
+        self._pointer_view = self.pointers.view(np.uint8).data.cast("q")
+        self._bound_view = self.bounds.view(np.uint8).data.cast("q")
         self._connect()
 
     def _open_index(self) -> _Mapped:
@@ -330,8 +331,10 @@ class IndexedPart(TokenRanges):
 
     def fill(self, start: int, out: npt.NDArray[Any]) -> None:
         """Copy token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them."""
-        self.check_range(start, len(out))
-        out[:] = self._tokens[start : start + len(out)]
+        end = start + len(out)
+        if start < 0 or end > self.tokens:
+            self.check_range(start, len(out))
+        out[:] = self._tokens[start:end]
 
     def document_start(self, document: int) -> int:
         """Token at which a document begins; for `documents`, the number of tokens."""
@@ -365,6 +368,20 @@ class IndexedPart(TokenRanges):
         document = np.arange(row.size) + (first - (np.cumsum(found) - found))[row]
         tokens: npt.NDArray[np.int64] = self.pointers[self.bounds[document]] // self.dtype.itemsize
         return row, tokens.astype(np.int64, copy=False)
+
+    def offsets_within(self, start: int, count: int) -> list[int]:
+        """`starts_within` for one range, as offsets in bytes; quicker for a few ranges than all of them at once."""
+        size, pointers = self.dtype.itemsize, self._pointer_view
+        low = bisect_left(pointers, start * size)
+        high = bisect_left(pointers, (start + count) * size, low)
+        if low == high:
+            return []
+        # Where each document here and the one before are one sequence, so are the numbers of both.
+        first = low - 1 if low else 0
+        if high - low > _FEW or self._bound_view[first : high + 1].tolist() != [*range(first, high + 1)]:
+            offsets: list[int] = (self.starts_within(np.array([start]), np.array([count]))[1] * size).tolist()
+            return offsets
+        return pointers[low:high].tolist()
 
     def _first_after(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """For each token the first document that begins after it; `documents` if there is none."""

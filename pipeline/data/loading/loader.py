@@ -81,9 +81,12 @@ class Loader:
         self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=objective.masks)
         self._masks = Masks(journal, instances, objective)
         # By segment and index in `names`; a source that the segment does not have is None.
-        self._by_index = [[by_name.get(name) for name in self.names] for by_name in instances]
+        self._fill_parts = [
+            [by_name[name].fill_part if name in by_name else None for name in self.names] for by_name in instances
+        ]
         # A dtype that has room for the ids of all its sources, so that a batch is checked and widened at once.
         self._dtypes = [np.result_type(*(i.dtype for i in by_name.values())) for by_name in instances]
+        self._limits = [_unsigned_limit(dtype, vocab_size) for dtype in self._dtypes]
         self._ones = lru_cache(maxsize=8)(torch.ones)
 
     def micro_batch_size(self, step: int) -> int:
@@ -137,56 +140,51 @@ class Loader:
         """The step's data. Steps from `last` on will not be asked for."""
         number = self.journal.segment_number(step)
         length = self.journal.segments[number].sequence_length
-        skipped = self.journal.is_skipped(step)
-        if skipped:
-            self._lookup.pass_over(step)
-            drawn = np.bincount(self._sampler.step(step).source, minlength=len(self.names)).tolist()
-            micro_batches: list[Batch] = []
-            valid_targets = data_hash = 0
-        else:
-            located = self._lookup.step(step, last)
-            drawn = located.drawn
-            weights = self._masks.of(step, located)
-            micro_batches, data_hash = [], 0
-            for micro_batch in range(len(located.micro_batches)):
-                batch, hashes = self._batch(step, number, located, micro_batch, weights)
-                micro_batches.append(batch)
-                data_hash += hashes
-            valid_targets = self._rank_samples[number].batch_size * length
-            for weight in weights or ():
-                valid_targets -= 0 if weight is None else length - int(np.count_nonzero(weight))
-        return StepData(
-            step,
-            micro_batches,
-            valid_targets,
-            {name: count * length for name, count in zip(self.names, drawn, strict=True)},
-            self._sampler.order_hash(step),
-            data_hash % 2**64,
-            skipped,
-        )
+        located = self._lookup.step(step, last)
+        if located is None:
+            return self._skipped(step, length)
+        weights = self._masks.of(step, located)
+        micro_batches, data_hash = [], 0
+        for micro_batch in range(len(located.micro_batches)):
+            batch, hashes = self._batch(step, number, located, micro_batch, weights)
+            micro_batches.append(batch)
+            data_hash += hashes
+        valid_targets = self._rank_samples[number].batch_size * length
+        for weight in weights or ():
+            valid_targets -= 0 if weight is None else length - int(np.count_nonzero(weight))
+        drawn = {name: count * length for name, count in zip(self.names, located.drawn, strict=True)}
+        return StepData(step, micro_batches, valid_targets, drawn, located.order_hash, data_hash % 2**64)
+
+    def _skipped(self, step: int, length: int) -> StepData:
+        """A step of which nothing is read."""
+        drawn = np.bincount(self._sampler.step(step).source, minlength=len(self.names)).tolist()
+        tokens = {name: count * length for name, count in zip(self.names, drawn, strict=True)}
+        return StepData(step, [], 0, tokens, self._sampler.order_hash(step), 0, skipped=True)
 
     def _batch(
         self, step: int, number: int, located: Located, micro_batch: int, weights: list[FloatArray | None] | None
     ) -> tuple[Batch, int]:
         """A micro-batch, and the sum of its samples' hashes."""
         rows, size = located.micro_batches[micro_batch], self._rank_samples[number].micro_batch_size
-        length, first = self.journal.segments[number].sequence_length, self.journal.samples(step).start
+        length = self.journal.segments[number].sequence_length
         count = len(rows)
         sources = located.sources[rows.start : rows.stop]
         starts = located.starts[micro_batch]
-        raw = np.empty((size, length + 1), self._dtypes[number])
-        by_index = self._by_index[number]
-        for source, place, out in zip(sources.tolist(), located.places[rows.start : rows.stop], raw, strict=False):
-            by_index[source].fill(place, out)
+        flat = np.empty(size * (length + 1), self._dtypes[number])
+        fill_parts = self._fill_parts[number]
+        for source, part, start, first, end in located.pieces[micro_batch].tolist():
+            fill_parts[source](part, start, flat[first:end])
         if count < size:
-            raw[count:] = 0
+            flat[count * (length + 1) :] = 0
             sources = np.concatenate([sources, np.full(size - count, -1)])
             starts = np.concatenate([starts, np.arange(count, size, dtype=np.int32) * length])
-        if self._vocab_size is not None and _has_unknown(raw, self._vocab_size):
+        raw = flat.reshape(size, length + 1)
+        unsigned, bound = self._limits[number]
+        if bound is not None and int(flat.view(unsigned).max()) >= bound:
             raise self._outside_of_vocabulary(step, located, rows, raw)
         # Before its tokens each row has the index of the sample, which is hashed with them.
         ids = np.empty((size, length + 2), np.int64)
-        ids[:count, 0] = located.samples[rows.start : rows.stop] + first
+        ids[:count, 0] = located.samples[rows.start : rows.stop]
         ids[:, 1:] = raw
         data_hash = sum(map(xxhash.xxh3_64_intdigest, ids[:count]))
         if self._objective.rearranges:
@@ -219,7 +217,7 @@ class Loader:
     def _outside_of_vocabulary(self, step: int, located: Located, rows: range, raw: npt.NDArray[Any]) -> UserError:
         """The error about a batch with an id that the model does not know."""
         row, column = (int(i) for i in np.argwhere((raw < 0) | (raw >= self._vocab_size))[0])
-        sample = int(located.samples[rows[row]])
+        sample = int(located.samples[rows[row]]) - self.journal.samples(step).start
         draws = self._sampler.step(step)
         name = self.names[int(draws.source[sample])]
         instances = self._instances[self.journal.segment_number(step)][name]
@@ -232,10 +230,10 @@ class Loader:
         )
 
 
-def _has_unknown(ids: npt.NDArray[Any], vocab_size: int) -> bool:
-    """True if an id lies outside of the vocabulary; as unsigned numbers, negative ones are above all others."""
-    unsigned = ids.view(ids.dtype.str.replace("i", "u"))
-    return int(unsigned.max()) >= min(vocab_size, np.iinfo(ids.dtype).max + 1)
+def _unsigned_limit(dtype: np.dtype[Any], vocab_size: int | None) -> tuple[np.dtype[Any], int | None]:
+    """Type in which ids are compared, and their bound; as unsigned numbers, negative ones are above all others."""
+    unsigned = np.dtype(dtype.str.replace("i", "u"))
+    return unsigned, None if vocab_size is None else min(vocab_size, int(np.iinfo(dtype).max) + 1)
 
 
 def open_loader(

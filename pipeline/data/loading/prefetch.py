@@ -15,9 +15,9 @@ from pipeline.data.loading.batch import StepData
 
 Step = TypeVar("Step")
 
-TOGETHER_S = 0.001
+TOGETHER_S = 0.0004
 """Steps that are read within this time are handed over together: waking the other thread takes as long as reading a
-small step."""
+small step. In more time steps are read than a core's cache holds, and reading slows down."""
 
 
 def read_ahead(read: Callable[[int], Step], first: int, last: int, depth: int) -> Generator[Step, None, None]:

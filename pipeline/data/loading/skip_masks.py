@@ -35,13 +35,12 @@ class Masks:
         if not self._objective.masks and not skips:
             return None
         number = self._journal.segment_number(step)
-        first = self._journal.samples(step).start
-        rows = zip(located.samples.tolist(), located.sources.tolist(), located.places, strict=True)
+        rows = zip(located.samples.tolist(), located.sources.tolist(), located.places.tolist(), strict=True)
         weights = []
-        for row, (sample, source, place) in enumerate(rows):
-            weight = self._objective_weight(number, first + sample, located.begins_of(row))
+        for row, (index, source, place) in enumerate(rows):
+            weight = self._objective_weight(number, index, located.begins_of(row))
             for skip in skips:
-                weight = self._masked(weight, skip, number, first + sample, self._journal.names[source], place)
+                weight = self._masked(weight, skip, number, index, self._journal.names[source], place)
             weights.append(weight)
         return weights
 

@@ -157,6 +157,8 @@ class Journal(Record):
 
     def why_skipped(self, step: int) -> Skip | None:
         """The skip of the whole step; those of the run file come first. None for a step that is made."""
+        if not self._skipped_steps:
+            return None
         found = [skip for skip in self._skipped_steps if skip.holds(step) and _contains(skip.steps, step)]
         return min(found, key=lambda skip: skip.fault, default=None)
 

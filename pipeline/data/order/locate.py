@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.datasets.dataset import Pieces
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.sampler import Sampler
-from pipeline.data.order.windows import Instances
+from pipeline.data.order.windows import Instances, begins_of, distinct_starts
 
-_WINDOWS = 1024
+_WINDOWS = 4096
 """Samples of a group at most, or one step."""
-_QUICK_S = 0.02
+_QUICK_S = 0.05
 """A group that takes longer is followed by a smaller one."""
 
 
@@ -59,33 +61,81 @@ class Located(NamedTuple):
     """A step without its tokens. R rows: the samples of the rank, or all if there may be masks."""
 
     samples: IntArray
-    """[R] numbers in the step, ascending."""
+    """[R] global indices, ascending."""
     micro_batches: list[range]
     """The rows of each of the rank's micro-batches."""
     sources: IntArray
     """[R] index in the journal's names."""
-    places: list[int]
+    places: IntArray
     """[R], from `Instances.places`."""
     begins: IntArray
     """Tokens of instances at which documents begin, or the instances themselves; row after row."""
-    splits: list[int]
+    splits: IntArray
     """[R + 1]: those of row r are begins[splits[r] : splits[r + 1]]."""
     starts: list[npt.NDArray[np.int32]]
     """`Batch.starts` of each of the rank's micro-batches, but for padding."""
+    pieces: list[IntArray]
+    """[n, 5] of each of the rank's micro-batches, tokens that lie together in a file: index in the journal's names,
+    number of the part, first token in it, and [first, end) in the micro-batch's instances of L + 1 tokens each."""
     drawn: list[int]
     """Samples of each source in the global batch."""
+    order_hash: int
+    """Of the global batch."""
 
     def begins_of(self, row: int) -> IntArray:
         """The tokens of an instance at which a document begins in it, the first one included."""
         return self.begins[self.splits[row] : self.splits[row + 1]]
 
 
-class _Group(NamedTuple):
+@dataclass
+class _Group:
     """Steps [first, end) that were looked up together, but for skipped ones."""
 
     first: int
     end: int
-    steps: dict[int, Located]
+    steps: dict[int, int]
+    """Numbers k of the steps, in [0, K)."""
+    micro_batches: list[range]
+    """Rows of each micro-batch in a step."""
+    samples: IntArray
+    """[K, R], as all that follows as `Located` has it."""
+    sources: IntArray
+    """[K, R]"""
+    places: IntArray
+    """[K, R]"""
+    begins: IntArray
+    splits: IntArray
+    """[K * R + 1]: rows of all steps in `begins`."""
+    starts: npt.NDArray[np.int32]
+    start_splits: list[int]
+    """[K * R + 1]: rows of all steps in `starts`."""
+    pieces: IntArray
+    piece_splits: list[int]
+    """[K * R + 1]: rows of all steps in `pieces`."""
+    drawn: IntArray
+    """[K, names]"""
+    order_hashes: list[int]
+    """[K]"""
+
+    def step(self, step: int) -> Located:
+        """A step of the group that is not skipped."""
+        k = self.steps[step]
+        samples = self.samples[k]
+        row = k * len(samples)
+        starts, pieces = self.start_splits, self.piece_splits
+        spans = [(row + each.start, row + each.stop) for each in self.micro_batches]
+        return Located(
+            samples,
+            self.micro_batches,
+            self.sources[k],
+            self.places[k],
+            self.begins,
+            self.splits[row : row + len(samples) + 1],
+            [self.starts[starts[low] : starts[high]] for low, high in spans],
+            [self.pieces[pieces[low] : pieces[high]] for low, high in spans],
+            self.drawn[k].tolist(),
+            self.order_hashes[k],
+        )
 
 
 class Lookup:
@@ -114,12 +164,12 @@ class Lookup:
         self._rank_samples = rank_samples
         self._everything = everything
         self._end = sampler.end()
-        self._group = _Group(0, 0, {})
+        self._group: _Group | None = None
         self._expected = 0
         self._size = 1
 
-    def step(self, step: int, last: int | None) -> Located:
-        """Look up a step that is not skipped.
+    def step(self, step: int, last: int | None) -> Located | None:
+        """Look up a step; None for one that is skipped.
 
         Args:
             step: Counted from 0.
@@ -129,19 +179,19 @@ class Lookup:
             UserError: The order ends before the step, or a dataset is damaged.
         """
         group = self._group
-        if not group.first <= step < group.end:
-            self._size = self._size if step == self._expected else 1
-            began = time.perf_counter()
-            group = self._group = self._look_up(step, last)
-            quick = time.perf_counter() - began < _QUICK_S
-            self._size = 2 * (group.end - step) if quick else max(1, (group.end - step) // 2)
-            self._expected = group.end
-        return group.steps[step]
-
-    def pass_over(self, step: int) -> None:
-        """A skipped step: the next one is the one behind it."""
-        if step == self._expected:
-            self._expected += 1
+        if group is not None and step in group.steps:
+            return group.step(step)
+        if self._journal.is_skipped(step):
+            if step == self._expected:
+                self._expected += 1
+            return None
+        self._size = self._size if step == self._expected else 1
+        began = time.perf_counter()
+        group = self._group = self._look_up(step, last)
+        quick = time.perf_counter() - began < _QUICK_S
+        self._size = 2 * (group.end - step) if quick else max(1, (group.end - step) // 2)
+        self._expected = group.end
+        return group.step(step)
 
     def _look_up(self, first: int, last: int | None) -> _Group:
         journal = self._journal
@@ -153,34 +203,41 @@ class Lookup:
         rows = len(samples)
         steps, end = self._steps(first, last, number, rows, everything)
 
-        draws = [self._sampler.step(step) for step in steps]
-        source = np.concatenate([draw.source[samples] for draw in draws])
-        epoch = np.concatenate([draw.epoch[samples] for draw in draws])
-        position = np.concatenate([draw.position[samples] for draw in draws])
-        places, row, begin = self._locate(number, source, epoch, position)
+        numbers = np.array(steps) - first
+        # [K, samples of the global batch] each, and then row after row of all steps.
+        drawn = [array.reshape(end - first, -1)[numbers] for array in self._sampler.steps(first, end)]
+        source, epoch, position = (array[:, samples].ravel() for array in drawn)
+        places, pieces, (row, begin) = self._locate(number, source, epoch, position)
 
         every = np.arange(len(source) + 1)
-        splits = np.searchsorted(row, every).tolist()
-        # The last token of an instance is a target only. Each micro-batch begins at a multiple of its size.
-        inputs = begin < length
-        column_of = np.tile(samples % mine.micro_batch_size * length, len(steps))
-        starts = (column_of[row[inputs]] + begin[inputs]).astype(np.int32)
-        start_splits = np.searchsorted(row[inputs], every).tolist()
-        place_list = places.tolist()
-        found = {}
-        for k, (step, draw) in enumerate(zip(steps, draws, strict=True)):
-            i = k * rows
-            found[step] = Located(
-                samples,
-                micro_batches,
-                source[i : i + rows],
-                place_list[i : i + rows],
-                begin,
-                splits[i : i + rows + 1],
-                [starts[start_splits[i + each.start] : start_splits[i + each.stop]] for each in micro_batches],
-                np.bincount(draw.source, minlength=len(journal.names)).tolist(),
-            )
-        return _Group(first, end, found)
+        # Each micro-batch begins at a multiple of its size.
+        row_of = np.tile(samples % mine.micro_batch_size, len(steps))
+        # The last token of an instance is a target only.
+        inputs = (begin < length).nonzero()[0]
+        input_row = row[inputs]
+        first_tokens = row_of[pieces.row] * (length + 1) + pieces.column
+        names = len(journal.names)
+        counts = np.bincount((np.arange(len(steps))[:, None] * names + drawn[0]).ravel(), minlength=len(steps) * names)
+        hashes = self._sampler.order_hashes(first, end)
+        return _Group(
+            first,
+            end,
+            {step: k for k, step in enumerate(steps)},
+            micro_batches,
+            samples=journal.samples(first).start + numbers[:, None] * mine.batch_size + samples,
+            sources=source.reshape(len(steps), rows),
+            places=places.reshape(len(steps), rows),
+            begins=begin,
+            splits=row.searchsorted(every),
+            starts=(row_of[input_row] * length + begin[inputs]).astype(np.int32),
+            start_splits=input_row.searchsorted(every).tolist(),
+            pieces=np.stack(
+                [source[pieces.row], pieces.part, pieces.start, first_tokens, first_tokens + pieces.length], axis=1
+            ),
+            piece_splits=pieces.row.searchsorted(every).tolist(),
+            drawn=counts.reshape(-1, names),
+            order_hashes=[hashes[k] for k in numbers.tolist()],
+        )
 
     def _steps(self, first: int, last: int | None, number: int, rows: int, everything: bool) -> tuple[list[int], int]:
         """The steps that are not skipped in the next group, and where it ends.
@@ -195,8 +252,11 @@ class Lookup:
             ends.append(last)
         if self._end is not None:
             ends.append(self._end.step)
-        steps, end = [first], first + 1
-        while end < min(ends) and (everything or not journal.masks(end)):
+        steps, end, limit = [first], first + 1, min(ends)
+        if not journal.skips:
+            end = max(end, limit)
+            return list(range(first, end)), end
+        while end < limit and (everything or not journal.masks(end)):
             if not journal.is_skipped(end):
                 steps.append(end)
             end += 1
@@ -204,17 +264,29 @@ class Lookup:
 
     def _locate(
         self, number: int, source: IntArray, epoch: IntArray, position: IntArray
-    ) -> tuple[IntArray, IntArray, IntArray]:
-        """Places of samples; and, ascending, (sample, token) of each document that begins in one, and each sample."""
+    ) -> tuple[IntArray, Pieces, tuple[IntArray, IntArray]]:
+        """Places of samples, their pieces, and the documents that begin in them.
+
+        Returns:
+            Places; pieces, whose rows are samples; and (sample, token) of each document that begins in one, and of each
+            sample. Pieces and documents are ascending.
+        """
         places = np.empty(len(source), np.int64)
-        rows, tokens = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for index in np.unique(source).tolist():
-            chosen = np.flatnonzero(source == index)
+        none = np.empty(0, np.int64)
+        found, rows, columns = [Pieces(*[none] * 5)], [none], [none]
+        by_source = np.argsort(source, kind="stable")
+        names, firsts = np.unique(source[by_source], return_index=True)
+        for index, (low, high) in zip(names.tolist(), pairwise([*firsts.tolist(), len(source)]), strict=True):
+            chosen = by_source[low:high]
             instances = self._instances[number][self._journal.names[index]]
-            places[chosen] = instances.places(epoch[chosen], position[chosen])
-            row, token = instances.starts(places[chosen])
+            places[chosen] = of_source = instances.places(epoch[chosen], position[chosen])
+            pieces = instances.pieces(of_source)
+            row, column = begins_of(pieces, *instances.starts_in(pieces))
             rows.append(chosen[row])
-            tokens.append(token)
-        row = np.concatenate(rows)
-        order = np.argsort(row, kind="stable")
-        return places, row[order], np.concatenate(tokens)[order]
+            columns.append(column)
+            found.append(pieces._replace(row=chosen[pieces.row]))
+        size = self._journal.segments[number].sequence_length + 1
+        pieces = Pieces(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        order = np.argsort(pieces.row * size + pieces.column)
+        begins = distinct_starts(np.concatenate(rows), np.concatenate(columns), len(source), size)
+        return places, Pieces(*(each[order] for each in pieces)), begins

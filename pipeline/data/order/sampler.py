@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,8 @@ from pipeline.data.order.permutation import IntArray
 
 _BLOCK = 1024
 """Least number of positions looked up at once, and that for each 64 sources."""
+_RECORD = 4
+"""Numbers of a sample that `Sampler.order_hash` hashes."""
 
 
 class Draws(NamedTuple):
@@ -85,9 +87,16 @@ class Sampler:
         Raises:
             UserError: All sources are exhausted before its last sample.
         """
-        block, rows = self._rows(step)
-        source, epoch, position = block.draws
-        return Draws(source[rows], epoch[rows], position[rows])
+        return self.steps(step, step + 1)
+
+    def steps(self, first: int, end: int) -> Draws:
+        """The samples of steps [first, end) of one segment, at least one step, one after the other, as `step`.
+
+        Raises:
+            UserError: All sources are exhausted before the last of them.
+        """
+        found = [Draws(*(array[rows] for array in block.draws)) for block, rows in self._blocks(first, end)]
+        return found[0] if len(found) == 1 else Draws(*(np.concatenate(each) for each in zip(*found, strict=True)))
 
     def order_hash(self, step: int) -> int:
         """A hash of which samples the step is made of.
@@ -99,8 +108,15 @@ class Sampler:
         Raises:
             UserError: All sources are exhausted before its last sample.
         """
-        block, rows = self._rows(step)
-        return xxhash.xxh3_64_intdigest(block.records[rows].data)
+        return self.order_hashes(step, step + 1)[0]
+
+    def order_hashes(self, first: int, end: int) -> list[int]:
+        """`order_hash` of steps [first, end) of one segment."""
+        hashes: list[int] = []
+        numbers = self.journal.segments[self.journal.segment_number(first)].batch_size * _RECORD
+        for block, rows in self._blocks(first, end):
+            hashes += [xxhash.xxh3_64_intdigest(step.data) for step in block.records[rows].reshape(-1, numbers)]
+        return hashes
 
     def targets(self, step: int) -> dict[str, int]:
         """Targets drawn from each source by all steps before `step`, in closed form."""
@@ -166,16 +182,20 @@ class Sampler:
         following = self._first_samples[number + 1 : number + 2]
         return following[0] - self._first_samples[number] if following else None
 
-    def _rows(self, step: int) -> tuple[_Block, slice]:
+    def _blocks(self, step: int, end: int) -> Iterator[tuple[_Block, slice]]:
+        """The blocks that steps [step, end) of one segment are in, and their rows."""
         number = self.journal.segment_number(step)
         segment = self.journal.segments[number]
         steps = self._steps_in_block[number]
-        block, place = divmod(step - segment.first_step, steps)
-        found = self._block(number, block)
-        rows = slice(place * segment.batch_size, (place + 1) * segment.batch_size)
-        if rows.stop > len(found.records):
-            self._check(number, step, (block * steps + place + 1) * segment.batch_size)
-        return found, rows
+        while step < end:
+            block, place = divmod(step - segment.first_step, steps)
+            found = self._block(number, block)
+            last = min(place + end - step, steps)
+            rows = slice(place * segment.batch_size, last * segment.batch_size)
+            step += last - place
+            if rows.stop > len(found.records):
+                self._check(number, step - 1, (block * steps + last) * segment.batch_size)
+            yield found, rows
 
     def _check(self, number: int, step: int, samples: int) -> None:
         capacity = self._orders[number].capacity
@@ -198,7 +218,7 @@ class Sampler:
         epoch = np.array([state.lap for state in states])[index] + place // in_epoch
         position = place % in_epoch
         source = np.array([bisect_right(self.journal.names, name) - 1 for name in order.names])[index]
-        records = np.empty((len(index), 4), "<u8")
+        records = np.empty((len(index), _RECORD), "<u8")
         records[:, 0] = np.arange(segment.first_sample + start, segment.first_sample + start + len(index))
         records[:, 1] = self._name_hashes[source]
         records[:, 2] = epoch

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key
-from pipeline.data.datasets.dataset import Slice, TokenSource
+from pipeline.data.datasets.dataset import Pieces, Slice, TokenSource
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.permutation import IntArray, Permutation
 
@@ -66,12 +66,14 @@ class Instances(Protocol):
     def places(self, epoch: IntArray, position: IntArray) -> IntArray:
         """Places of instances, as the other methods take them; arrays of one length."""
 
-    def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
-        """The tokens at which a document begins in an instance, the first one of each instance included.
+    def pieces(self, places: IntArray) -> Pieces:
+        """The L + 1 tokens of instances, cut where parts of the dataset end; `Pieces.row` is an index into `places`."""
 
-        Returns:
-            Index into `places`, ascending, and index in the instance, ascending within it.
-        """
+    def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids of a piece, or of a part of it, into `out`, which has room for the dtype."""
+
+    def starts_in(self, pieces: Pieces) -> tuple[IntArray, IntArray]:
+        """The documents that start in pieces: number of the piece, and token, counted in its part."""
 
     def targets_of(self, place: int, ranges: IntArray) -> list[tuple[int, int]]:
         """The targets [first, end) of an instance, numbered from 0, that belong to some documents.
@@ -83,9 +85,6 @@ class Instances(Protocol):
 
     def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
         """Documents [first, end), as `targets_of` takes them."""
-
-    def fill(self, place: int, out: npt.NDArray[Any]) -> None:
-        """Copy the token ids of an instance into `out` [L + 1], which has room for the dtype."""
 
 
 class Windows:
@@ -114,6 +113,7 @@ class Windows:
                 "documents, or leave it out of data.sources"
             )
         self._dataset = dataset
+        self.fill_part, self.starts_in = dataset.fill_part, dataset.starts_in
         self._length = sequence_length
         self._seed = seed
         self._source = source
@@ -160,35 +160,32 @@ class Windows:
 
     def places(self, epoch: IntArray, position: IntArray) -> IntArray:
         """Offset in the text of each window's first token."""
-        assert position.size == 0 or (position.min() >= 0 and position.max() < self.count), self.count
+        epochs = set(epoch.tolist())
+        if len(epochs) == 1:
+            return self._places_of(epochs.pop(), position)
         result = np.empty(len(position), np.int64)
-        for number in np.unique(epoch).tolist():
-            chosen = np.flatnonzero(epoch == number)
-            of_epoch = position[chosen]
-            low, high = int(of_epoch.min()), int(of_epoch.max())
-            if high - low >= _BLOCK // 4:
-                result[chosen] = self._places(number, of_epoch)
-                continue
-            # A source's positions are asked for one after the other, so its neighbours will be needed as well.
-            for block in range(low // _BLOCK, high // _BLOCK + 1):
-                inside = of_epoch // _BLOCK == block
-                result[chosen[inside]] = self._block(number, block)[of_epoch[inside] - block * _BLOCK]
+        for number in epochs:
+            chosen = (epoch == number).nonzero()[0]
+            result[chosen] = self._places_of(number, position[chosen])
         return result
+
+    def pieces(self, places: IntArray) -> Pieces:
+        """The L + 1 tokens of windows, cut where the text begins again and where parts of the dataset end."""
+        size = self._length + 1
+        counts = np.minimum(self.tokens - places, size)
+        pieces = self._dataset.pieces(places, counts)
+        around = (counts < size).nonzero()[0]
+        if not around.size:
+            return pieces
+        before = counts[around]
+        again = self._dataset.pieces(np.zeros_like(around), size - before)
+        again = again._replace(row=around[again.row], column=before[again.row] + again.column)
+        return Pieces(*(np.concatenate(each) for each in zip(pieces, again, strict=True)))
 
     def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """Index into `places` and index in the window of each token that begins a document, or its window."""
-        size = self._length + 1
-        counts = np.minimum(self.tokens - places, size)
-        row, offset = self._dataset.starts_within(places, counts)
-        found = [np.arange(len(places)) * size, row * size + offset - places[row]]
-        around = np.flatnonzero(counts < size)
-        if around.size:  # where the text begins again
-            row, offset = self._dataset.starts_within(np.zeros_like(around), size - counts[around])
-            found.append((around * size + counts[around])[row] + offset)
-        flat = np.concatenate(found)
-        flat.sort()
-        window, column = np.divmod(flat[np.diff(flat, prepend=-1) > 0], size)
-        return window, column
+        pieces = self.pieces(places)
+        return distinct_starts(*begins_of(pieces, *self.starts_in(pieces)), len(places), self._length + 1)
 
     def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
         """Offsets [n, 2] of the stretches of text that documents [first, end) are; ascending, not touching."""
@@ -232,6 +229,19 @@ class Windows:
         self.fill(self._place(epoch, position), ids)
         return ids, self.bounds(epoch, position)
 
+    def _places_of(self, epoch: int, position: IntArray) -> IntArray:
+        """`places` in one epoch; at least one position."""
+        low, high = int(position.min()), int(position.max())
+        assert low >= 0 and high < self.count, (low, high, self.count)
+        blocks = range(low // _BLOCK, high // _BLOCK + 1)
+        if len(blocks) > 2:
+            return self._places(epoch, position)
+        # A source's positions are asked for one after the other, so its neighbours will be needed as well.
+        found = [self._block(epoch, block) for block in blocks]
+        joined = found[0] if len(found) == 1 else np.concatenate(found)
+        places: IntArray = joined[position - blocks.start * _BLOCK]
+        return places
+
     def _place(self, epoch: int, position: int) -> int:
         return int(self.places(np.array([epoch]), np.array([position]))[0])
 
@@ -266,6 +276,18 @@ def epoch_permutation(seed: int, source: str, epoch: int, count: int) -> Permuta
 def bounds_of(starts: IntArray, size: int) -> IntArray:
     """For each of `size` tokens the last of the ascending `starts`, of which the first is 0, at or before it."""
     return np.repeat(starts, np.diff(starts, append=size))
+
+
+def begins_of(pieces: Pieces, number: IntArray, token: IntArray) -> tuple[IntArray, IntArray]:
+    """Documents that start in pieces, as `Instances.starts_in` has them: row, and column of their first tokens."""
+    return pieces.row[number], (pieces.column - pieces.start)[number] + token
+
+
+def distinct_starts(row: IntArray, column: IntArray, rows: int, size: int) -> tuple[IntArray, IntArray]:
+    """Starts of documents in instances of `size` tokens, and of the instances themselves: each once, ascending."""
+    flat = np.concatenate([np.arange(rows) * size, row * size + column])
+    flat.sort()
+    return np.divmod(flat[np.diff(flat, prepend=-1) > 0], size)
 
 
 def windows_of(journal: Journal, datasets: Mapping[str, TokenSource]) -> list[dict[str, Windows]]:

@@ -212,7 +212,7 @@ class TestOpen:
 
 
 def test_many_parts_are_opened_when_touched(source, tmp_path, monkeypatch):
-    """2,300 parts in three folders; opening reads no part, and few are open at once."""
+    """2,300 parts in three folders; opening reads no part."""
     folder = tmp_path / "many"
     tokenizer = Tokenizer.open(source / "train")
     table = np.zeros(2300, PART)
@@ -240,7 +240,9 @@ def test_many_parts_are_opened_when_touched(source, tmp_path, monkeypatch):
     assert opened == [part_prefix(folder, 7)]
     assert dataset.read(dataset.tokens - 2, 2).tolist() == [2299 % 200 + 5, 0]
     assert dataset.document_start(dataset.documents) == dataset.tokens
-    assert dataset_module._open_part.cache_info().maxsize <= 512
+    # A system allows a process 65,530 mappings unless somebody changes that; a part is two.
+    assert dataset_module._mapped_part.cache_info().maxsize <= 65_530 // 4
+    assert dataset_module._read_part.cache_info().maxsize <= 512
 
 
 def test_numbers_are_a_thousand_a_folder(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -223,21 +224,53 @@ def test_opening_is_tried_again(folder, no_pauses, monkeypatch, read):
     assert len(failed) == 4
 
 
-def open_bins(folder):
+def open_bins(folder, read):
+    """The .bin files that this process has mapped, or open."""
     gc.collect()
-    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    names = {os.readlink(link) for link in links if os.path.lexists(link)}
+    if read == "mmap":
+        names = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    else:
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        names = {os.readlink(link) for link in links if os.path.lexists(link)}
     return [name for name in names if name.startswith(str(folder)) and name.endswith(".bin")]
 
 
 @pytest.mark.parametrize("read", BY)
 def test_only_so_many_parts_are_open(tmp_path, monkeypatch, read):
     write(tmp_path / "train", [[np.array([n, 0])] for n in range(1, 20)])
-    cached = dataset_module.lru_cache(maxsize=8)(dataset_module._open_part.__wrapped__)
-    monkeypatch.setattr(dataset_module, "_open_part", cached)
+    cached = dataset_module.lru_cache(maxsize=8)(dataset_module._open_part)
+    monkeypatch.setattr(dataset_module, "_mapped_part" if read == "mmap" else "_read_part", cached)
     dataset = Dataset.open(tmp_path / "train", read)
     for _ in range(2):
         assert [int(dataset.read(2 * n, 1)[0]) for n in range(19)] == list(range(1, 20))
-        assert 1 <= len(open_bins(tmp_path)) <= 8
+        assert 1 <= len(open_bins(tmp_path, read)) <= 8
+    # Windows that are looked up together hold no part open.
+    journal = plan_journal(run_file({"s": 1}, sequence_length=1, batch_size=19), {"s": dataset})
+    loader = Loader(journal, windows_of(journal, {"s": dataset}), Causal(), micro_batch_size=[19])
+    for step in range(10):
+        loader.batches(step)
+    assert 1 <= len(open_bins(tmp_path, read)) <= 8
     cached.cache_clear()
-    assert not open_bins(tmp_path)
+    assert not open_bins(tmp_path, read)
+
+
+@pytest.mark.parametrize("read", BY)
+def test_one_by_one_and_together_are_the_same(folder, monkeypatch, read):
+    dataset = Dataset.open(folder, read)
+    chance = np.random.default_rng(1)
+    begin = chance.integers(0, dataset.tokens, 100)
+    counts = chance.integers(0, dataset.tokens - begin + 1)
+    found = []
+    for few in (0, 1, 16, 1000):
+        monkeypatch.setattr(dataset_module, "_FEW", few)
+        found.append([array.tolist() for array in dataset.starts_within(begin, counts)])
+    assert found[0] == found[1] == found[2] == found[3]
+    pieces = dataset.pieces(begin, counts)
+    assert pieces.length.min() >= 1
+    for row, (start, count) in enumerate(zip(begin.tolist(), counts.tolist(), strict=True)):
+        ids = np.zeros(count, np.uint16)
+        for piece in (pieces.row == row).nonzero()[0].tolist():
+            column, end = int(pieces.column[piece]), int(pieces.column[piece] + pieces.length[piece])
+            dataset.fill_part(int(pieces.part[piece]), int(pieces.start[piece]), ids[column:end])
+        assert pieces.length[pieces.row == row].sum() == count
+        assert np.array_equal(ids, dataset.read(start, count))

@@ -5,20 +5,34 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from pipeline.data.datasets.dataset import Pieces
+
 EOD = 0
 
 
-def scan_ranges(document_starts, starts, counts):
-    """`starts_within`, one range after the other."""
-    rows, tokens = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-        found = document_starts(start, count)
-        rows.append(np.full(len(found), row))
-        tokens.append(found)
-    return np.concatenate(rows), np.concatenate(tokens)
+class OnePart:
+    """What datasets of one part do alike."""
+
+    def pieces(self, starts, counts):
+        assert (counts > 0).all() and (starts >= 0).all() and (starts + counts <= self.tokens).all()
+        nothing = np.zeros_like(starts)
+        return Pieces(np.arange(len(starts)), nothing, nothing, starts, counts)
+
+    def fill_part(self, part, start, out):
+        assert part == 0
+        self.fill(start, out)
+
+    def starts_in(self, pieces):
+        """The documents of one piece after the other."""
+        rows, tokens = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for row, (start, count) in enumerate(zip(pieces.start.tolist(), pieces.length.tolist(), strict=True)):
+            found = self.document_starts(start, count)
+            rows.append(np.full(len(found), row))
+            tokens.append(found)
+        return np.concatenate(rows), np.concatenate(tokens)
 
 
-class MemoryDataset:
+class MemoryDataset(OnePart):
     """Documents of the given lengths, end-of-document token included; every other token is its offset plus one."""
 
     folder = Path("memory")
@@ -61,11 +75,8 @@ class MemoryDataset:
     def document_starts(self, start, count):
         return np.array([s for s in self._starts[:-1] if start <= s < start + count], np.int64)
 
-    def starts_within(self, starts, counts):
-        return scan_ranges(self.document_starts, starts, counts)
 
-
-class FlatDataset:
+class FlatDataset(OnePart):
     """One endless-looking document of `tokens` tokens that takes no memory; token t is t mod 1000 + 1."""
 
     folder = Path("flat")
@@ -90,6 +101,3 @@ class FlatDataset:
 
     def document_starts(self, start, count):
         return np.zeros(int(start == 0 and count > 0), np.int64)
-
-    def starts_within(self, starts, counts):
-        return scan_ranges(self.document_starts, starts, counts)
