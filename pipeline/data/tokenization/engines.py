@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import json
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -169,9 +170,7 @@ def open_engine(tokenizer: Tokenizer, which: EngineName) -> Engine:
     if name is None:
         raise UserError(f"{KEY}{which} is not installed (pip install {which}){ADVICE}")
     # `tokenizers` finds those added tokens in a text that are not flagged as special; these libraries find all.
-    state = orjson.loads(tokenizer.definition)
-    state["added_tokens"] = [entry for entry in state["added_tokens"] if not entry.get("special")]
-    definition = orjson.dumps(state).decode()
+    definition = without_special(tokenizer.definition)
     try:
         if which == "gigatoken":
             return _Foreign(name, tokenizer, lambda: _gigatoken(definition), CACHE_BYTES)
@@ -181,6 +180,24 @@ def open_engine(tokenizer: Tokenizer, which: EngineName) -> Engine:
     except BaseException as error:  # a panic of a Rust library is not an Exception
         what = "be imported" if isinstance(error, ImportError) else "load this tokenizer"
         raise UserError(f"{KEY}{name} cannot {what}: {printable(str(error))[:300]}{ADVICE}") from None
+
+
+def without_special(definition: str) -> str:
+    """A `tokenizer.json` without the added tokens that are flagged as special."""
+    name = '"added_tokens":'
+    head, _, tail = definition.partition(name)
+    try:
+        # The library writes the key ahead of the model, which is so large that reading and writing it takes long.
+        orjson.loads(f"{head}{name}null}}")  # or the name is not that of the key
+        entries, end = json.JSONDecoder().raw_decode(tail)
+    except ValueError:
+        state = orjson.loads(definition)
+        return orjson.dumps(state | {"added_tokens": _ordinary(state["added_tokens"])}).decode()
+    return f"{head}{name}{orjson.dumps(_ordinary(entries)).decode()}{tail[end:]}"
+
+
+def _ordinary(added_tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in added_tokens if not entry.get("special")]
 
 
 def installed(which: EngineName) -> str | None:
