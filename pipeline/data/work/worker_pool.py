@@ -154,7 +154,7 @@ class Workers(Generic[J, R]):
 
     def _start(self) -> Connection:
         ours, theirs = multiprocessing.Pipe()
-        self._processes[ours] = process = self._fork(theirs, ours) if can_fork() else self._spawn(theirs)
+        self._processes[ours] = self._fork(theirs, ours) if can_fork() else self._spawn(theirs)
         theirs.close()
         return ours
 
