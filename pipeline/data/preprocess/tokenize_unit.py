@@ -25,7 +25,7 @@ from pipeline.data.preprocess.word_cache import FrequentWords
 from pipeline.data.sources.damage import DamagedFile, damage_in, damaged_files
 from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import EMPTY, START, Document, Position, Unit, line_of
-from pipeline.data.tokenization.engines import Check, Engine, EngineName, open_engine
+from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import files_are_there, read_receipt
@@ -489,8 +489,9 @@ class _Batches:
         self._check = check
         self._is_reference = which == "tokenizers"
         self._itemsize = tokenizer.dtype.itemsize
-        self._batch: list[tuple[Document, int, PartWriter]] = []
-        # Documents with the bytes of their texts and the writers that get them.
+        self._batch: list[tuple[Document, PartWriter]] = []
+        # Documents and the writers that get them.
+        self._raw: list[bytes] = []
         self._bytes = 0
 
     def add(self, document: Document, raw: bytes) -> bool:
@@ -501,7 +502,8 @@ class _Batches:
             self.flush()
             writer.add_long(document, size, self._encode_long(document, raw))
             return True
-        self._batch.append((document, size, writer))
+        self._batch.append((document, writer))
+        self._raw.append(raw)
         self._bytes += size
         if self._bytes < self._engine.batch_bytes and len(self._batch) < self._engine.batch_documents:
             return False
@@ -512,25 +514,26 @@ class _Batches:
         """Encode what has gathered."""
         if not self._batch:
             return
-        documents = [document for document, _, _ in self._batch]
-        encoded = self._encode(documents, [document.text for document in documents])
+        documents = [document for document, _ in self._batch]
+        encoded = self._encode(documents, [document.text for document in documents], self._raw)
         view = memoryview(encoded.ids).cast("B")
         ends = (np.cumsum(encoded.lengths) * self._itemsize).tolist()
         start = 0
-        for (document, size, writer), end in zip(self._batch, ends, strict=True):
-            writer.add(document, size, view[start:end])
+        for (document, writer), raw, end in zip(self._batch, self._raw, ends, strict=True):
+            writer.add(document, len(raw), view[start:end])
             start = end
         for writer in self._writers:
             writer.flush()
         self._batch.clear()
+        self._raw.clear()
         self._bytes = 0
 
     def _encode_long(self, document: Document, raw: bytes) -> Iterator[memoryview]:
         for text in cut_text(raw, self._source.max_document_bytes):
             yield memoryview(self._encode([document], [text]).ids).cast("B")
 
-    def _encode(self, documents: list[Document], texts: list[str]) -> Any:
-        encoded = self._engine.encode(texts)
+    def _encode(self, documents: list[Document], texts: list[str], raw: list[bytes] | None = None) -> Encoded:
+        encoded = self._engine.encode(texts, raw)
         forged = encoded.ids == self._tokenizer.end_of_document
         if forged.any():
             place = np.searchsorted(np.cumsum(encoded.lengths), np.flatnonzero(forged)[0], side="right")

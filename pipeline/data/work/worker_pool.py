@@ -9,6 +9,7 @@ them may hold a lock at that moment, which would stay locked in the worker: then
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -382,6 +383,7 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
         run: Callable[[Any, Progress], Any] | None = None
         with contextlib.suppress(Exception):  # the first job will say why
             run = make(*args)
+        gc.freeze()  # what is here now stays: the collector need not look at it again and again
         while True:
             job = connection.recv()
             try:
