@@ -1,6 +1,6 @@
 """`pipeline preprocess` as a whole command: against other tools and a bare script, its engine, scaling and memory.
 
-    python benchmarks/preprocess.py bare|engine|scaling|memory --tokenizer tokenizer.json --work /tmp/bench
+    python benchmarks/preprocess.py bare|engine|scaling|parent|memory --tokenizer tokenizer.json --work /tmp/bench
     python benchmarks/preprocess.py peers --tokenizer tokenizer.json --work /tmp/bench
         --megatron Megatron-LM --megatron-python PYTHON --datatrove-python PYTHON
 
@@ -54,6 +54,24 @@ if __name__ == "__main__":
     ]
     LocalPipelineExecutor(steps, tasks=int(tasks), workers=int(tasks), logging_dir=out + "/logs").run()
 """
+
+PARENT = """\
+import atexit
+import resource
+import runpy
+import sys
+from pathlib import Path
+
+
+def note(path):
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    Path(path).write_text(str(used.ru_utime + used.ru_stime))
+
+
+atexit.register(note, sys.argv.pop(1))
+runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
+"""
+"""The `pipeline` command, which notes at its end what CPU time its first process used."""
 
 BARE = """\
 import multiprocessing
@@ -164,7 +182,7 @@ class Bench:
     arguments: argparse.Namespace
     work: Path
 
-    def run(self, side: str, corpus: Corpus, workers: int) -> dict[str, Any]:
+    def run(self, side: str, corpus: Corpus, workers: int, unit_mb: float = 1024) -> dict[str, Any]:
         out = self.work / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
@@ -196,16 +214,20 @@ class Bench:
                 "data": {
                     "dir": str(out / "data"),
                     "sources": [{"name": "corpus", "type": "jsonl", "paths": [str(corpus.path)]}],
-                    "preprocess": {"workers": workers, "engine": side},
+                    "preprocess": {"workers": workers, "engine": side, "unit_bytes": int(unit_mb * 2**20)},
                 },
                 "tokenizer": {"path": tokenizer, "end_of_document": end},
                 "model": {"layers": 1, "dim": 8, "heads": 1},
                 "train": {"duration": "1 steps", "sequence_length": 8},
             }
             (out / "run.yaml").write_text(json.dumps(run))
-            command, cwd = [sys.executable, "-m", "pipeline", "preprocess", str(out / "run.yaml")], given.pipeline
+            command = [sys.executable, "-c", PARENT, str(out / "parent"), "preprocess", str(out / "run.yaml")]
+            cwd = given.pipeline
         # Some versions of Megatron-LM's tool end with an error after all is written: the output decides.
         found = measure(command, cwd, self.work / f"{side}.log", given.patience, may_fail=side == "megatron")
+        if side in ENGINES:
+            found["parent_cpu_s"] = round(float((out / "parent").read_text()), 3)
+            found["units"] = sum(1 for _ in (out / "data/corpus/receipts").rglob("*.json"))
         documents, tokens = self.written(side, out)
         if documents != corpus.documents:
             log = (self.work / f"{side}.log").read_text(errors="replace")
@@ -379,6 +401,23 @@ def scaling(bench: Bench, given: argparse.Namespace) -> None:
         show("scaling medians", result)
 
 
+def parent(bench: Bench, given: argparse.Namespace) -> None:
+    """CPU time of the one process that cannot be divided, by the number of workers and of units."""
+    corpora = [make_corpus(bench.work, mb, given.workers) for mb in (given.small_mb, given.sizes_mb[0])]
+    cases = [(corpora[0], 1, 1024.0), *itertools.product(corpora[1:], (2, 4, 8, 16), (1.0, 0.125))]
+    rows = []
+    for number in range(given.rounds):
+        for case in cases if number % 2 else cases[::-1]:
+            rows.append(bench.run("gigatoken", *case))
+            show("parent", {"round": number, **rows[-1]})
+    # Least squares: what every command takes, and what a worker, a unit and a MB add.
+    facts = np.array([[1, row["workers"], row["units"], row["mb"]] for row in rows])
+    found = np.linalg.lstsq(facts, np.array([row["parent_cpu_s"] for row in rows]), rcond=None)[0]
+    names = ("command_s", "worker_ms", "unit_ms", "mb_ms")
+    result = {name: round(value * (1000 if name.endswith("_ms") else 1), 3) for name, value in zip(names, found)}
+    show("parent fit", result)
+
+
 def memory(bench: Bench, given: argparse.Namespace) -> None:
     """The largest worker for two sizes of input, and for one document of 21 MB."""
     corpora = {f"{mb:g} MB": make_corpus(bench.work, mb, given.workers) for mb in given.sizes_mb}
@@ -390,7 +429,7 @@ def memory(bench: Bench, given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    modes = {"peers": peers, "bare": bare, "engine": engine, "scaling": scaling, "memory": memory}
+    modes = {"peers": peers, "bare": bare, "engine": engine, "scaling": scaling, "parent": parent, "memory": memory}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=modes, help="; ".join(f"{k}: {f.__doc__}" for k, f in modes.items()))
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json")

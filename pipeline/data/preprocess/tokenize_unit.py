@@ -25,7 +25,7 @@ from pipeline.data.preprocess.word_cache import FrequentWords
 from pipeline.data.sources.damage import DamagedFile, damage_in, damaged_files
 from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import EMPTY, START, Document, Position, Unit, line_of
-from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineName, open_engine
+from pipeline.data.tokenization.engines import Check, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import files_are_there, read_receipt
@@ -532,7 +532,7 @@ class _Batches:
         for text in cut_text(raw, self._source.max_document_bytes):
             yield memoryview(self._encode([document], [text]).ids).cast("B")
 
-    def _encode(self, documents: list[Document], texts: list[str], raw: list[bytes] | None = None) -> Encoded:
+    def _encode(self, documents: list[Document], texts: list[str], raw: list[bytes] | None = None) -> Any:
         encoded = self._engine.encode(texts, raw)
         forged = encoded.ids == self._tokenizer.end_of_document
         if forged.any():

@@ -139,8 +139,8 @@ class _Foreign:
         arrays = []
         encode = self._encode
         try:
-            for text in raw or map(str.encode, texts):
-                arrays.append(encode(text))
+            for each in raw or map(str.encode, texts):
+                arrays.append(encode(each))
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic of a Rust library is not an Exception
