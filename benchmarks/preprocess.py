@@ -414,7 +414,9 @@ def parent(bench: Bench, given: argparse.Namespace) -> None:
     facts = np.array([[1, row["workers"], row["units"], row["mb"]] for row in rows])
     found = np.linalg.lstsq(facts, np.array([row["parent_cpu_s"] for row in rows]), rcond=None)[0]
     names = ("command_s", "worker_ms", "unit_ms", "mb_ms")
-    result = {name: round(value * (1000 if name.endswith("_ms") else 1), 3) for name, value in zip(names, found)}
+    result = {
+        name: round(value * (1000 if name.endswith("_ms") else 1), 3) for name, value in zip(names, found, strict=True)
+    }
     show("parent fit", result)
 
 
