@@ -1,6 +1,6 @@
-"""`pipeline preprocess` as a whole command: against other tools, against its engine alone, its scaling and its memory.
+"""`pipeline preprocess` as a whole command: against other tools and a bare script, its engine, scaling and memory.
 
-    python benchmarks/preprocess.py engine|scaling|memory --tokenizer tokenizer.json --work /tmp/bench
+    python benchmarks/preprocess.py bare|engine|scaling|parent|memory --tokenizer tokenizer.json --work /tmp/bench
     python benchmarks/preprocess.py peers --tokenizer tokenizer.json --work /tmp/bench
         --megatron Megatron-LM --megatron-python PYTHON --datatrove-python PYTHON
 
@@ -54,6 +54,63 @@ if __name__ == "__main__":
     ]
     LocalPipelineExecutor(steps, tasks=int(tasks), workers=int(tasks), logging_dir=out + "/logs").run()
 """
+
+PARENT = """\
+import atexit
+import resource
+import runpy
+import sys
+from pathlib import Path
+
+
+def note(path):
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    Path(path).write_text(str(used.ru_utime + used.ru_stime))
+
+
+atexit.register(note, sys.argv.pop(1))
+runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
+"""
+"""The `pipeline` command, which notes at its end what CPU time its first process used."""
+
+BARE = """\
+import multiprocessing
+import sys
+from pathlib import Path
+
+import numpy as np
+import orjson
+from gigatoken.gigatoken_rs import load_hf_json
+
+
+def run(path, start, end, out, tokenizer, token):
+    # Lines that begin in [start, end) to ids, each document with its end, and an array of lengths.
+    definition = Path(tokenizer).read_text()
+    added = {entry["content"]: entry["id"] for entry in orjson.loads(definition)["added_tokens"]}
+    end_of_document = np.array([added[token]], "<u2").tobytes()
+    encode = load_hf_json(definition).encode
+    lengths = []
+    with open(path, "rb") as file, open(out + ".bin", "wb") as tokens:
+        file.seek(max(start - 1, 0))
+        if start:
+            file.readline()
+        while file.tell() < end and (line := file.readline()):
+            ids = encode(orjson.loads(line)["text"])
+            tokens.write(ids.astype("<u2").tobytes() + end_of_document)
+            lengths.append(len(ids) + 1)
+    np.save(out + ".npy", np.array(lengths, "<i4"))
+
+
+if __name__ == "__main__":
+    path, out, tokenizer, token, workers = sys.argv[1:]
+    size, count = Path(path).stat().st_size, int(workers)
+    bounds = [size * i // count for i in range(count + 1)]
+    jobs = [(path, *bounds[i : i + 2], f"{out}/{i}", tokenizer, token) for i in range(count)]
+    with multiprocessing.get_context("fork").Pool(count) as pool:
+        pool.starmap(run, jobs, chunksize=1)
+"""
+"""The least that gives a vocabulary below 65,536 its ids with gigatoken: nothing is flushed, hashed, checked or kept
+of where a document came from, and a bad record ends it."""
 
 
 def texts(longest: int = 2 * 10**6) -> Iterator[str]:
@@ -125,7 +182,7 @@ class Bench:
     arguments: argparse.Namespace
     work: Path
 
-    def run(self, side: str, corpus: Corpus, workers: int) -> dict[str, Any]:
+    def run(self, side: str, corpus: Corpus, workers: int, unit_mb: float = 1024) -> dict[str, Any]:
         out = self.work / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
@@ -147,22 +204,30 @@ class Bench:
             script.write_text(DATATROVE)
             command = [given.datatrove_python, str(script), str(corpus.parts), str(out), tokenizer, end, str(workers)]
             command += [str(given.datatrove_batch)]
+        elif side == "bare":
+            script = self.work / "bare_run.py"
+            script.write_text(BARE)
+            command = [sys.executable, str(script), str(corpus.path), str(out), tokenizer, end, str(workers)]
         else:
             run = {
                 "run": {"dir": str(out / "run")},
                 "data": {
                     "dir": str(out / "data"),
                     "sources": [{"name": "corpus", "type": "jsonl", "paths": [str(corpus.path)]}],
-                    "preprocess": {"workers": workers, "engine": side},
+                    "preprocess": {"workers": workers, "engine": side, "unit_bytes": int(unit_mb * 2**20)},
                 },
                 "tokenizer": {"path": tokenizer, "end_of_document": end},
                 "model": {"layers": 1, "dim": 8, "heads": 1},
                 "train": {"duration": "1 steps", "sequence_length": 8},
             }
             (out / "run.yaml").write_text(json.dumps(run))
-            command, cwd = [sys.executable, "-m", "pipeline", "preprocess", str(out / "run.yaml")], given.pipeline
+            command = [sys.executable, "-c", PARENT, str(out / "parent"), "preprocess", str(out / "run.yaml")]
+            cwd = given.pipeline
         # Some versions of Megatron-LM's tool end with an error after all is written: the output decides.
         found = measure(command, cwd, self.work / f"{side}.log", given.patience, may_fail=side == "megatron")
+        if side in ENGINES:
+            found["parent_cpu_s"] = round(float((out / "parent").read_text()), 3)
+            found["units"] = sum(1 for _ in (out / "data/corpus/receipts").rglob("*.json"))
         documents, tokens = self.written(side, out)
         if documents != corpus.documents:
             log = (self.work / f"{side}.log").read_text(errors="replace")
@@ -181,6 +246,9 @@ class Bench:
                 return 0, 0
             count = int.from_bytes(path.read_bytes()[18:26], "little")
             return count, int(np.fromfile(path, "<i4", count, offset=34).sum(dtype=np.int64))
+        if side == "bare":
+            lengths = [np.load(path) for path in out.glob("*.npy")]
+            return sum(map(len, lengths)), sum(int(each.sum(dtype=np.int64)) for each in lengths)
         if side == "datatrove":
             ends = [np.fromfile(path, "<u8") for path in out.glob("*.ds.index")]
             return sum(map(len, ends)), sum(int(end[-1]) for end in ends if len(end))
@@ -229,6 +297,28 @@ def peers(bench: Bench, given: argparse.Namespace) -> None:
             ratios = {key: round(result[peer][key] / result[ours][key], 2) for key in ("wall_s", "cpu_s", "ms_per_mb")}
             result[f"{peer} / {ours}"] = ratios
     show("peers medians", result)
+
+
+def bare(bench: Bench, given: argparse.Namespace) -> None:
+    """The whole command against a bare script around gigatoken, for several sizes of input, the first a small one."""
+    corpora = [make_corpus(bench.work, mb, given.workers) for mb in (given.small_mb, *given.sizes_mb)]
+    sides = ("bare", "gigatoken")
+    found: dict[tuple[str, Corpus], list[dict[str, Any]]] = {}
+    for number in range(-1, given.rounds):
+        for side, corpus in itertools.product(
+            sides[:: 1 if number % 2 else -1], corpora if number >= 0 else corpora[:1]
+        ):
+            row = bench.run(side, corpus, given.workers)
+            if number >= 0:  # the first small runs only bring imports into the page cache
+                found.setdefault((side, corpus), []).append(row)
+                show("bare", {"round": number, **row})
+    for corpus in corpora:
+        rows = {side: found[side, corpus] for side in sides}
+        result: dict[str, Any] = {"mb": round(corpus.mb, 2), "workers": given.workers}
+        for key in ("wall_s", "cpu_s"):
+            medians = {side: median(rows[side], key) for side in sides}
+            result |= {key: medians, f"{key} ratio": round(medians["gigatoken"] / medians["bare"], 2)}
+        show("bare medians", {**result, "quiet": {side: quiet(rows[side]) for side in sides}})
 
 
 def _encode(tokenizer: str, part: Path, start: Barrier, used: SimpleQueue[float]) -> None:
@@ -311,6 +401,25 @@ def scaling(bench: Bench, given: argparse.Namespace) -> None:
         show("scaling medians", result)
 
 
+def parent(bench: Bench, given: argparse.Namespace) -> None:
+    """CPU time of the one process that cannot be divided, by the number of workers and of units."""
+    corpora = [make_corpus(bench.work, mb, given.workers) for mb in (given.small_mb, given.sizes_mb[0])]
+    cases = [(corpora[0], 1, 1024.0), *itertools.product(corpora[1:], (2, 4, 8, 16), (1.0, 0.125))]
+    rows = []
+    for number in range(given.rounds):
+        for case in cases if number % 2 else cases[::-1]:
+            rows.append(bench.run("gigatoken", *case))
+            show("parent", {"round": number, **rows[-1]})
+    # Least squares: what every command takes, and what a worker, a unit and a MB add.
+    facts = np.array([[1, row["workers"], row["units"], row["mb"]] for row in rows])
+    found = np.linalg.lstsq(facts, np.array([row["parent_cpu_s"] for row in rows]), rcond=None)[0]
+    names = ("command_s", "worker_ms", "unit_ms", "mb_ms")
+    result = {
+        name: round(value * (1000 if name.endswith("_ms") else 1), 3) for name, value in zip(names, found, strict=True)
+    }
+    show("parent fit", result)
+
+
 def memory(bench: Bench, given: argparse.Namespace) -> None:
     """The largest worker for two sizes of input, and for one document of 21 MB."""
     corpora = {f"{mb:g} MB": make_corpus(bench.work, mb, given.workers) for mb in given.sizes_mb}
@@ -322,7 +431,7 @@ def memory(bench: Bench, given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    modes = {"peers": peers, "engine": engine, "scaling": scaling, "memory": memory}
+    modes = {"peers": peers, "bare": bare, "engine": engine, "scaling": scaling, "parent": parent, "memory": memory}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=modes, help="; ".join(f"{k}: {f.__doc__}" for k, f in modes.items()))
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json")
@@ -331,7 +440,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes of every tool")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--corpus-mb", type=float, default=190, help="size of the corpus (peers, engine)")
-    parser.add_argument("--sizes-mb", type=float, nargs=2, default=[50, 190], help="two sizes (scaling, memory)")
+    parser.add_argument("--sizes-mb", type=float, nargs=2, default=[50, 190], help="two sizes (bare, scaling, memory)")
+    parser.add_argument("--small-mb", type=float, default=0.02, help="size of an input that is all start-up (bare)")
     parser.add_argument("--sides", nargs="+", choices=[*ENGINES, *PEERS], help="engines of ours and other tools")
     parser.add_argument("--pipeline", type=Path, default=ROOT, help="checkout of this project to run")
     parser.add_argument("--megatron", type=Path, help="checkout of Megatron-LM")
@@ -350,6 +460,9 @@ def main() -> None:
     for peer in PEERS:
         if peer in given.sides and not _given(given, peer):
             parser.error(f"--sides {peer} needs {'--megatron' if peer == 'megatron' else '--datatrove-python'}")
+    # As an installed package has it: what is imported is compiled once.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(given.work / "pycache")
     adopt_orphans()
     modes[given.mode](Bench(given, given.work), given)
 

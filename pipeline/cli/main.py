@@ -107,6 +107,9 @@ def preprocess(
     ] = False,
 ) -> None:
     """Tokenize documents into datasets (data.sources). Rerun to resume."""
+    # NumPy's library of matrix products would start a thread for each core, and this command multiplies no matrices.
+    # Without them it has one thread, and can fork its workers.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     config = _load(run, overrides)
     if status:
         from pipeline.data.preprocess.status import print_status

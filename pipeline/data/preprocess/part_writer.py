@@ -1,4 +1,4 @@
-"""The documents of one chunk and split: kept in reading order in a file, then written as a part in keyed order."""
+"""The documents of one chunk and split: kept in reading order, then written as a part in keyed order."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from pipeline.data.sources.records import Document
 
 _BLOCK_BYTES = 2**22
 """Bytes of documents that are brought into order at a time."""
+_HELD_BYTES = 2**24
+"""Bytes of records that are kept in memory; more are kept in a file."""
 
 
 class PartWriter:
     """Collects documents, then writes `.bin`, `.idx`, `.prov` and, where metadata is kept, `.meta`.
 
-    As a context manager it removes what is not committed. Memory: 28 bytes per document, and 130 while it is committed.
+    As a context manager it removes what is not committed. Memory: 28 bytes per document, and 130 while it is committed;
+    and up to `_HELD_BYTES` of tokens and of metadata.
 
     Args:
         prefix: of the part.
@@ -163,19 +166,25 @@ class PartWriter:
 
 
 class _Scratch(storage.NewFile):
-    """A file of records that are read back in another order."""
+    """Records that are read back in another order: few in memory, many in a file."""
 
     def __init__(self, final: Path) -> None:
         super().__init__(final, "w+b")
+        self._held: bytearray | None = bytearray()
+        # None from when all are in the file.
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._held is not None:
+            self._held += data
+            if len(self._held) <= _HELD_BYTES:
+                return
+            data, self._held = self._held, None
         with storage.naming(self.final):
             self.file.write(data)
 
     def gather(self, lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, bytes]]:
         """The records in `order`: (first, end, their bytes) for a few megabytes at a time."""
         self.file.flush()
-        descriptor = self.file.fileno()
         starts = np.cumsum(lengths) - lengths
         ends = np.cumsum(lengths[order])
         first = 0
@@ -183,9 +192,16 @@ class _Scratch(storage.NewFile):
             before = int(ends[first - 1]) if first else 0
             last = max(int(np.searchsorted(ends, before + _BLOCK_BYTES, side="right")), first + 1)
             chosen = order[first:last]
-            wanted = zip(lengths[chosen].tolist(), starts[chosen].tolist(), strict=True)
-            yield first, last, b"".join([os.pread(descriptor, length, start) for length, start in wanted])
+            yield first, last, b"".join(self._records(starts[chosen].tolist(), lengths[chosen].tolist()))
             first = last
+
+    def _records(self, starts: list[int], lengths: list[int]) -> list[bytes] | list[memoryview]:
+        wanted = zip(starts, lengths, strict=True)
+        if self._held is not None:
+            view = memoryview(self._held)
+            return [view[start : start + length] for start, length in wanted]
+        descriptor = self.file.fileno()
+        return [os.pread(descriptor, length, start) for start, length in wanted]
 
     def __exit__(self, *error: Any) -> None:
         with suppress(OSError):  # a full disk; the write before has raised it

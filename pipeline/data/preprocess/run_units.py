@@ -19,11 +19,11 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.preprocess.tokenize_unit import (
-    CONDEMNED_FILE,
     Busy,
     EngineRejected,
     UnitDone,
     UnitJob,
+    WorkerContext,
     make_tokenize,
     read_condemned,
 )
@@ -32,7 +32,7 @@ from pipeline.data.tokenization.engine_choice import EngineChoice
 from pipeline.data.tokenization.engines import EngineDiffers
 from pipeline.data.work.leases import PATIENCE_S
 from pipeline.data.work.progress import ProgressLine
-from pipeline.data.work.worker_pool import Advanced, Done, Lost, Silent, Workers
+from pipeline.data.work.worker_pool import Advanced, Done, Lost, Silent, Workers, can_fork
 
 FAILURES_FILE = "failures.jsonl"
 """In a source's folder: one line for every time that a unit failed."""
@@ -73,7 +73,7 @@ def tokenize_units(
     console: Console,
     jobs: Sequence[UnitJob],
     units: int,
-    tokenizer: Path,
+    context: WorkerContext,
     choose_engine: Callable[[], EngineChoice],
     *,
     waits: bool = True,
@@ -85,20 +85,21 @@ def tokenize_units(
         console: where progress goes.
         jobs: the units that are not done.
         units: of all sources, done ones too.
-        tokenizer: folder of the tokenizer.
-        choose_engine: what computes the ids; asked while the workers start.
+        context: of the workers.
+        choose_engine: opens in `context` what computes the ids.
         waits: for units that other commands have; else they are left to them when no other is free.
 
     Raises:
         UserError: something in the config or the data has to be fixed first.
         OSError: the disk is full or read-only, say.
     """
-    args = (tokenizer, config.data.preprocess.verify_rate)
     total_bytes = sum(job.unit.bytes for job in jobs)
-    with Workers[UnitJob, UnitDone | Busy](make_tokenize, args, worker_count(config, len(jobs))) as workers:
-        engine = choose_engine()
+    # Forked workers have it open from the beginning; others take so long to start that it is chosen meanwhile.
+    early = choose_engine() if can_fork() else None
+    with Workers[UnitJob, UnitDone | Busy](make_tokenize, (context,), worker_count(config, len(jobs))) as workers:
+        engine = early or choose_engine()
         with ProgressLine(console, total_bytes, len(jobs), units - len(jobs)) as line:
-            run = _Run(config, console, line, workers, tokenizer / CONDEMNED_FILE, engine.name, waits=waits)
+            run = _Run(config, console, line, workers, context.condemned, engine.name, waits=waits)
             return run.run([replace(job, engine=engine.which) for job in jobs])
 
 

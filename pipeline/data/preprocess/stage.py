@@ -51,6 +51,7 @@ from pipeline.data.preprocess.tokenize_unit import (
     CONDEMNED_FILE,
     SourceJob,
     UnitJob,
+    WorkerContext,
     damage_stands,
     input_stat,
     read_condemned,
@@ -153,6 +154,7 @@ class _Stage:
         self._config = config
         self._console = console
         self._tokenizer = tokenizer
+        self._context = WorkerContext(tokenizer_folder(config), config.data.preprocess.verify_rate, tokenizer)
         self._plans = plans
         self._jobs = {plan.found.source.name: source_job(plan, config, _start_over(config, plan)) for plan in plans}
         self._shuffle_pass = ShufflePass(config, console, tokenizer.dtype)
@@ -217,8 +219,8 @@ class _Stage:
 
     def _make(self, missing: list[UnitJob], *, waits: bool) -> Outcome:
         units = sum(len(plan.units) for plan in self._plans)
-        folder = tokenizer_folder(self._config)
-        return tokenize_units(self._config, self._console, missing, units, folder, self._choose_engine, waits=waits)
+        context, choose = self._context, self._choose_engine
+        return tokenize_units(self._config, self._console, missing, units, context, choose, waits=waits)
 
     def _problem(self, failed: list[tuple[UnitJob, str]], unfinished: set[str]) -> str:
         """Message about sources that cannot be finished; empty if all can."""
@@ -291,7 +293,8 @@ class _Stage:
 
     def _choose_engine(self) -> EngineChoice:
         setting, condemned = self._config.data.preprocess.engine, set(self._condemned())
-        choice = choose_engine(setting, self._tokenizer, cache_folder() / "engines", condemned)
+        cache = cache_folder() / "engines"
+        choice = choose_engine(setting, self._tokenizer, cache, condemned, self._context.engine)
         say(self._console, f"engine: {choice.name} ({choice.why})")
         return choice
 

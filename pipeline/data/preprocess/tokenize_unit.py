@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,20 +117,36 @@ class EngineRejected(Exception):
 
 
 class WorkerContext:
-    """State of a worker process for all its units.
+    """State of a worker process for all its units. A pickled copy opens tokenizer and engines again.
 
     Args:
-        tokenizer: folder of the tokenizer.
+        folder: of the tokenizer.
         verify_rate: fraction of documents whose ids are compared with those of `tokenizers`.
+        tokenizer: of the folder, if it is open already.
     """
 
-    def __init__(self, tokenizer: Path, verify_rate: float) -> None:
-        self.tokenizer = Tokenizer.open(tokenizer)
-        self.words = FrequentWords(self.tokenizer)
+    def __init__(self, folder: Path, verify_rate: float, tokenizer: Tokenizer | None = None) -> None:
         self.verify_rate = verify_rate
-        self.condemned = tokenizer / CONDEMNED_FILE
+        self.condemned = folder / CONDEMNED_FILE
         self.watch = LeaseWatch()
+        self._folder = folder
+        self._tokenizer = tokenizer
         self._engines: dict[EngineName, Engine] = {}
+
+    def __reduce__(self) -> tuple[type[WorkerContext], tuple[Path, float]]:
+        return WorkerContext, (self._folder, self.verify_rate)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, opened once."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.open(self._folder)
+        return self._tokenizer
+
+    @cached_property
+    def words(self) -> FrequentWords:
+        """Words that the tokenizer caches."""
+        return FrequentWords(self.tokenizer)
 
     def engine(self, which: EngineName) -> Engine:
         """An engine, opened once."""
@@ -139,9 +155,9 @@ class WorkerContext:
         return self._engines[which]
 
 
-def make_tokenize(tokenizer: Path, verify_rate: float) -> Any:
+def make_tokenize(context: WorkerContext) -> Any:
     """In a worker process: open the tokenizer once; returns the function that runs a `UnitJob`."""
-    context = WorkerContext(tokenizer, verify_rate)
+    _ = context.tokenizer  # while the parent is at something else
     return lambda job, progress: tokenize_unit(job, context, progress)
 
 
@@ -473,18 +489,22 @@ class _Batches:
         self._check = check
         self._is_reference = which == "tokenizers"
         self._itemsize = tokenizer.dtype.itemsize
-        self._batch: list[tuple[Document, bytes]] = []
+        self._batch: list[tuple[Document, PartWriter]] = []
+        # Documents and the writers that get them.
+        self._raw: list[bytes] = []
         self._bytes = 0
 
     def add(self, document: Document, raw: bytes) -> bool:
         """Take a document; returns whether this encoded what had gathered."""
-        if len(raw) > self._source.max_document_bytes:
+        size = len(raw)
+        writer = self._writers[self._source.splits.of(raw, document.id)]
+        if size > self._source.max_document_bytes:
             self.flush()
-            writer = self._writers[self._source.splits.of(raw, document.id)]
-            writer.add_long(document, len(raw), self._encode_long(document, raw))
+            writer.add_long(document, size, self._encode_long(document, raw))
             return True
-        self._batch.append((document, raw))
-        self._bytes += len(raw)
+        self._batch.append((document, writer))
+        self._raw.append(raw)
+        self._bytes += size
         if self._bytes < self._engine.batch_bytes and len(self._batch) < self._engine.batch_documents:
             return False
         self.flush()
@@ -495,24 +515,25 @@ class _Batches:
         if not self._batch:
             return
         documents = [document for document, _ in self._batch]
-        encoded = self._encode(documents, [document.text for document in documents])
+        encoded = self._encode(documents, [document.text for document in documents], self._raw)
         view = memoryview(encoded.ids).cast("B")
         ends = (np.cumsum(encoded.lengths) * self._itemsize).tolist()
         start = 0
-        for (document, raw), end in zip(self._batch, ends, strict=True):
-            self._writers[self._source.splits.of(raw, document.id)].add(document, len(raw), view[start:end])
+        for (document, writer), raw, end in zip(self._batch, self._raw, ends, strict=True):
+            writer.add(document, len(raw), view[start:end])
             start = end
         for writer in self._writers:
             writer.flush()
         self._batch.clear()
+        self._raw.clear()
         self._bytes = 0
 
     def _encode_long(self, document: Document, raw: bytes) -> Iterator[memoryview]:
         for text in cut_text(raw, self._source.max_document_bytes):
             yield memoryview(self._encode([document], [text]).ids).cast("B")
 
-    def _encode(self, documents: list[Document], texts: list[str]) -> Any:
-        encoded = self._engine.encode(texts)
+    def _encode(self, documents: list[Document], texts: list[str], raw: list[bytes] | None = None) -> Any:
+        encoded = self._engine.encode(texts, raw)
         forged = encoded.ids == self._tokenizer.end_of_document
         if forged.any():
             place = np.searchsorted(np.cumsum(encoded.lengths), np.flatnonzero(forged)[0], side="right")

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -54,13 +55,31 @@ def prove(engine: Engine, which: EngineName, tokenizer: Tokenizer, cache_folder:
     file = cache_folder / f"{which}-{value_hash(about)[:16]}.json"
     cached = _read(file, about)
     if cached is not None:
-        return cached if cached.failure else cached._replace(failure=compare(engine, tokenizer, long=False).failure)
+        if cached.failure:
+            return cached
+        with _no_more_threads():
+            return cached._replace(failure=compare(engine, tokenizer, long=False).failure)
     proof, lasting = _in_child(which, tokenizer)
     if lasting:
         with contextlib.suppress(OSError):
             cache_folder.mkdir(parents=True, exist_ok=True)
             storage.put_json(file, {"about": about, **proof._asdict()})
     return proof
+
+
+@contextlib.contextmanager
+def _no_more_threads() -> Iterator[None]:
+    """`tokenizers` starts no threads inside, which would stay: a process of one thread can fork its workers."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def compare(engine: Engine, tokenizer: Tokenizer, long: bool) -> Proof:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from pipeline.common.errors import UserError
 from pipeline.data.tokenization.engine_check import prove
-from pipeline.data.tokenization.engines import ADVICE, KEY, EngineName, installed, open_engine
+from pipeline.data.tokenization.engines import ADVICE, KEY, Engine, EngineName, installed, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 FAST: tuple[EngineName, ...] = ("gigatoken", "fastokens")
@@ -24,7 +26,13 @@ class EngineChoice(NamedTuple):
     """One sentence."""
 
 
-def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condemned: set[str]) -> EngineChoice:
+def choose_engine(
+    setting: str,
+    tokenizer: Tokenizer,
+    cache_folder: Path,
+    condemned: set[str],
+    opened: Callable[[EngineName], Engine] | None = None,
+) -> EngineChoice:
     """The engine of a run, after it has proved itself on hard texts.
 
     Args:
@@ -33,11 +41,13 @@ def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condem
         cache_folder: keeps what is proved once for library, tokenizer and CPU; made if need be, and not needed.
         condemned: names of engines that gave a wrong id for a document. With one that is still installed, only
             `tokenizers` is trusted.
+        opened: gives the engines of the tokenizer; by default each is opened for this alone.
 
     Raises:
         UserError: an engine was asked for by its name and is not installed, or is not like `tokenizers`.
     """
-    reference = open_engine(tokenizer, "tokenizers")
+    opened = opened or partial(open_engine, tokenizer)
+    reference = opened("tokenizers")
     if setting == "tokenizers":
         return EngineChoice("tokenizers", reference.name, "as asked for")
     if guilty := condemned & {installed(which) for which in FAST}:
@@ -45,7 +55,7 @@ def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condem
     reasons = []
     for which in FAST if setting == "auto" else (cast(EngineName, setting),):
         try:
-            return _proved(which, reference.name, tokenizer, cache_folder)
+            return _proved(which, opened(which), reference.name, tokenizer, cache_folder)
         except UserError as error:
             if setting != "auto":
                 raise
@@ -53,9 +63,10 @@ def choose_engine(setting: str, tokenizer: Tokenizer, cache_folder: Path, condem
     return EngineChoice("tokenizers", reference.name, f"because {' and '.join(reasons)}")
 
 
-def _proved(which: EngineName, reference: str, tokenizer: Tokenizer, cache_folder: Path) -> EngineChoice:
-    """An engine that loads and proves itself; a `UserError` otherwise."""
-    engine = open_engine(tokenizer, which)
+def _proved(
+    which: EngineName, engine: Engine, reference: str, tokenizer: Tokenizer, cache_folder: Path
+) -> EngineChoice:
+    """An engine that proves itself; a `UserError` otherwise."""
     proof = prove(engine, which, tokenizer, cache_folder)
     if proof.failure:
         raise UserError(f"{KEY}{engine.name} {proof.failure}{ADVICE}")

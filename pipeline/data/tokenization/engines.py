@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import importlib
+import json
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ CHECK_TEXT_BYTES = 2**16
 _CHECK_BATCH_BYTES = 2**18
 
 
-_Encode = Callable[[str], npt.NDArray[np.uint32]]
+_Encode = Callable[[bytes], npt.NDArray[np.uint32]]
 
 
 class Encoded(NamedTuple):
@@ -64,8 +65,12 @@ class Engine(Protocol):
     batch_documents: int
     """Documents of such a batch."""
 
-    def encode(self, texts: list[str]) -> Encoded:
+    def encode(self, texts: list[str], raw: list[bytes] | None = None) -> Encoded:
         """Encode a batch.
+
+        Args:
+            texts: the batch.
+            raw: the texts in UTF-8, if the caller has them: an engine that takes bytes then makes none.
 
         Raises:
             EngineDiffers: it failed, or gave something else than ids of this vocabulary.
@@ -105,13 +110,13 @@ class _Tokenizers:
         self.name = f"tokenizers {tokenizers.__version__}"
         self._tokenizer = tokenizer
 
-    def encode(self, texts: list[str]) -> Encoded:
+    def encode(self, texts: list[str], raw: list[bytes] | None = None) -> Encoded:
         """Encode a batch. Errors are the text's, not the engine's: they are not turned into `EngineDiffers`."""
         return Encoded(*self._tokenizer.encode_flat(texts))
 
 
 class _Foreign:
-    """An engine of another library, behind a function from a text to its ids as an array of uint32.
+    """An engine of another library, behind a function from a text in UTF-8 to its ids as an array of uint32.
 
     One text at a time: that is within a few percent of their batch interfaces, starts no threads, and the ids of a
     batch are never held twice.
@@ -129,12 +134,13 @@ class _Foreign:
         self._dtype = tokenizer.dtype
         self._vocab_size = tokenizer.vocab_size
 
-    def encode(self, texts: list[str]) -> Encoded:
+    def encode(self, texts: list[str], raw: list[bytes] | None = None) -> Encoded:
         """Encode a batch."""
         arrays = []
+        encode = self._encode
         try:
-            for text in texts:
-                arrays.append(self._encode(text))
+            for each in raw or map(str.encode, texts):
+                arrays.append(encode(each))
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic of a Rust library is not an Exception
@@ -169,9 +175,7 @@ def open_engine(tokenizer: Tokenizer, which: EngineName) -> Engine:
     if name is None:
         raise UserError(f"{KEY}{which} is not installed (pip install {which}){ADVICE}")
     # `tokenizers` finds those added tokens in a text that are not flagged as special; these libraries find all.
-    state = orjson.loads(tokenizer.definition)
-    state["added_tokens"] = [entry for entry in state["added_tokens"] if not entry.get("special")]
-    definition = orjson.dumps(state).decode()
+    definition = without_special(tokenizer.definition)
     try:
         if which == "gigatoken":
             return _Foreign(name, tokenizer, lambda: _gigatoken(definition), CACHE_BYTES)
@@ -181,6 +185,24 @@ def open_engine(tokenizer: Tokenizer, which: EngineName) -> Engine:
     except BaseException as error:  # a panic of a Rust library is not an Exception
         what = "be imported" if isinstance(error, ImportError) else "load this tokenizer"
         raise UserError(f"{KEY}{name} cannot {what}: {printable(str(error))[:300]}{ADVICE}") from None
+
+
+def without_special(definition: str) -> str:
+    """A `tokenizer.json` without the added tokens that are flagged as special."""
+    name = '"added_tokens":'
+    head, _, tail = definition.partition(name)
+    try:
+        # The library writes the key ahead of the model, which is so large that reading and writing it takes long.
+        orjson.loads(f"{head}{name}null}}")  # or the name is not that of the key
+        entries, end = json.JSONDecoder().raw_decode(tail)
+    except ValueError:
+        state = orjson.loads(definition)
+        return orjson.dumps(state | {"added_tokens": _ordinary(state["added_tokens"])}).decode()
+    return f"{head}{name}{orjson.dumps(_ordinary(entries)).decode()}{tail[end:]}"
+
+
+def _ordinary(added_tokens: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in added_tokens if not entry.get("special")]
 
 
 def installed(which: EngineName) -> str | None:
@@ -202,7 +224,7 @@ def _fastokens(definition: str) -> _Encode:
     # By default a long text is cut among threads, one a core, in every worker. Read at the first such text.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     encode = importlib.import_module("fastokens").Tokenizer.from_json_str(definition).encode_batch_flat
-    return lambda text: np.frombuffer(encode([text])[0], "<u4")
+    return lambda text: np.frombuffer(encode([text.decode()])[0], "<u4")
 
 
 class Check:

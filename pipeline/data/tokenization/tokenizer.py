@@ -7,6 +7,7 @@ those that `allow_special` names: a document that contains `<|endoftext|>` liter
 from __future__ import annotations
 
 import difflib
+import itertools
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,9 @@ TOKENIZER_FILE = "tokenizer.json"
 SPECIAL_FILE = "special_tokens.json"
 _CACHED_WORDS = 10_000
 """The size of the library's own cache."""
+
+_KEPT = {str, int, float}
+"""Types whose values are all kept by `_without_defaults`: `bool` is another."""
 
 # The split of Llama 3 (after tiktoken's cl100k): contractions, words with one leading mark, up to three digits,
 # punctuation with its line ends, line ends, spaces. Nothing is dropped, so decoding gives the text back.
@@ -105,12 +109,11 @@ class Tokenizer:
             raise UserError(
                 f"tokenizer.path: {file} has dropout, so a text has no fixed ids; set model.dropout to null in it"
             )
-        vocabulary = engine.get_vocab(with_added_tokens=True)
         for key, token in [
             ("end_of_document", config.end_of_document),
             *(("special_tokens", token) for token in config.special_tokens),
         ]:
-            if token not in vocabulary:
+            if engine.token_to_id(token) is None:
                 raise UserError(f"tokenizer.{key}: {file} has no token {token!r}; {_candidates(engine, token)}")
         return cls(engine, config.end_of_document, config.special_tokens, config.allow_special)
 
@@ -308,7 +311,12 @@ def _flagged(definition: str, tokens: Sequence[str], special: bool) -> str:
 def _without_defaults(value: Any) -> Any:
     """Drop nulls and falses, which a later version of the library may add or leave out."""
     if isinstance(value, dict):
+        if set(map(type, value.values())) <= _KEPT:  # a vocabulary
+            return value
         return {k: _without_defaults(v) for k, v in value.items() if v is not None and v is not False}
     if isinstance(value, list):
+        pairs = value if set(map(type, value)) == {list} else [value]
+        if set(map(type, itertools.chain.from_iterable(pairs))) <= _KEPT:  # merges
+            return value
         return [_without_defaults(v) for v in value]
     return value

@@ -39,9 +39,12 @@ _ATTEMPTS = 20
 _MAX_BYTES = 4096
 """A longer file is not a lease."""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL)
-_BEGAN = time.time()
+_BEGAN = {"at": time.time()}
 _Whole = Annotated[int, Field(ge=0, lt=2**63)]
 _Time = Annotated[float, Field(allow_inf_nan=False)]
+
+
+os.register_at_fork(after_in_child=lambda: _BEGAN.update(at=time.time()))
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class LeaseRecord:
         boot: id of the running kernel, which tells machines apart better than their names; "" if not known.
         namespace: of pids; containers of one machine do not see each other's processes.
         nonce: of this lease; nobody else has the same.
-        began: when the process loaded this module.
+        began: when the process loaded this module, or was forked.
         since: when the lease was taken.
         beat: how often the file was written anew.
         done: bytes of the unit's files that are done.
@@ -316,7 +319,7 @@ def _new_record() -> LeaseRecord:
     return LeaseRecord(
         **process_identity.identity(),
         nonce=secrets.token_hex(8),
-        began=_BEGAN,
+        began=_BEGAN["at"],
         since=time.time(),
         beat=0,
         done=0,

@@ -1,11 +1,15 @@
 """Worker processes that take jobs one at a time, report progress, and are missed when they die.
 
 Like a process pool, but it knows which job a dead worker held, and ends with its parent whatever ends that.
+
+A parent of one thread forks its workers, which then have all that it has imported and opened. With more threads, one of
+them may hold a lock at that moment, which would stay locked in the worker: then a new interpreter is spawned for each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -124,7 +128,7 @@ class Workers(Generic[J, R]):
 
     Args:
         make: an importable function called once in every process; it returns the function that runs a job.
-        args: its arguments.
+        args: its arguments. A forked process has them as they are, a spawned one pickled copies.
         count: processes.
         clock: seconds of a clock that never goes back.
     """
@@ -137,7 +141,6 @@ class Workers(Generic[J, R]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._context = multiprocessing.get_context("spawn")
         self._make = make
         self._args = args
         self._processes: dict[Connection, BaseProcess] = {}
@@ -152,13 +155,28 @@ class Workers(Generic[J, R]):
             raise
 
     def _start(self) -> Connection:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, self._make, self._args), daemon=True)
+        ours, theirs = multiprocessing.Pipe()
+        self._processes[ours] = self._fork(theirs, ours) if can_fork() else self._spawn(theirs)
+        theirs.close()
+        return ours
+
+    def _spawn(self, theirs: Connection) -> BaseProcess:
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=_serve, args=(theirs, self._make, self._args), daemon=True)
         with _no_main_module():
             process.start()
-        theirs.close()
-        self._processes[ours] = process
-        return ours
+        return process
+
+    def _fork(self, theirs: Connection, ours: Connection) -> BaseProcess:
+        # Signals wait until the process has handlers of its own.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            args = (mask, [*self._processes, ours], theirs, self._make, self._args)
+            process = multiprocessing.get_context("fork").Process(target=_serve_forked, args=args, daemon=True)
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return process
 
     def add(self, job: J) -> None:
         """Give another job to the `run` that is under way; it comes last."""
@@ -275,6 +293,14 @@ class Workers(Generic[J, R]):
                 process.join()
 
 
+def can_fork() -> bool:
+    """Tell whether this process has one thread, so that no other can hold a lock while it is copied."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:  # not Linux
+        return False
+
+
 @contextlib.contextmanager
 def _no_main_module() -> Iterator[None]:
     """A spawned process runs the main module again: the command line with all its packages. Workers need none of it."""
@@ -289,8 +315,9 @@ def _no_main_module() -> Iterator[None]:
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
     """Ctrl-C comes afterwards; processes started inside never get it (they inherit the mask), the parent ends them."""
-    # The first process of a program starts the tracker of resources, and that unblocks the signal.
-    resource_tracker.ensure_running()
+    if not can_fork():
+        # The first process that a program spawns starts the tracker of resources, and that unblocks the signal.
+        resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     came: list[int] = []
     in_main = threading.current_thread() is threading.main_thread()
@@ -306,15 +333,45 @@ def _interrupts_wait() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+def _serve_forked(
+    mask: set[signal.Signals],
+    of_parent: list[Connection],
+    connection: Connection,
+    make: Callable[..., Callable[[Any, Progress], Any]],
+    args: tuple[Any, ...],
+) -> None:
+    """`_serve` in a copy of the parent, of whose pipes and handlers nothing may be left.
+
+    Args:
+        mask: signals that were blocked before this process was forked.
+        of_parent: the parent's ends of all pipes, its own too: as long as one is open here, it is not seen to close.
+        connection: the end of this process.
+        make: as in `Workers`.
+        args: as in `Workers`.
+    """
+    for each in of_parent:
+        each.close()
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    _set_handlers()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _serve(connection, make, args)
+
+
+def _set_handlers() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked so far
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal tells all its processes; the parent ends this one
+    signal.signal(signal.SIGTERM, _leave)  # so that files being written are removed
+
+
 def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress], Any]], args: tuple[Any, ...]) -> None:
     """Main loop of a worker process."""
     # The processes are the parallelism. One thread of its own, and not none: `tokenizers` takes a fifth less time in a
     # thread, because that has another heap than the main one, which glibc keeps in worse order.
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # blocked so far
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal tells all its processes; the parent ends this one
-    signal.signal(signal.SIGTERM, _leave)  # so that files being written are removed
+    _set_handlers()
 
     def progress(amount: int) -> None:
         try:
@@ -327,6 +384,7 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
         run: Callable[[Any, Progress], Any] | None = None
         with contextlib.suppress(Exception):  # the first job will say why
             run = make(*args)
+        gc.freeze()  # what is here now stays: the collector need not look at it again and again
         while True:
             job = connection.recv()
             try:

@@ -19,7 +19,8 @@ class Backend:
     def __init__(self, definition):
         self.engine = tokenizers.Tokenizer.from_str(definition)
 
-    def encode(self, text):
+    def encode(self, raw):
+        text = raw.decode()
         ids = np.array(self.engine.encode(text, add_special_tokens=False).ids, np.uint32)
         {fault}
         return ids

@@ -7,12 +7,21 @@ import signal
 import sys
 import threading
 import time
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkProcess, SpawnProcess
 
 import pytest
 
 from pipeline.data.work import worker_pool as workers_module
 from pipeline.data.work.worker_pool import Advanced, Died, Done, Failed, Lost, Silent, Workers
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+@pytest.fixture(params=[ForkProcess, SpawnProcess], ids=["forked", "spawned"], autouse=True)
+def kind(request, monkeypatch):
+    """Both kinds of processes, whatever threads the tests have. The class of a process."""
+    monkeypatch.setattr(workers_module, "can_fork", lambda: request.param is ForkProcess)
+    return request.param
 
 
 def make_doubler(base):
@@ -156,16 +165,16 @@ def test_a_worker_that_lost_its_pipe_and_lives_is_killed(monkeypatch):
     assert results(events) == [(1, 2)]
 
 
-def test_an_interrupt_between_two_starts_is_not_lost(monkeypatch):
+def test_an_interrupt_between_two_starts_is_not_lost(kind, monkeypatch):
     started = []
-    real = SpawnProcess.start
+    real = kind.start
 
     def interrupted(self):
         os.kill(os.getpid(), signal.SIGINT)
         real(self)
         started.append(self)
 
-    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    monkeypatch.setattr(kind, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Workers(make_doubler, (0,), 2)
     assert len(started) == 2  # they are all known when it comes, so that all of them are ended
@@ -181,6 +190,34 @@ def test_workers_leave_interrupts_to_the_parent():
         for process in workers._processes.values():
             os.kill(process.pid, signal.SIGINT)
         assert len(results(workers.run(list(range(8))))) == 8
+
+
+def make_teller():
+    return lambda job, progress: {
+        "handlers": [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)],
+        "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "sockets": sum(os.readlink(f"/proc/self/fd/{each}").startswith("socket:") for each in _open_files()),
+    }
+
+
+def _open_files():
+    return [each for each in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{each}")]
+
+
+def test_nothing_is_left_of_the_parent(kind, monkeypatch):
+    """Its handlers, the signals that it blocked meanwhile, and its ends of the pipes of all workers."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    sockets = make_teller()("", None)["sockets"]
+    try:
+        with Workers(make_teller, (), 3) as workers:
+            told = [event.result for event in workers.run(range(12)) if isinstance(event, Done)]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    of_pytest = sockets if kind is ForkProcess else 0
+    for each in told:
+        assert each["handlers"] == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL]
+        assert each["blocked"] == {signal.SIGINT}
+        assert each["sockets"] == of_pytest + 1
 
 
 def test_leaving_early_ends_the_processes():
