@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -111,7 +112,7 @@ def preprocess(
     if status:
         from pipeline.data.preprocess.status import print_status
 
-        print_status(Console(), config, str(run))
+        print_status(Console(), config, shlex.join([str(run), *(overrides or ())]))
         return
     if _submitted(config, ["preprocess"], slurm, local, dry_run):
         return
