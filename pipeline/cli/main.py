@@ -22,6 +22,7 @@ from pipeline.cli.data import data_app
 from pipeline.cli.jobs import add_to
 from pipeline.common.console import VERBOSE, Console, alarm, echo, flush
 from pipeline.common.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, EXIT_REFUSED, RankFailed, Stopped, UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.train.distributed.rank import begin_rank, is_consequence, is_rank, record_error
 
 if TYPE_CHECKING:
@@ -419,6 +420,10 @@ def _submitted(
     if not (slurm or local):
         if dry_run and stages != ["preprocess"]:
             raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")
+        if not dry_run and stages != ["eval"] and RunFiles(config.run.dir).jobs.exists():
+            from slurm.local import by_hand
+
+            by_hand.check(config.run.dir, stages, Console())
         return False
     if slurm and local:
         raise UserError("--slurm and --local cannot be combined; give one of them")
