@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -21,6 +22,7 @@ from pipeline.cli.data import data_app
 from pipeline.cli.jobs import add_to
 from pipeline.common.console import VERBOSE, Console, alarm, echo, flush
 from pipeline.common.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OTHER, EXIT_REFUSED, RankFailed, Stopped, UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.train.distributed.rank import begin_rank, is_consequence, is_rank, record_error
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ def preprocess(
     if status:
         from pipeline.data.preprocess.status import print_status
 
-        print_status(Console(), config, str(run))
+        print_status(Console(), config, shlex.join([str(run), *(overrides or ())]))
         return
     if _submitted(config, ["preprocess"], slurm, local, dry_run):
         return
@@ -421,6 +423,10 @@ def _submitted(
     if not (slurm or local):
         if dry_run and stages != ["preprocess"]:
             raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")
+        if not dry_run and stages != ["eval"] and RunFiles(config.run.dir).jobs.exists():
+            from slurm.local import by_hand
+
+            by_hand.check(config.run.dir, stages, Console())
         return False
     if slurm and local:
         raise UserError("--slurm and --local cannot be combined; give one of them")

@@ -12,6 +12,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.train.run.lock import is_held
 from slurm import jobs
 from slurm.job import active_jobs
+from slurm.job.active_jobs import ActiveJob
 from slurm.job.launch_log import Launch, launches
 from slurm.logs.parts import LogPart, parts
 from slurm.logs.tail import Tail, Tails
@@ -102,22 +103,36 @@ class _Following:
         while True:
             now, after = self._launches.find(launch)
             # The end is noted when all has been written; so what is read after it is complete.
-            over = now.end is not None or after is not None or self._is_gone(quiet)
+            over = now.end is not None or self._is_gone(launch, after, quiet)
             if write_out(tail, self._console):
                 quiet = time.monotonic()
             if over:
                 break
             time.sleep(_POLL)
         tail.close()
+        now, _ = self._launches.find(launch)  # its end may have been noted while the scheduler was asked
         why = now.end.reason if now.end else "no reason was recorded; it was killed, or its node was lost"
         say(self._console, f"==> ended: {why}")
 
-    def _is_gone(self, quiet: float) -> bool:
-        """True if nothing of the run is left, though no end was noted; checked only after some time without a line."""
-        if time.monotonic() < max(quiet, self._asked) + _ASK:
+    def _is_gone(self, launch: Launch, after: Launch | None, quiet: float) -> bool:
+        """True if a launch of which no end was noted runs no more.
+
+        Other jobs of the run may launch meanwhile, such as evaluations: only its own job tells. The scheduler is asked
+        after some time without a line, or when another job has launched the stage again.
+        """
+        if self._launches.is_repeated(launch):
+            return True
+        now = time.monotonic()
+        if now < self._asked + _ASK or (after is None and now < quiet + _ASK):
             return False
-        self._asked = time.monotonic()
-        return live_jobs(self._run).nothing
+        self._asked = now
+        found = live_jobs(self._run)
+        if any(_is_of(each, launch) for each in found.active):
+            return False
+        if found.unknown is None and all(job.job != launch.job for job in found.elsewhere):
+            return True
+        # Nobody here can know it. Evaluations and tasks of an array run beside one another, as nothing else does.
+        return after is not None and launch.stage != "eval" and launch.job.isdecimal()
 
     def next_after(self, launch: Launch | None) -> Launch | None:
         """The next launch, when it begins; None if there will be none."""
@@ -166,6 +181,13 @@ class _Following:
                 write_out(Tail(log), self._console)
 
 
+def _is_of(active: ActiveJob, launch: Launch) -> bool:
+    """True if a launch is one of a job that waits or runs; of an array, of a task that does."""
+    if active.job.where == "local":
+        return active.job.job == launch.job
+    return any(state.job == launch.job for state in active.states)
+
+
 class _Launches:
     """The launches of a run, read again only when the ledger has grown."""
 
@@ -188,17 +210,22 @@ class _Launches:
         """The first one, if any."""
         return next(iter(self.all()), None)
 
+    def is_repeated(self, launch: Launch) -> bool:
+        """True if its job has launched something after it, which a job does only when the launch before has ended."""
+        return any(each.job == launch.job and each.key > launch.key for each in self.all())
+
     def find(self, launch: Launch) -> tuple[Launch, Launch | None]:
-        """A launch as it is now, and what came after it: of its stage, or of any where it was the last of its own."""
+        """A launch as it is now, and what came after it: of its stage, or of any where it was the last of its own.
+
+        One without an end may still run beside what came after it.
+        """
         everything = self.all()
         keys = [each.key for each in everything]
         place = keys.index(launch.key)
         now, later = everything[place], everything[place + 1 :]
-        if now.end is None:
-            # Then this one was lost. Tasks of an array run beside one another, as nothing else of a stage does.
-            alone = now.job.isdecimal()
-            return now, next((each for each in later if each.stage == now.stage and alone), None)
         ended = now.end
+        if ended is None:
+            return now, next((each for each in later if each.stage == now.stage), None)
         if ended.next == "done":
             return now, next((each for each in later if each.end is None or each.time >= ended.time), None)
         return now, next((each for each in later if each.stage == now.stage), None)

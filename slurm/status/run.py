@@ -202,7 +202,7 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
         goodput=spent_now,
         goodput_to_last_end=partial,
         nodes=_nodes(last if running else None, alive, waiting, facts),
-        suspects=_suspects(trained, saved.step if saved else 0),
+        suspects=_suspects(trained, [each for each in trained if each.end or each.key in facts.lost], saved),
         queue=waiting,
         evaluations=len(evaluated),
         last_evaluation=evaluated[-1][1] if evaluated else None,
@@ -385,10 +385,16 @@ def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[Queued
     return sorted({job.nodes for job in jobs.values() if job.nodes})
 
 
-def _suspects(trained: Sequence[Launch], checkpoint: int) -> dict[str, str]:
-    """Nodes that were lost or unhealthy, and those that the last crashes have in common."""
+def _suspects(trained: Sequence[Launch], over: Sequence[Launch], saved: Checkpoint | None) -> dict[str, str]:
+    """Nodes that were lost or unhealthy, and those that the last crashes have in common.
+
+    Args:
+        trained: launches of the training, in order.
+        over: those that run no more: one that runs has not crashed.
+        saved: the newest checkpoint.
+    """
     found = Counter(node for launch in trained if launch.end for node in launch.end.failed_nodes)
     words = {node: f"failed in {count} of {len(trained)} launches" for node, count in found.items()}
-    for node in suspects(trained, checkpoint):
+    for node in suspects(over, saved.step if saved else 0):
         words[node] = "; ".join(filter(None, (words.get(node), "the last crashes have it in common")))
     return words

@@ -62,6 +62,9 @@ def submit(
         MachineError: the scheduler refuses a job or does not answer. Nothing stays in the queue then.
     """
     site = site_of(config, backend)
+    if backend == "slurm" and "preprocess" in stages and len(stages) > 1 and _is_preprocessed(config):
+        say(console, "preprocess: complete, so no job is sent for it")
+        stages = [stage for stage in stages if stage != "preprocess"]
     if step is None:
         planned = plan(config, site, stages, backend, units=_units(config) if "preprocess" in stages else None)
     else:
@@ -179,6 +182,15 @@ def write_submission(
     file = run_file.with_suffix(".json")
     submission.save(file)
     return file
+
+
+def _is_preprocessed(config: Config) -> bool:
+    """True if preprocessing would find nothing to do; of what it would refuse, the checks or its job report."""
+    from pipeline.data.preprocess.stage import is_complete
+
+    with suppress(UserError, OSError):
+        return is_complete(config)
+    return False
 
 
 def _units(config: Config) -> int | None:

@@ -21,15 +21,16 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
+from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.preprocess.disk_space import dataset_warning
-from pipeline.data.preprocess.finalize import Finalizer
+from pipeline.data.preprocess.finalize import REPORT_FILE, Finalizer
 from pipeline.data.preprocess.make_tokenizer import prepare_tokenizer, withdraw_tokenizer
 from pipeline.data.preprocess.report import PreprocessReport, SourceReport, print_report
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
     OtherTokenizer,
+    check_tokenizer_settings,
     run_tokenizer,
     tokenizer_folder,
 )
@@ -45,7 +46,7 @@ from pipeline.data.preprocess.source_plan import (
     reading,
     source_job,
 )
-from pipeline.data.preprocess.split_counts import find_splits
+from pipeline.data.preprocess.split_counts import find_splits, known_splits
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import (
     CONDEMNED_FILE,
@@ -58,7 +59,7 @@ from pipeline.data.preprocess.tokenize_unit import (
     receipt_stands,
 )
 from pipeline.data.sources.damage import damage_in, damaged_error, look_at_ends
-from pipeline.data.sources.records import START, Unit
+from pipeline.data.sources.records import EMPTY, START, Unit
 from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
@@ -96,6 +97,40 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
             print_dry_run(console, config, sources)
             return PreprocessReport()
         return _preprocess(config, console, sources, started, units=units)
+
+
+def is_complete(config: Config) -> bool:
+    """Tell whether the stage would find nothing to do, by the rules by which it does; writes nothing.
+
+    False also where documents would have to be read to know it, and where records are bad or files damaged, of which
+    the stage tells each time.
+
+    Raises:
+        UserError: something in the config or the data has to be fixed first.
+    """
+    if not (tokenizer_folder(config) / ORIGIN_FILE).is_file():
+        return False
+    sources = find_source_files(config)
+    tokenizer = run_tokenizer(config)
+    if config.tokenizer.path is not None:
+        check_tokenizer_settings(config)
+        asked = Tokenizer.load(config.tokenizer.path, config.tokenizer)
+        if asked.special_tokens != tokenizer.special_tokens:  # then the kept one is written anew
+            return False
+        _check_datasets(config, tokenizer)
+    else:
+        prepare_tokenizer(config, sources, {}, partial(_check_datasets, config))  # compares: there is one
+    plans = []
+    for found in sources:
+        folder, splits = config.data_dir / found.source.name, known_splits(config, found)
+        if splits is None or not (folder / PLAN_FILE).exists():
+            return False
+        plan = make_plan(found, tokenizer, config, splits)
+        if plan.differences(folder):
+            return False
+        plans.append(plan)
+    stage = _Stage(config, Console(quiet=True), tokenizer, plans)
+    return all(stage.is_finished(plan) for plan in plans)
 
 
 def _preprocess(
@@ -213,6 +248,25 @@ class _Stage:
             "and finishes the datasets",
         )
         return PreprocessReport(units_done=done, seconds=time.monotonic() - started)
+
+    def is_finished(self, plan: SourcePlan) -> bool:
+        """Tell whether all units of a source are done and its datasets are finished; changes nothing."""
+        condemned = self._condemned()
+        found = self._find(plan, condemned)
+        folder = found.job.folder
+        files = [folder / REPORT_FILE]
+        files += [folder / name / file for name in plan.splits.names for file in (MANIFEST_FILE, PARTS_FILE)]
+        if not all(file.is_file() for file in files):
+            return False
+        if not all(self._tokenizer.is_saved_in(folder / name) for name in plan.splits.names):
+            return False
+        if self._is_retracted(plan, found, condemned) or (found.is_shuffled and self._shuffle_pass.has_left(plan)):
+            return False
+        receipts = [receipt for unit in plan.units for receipt in found.receipts.of(unit.index)]
+        if any(receipt.get("damaged") or receipt["rejected"].keys() - {EMPTY} for receipt in receipts):
+            return False  # whether so much may be, finishing tells
+        source = replace(found.job, has_parts=not found.is_shuffled)
+        return all(_is_done(source, unit, found.receipts, condemned) for unit in plan.units)
 
     def _missing(self) -> list[UnitJob]:
         return [job for plan in self._plans for job in self._look(plan)]

@@ -269,7 +269,7 @@ def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> Non
     Args:
         console: where to.
         config: the run.
-        run: its file, for the command.
+        run: its file and overrides as a shell takes them, for the command.
     """
     states = read_state(config)
     now = time.time()

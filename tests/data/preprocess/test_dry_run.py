@@ -71,6 +71,8 @@ def test_on_the_command_line(config, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "preprocess: dry run" in result.stdout
     assert times(tmp_path) == before
+    result = pipeline("preprocess", file, "data.dir=other place", "--status")
+    assert f"run `pipeline preprocess {file} 'data.dir=other place'` to start" in result.stdout.replace("\n", " ")
 
 
 @pytest.mark.guard

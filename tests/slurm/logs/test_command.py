@@ -237,6 +237,48 @@ def test_following_goes_over_requeues_to_the_end(run: Path) -> None:
     assert follower.text().endswith("six\n==> ended: all is done\n")
 
 
+def test_jobs_that_run_beside_one_another_end_on_their_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations of two checkpoints while training goes on, and one that is lost without a word."""
+    monkeypatch.setattr("slurm.logs.follow._ASK", 0.1)
+    queue = run.parent / "queue"
+    (run.parent / "bin" / "squeue").write_text(f"#!/bin/sh\ncat {queue}\n")
+
+    def queued(*numbers: str) -> None:
+        lines = "".join(f"{number}|RUNNING|None|n1|N/A|N/A|\n" for number in numbers)
+        queue.with_suffix(".new").write_text(lines)
+        queue.with_suffix(".new").replace(queue)
+
+    for stage, number in (("train", "7"), ("eval", "9"), ("eval", "10"), ("eval", "11")):
+        jobs.note(run, jobs.new_job(stage, number, "slurm", "name", "none.json"))  # type: ignore[arg-type]
+    queued("7", "9", "10", "11")
+    training = launched(run, "7")
+    nine = launched(run, "9", "eval")
+    log = write(run, nine, 0, "nine\n")
+    follower = Follower(run)
+    follower.until(lambda text: text.endswith("nine\n"))
+    ten = launched(run, "10", "eval")
+    write(run, ten, 0, "ten\n")
+    eleven = launched(run, "11", "eval")
+    write(run, eleven, 0, "eleven\n")
+    time.sleep(1.0)  # it has looked several times
+    with log.open("a") as file:
+        file.write("nine goes on\n")
+    follower.until(lambda text: text.endswith("nine goes on\n"))
+    assert "ended" not in follower.text()
+    ended(run, nine, 0, "done", "nine is done")
+    follower.until(lambda text: text.endswith("ten\n"))
+    assert "nine goes on\n==> ended: nine is done\n" in follower.text()
+    queued("7", "11")
+    follower.until(lambda text: text.endswith("eleven\n"))
+    assert "ten\n==> ended: no reason was recorded" in follower.text()
+    ended(run, training, 0, "done")
+    ended(run, eleven, 0, "done", "eleven is done")
+    queued()
+    follower.thread.join(WAIT)
+    assert not follower.thread.is_alive()
+    assert follower.text().count("==> ended: ") == 3 and follower.text().endswith("==> ended: eleven is done\n")
+
+
 def test_following_what_was_started_by_hand(run: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom pipeline.train.run.lock import Lock\n"

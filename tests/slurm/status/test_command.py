@@ -394,6 +394,18 @@ def test_nodes_that_are_suspects(tmp_path: Path) -> None:
     assert say(tmp_path).suspects.keys() == {"n3"}, "the accused differ in the row"
 
 
+def test_one_crash_makes_no_suspect_while_the_next_launch_runs(tmp_path: Path) -> None:
+    send(tmp_path)
+    first = launch(tmp_path)
+    end(tmp_path, first, 1, "relaunch", node="n1", rank=0)
+    launch(tmp_path, number=2)
+    runs = answered(state="RUNNING", nodes="n[1-2]")
+    assert say(tmp_path, runs).suspects == {}
+    end(tmp_path, launch(tmp_path, number=3), 1, "relaunch", node="n1", rank=0)
+    launch(tmp_path, number=4)
+    assert say(tmp_path, runs).suspects.keys() == {"n1"}
+
+
 def beats(run: Path, attempt: int, *ages: float) -> None:
     found = [Beat(rank, f"host-{rank}", 1, attempt, 6, "step", time.time() - age) for rank, age in enumerate(ages)]
     node_file(run, 0).parent.mkdir(exist_ok=True)

@@ -20,6 +20,7 @@ from rich.console import Console
 from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.train.run.lock import Lock
 from slurm import jobs, scheduler
@@ -199,6 +200,23 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     submit(config_of(tmp_path), ["preprocess", "train"], "slurm", Console(file=out, width=200), dry_run=True)
     assert "warning: no SLURM here: partition, account, limits were not checked" in out.getvalue()
     assert "#SBATCH --requeue" in out.getvalue()
+
+
+def test_finished_data_gets_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def shown(*stages: job_plan.StageName) -> str:
+        out = io.StringIO()
+        submit(config, stages, "slurm", Console(file=out, width=200), dry_run=True)
+        return out.getvalue()
+
+    config = config_of(tmp_path)
+    assert "pipeline preprocess" in shown("preprocess", "train", "eval")
+    preprocess(config)
+    text = shown("preprocess", "train", "eval")
+    assert "preprocess: complete, so no job is sent for it" in text
+    assert "pipeline preprocess" not in text and "pipeline train" in text and "pipeline eval" in text
+    assert "pipeline preprocess" in shown("preprocess"), "asked for by name"
 
 
 def test_a_dry_run_here_shows_the_command_with_its_run_file(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""A start by hand of a run that is submitted: training is refused, and preprocessing shares its units with the jobs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.common.console import warn
+from pipeline.common.errors import UserError
+from pipeline.train.distributed.rank import is_rank
+from slurm import jobs
+from slurm.job import active_jobs
+from slurm.job.srun_task import LOGS
+from slurm.jobs import Job
+from slurm.status.live import live_jobs
+
+_NUMBERS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
+"""Variables with the number of the job that this process is part of."""
+
+
+def check(run: Path, stages: Collection[str], console: Console) -> None:
+    """Refuse to train beside a job that does or will, before either has the run's lock.
+
+    Nothing is asked where the run was never submitted or all its jobs are known to have ended, nor in its jobs.
+
+    Args:
+        run: folder.
+        stages: that are to run here and now.
+        console: for warnings.
+
+    Raises:
+        UserError: a job that trains the run waits or runs.
+    """
+    sent = jobs.sent(run)
+    if not sent or is_rank() or _is_in_job(sent, os.environ):
+        return
+    found = live_jobs(run)
+    if found.unknown is not None:
+        warn(console, f"the run was submitted, and its jobs may wait or run: {found.unknown}")
+    active = {each: {*active_jobs.stages(run, each.job)} for each in found.active}
+    folder = shlex.quote(str(run))
+    if "train" in stages and (training := [each for each, does in active.items() if "train" in does]):
+        listed = "\n".join(f"  {active_jobs.describe(run, each)}" for each in training)
+        raise UserError(
+            f"the run is already submitted, so nothing was started:\n{listed}\nnext: pipeline status {folder}, "
+            f"pipeline logs {folder} -f; to train here instead, `pipeline cancel {folder}`, and start again when its "
+            "jobs have ended"
+        )
+    if "preprocess" in stages:
+        for each in (each for each, does in active.items() if does & {"preprocess", "finish"}):
+            warn(console, f"the run is already submitted; units are shared with {active_jobs.describe(run, each)}")
+
+
+def _is_in_job(sent: Collection[Job], environment: Mapping[str, str]) -> bool:
+    """True in a job of the run, and in what any job has started for a stage."""
+    return LOGS in environment or not {job.job for job in sent}.isdisjoint(map(environment.get, _NUMBERS))
