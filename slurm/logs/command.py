@@ -89,6 +89,9 @@ def _show(part: LogPart, rank: int, console: Console, lines: int) -> Tails | Non
     if part.end is not None:
         missing = f"rank {rank} wrote nothing before the launch ended: there is no {log.path}"
     say(console, f"==> {log.path}" if log.path.exists() else missing)
+    how = part.launch.end if part.launch is not None else None
+    if how is not None and how.reason and not log.path.exists():
+        say(console, f"the end: {how.reason}")
     tail = log.tail(lines)
     write_out(tail, console)
     return tail

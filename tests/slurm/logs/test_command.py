@@ -187,6 +187,7 @@ def test_the_first_error(run: Path) -> None:
     attempted(run, 3)
     ended(run, third, 78, "end", "of the job's nodes n1 cannot be used")
     assert "of the job's nodes n1 cannot be used (code 78)\n" in shown(run, first_error=True)
+    assert shown(run).endswith("the end: of the job's nodes n1 cannot be used\n"), "no rank was started"
     assert "SIGSEGV" in shown(run, first_error=True, attempt=1)
 
 
