@@ -529,19 +529,21 @@ def _lost(
         if word.startswith("CANCELLED"):
             by = word.removeprefix("CANCELLED").removeprefix(" by ").strip()
             return RunVerdict("cancelled", stage, f"job {number} was cancelled" + (f" by {_user(by)}" if by else ""))
-        return RunVerdict("failed", stage, "; ".join(filter(None, (text, end.reason if end else ""))))
-    if end is not None:
+        reason = facts.own_error(job) or (end.reason if end else "")
+        return RunVerdict("failed", stage, "; ".join(filter(None, (text, reason))))
+    error = facts.own_error(job)
+    if end is not None and not error:
         return None
-    return RunVerdict("failed", stage, f"job {job.job} has left the queue without an entry in the ledger")
+    text = f"job {job.job} has left the queue without an entry in the ledger"
+    return RunVerdict("failed", stage, "; ".join(filter(None, (text, error))))
 
 
 def _lost_here(facts: RunSnapshot, job: Job | None, end: _StageEnd | None) -> RunVerdict | None:
     """Verdict on a lost job of this machine, which nobody but the process table knows."""
     if job is None or job.where != "local" or facts.is_over(job) or end is not None:
         return None
-    return RunVerdict(
-        "failed", stage_name(job.stage), f"process {job.job} on {job.host} has ended without an entry in the ledger"
-    )
+    text = f"process {job.job} on {job.host} has ended without an entry in the ledger"
+    return RunVerdict("failed", stage_name(job.stage), "; ".join(filter(None, (text, facts.own_error(job)))))
 
 
 def _user(number: str) -> str:

@@ -374,6 +374,22 @@ def test_jobs_that_left_without_a_word(tmp_path: Path, accounted: Accounted | No
         assert say(tmp_path, SchedulerSnapshot({}, {"77": accounted})).state == state
 
 
+def test_a_job_that_was_refused_is_told_from_its_own_log(tmp_path: Path) -> None:
+    send(tmp_path)
+    log = jobs.sent(tmp_path)[0].log(tmp_path)
+    log.parent.mkdir(parents=True)
+    log.write_text("12:00:01 hello\nerror: slurm/submissions/x.json has changed\nsubmit the run again\n")
+    gone = SchedulerSnapshot({}, {"77": Accounted("FAILED", "2:0", "00:00:03", "n1")})
+    for answer in (answered(state="FAILED"), gone, SchedulerSnapshot({})):
+        found = say(tmp_path, answer)
+        assert found.state == "failed" and "x.json has changed" in found.why and "\n" not in found.why
+    end(tmp_path, launch(tmp_path), 1, "end")
+    assert "has changed" not in say(tmp_path).why, "a launch has noted its end"
+    send(tmp_path, job="78")
+    jobs.sent(tmp_path)[1].log(tmp_path).write_text("error: run.yaml has changed\n")
+    assert say(tmp_path).why.endswith("job 78 has left the queue without an entry in the ledger; run.yaml has changed")
+
+
 def test_a_scheduler_that_does_not_answer(tmp_path: Path) -> None:
     send(tmp_path)
     assert say(tmp_path, SILENT).state == "pending"
