@@ -400,6 +400,40 @@ def test_a_scheduler_that_does_not_answer(tmp_path: Path) -> None:
     assert say(tmp_path, SILENT).state == "requeued"
 
 
+def test_an_end_that_was_noted_counts_where_no_scheduler_answers(tmp_path: Path) -> None:
+    """Also for the stages that would have come after it; not where the job wanted to start again."""
+    send(tmp_path, "preprocess", "44", tasks=2)
+    send(tmp_path, "finish", "45", after=("44",))
+    send(tmp_path, "train", "46", after=("45",))
+    begun = [launch(tmp_path, f"44_{task}", "preprocess") for task in range(2)]
+    end(tmp_path, begun[0], 75, "scheduler")
+    assert say(tmp_path, SILENT).state == "preprocessing", "a task has no end yet"
+    end(tmp_path, begun[1], 0, "done")
+    found = say(tmp_path, SILENT)
+    assert (found.state, found.stage, found.why) == ("stopped", "preprocess", "it left with 75")
+    assert [job.job for job in found.queue] == ["44", "45", "46"], "their states are not known"
+    end(tmp_path, launch(tmp_path, "44_0", "preprocess", restarts=1), 75, "requeue")
+    assert say(tmp_path, SILENT).state == "requeued"
+    jobs.note_cancelled(tmp_path, now=False)
+    assert say(tmp_path, SILENT).state == "cancelled"
+
+
+def test_a_chain_is_not_over_with_one_of_its_jobs(tmp_path: Path) -> None:
+    send(tmp_path)
+    send(tmp_path, job="78", link=2, after=("77",))
+    end(tmp_path, launch(tmp_path), 75, "scheduler")
+    assert say(tmp_path, SILENT).state == "pending"
+
+
+def test_a_job_that_was_cancelled_where_no_scheduler_answers(tmp_path: Path) -> None:
+    send(tmp_path)
+    jobs.note_cancelled(tmp_path, now=False)
+    found = say(tmp_path, SILENT)
+    assert found.state == "cancelled" and "before job 77 began" in found.why
+    send(tmp_path, job="78")
+    assert say(tmp_path, SILENT).state == "pending", "it was sent later"
+
+
 def test_nodes_that_are_suspects(tmp_path: Path) -> None:
     send(tmp_path)
     end(tmp_path, launch(tmp_path, nodes=("n1", "n2")), 1, "relaunch")
