@@ -444,6 +444,19 @@ def test_nodes_that_are_suspects(tmp_path: Path) -> None:
     assert say(tmp_path).suspects.keys() == {"n3"}, "the accused differ in the row"
 
 
+@pytest.mark.parametrize(
+    ("code", "cancelled", "state"), [(75, False, "stopped"), (75, True, "cancelled"), (1, False, "failed")]
+)
+def test_of_a_run_that_was_stopped_nothing_is_left(run: Path, code: int, cancelled: bool, state: str) -> None:
+    (run / "ledger.jsonl").unlink()
+    RunningAttempt(run, 2, 3, {"world_size": 1}, "hash").end(code, "it ended", 5)
+    if cancelled:
+        jobs.note_cancelled(run, now=False)
+    found = say(run)
+    assert (found.state, found.step, found.steps) == (state, 5, 8)
+    assert (found.seconds_left is None) == (state != "failed") and found.starts_left is None
+
+
 def beats(run: Path, attempt: int, *ages: float) -> None:
     found = [Beat(rank, f"host-{rank}", 1, attempt, 6, "step", time.time() - age) for rank, age in enumerate(ages)]
     node_file(run, 0).parent.mkdir(exist_ok=True)
