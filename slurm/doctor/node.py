@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from slurm.doctor.report import NodeCheck, Severity, failed
+from slurm.doctor.report import UNKNOWN, NodeCheck, Severity, failed
 
 _FREE_BYTES = 2**30
 _FREE_INODES = 10_000
@@ -89,7 +89,7 @@ def space(name: str, path: Path) -> NodeCheck:
         found = os.statvfs(_existing(path))
     except OSError as error:
         text = f"{name} ({path}): the free space of its disk cannot be read ({error.strerror}); is it mounted?"
-        return failed(label, "unknown", text)
+        return failed(label, UNKNOWN, text)
     free = found.f_bavail * found.f_frsize
     value = _gib(free)
     wanted = []

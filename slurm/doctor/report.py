@@ -28,6 +28,10 @@ _CLOCK_WARNING = 2.0
 """Seconds."""
 _CLOCK_ERROR = 60.0
 """Seconds: logs are out of order, and file systems and licences begin to refuse."""
+RUN_SPACE = "space of run.dir"
+"""Name of the check of a disk that all nodes share."""
+UNKNOWN = "unknown"
+"""Value of a check that found nothing out."""
 _MAY_DIFFER = ("driver", "gpu")
 """Facts that make runs uneven rather than wrong."""
 
@@ -150,13 +154,38 @@ def verdict(folder: Path, nodes: Sequence[str]) -> NodeVerdict:
         folder: of the reports, which has none of earlier calls.
         nodes: all that were asked, by the names that the scheduler has for them.
     """
+    return compare(_read_reports(folder, nodes))
+
+
+def full_run_disk(folder: Path, nodes: Sequence[str]) -> str | None:
+    """The problem of a disk of run.dir that has too little room as every node sees it, so that no node is to blame.
+
+    Args:
+        folder: of the reports, as for `verdict`, before they are gathered.
+        nodes: all that were asked.
+
+    Returns:
+        What the first node says of it; None where a node has room, or does not know.
+    """
+    messages = []
+    for report in _read_reports(folder, nodes).values():
+        checks = report.checks if report is not None else ()
+        full = [check for check in checks if check.name == RUN_SPACE and not check.ok and check.value != UNKNOWN]
+        if not full:
+            return None
+        messages.append(full[0].message)
+    return messages[0] if messages else None
+
+
+def _read_reports(folder: Path, nodes: Sequence[str]) -> dict[str, Report | None]:
+    """Reports of nodes by name; None for one without a report."""
     found: dict[str, Report | None] = {}
     for node in nodes:
         try:
             found[node] = parse_report(report_file(folder, node).read_bytes())
         except (OSError, ValueError):  # the report is renamed into place, so a damaged one is a damaged disk
             found[node] = None
-    return compare(found)
+    return found
 
 
 def gather_reports(folder: Path, nodes: Sequence[str]) -> None:

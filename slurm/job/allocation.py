@@ -30,8 +30,8 @@ class Allocation:
     def __init__(self, job: str, nodes: Sequence[str], say: Callable[[str], None]) -> None:
         self.job = job
         self.nodes = list(nodes)
-        self.unhealthy: set[str] = set()
-        """Found so since the job began."""
+        self.unhealthy: dict[str, list[str]] = {}
+        """Nodes that were found so since the job began, with the reasons."""
         self._taken: set[str] = set()
         """Nodes that the scheduler has taken from the job."""
         self.end = self._end_time()
@@ -56,7 +56,7 @@ class Allocation:
             states, left = {}, self.nodes
         self._taken |= set(self.nodes) - set(left)
         lost = {node for node, state in states.items() if state.endswith("*") or state.startswith(("down", "fail"))}
-        return [node for node in self.nodes if node in lost | self._taken | self.unhealthy]
+        return [node for node in self.nodes if node in lost | self._taken | self.unhealthy.keys()]
 
     def _left(self) -> list[str]:
         """Nodes that the job still has: one that was lost is taken from it for good, also when it comes back."""

@@ -23,7 +23,15 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.console import Console, on_stop, say
-from pipeline.common.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
+from pipeline.common.errors import (
+    AGREED_CODES,
+    EXIT_OK,
+    EXIT_OTHER,
+    EXIT_STOPPED,
+    EXIT_UNHEALTHY,
+    EXIT_UNSAVED,
+    UserError,
+)
 from pipeline.common.format import when
 from pipeline.common.process_identity import node_name
 from pipeline.common.run_files import RunFiles
@@ -34,7 +42,7 @@ from pipeline.train.run.lock import clear
 from pipeline.train.run.unsaved import read_saves
 from slurm import jobs, scheduler
 from slurm.doctor.command import doctor_command
-from slurm.doctor.report import gather_reports, verdict
+from slurm.doctor.report import full_run_disk, gather_reports, verdict
 from slurm.job import end_report
 from slurm.job.allocation import Allocation
 from slurm.job.array_end import array_end
@@ -57,6 +65,8 @@ _WITHOUT_QUEUE = ("requeue", "scheduler")
 """Decisions that need a queue, which a job of this machine alone has not."""
 _SRUN_LINES = 10_000
 """Last lines of srun's own output that are read."""
+_REASONS = 3
+"""Unhealthy nodes whose reasons an end names; the job's own log names all."""
 _NOBODY = 300.0
 """Seconds for which it is waited that the last process that trained in the run folder is gone."""
 
@@ -138,6 +148,8 @@ class JobStart:
         """The last one before this launch."""
         self._launched: Launch | None = None
         """The launch of which only the start is noted yet."""
+        self._full_disk: str | None = None
+        """Problem of the disk of run.dir that the check of the nodes found on all of them."""
 
     def run(self) -> tuple[Next, int]:
         """Run to the end of this start; returns what follows, and the exit code of the job."""
@@ -210,10 +222,10 @@ class JobStart:
             self._say(line)
         if self._signals & {signal.SIGTERM, signal.SIGUSR2} or jobs.cancelled(self._run, submission.stage):
             ending = Ending(EXIT_STOPPED, "the job was told to end before its processes were started")
+        elif self._full_disk is not None:
+            ending = Ending(EXIT_UNSAVED, f"the disk of run.dir is too full: {self._full_disk}")
         elif self._allocation and len(nodes) < submission.nodes:
-            down = self._allocation.down()
-            text = f"of the job's nodes {', '.join(down)} cannot be used, and {submission.nodes} are needed"
-            ending = Ending(EXIT_UNHEALTHY, text, None, None, tuple(down))
+            ending = self._too_few_nodes(self._allocation)
         else:
             module = "slurm.job.srun_task" if nodes else "pipeline"
             words = ("-m", module, submission.command[0], str(submission.run_file), *submission.command[1:])
@@ -229,6 +241,15 @@ class JobStart:
         how = self._decide(launch, ending)
         self._note(launch, how)
         return how
+
+    def _too_few_nodes(self, allocation: Allocation) -> Ending:
+        """The end of a launch for which too few nodes can be used, with what was found on them."""
+        down = allocation.down()
+        text = f"of the job's nodes {', '.join(down)} cannot be used, and {self._submission.nodes} are needed"
+        reasons = [f"{node}: {'; '.join(why)}" for node in down if (why := allocation.unhealthy.get(node))]
+        if (more := len(reasons) - _REASONS) > 0:
+            reasons[_REASONS:] = [f"and {more} more"]
+        return Ending(EXIT_UNHEALTHY, ": ".join(filter(None, (text, "; ".join(reasons)))), failed_nodes=tuple(down))
 
     def _make_logs(self, number: int) -> Path:
         """The folder for what the processes of a launch print."""
@@ -483,7 +504,10 @@ class JobStart:
             self._signals.add(signal.SIGUSR2)
             return []
         found = verdict(folder, nodes)
+        self._full_disk = full_run_disk(folder, nodes)
         gather_reports(folder, nodes)
+        if self._full_disk is not None:  # other nodes would see the same disk
+            return [f"warning: {text}" for text in found.warnings]
         self._allocation.unhealthy.update(found.unhealthy)
         bad = [f"{node} is unhealthy: {'; '.join(why)}" for node, why in found.unhealthy.items()]
         return [*bad, *(f"warning: {text}" for text in found.warnings)]

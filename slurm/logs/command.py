@@ -12,6 +12,7 @@ from slurm import jobs
 from slurm.job import active_jobs
 from slurm.logs.failure_analysis import Failure, first_failure
 from slurm.logs.follow import follow_logs, write_out
+from slurm.logs.job_log import own_error
 from slurm.logs.parts import LogPart, parts
 from slurm.logs.rank_logs import srun_log
 from slurm.logs.tail import Tail, Tails, last_lines
@@ -50,7 +51,8 @@ def show_logs(
     if attempt is not None:
         found = _of_attempt(found, attempt)
     if first_error:
-        _show_first_error(found, console)
+        if attempt is not None or not _show_refused_job(folder, found, console):
+            _show_first_error(found, console)
         return
     if not found:
         if not follow or not jobs.sent(folder):
@@ -89,6 +91,9 @@ def _show(part: LogPart, rank: int, console: Console, lines: int) -> Tails | Non
     if part.end is not None:
         missing = f"rank {rank} wrote nothing before the launch ended: there is no {log.path}"
     say(console, f"==> {log.path}" if log.path.exists() else missing)
+    how = part.launch.end if part.launch is not None else None
+    if how is not None and how.reason and not log.path.exists():
+        say(console, f"the end: {how.reason}")
     tail = log.tail(lines)
     write_out(tail, console)
     return tail
@@ -133,6 +138,22 @@ def _show_jobs(run: Path, console: Console, lines: int) -> None:
         say(console, f"there are no logs yet: jobs {names} have not begun (`pipeline status {run}`)")
     else:
         say(console, f"there are no logs in {run}: it was never submitted, nor trained on several processes")
+
+
+def _show_refused_job(run: Path, found: list[LogPart], console: Console) -> bool:
+    """Show the error of the newest job that ended on its own after the last launch; False if there is none."""
+    began = found[-1].begin if found else 0.0
+    launched = [part.launch for part in found if part.launch is not None]
+    for job in reversed(jobs.sent(run)):
+        error = own_error(run, job, [launch for launch in launched if launch.job in job.numbers])
+        if error is None or error[1].stat().st_mtime < began:
+            continue
+        text, log = error
+        say(console, f"==> {active_jobs.stage_names(run, job)}: job {job.job} on its own")
+        verbatim(console, text)
+        say(console, f"==> {log}")
+        return True
+    return False
 
 
 def _show_first_error(found: list[LogPart], console: Console) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pipeline.common import process_identity, storage
 from pipeline.common.errors import UserError
+from pipeline.common.format import listed
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import load_written
@@ -28,6 +29,7 @@ from pipeline.train.run.lock import holder
 from slurm import jobs
 from slurm.job.launch_log import LAST, Launch, launches
 from slurm.jobs import Job, Stage
+from slurm.logs.job_log import own_error
 from slurm.submit.submission import Submission, find_submission
 
 _ROWS = 20_000
@@ -113,6 +115,11 @@ class RunSnapshot:
         last = {launch.job: launch for launch in self.launches_of(job)}
         ends = [last[number].end if number in last else None for number in job.numbers]
         return all(end is not None and end.next in LAST for end in ends)
+
+    def own_error(self, job: Job) -> str:
+        """The error with which a job ended outside of its launches, from its own log, in a line; "" without one."""
+        found = own_error(self.run, job, self.launches_of(job))
+        return listed(" ".join(found[0].split())) if found is not None else ""
 
     def open_jobs(self) -> list[Job]:
         """Jobs of which more may come, in the order in which they were sent."""

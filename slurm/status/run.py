@@ -40,6 +40,8 @@ _LARGE = 2**26
 """Bytes of metrics above which they are not read as a whole: the goodput is then that of the last end in peace."""
 _STOP = 120.0
 """Seconds before the end of a job at which it stops, about: the training measures what it needs."""
+_OVER: tuple[State, ...] = ("done", "stopped", "cancelled")
+"""States in which nothing is left to wait for: whoever stopped a run decides whether it continues."""
 _AT_LEAST = 60.0
 """Seconds of a job that count, however short it is."""
 
@@ -100,7 +102,7 @@ class RunStatus:
     tokens_per_second: float | None
     mfu: float | None
     seconds_left: float | None
-    """At the pace of the last steps, validations and saves included."""
+    """At the pace of the last steps, validations and saves included; None of a run that was stopped, too."""
     starts_left: int | None
     """Starts of jobs after the one that runs, within their time limit."""
     checkpoint: int | None
@@ -168,7 +170,7 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
     verdict = judge(facts, snapshot, waiting, tries, beats, patience=patience, total=total)
     saved = facts.read(RunFiles.checkpoints, lambda: Checkpoints.of_run(run).latest(), None)
     left = None
-    if total is not None and pace is not None and verdict.state != "done":
+    if total is not None and pace is not None and verdict.state not in _OVER:
         left = max(0, total - (step or 0)) * pace
     evaluated = facts.evaluations()
     trained = [each for each in facts.launches if each.stage == "train"]

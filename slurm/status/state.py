@@ -136,6 +136,29 @@ def queue(facts: RunSnapshot, snapshot: SchedulerSnapshot) -> list[QueuedJob]:
     return [each for each in found if each is not None]
 
 
+def _in_question(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> list[QueuedJob]:
+    """Jobs without those that the scheduler says nothing of and the files have an end of, which then counts."""
+    over = {job.job for job in facts.sent if _will_not_start(facts, job)}
+    return [job for job in waiting if job.state != UNKNOWN or job.where == "local" or job.job not in over]
+
+
+def _will_not_start(facts: RunSnapshot, job: Job) -> bool:
+    """True if a job has ended or will not begin, as far as the files say."""
+    last = {launch.job: launch.end for launch in facts.launches_of(job)}
+    ends = [end for end in last.values() if end is not None]
+    if len(ends) < len(last):
+        return False
+    by = facts.cancelled
+    if by is not None and job.stage in (by.stages or (job.stage,)) and by.time > job.time:
+        return True
+    if last:
+        again = any(end.next in ("requeue", "relaunch") for end in ends)
+        return not again and any(end.code != EXIT_OK and end.next in ("scheduler", "end") for end in ends)
+    # The next job of a chain goes on after any end; another stage needs that of the one before.
+    before = [each for each in facts.sent if each.job in job.after and each.stage != job.stage]
+    return any(_will_not_start(facts, each) for each in before)
+
+
 def _queued(facts: RunSnapshot, job: Job, snapshot: SchedulerSnapshot) -> QueuedJob | None:
     states: list[JobState] = []
     unknown = False
@@ -243,6 +266,7 @@ def judge(
         patience: seconds after the last heartbeat from which it has stalled.
         total: steps of the run.
     """
+    waiting = _in_question(facts, waiting)
     if tries and tries[-1].end is None:
         stopped = next((job for job in waiting if job.stage == "train" and job.state in _SUSPENDED), None)
         return _suspended(stopped) if stopped else _training(facts, tries[-1], beats, patience)
@@ -269,6 +293,8 @@ def judge(
     for group in (("preprocess", "finish"), ("eval",)):
         if (ended := _stage_ended(facts, snapshot, group)) is not None:
             return ended
+    if facts.cancelled is not None and facts.sent:
+        return _cancelled(facts, facts.cancelled, None, tries)
     return RunVerdict("nothing known", None, "there is no record of any stage of the run")
 
 
@@ -476,7 +502,7 @@ def _stage_ended(facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequenc
 
 
 def _last_end(facts: RunSnapshot, stage: Stage) -> _StageEnd | None:
-    """End of the last launch of a stage; of an array that of a task that failed, if one has."""
+    """End of the last launch of a stage; of an array that of a task that failed or was stopped, if one has."""
     past = [launch for launch in facts.launches if launch.stage == stage]
     if not past:
         return None
@@ -484,8 +510,8 @@ def _last_end(facts: RunSnapshot, stage: Stage) -> _StageEnd | None:
     ended = [launch for launch in same.values() if launch.end is not None]
     if not ended:
         return None
-    launch = next((each for each in ended if each.crashed), ended[-1])
-    how = launch.end
+    bad = [each for each in ended if each.crashed] or [each for each in ended if each.end and each.end.code != EXIT_OK]
+    how = (bad[0] if bad else ended[-1]).end
     assert how is not None
     return _StageEnd(how.time, how.code, listed(how.reason), how.next not in _AGAIN, how.next)
 
@@ -529,19 +555,21 @@ def _lost(
         if word.startswith("CANCELLED"):
             by = word.removeprefix("CANCELLED").removeprefix(" by ").strip()
             return RunVerdict("cancelled", stage, f"job {number} was cancelled" + (f" by {_user(by)}" if by else ""))
-        return RunVerdict("failed", stage, "; ".join(filter(None, (text, end.reason if end else ""))))
-    if end is not None:
+        reason = facts.own_error(job) or (end.reason if end else "")
+        return RunVerdict("failed", stage, "; ".join(filter(None, (text, reason))))
+    error = facts.own_error(job)
+    if end is not None and not error:
         return None
-    return RunVerdict("failed", stage, f"job {job.job} has left the queue without an entry in the ledger")
+    text = f"job {job.job} has left the queue without an entry in the ledger"
+    return RunVerdict("failed", stage, "; ".join(filter(None, (text, error))))
 
 
 def _lost_here(facts: RunSnapshot, job: Job | None, end: _StageEnd | None) -> RunVerdict | None:
     """Verdict on a lost job of this machine, which nobody but the process table knows."""
     if job is None or job.where != "local" or facts.is_over(job) or end is not None:
         return None
-    return RunVerdict(
-        "failed", stage_name(job.stage), f"process {job.job} on {job.host} has ended without an entry in the ledger"
-    )
+    text = f"process {job.job} on {job.host} has ended without an entry in the ledger"
+    return RunVerdict("failed", stage_name(job.stage), "; ".join(filter(None, (text, facts.own_error(job)))))
 
 
 def _user(number: str) -> str:

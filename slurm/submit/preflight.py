@@ -29,6 +29,7 @@ from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_
 from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.run_plan import plan_run
+from slurm.doctor.node import space
 from slurm.forecast.course import START_S, Forecast, forecast, job_seconds
 from slurm.jobs import Backend
 from slurm.submit import sbatch_env
@@ -154,6 +155,8 @@ def _check_training(
             )
     if backend == "slurm":
         _check_devices(config, site, job, found)
+        if config.slurm.doctor:
+            _check_run_space(config, found)
     with found.collecting():
         checkpoint = _resume_point(config, found)
         if not makes_data:
@@ -250,6 +253,16 @@ def _check_evaluation(
     if not any(other.stage == "train" for other in planned):
         with found.collecting():
             Checkpoints.of_run(config.run.dir).find(job.step)
+
+
+def _check_run_space(config: Config, found: PreflightReport) -> None:
+    """Check the disk of run.dir by the limits of the check of the nodes, which would end the job."""
+    seen = space("run.dir", config.run.dir)
+    if not seen.ok:
+        found.problem(
+            f"{seen.message}, or set run.dir to a folder on another disk; with less, the check of the nodes ends the "
+            "job before training starts (slurm.doctor=false leaves that check out)"
+        )
 
 
 def _check_room(config: Config, ahead: Forecast, found: PreflightReport) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import orjson
 import pytest
 
 from pipeline.common import storage
 from pipeline.common.console import Console
+from slurm.doctor.node import space
+from slurm.doctor.report import NodeCheck, Report, failed
 from slurm.job.batch_main import Ending, JobStart
 from slurm.job.srun_step import SrunStep, rendezvous_env
 
@@ -77,6 +81,54 @@ def test_nodes_whose_check_was_interrupted_are_not_unhealthy(
     said = link._check_nodes(tmp_path)
     assert (set(link._allocation.unhealthy), link._signals) == (unhealthy, told)
     assert len(said) == (0 if told else len(unhealthy) or 1), "a node that is lost is named"
+
+
+def checked(run: Path, monkeypatch: pytest.MonkeyPatch, checks: dict[str, NodeCheck]) -> Any:
+    """A job whose nodes were checked, with a problem of each (none where the check is good)."""
+    link = made(run, monkeypatch)
+    nodes = list(checks)
+    allocation = SimpleNamespace(nodes=nodes, unhealthy={})
+    allocation.down = lambda: list(allocation.unhealthy)
+    link._allocation, link._submission.nodes = allocation, len(nodes)
+
+    def run_step(step: SrunStep, *_: Any) -> None:
+        for node, check in checks.items():
+            (step.logs / f"{node}.json").write_bytes(orjson.dumps(asdict(Report(node, checks=(check,)))))
+
+    monkeypatch.setattr(SrunStep, "run", run_step)
+    return link
+
+
+def test_a_full_disk_that_all_nodes_share_is_not_held_against_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurm.doctor.node._FREE_BYTES", 2**80)
+    full, good = space("run.dir", tmp_path), NodeCheck("memory", True, "8 GiB")
+    link = checked(tmp_path, monkeypatch, {"n1": full, "n2": full})
+    assert (link._check_nodes(tmp_path), link._allocation.unhealthy) == ([], {})
+    assert link._full_disk == full.message and "are needed" in full.message
+    for key, value in {"doctor": True, "processes_per_node": 1, "spare_nodes": 0, "chain": "requeue"}.items():
+        setattr(link._submission, key, value)
+    link._submission.max_restarts = 5
+    link._allocation.is_running, link._allocation.is_over_time = (lambda: True), (lambda: False)
+    how = link._launch(1)
+    assert (how.code, how.next, how.failed_nodes) == (79, "end", ()) and full.message in how.reason
+    (tmp_path / "one").mkdir()
+    link = checked(tmp_path, monkeypatch, {"n1": full, "n2": good})
+    link._check_nodes(tmp_path / "one")
+    assert link._full_disk is None and link._allocation.unhealthy == {"n1": [full.message]}, "n2 sees another disk"
+
+
+def test_nodes_that_cannot_be_used_are_told_with_their_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = {f"n{place}": failed("memory", "low", f"memory: {place} GiB are free") for place in range(1, 6)}
+    link = checked(tmp_path, monkeypatch, {**checks, "n6": NodeCheck("memory", True, "8 GiB")})
+    link._check_nodes(tmp_path)
+    ending = link._too_few_nodes(link._allocation)
+    assert (ending.code, ending.failed_nodes) == (78, tuple(checks))
+    assert ending.reason == (
+        "of the job's nodes n1, n2, n3, n4, n5 cannot be used, and 6 are needed: n1: memory: 1 GiB are free; "
+        "n2: memory: 2 GiB are free; n3: memory: 3 GiB are free; and 2 more"
+    )
 
 
 def test_a_process_that_a_signal_ended_which_was_handed_on_is_stopped(

@@ -11,7 +11,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from slurm import jobs
+from slurm import jobs, scheduler
+from slurm.devcluster import DevCluster
 from slurm.job.launch_log import launches
 from tests import tiny
 from tests.waiting import until
@@ -71,3 +72,33 @@ def test_a_job_that_cannot_save_says_so_and_ends_though_nothing_can_be_written(
     status = tiny.pipeline("status", run)
     assert status.stdout.splitlines()[0].endswith("unsaved (train)"), status.stdout
     assert "failed since step" in status.stdout and "No space left on device" in status.stdout
+
+
+@pytest.mark.slurm
+def test_a_disk_that_became_too_small_ends_the_job_and_blames_no_node(
+    tmp_path: Path, disk: Path, cluster: DevCluster
+) -> None:
+    """The check of the nodes needs 1 GiB; submitting again is refused by the same limit."""
+    run = disk / "run"
+    site = {"slurm": {"profile": "devcluster", "nodes": 1, "processes_per_node": 1, "doctor": True}}
+    file = tiny.write_run(tmp_path, {"run.dir": str(run), "launch.device": "cpu", **site})
+    assert tiny.pipeline("preprocess", file).returncode == 0
+    refused = tiny.pipeline("train", file, "--slurm")
+    assert refused.returncode == 2 and "1.0 GiB are needed" in refused.stderr
+    _resize(disk, "2g")
+    sent = tiny.pipeline("train", file, "slurm.train.options={begin: now+1hour}", "--slurm")
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    _resize(disk, "60m")
+    scheduler.update(jobs.sent(run)[-1].job, {"StartTime": "now"})
+    until(lambda: launches(run) and launches(run)[-1].end)
+
+    (launch,) = launches(run)
+    assert launch.end is not None and (launch.end.code, launch.end.next, launch.end.failed_nodes) == (79, "end", ())
+    status = tiny.pipeline("status", run)
+    assert status.stdout.splitlines()[0].endswith("unsaved (train)") and "suspect" not in status.stdout, status.stdout
+    for said in (status, tiny.pipeline("logs", run), tiny.pipeline("logs", run, "--first-error")):
+        assert "1.0 GiB are needed" in said.stdout, said.stdout
+
+
+def _resize(disk: Path, size: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)

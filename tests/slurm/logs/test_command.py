@@ -172,6 +172,26 @@ def test_before_anything_was_launched(run: Path) -> None:
     assert f"job 78 (train) was sent later and has launched nothing so far: {later.log(run)}" in shown(run)
 
 
+def test_the_error_of_a_job_that_launched_nothing_is_the_first(run: Path) -> None:
+    """Of one that was refused, also at a later start."""
+    first = launched(run)
+    ended(run, first, 75, "requeue")
+    job = jobs.new_job("train", "77", "slurm", "name", "none.json")
+    jobs.note(run, job)
+    file = job.log(run)
+    file.parent.mkdir()
+    file.write_text("error: x.json has changed\nsubmit again\n")
+    os.utime(file, (first.time - 9, first.time - 9))
+    assert shown(run, first_error=True) == "nothing failed\n", "it is of an earlier start"
+    os.utime(file, (time.time() + 9, time.time() + 9))
+    assert shown(run, first_error=True).endswith(f"x.json has changed\nsubmit again\n==> {file}\n")
+    jobs.note(run, jobs.new_job("train", "78", "slurm", "name", "none.json"))
+    assert "x.json has changed" in shown(run, first_error=True), "a job that waits has no log"
+    ended(run, launched(run, "78"), 1, "end", "rank 0 failed")
+    os.utime(file, (first.time, first.time))
+    assert "rank 0 failed" in shown(run, first_error=True)
+
+
 def test_the_first_error(run: Path) -> None:
     assert shown(run, first_error=True) == "nothing failed\n"
     first = launched(run)
@@ -187,6 +207,7 @@ def test_the_first_error(run: Path) -> None:
     attempted(run, 3)
     ended(run, third, 78, "end", "of the job's nodes n1 cannot be used")
     assert "of the job's nodes n1 cannot be used (code 78)\n" in shown(run, first_error=True)
+    assert shown(run).endswith("the end: of the job's nodes n1 cannot be used\n"), "no rank was started"
     assert "SIGSEGV" in shown(run, first_error=True, attempt=1)
 
 

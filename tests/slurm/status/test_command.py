@@ -374,6 +374,22 @@ def test_jobs_that_left_without_a_word(tmp_path: Path, accounted: Accounted | No
         assert say(tmp_path, SchedulerSnapshot({}, {"77": accounted})).state == state
 
 
+def test_a_job_that_was_refused_is_told_from_its_own_log(tmp_path: Path) -> None:
+    send(tmp_path)
+    log = jobs.sent(tmp_path)[0].log(tmp_path)
+    log.parent.mkdir(parents=True)
+    log.write_text("12:00:01 hello\nerror: slurm/submissions/x.json has changed\nsubmit the run again\n")
+    gone = SchedulerSnapshot({}, {"77": Accounted("FAILED", "2:0", "00:00:03", "n1")})
+    for answer in (answered(state="FAILED"), gone, SchedulerSnapshot({})):
+        found = say(tmp_path, answer)
+        assert found.state == "failed" and "x.json has changed" in found.why and "\n" not in found.why
+    end(tmp_path, launch(tmp_path), 1, "end")
+    assert "has changed" not in say(tmp_path).why, "a launch has noted its end"
+    send(tmp_path, job="78")
+    jobs.sent(tmp_path)[1].log(tmp_path).write_text("error: run.yaml has changed\n")
+    assert say(tmp_path).why.endswith("job 78 has left the queue without an entry in the ledger; run.yaml has changed")
+
+
 def test_a_scheduler_that_does_not_answer(tmp_path: Path) -> None:
     send(tmp_path)
     assert say(tmp_path, SILENT).state == "pending"
@@ -382,6 +398,40 @@ def test_a_scheduler_that_does_not_answer(tmp_path: Path) -> None:
     assert found.state == "running" and "files alone" in found.why and found.scheduler == SILENT.problem
     end(tmp_path, begun, 75, "requeue")
     assert say(tmp_path, SILENT).state == "requeued"
+
+
+def test_an_end_that_was_noted_counts_where_no_scheduler_answers(tmp_path: Path) -> None:
+    """Also for the stages that would have come after it; not where the job wanted to start again."""
+    send(tmp_path, "preprocess", "44", tasks=2)
+    send(tmp_path, "finish", "45", after=("44",))
+    send(tmp_path, "train", "46", after=("45",))
+    begun = [launch(tmp_path, f"44_{task}", "preprocess") for task in range(2)]
+    end(tmp_path, begun[0], 75, "scheduler")
+    assert say(tmp_path, SILENT).state == "preprocessing", "a task has no end yet"
+    end(tmp_path, begun[1], 0, "done")
+    found = say(tmp_path, SILENT)
+    assert (found.state, found.stage, found.why) == ("stopped", "preprocess", "it left with 75")
+    assert [job.job for job in found.queue] == ["44", "45", "46"], "their states are not known"
+    end(tmp_path, launch(tmp_path, "44_0", "preprocess", restarts=1), 75, "requeue")
+    assert say(tmp_path, SILENT).state == "requeued"
+    jobs.note_cancelled(tmp_path, now=False)
+    assert say(tmp_path, SILENT).state == "cancelled"
+
+
+def test_a_chain_is_not_over_with_one_of_its_jobs(tmp_path: Path) -> None:
+    send(tmp_path)
+    send(tmp_path, job="78", link=2, after=("77",))
+    end(tmp_path, launch(tmp_path), 75, "scheduler")
+    assert say(tmp_path, SILENT).state == "pending"
+
+
+def test_a_job_that_was_cancelled_where_no_scheduler_answers(tmp_path: Path) -> None:
+    send(tmp_path)
+    jobs.note_cancelled(tmp_path, now=False)
+    found = say(tmp_path, SILENT)
+    assert found.state == "cancelled" and "before job 77 began" in found.why
+    send(tmp_path, job="78")
+    assert say(tmp_path, SILENT).state == "pending", "it was sent later"
 
 
 def test_nodes_that_are_suspects(tmp_path: Path) -> None:
@@ -404,6 +454,19 @@ def test_one_crash_makes_no_suspect_while_the_next_launch_runs(tmp_path: Path) -
     end(tmp_path, launch(tmp_path, number=3), 1, "relaunch", node="n1", rank=0)
     launch(tmp_path, number=4)
     assert say(tmp_path, runs).suspects.keys() == {"n1"}
+
+
+@pytest.mark.parametrize(
+    ("code", "cancelled", "state"), [(75, False, "stopped"), (75, True, "cancelled"), (1, False, "failed")]
+)
+def test_of_a_run_that_was_stopped_nothing_is_left(run: Path, code: int, cancelled: bool, state: str) -> None:
+    (run / "ledger.jsonl").unlink()
+    RunningAttempt(run, 2, 3, {"world_size": 1}, "hash").end(code, "it ended", 5)
+    if cancelled:
+        jobs.note_cancelled(run, now=False)
+    found = say(run)
+    assert (found.state, found.step, found.steps) == (state, 5, 8)
+    assert (found.seconds_left is None) == (state != "failed") and found.starts_left is None
 
 
 def beats(run: Path, attempt: int, *ages: float) -> None:

@@ -317,3 +317,23 @@ def test_the_cluster_is_read_as_it_was_configured(cluster: DevCluster) -> None:
     mine = scheduler.associations(user())
     assert {row.account for row in mine} >= {"dev"} and all("normal" in row.qos for row in mine)
     assert scheduler.associations("somebody-else") == []
+
+
+def test_room_that_the_check_of_the_nodes_would_miss_is_missed_before(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same limit, and not where nothing checks the nodes."""
+    real = os.statvfs
+
+    def small(path: Any) -> os.statvfs_result:
+        values = list(real(path))
+        return os.statvfs_result([*values[:4], 6_000_000 // values[1], *values[5:]])
+
+    monkeypatch.setattr(scheduler, "here", lambda: False)
+    assert "1.0 GiB are needed" not in found(load(run), backend="slurm")[1]
+    monkeypatch.setattr(os, "statvfs", small)
+    message = found(load(run), backend="slurm")[1]
+    assert f"run.dir ({load(run).run.dir}): 0.0 GiB are free, 1.0 GiB are needed" in message
+    assert "slurm.doctor=false" in message
+    assert "are needed" not in found(load(run, ["slurm.doctor=false"]), backend="slurm")[1]
+    assert "are needed" not in found(load(run))[1]
