@@ -158,7 +158,7 @@ def _differences(submission: Submission, config: Config) -> list[str]:
 
 
 def _is_in_keys_below(key: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """True if a mapping is empty in one config and has keys in the other, which are listed as differences of their own."""
+    """True if a mapping is empty in one config and has keys in the other, which are differences of their own."""
     return one.get(key) == {} and key not in other and any(each.startswith(f"{key}.") for each in other)
 
 

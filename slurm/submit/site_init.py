@@ -75,7 +75,8 @@ def profile() -> str:
     ]
     head = (
         "# A profile of this site, from what its scheduler said. Correct what is marked CHANGE, and write\n"
-        "# `slurm: {profile: PATH}` with the path of this file in run files. All keys: docs/slurm.md\n#\n# Partitions:\n"
+        "# `slurm: {profile: PATH}` with the path of this file in run files. All keys: docs/slurm.md\n"
+        "#\n# Partitions:\n"
     )
     about = [f"#   {_visible(_about(each))}" for each in partitions.values()]
     return head + "\n".join([*about, "", *map(str, lines), ""])
