@@ -31,6 +31,7 @@ from pipeline.common.signals import ignore, stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.folder import last_attempt
 from pipeline.train.run.lock import clear
+from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
 from slurm import jobs, scheduler
 from slurm.doctor.command import doctor_command
@@ -212,7 +213,8 @@ class JobStart:
             ending = Ending(EXIT_STOPPED, "the job was told to end before its processes were started")
         elif self._allocation and len(nodes) < submission.nodes:
             down = self._allocation.down()
-            text = f"of the job's nodes {', '.join(down)} cannot be used, and {submission.nodes} are needed"
+            needed = f"{submission.nodes} {'is' if submission.nodes == 1 else 'are'} needed"
+            text = f"of the job's nodes {', '.join(down)} cannot be used, and {needed}"
             ending = Ending(EXIT_UNHEALTHY, text, None, None, tuple(down))
         else:
             module = "slurm.job.srun_task" if nodes else "pipeline"
@@ -335,7 +337,10 @@ class JobStart:
         if not self._allocation and following in _WITHOUT_QUEUE:
             following, why = "end", "there is no queue here; submit it again to continue"
         code = f" (code {ending.code})" if ending.code else ""
-        text = ending.reason if following == "done" else f"{ending.reason}{code}; {following}: {why}"
+        reason = ending.reason
+        if following not in ("done", "end"):
+            reason = reason.removesuffix(RESUME_ADVICE).removesuffix(".")
+        text = reason if following == "done" else f"{reason}{code}; {following}: {why}"
         return replace(how, next=following, reason=text)
 
     def _leave(self, how: LaunchEnd) -> int:
