@@ -84,7 +84,11 @@ clean:
 	rm -rf $(VENV) .venv-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# The advice is for who asked for the installation alone.
 install: $(VENV)/.installed
+ifneq ($(filter install,$(MAKECMDGOALS)),)
+	@echo "installed: $(BIN)/pipeline; next: make quickstart, or . $(BIN)/activate"
+endif
 install-dev: $(VENV)/.installed-dev
 
 $(BIN)/python $(TORCH_VENV)/bin/python: %/bin/python:

@@ -29,6 +29,7 @@ _AWAY = (
     *("in standby mode", "connect failure", "Connection refused", "Communication connection"),
 )
 """Words of the commands where the controller does not answer; it may be restarting."""
+_WHY_AWAY = "check that the controller is up, and that SLURM_CONF names the right file"
 _NEVER = "Requested node configuration is not available"
 """Words of sbatch about a job for which there are too few nodes."""
 
@@ -46,9 +47,10 @@ class SchedulerError(MachineError):
         text = output.strip() or "no message"
         if any(words in text for words in _NOT_CONFIGURED):
             text = "no SLURM is configured for this shell: use a login node of the cluster, or set SLURM_CONF"
-        super().__init__(f"`{shlex.join(command)}` failed: {text}" + (f"\n{hint}" if hint else ""))
         self.command = list(command)
         self.output = text
+        more = f"; {_WHY_AWAY}" if self.away else f"\n{hint}" if hint else ""
+        super().__init__(f"`{shlex.join(command)}` failed: {text}{more}")
 
     @property
     def away(self) -> bool:

@@ -381,7 +381,7 @@ def init(
         from slurm.submit.site_init import write_profile
 
         path = write_profile(folder)
-        echo(f"wrote {path}\nCorrect what is marked CHANGE, then set slurm.profile={path} in run files")
+        echo(f"wrote {path}\nCorrect what is marked CHANGE, then write in run files:\nslurm: {{profile: {path}}}")
         return
     path = write(folder, source)
     echo(f"wrote {path}\nEdit it, then: pipeline run {path}")

@@ -48,7 +48,7 @@ from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.resume import resume_lines
 from pipeline.train.rewind import go_back
 from pipeline.train.run.folder import RunFolder
-from pipeline.train.run.stop_requests import Requests, StopRequest
+from pipeline.train.run.stop_requests import RESUME_ADVICE, Requests, StopRequest
 from pipeline.train.run_log import nothing_held_out, start_lines, step_lines
 from pipeline.train.run_plan import RunPlan
 from pipeline.train.saving import Saver
@@ -247,9 +247,7 @@ class Trainer:
         self._requests.remove_stop_file()
         if step < total:
             self._watchdog.pause()
-            raise Stopped(
-                f"{reason} at step {step:,} of {total:,}; saved. Run the same command to resume.", agreed=True
-            )
+            raise Stopped(f"{reason} at step {step:,} of {total:,}; saved.{RESUME_ADVICE}", agreed=True)
 
     def _write_profile(self, step: int) -> None:
         self._watchdog.phase("save", step)

@@ -29,8 +29,21 @@ def _default_folder() -> Path:
     return Path("/var/lib/pipeline-devcluster" if os.geteuid() == 0 else "~/.pipeline-devcluster").expanduser()
 
 
-Folder = Annotated[Path, typer.Option("--dir", help="The cluster's folder.", default_factory=_default_folder)]
+Folder = Annotated[
+    Path,
+    typer.Option(
+        "--dir",
+        help="The cluster's folder; by default /var/lib/pipeline-devcluster, or ~/.pipeline-devcluster without root.",
+        default_factory=_default_folder,
+        show_default=False,
+    ),
+]
 Node = Annotated[str, typer.Argument(metavar="NAME", help="A node, as `status` lists them.")]
+
+
+def _command(name: str, folder: Path) -> str:
+    """A command of this program, for a shell."""
+    return shlex.join([sys.executable, "-m", "slurm.devcluster", name, "--dir", str(folder)])
 
 
 @app.command()
@@ -46,7 +59,7 @@ def up(
     ] = DEFAULT_PORT,
     install: Annotated[bool, typer.Option("--install", help="Install what is missing with apt; needs root.")] = False,
 ) -> None:
-    """Start the cluster, or what is missing of it; ask as often as you like.
+    """Start the cluster, or what is missing of it; may be repeated.
 
     Partitions: train (the default), short (5 minutes at most), eval; grace, whose jobs have 10 seconds to leave when
     they are preempted; cancel, whose jobs are not requeued then; urgent, whose jobs preempt those of the others but
@@ -57,7 +70,8 @@ def up(
         machine.install()
     DevCluster.up(folder, nodes=nodes, port=port, report=lambda line: say(console, line))
     say(console, f"up after {time.monotonic() - begin:.1f} s. To use it in this shell:")
-    say(console, f'    eval "$({Path(sys.executable).name} -m slurm.devcluster env --dir {shlex.quote(str(folder))})"')
+    # The full path: where `python` is not found, eval of nothing would succeed.
+    say(console, f'    eval "$({_command("env", folder)})"')
 
 
 @app.command()
@@ -67,12 +81,13 @@ def down(
 ) -> None:
     """End the cluster with all its jobs; the folder stays, and `up` starts it again from there."""
     DevCluster.at(folder).down(purge=purge)
-    say(Console(), f"down; {folder} is {'removed' if purge else 'kept'}")
+    left = "is removed" if purge else f"is kept; to remove it: {_command('down', folder)} --purge"
+    say(Console(), f"down; {folder} {left}")
 
 
 @app.command()
 def status(folder: Folder) -> None:
-    """Show daemons and nodes; leaves with 1 unless the cluster is up and all nodes take jobs."""
+    """Show daemons and nodes; the exit code is 1 unless the cluster is up and all nodes take jobs."""
     console, cluster = Console(), DevCluster.at(folder)
     for daemon, pid in cluster.daemons().items():
         say(console, f"{daemon:<16} {f'running, process {pid}' if pid else 'not running'}")

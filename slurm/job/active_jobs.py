@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -151,7 +152,14 @@ def _differences(submission: Submission, config: Config) -> list[str]:
         f"{show(here[key]) if key in here else 'not set'} here"
         for key in sorted(there.keys() | here.keys())
         if there.get(key, _MISSING) != here.get(key, _MISSING)
+        and not _is_in_keys_below(key, there, here)
+        and not _is_in_keys_below(key, here, there)
     ]
+
+
+def _is_in_keys_below(key: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """True if a mapping is empty in one config and has keys in the other, which are differences of their own."""
+    return one.get(key) == {} and key not in other and any(each.startswith(f"{key}.") for each in other)
 
 
 _MISSING = object()

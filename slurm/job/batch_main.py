@@ -39,6 +39,7 @@ from pipeline.common.signals import ignore, stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.folder import last_attempt
 from pipeline.train.run.lock import clear
+from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
 from slurm import jobs, scheduler
 from slurm.doctor.command import doctor_command
@@ -244,8 +245,10 @@ class JobStart:
 
     def _too_few_nodes(self, allocation: Allocation) -> Ending:
         """The end of a launch for which too few nodes can be used, with what was found on them."""
-        down = allocation.down()
-        text = f"of the job's nodes {', '.join(down)} cannot be used, and {self._submission.nodes} are needed"
+        down, needed = allocation.down(), self._submission.nodes
+        text = (
+            f"of the job's nodes {', '.join(down)} cannot be used, and {needed} {'is' if needed == 1 else 'are'} needed"
+        )
         reasons = [f"{node}: {'; '.join(why)}" for node in down if (why := allocation.unhealthy.get(node))]
         if (more := len(reasons) - _REASONS) > 0:
             reasons[_REASONS:] = [f"and {more} more"]
@@ -356,7 +359,10 @@ class JobStart:
         if not self._allocation and following in _WITHOUT_QUEUE:
             following, why = "end", "there is no queue here; submit it again to continue"
         code = f" (code {ending.code})" if ending.code else ""
-        text = ending.reason if following == "done" else f"{ending.reason}{code}; {following}: {why}"
+        reason = ending.reason
+        if following not in ("done", "end"):
+            reason = reason.removesuffix(RESUME_ADVICE).removesuffix(".")
+        text = reason if following == "done" else f"{reason}{code}; {following}: {why}"
         return replace(how, next=following, reason=text)
 
     def _leave(self, how: LaunchEnd) -> int:

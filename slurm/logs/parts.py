@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.common.format import when
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import Attempt, attempts
+from slurm import jobs
 from slurm.job.launch_log import Launch, launches
 from slurm.jobs import Stage
 from slurm.logs.rank_logs import STAMP, RankLog, rank_log
@@ -39,6 +40,8 @@ class LogPart:
     """Logs of the launch; rank 0 of one by hand has the terminal."""
     ranks: Path | None
     """Logs of ranks from 1 on, where the processes were started on one machine."""
+    is_job: bool = False
+    """The launch is of a job of SLURM, also where it has no nodes of its own."""
 
     def log(self, rank: int) -> RankLog | None:
         """The log of a rank, which may not be there yet."""
@@ -62,7 +65,7 @@ class LogPart:
             again = f" (restart {launch.restarts})" if launch.restarts else ""
             count = f", launch {launch.number}" if launch.number > 1 else ""
             nodes = ", ".join(launch.nodes) or launch.host
-            text.append(f"{'job' if launch.nodes else 'process'} {launch.job}{again}{count} on {nodes}")
+            text.append(f"{'job' if self.is_job else 'process'} {launch.job}{again}{count} on {nodes}")
         until = "" if self.end is None else f" to {when(self.end)}"
         return f"{', '.join(text)}, from {when(self.begin)}{until}"
 
@@ -70,6 +73,7 @@ class LogPart:
 def parts(run: Path) -> list[LogPart]:
     """All of them, in the order in which they began."""
     launched, tries, folders = launches(run), attempts(run), list(_by_hand(run))
+    of_slurm = {number for job in jobs.sent(run) if job.where == "slurm" for number in job.numbers}
     found = []
     for launch in launched:
         begin, end = launch.time - _SLACK, _end(launch, launched)
@@ -80,7 +84,8 @@ def parts(run: Path) -> list[LogPart]:
         folders = [each for each in folders if each.path not in ranks]
         last = launch.end.time if launch.end else None
         place = ranks[-1] if ranks else None
-        found.append(LogPart(launch.stage, launch.time, last, launch, own, run / launch.logs, place))
+        is_job = bool(launch.nodes) or launch.job in of_slurm
+        found.append(LogPart(launch.stage, launch.time, last, launch, own, run / launch.logs, place, is_job))
     for group in _by_process(tries):
         begin, last = group[0].begin, group[-1].end
         until = math.inf if last is None else last

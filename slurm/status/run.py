@@ -20,6 +20,7 @@ from pipeline.train.monitor.goodput import goodput
 from pipeline.train.run.attempts import Attempt, attempts
 from pipeline.train.run.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.run.lock import is_held
+from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
 from slurm.job.launch_log import Launch, LaunchEnd
 from slurm.job.restart_policy import suspects
@@ -335,6 +336,8 @@ def _rows_of(tries: Sequence[Attempt], trained: Sequence[Launch], facts: RunSnap
 def _with_end(row: AttemptRow, launch: Launch, end: LaunchEnd) -> AttemptRow:
     """A row with the end of its launch: that knows the first failure, an attempt perhaps only what followed from it."""
     row = replace(row, next=end.next)
+    if end.next not in ("done", "end"):
+        row = replace(row, reason=row.reason.removesuffix(listed(RESUME_ADVICE)).removesuffix("."))
     if launch.crashed or (row.outcome == "killed" and end.code != EXIT_OK):
         row = replace(row, outcome=row_outcome(launch), reason=_cause(end))
     return row

@@ -216,7 +216,10 @@ def _few(names: Sequence[str]) -> str:
 
 def _cut(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _LONG else f"{line[: _LONG - 3]}..."
+    if len(line) <= _LONG:
+        return line
+    start = line[: _LONG - 3]
+    return f"{start.rpartition(' ')[0] or start}..."
 
 
 def _clock(seconds: float) -> str:

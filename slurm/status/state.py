@@ -19,7 +19,7 @@ from pipeline.common.errors import (
     EXIT_STOPPED,
     EXIT_UNSAVED,
 )
-from pipeline.common.format import duration, listed, when
+from pipeline.common.format import counted, duration, listed, when
 from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
 from slurm import jobs
@@ -387,8 +387,7 @@ def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
         words.append(f"expected to start at {when(job.start)}")
     state: State = "held" if job.held else "pending"
     if past:
-        starts = past[-1].restarts + 1
-        words.insert(0, f"{starts} {'time' if starts == 1 else 'times'}, waits for its next start")
+        words.insert(0, f"requeued {counted(past[-1].restarts + 1, 'time')}, waits for its next start")
         state = "held" if job.held else "requeued"
     before = past[-1] if past else next((each for each in reversed(facts.launches) if each.stage == job.stage), None)
     if before is not None and (before.end is not None or before.key in facts.lost):

@@ -90,7 +90,8 @@ def _write_for_owner(contents: Mapping[str, bytes], final: Path) -> None:
         for name, data in contents.items():
             file = temporary / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(data)
+            with storage.naming(final):  # a full disk names no file
+                file.write_bytes(data)
         integrity.others_cannot_write(temporary, *temporary.rglob("*"))
         try:
             storage.commit(temporary, final)

@@ -134,7 +134,7 @@ def _misfits(request: _JobRequest, partition: Partition) -> Iterator[str]:
         yield (
             f"{section}.time is {minutes(job.minutes)}, but partition {name} allows {minutes(partition.minutes)}; set "
             f"{request.key('time')} to at most that"
-            + (", training continues in the next job" if job.stage == "train" else ", or name another partition")
+            + ("; training continues in the next job" if job.stage == "train" else ", or name another partition")
         )
     spare = f" + slurm.spare_nodes={job.spare_nodes}" if job.spare_nodes else ""
     what = f"slurm.nodes={job.nodes}{spare}" if job.stage == "train" else f"{section}: {request.nodes}"

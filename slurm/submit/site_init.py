@@ -68,12 +68,15 @@ def profile() -> str:
         _Line("defaults", ""),
         *_partition(partitions, chosen),
         _account(),
+        _Line("  cpus_per_task", "8", "CPUs of each process; stages may have their own, as below", on=False),
+        _Line("  mem_gb", "64", "memory of each node in GB; 0: all of it", on=False),
         *_nodes(kinds),
         *_features(settings),
     ]
     head = (
-        "# A profile of this site, from what its scheduler said. Correct what is marked CHANGE, and set\n"
-        "# slurm.profile to the path of this file. All keys: docs/slurm.md\n#\n# Partitions:\n"
+        "# A profile of this site, from what its scheduler said. Correct what is marked CHANGE, and write\n"
+        "# `slurm: {profile: PATH}` with the path of this file in run files. All keys: docs/slurm.md\n"
+        "#\n# Partitions:\n"
     )
     about = [f"#   {_visible(_about(each))}" for each in partitions.values()]
     return head + "\n".join([*about, "", *map(str, lines), ""])

@@ -15,6 +15,7 @@ from pipeline.common.console import say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
 from pipeline.common.run_files import RunFiles
+from pipeline.common.storage import naming
 from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.config.slurm import SiteConfig
@@ -89,8 +90,9 @@ def submit(
         if found := active_jobs.find(run, planned):  # another command was faster
             return active_jobs.attach(config, planned, found, console)
         _clear_the_way(run, planned, console)
-        code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
-        sent = send_all(run, config, site, planned, backend, code)
+        with naming(RunFiles(run).slurm):  # a full disk names no file
+            code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
+            sent = send_all(run, config, site, planned, backend, code)
     for warning in found_here.warnings:
         warn(console, warning)
     _print_sent(run, sent, console)

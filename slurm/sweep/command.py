@@ -17,6 +17,7 @@ from rich.table import Table
 from pipeline.common.console import Console, alarm, say, verbatim, warn
 from pipeline.common.errors import MachineError, RankFailed, UserError
 from pipeline.common.format import counted, minutes
+from pipeline.common.storage import naming
 from slurm.jobs import Backend
 from slurm.sweep.members import Member, Sweep, find_sweep, make_sweep, problems_message, short_names
 from slurm.sweep.table import is_done, live, note_members, show_table
@@ -231,9 +232,11 @@ def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console
         for warning in dict.fromkeys(warning for group in wanted for warning in group.check()):
             warn(console, warning)
         _note(found, checked)
-        sent = send(found.folder, wanted, backend)
+        with naming(found.folder):  # a full disk names no file
+            sent = send(found.folder, wanted, backend)
     members = [member for group in wanted for member in group.members]
     for member, job in zip(members, sent, strict=True):
         what = "job" if backend == "slurm" else "in its turn, process"
         say(console, f"{member.name}: {what} {job.job}")
-    say(console, f"next: the same command with --table; pipeline status|logs|cancel {found.folder}/{members[0].name}")
+    first = found.folder / members[0].name
+    say(console, f"next: the same command with --table; pipeline status {first} (or logs, cancel)")

@@ -94,6 +94,10 @@ def test_starter_with_its_comments_taken_away(tmp_path: Path) -> None:
         "#   paths:",
         "#   text_key:",
         "#   id_key:",
+        "# slurm:",
+        "#   profile:",
+        "#   nodes:",
+        "#   train: {",
     ):
         assert commented in text
         text = text.replace(commented, commented[2:])
@@ -102,6 +106,7 @@ def test_starter_with_its_comments_taken_away(tmp_path: Path) -> None:
     assert [source.name for source in config.data.sources] == ["books", "web"]
     assert config.data.sources[0].exclude == ["**/drafts/**"]
     assert config.train.metrics.wandb is not None
+    assert config.slurm.train.time == 12 * 60
 
 
 def test_starter_overwrites_nothing(tmp_path: Path) -> None:

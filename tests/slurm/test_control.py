@@ -92,7 +92,7 @@ def test_a_scheduler_that_does_not_answer(run: Path, squeue: Callable[[str], Non
     jobs.note(run, jobs.new_job("train", "77", "slurm", "name", "none.json"))
     launched(run, "77")
     text = cancelled(run, wait=0)
-    assert "Unable to contact slurm controller" in text
+    assert "Unable to contact slurm controller; check that the controller is up, and that SLURM_CONF names" in text
     assert "those that wait start nothing" in text
     assert f"pipeline cancel {run} --now" in text
     assert (run / "stop").exists()

@@ -111,6 +111,8 @@ class Finalizer:
 
     def write(self) -> SourceReport:
         """Write the manifests of `parts` and the report."""
+        path = self._folder / REPORT_FILE
+        self.report.is_first = not path.exists()
         for name, parts in self.parts.items():
             about = {
                 "source": self.report.name,
@@ -123,7 +125,6 @@ class Finalizer:
             _, is_new = write_dataset(self._folder / name, parts, self._tokenizer, about)
             if is_new:
                 self.report.written.append(self._folder / name)
-        path = self._folder / REPORT_FILE
         text = orjson.dumps(self.report.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         if _put_changed(path, text):
             self.report.written.append(path)

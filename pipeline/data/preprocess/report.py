@@ -43,6 +43,8 @@ class SourceReport:
     """Size of its files on disk."""
     written: list[Path] = field(default_factory=list)
     """Datasets and files that this run finished or repaired."""
+    is_first: bool = False
+    """It was never finished before."""
 
     @property
     def lost(self) -> int:
@@ -145,8 +147,11 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
         for reason, count in source.rejected.items():
             say(console, f"  {count:,} {reason}, the first is {source.first_rejected[reason]}")
     if report.sources and not report.units_done:
-        written = [str(path) for source in report.sources for path in source.written]
-        if written:
-            say(console, f"all units were complete; wrote what was missing or damaged: {', '.join(written)}")
-        else:
+        finished = [str(source.folder) for source in report.sources if source.is_first]
+        repaired = [str(path) for source in report.sources if not source.is_first for path in source.written]
+        if finished:
+            say(console, f"wrote the datasets: {', '.join(finished)}")
+        if repaired:
+            say(console, f"all units were complete; wrote what was missing or damaged: {', '.join(repaired)}")
+        if not finished and not repaired:
             say(console, "nothing to do: all units were complete")

@@ -230,9 +230,11 @@ class _Stage:
     def make_units(self, started: float) -> PreprocessReport:
         """Make units as long as there are free ones, beside other commands that do the same."""
         done = held = 0
+        complete = False
         for _ in range(_ROUNDS):
             missing = self._missing()
             if not missing:
+                complete = True
                 break
             outcome = self._make(missing, waits=False)
             done, held = done + outcome.units, outcome.held
@@ -240,13 +242,18 @@ class _Stage:
                 raise MachineError(self._problem(outcome.failed, {job.unit.source for job, _ in outcome.failed}))
             finds = outcome.damaged and self._config.data.preprocess.on_damaged_file == "drop"
             if not outcome.condemned and not finds:
+                complete = not held
                 break
-        others = f"{held:,} {'is' if held == 1 else 'are'} held by others"
-        say(
-            self._console,
-            f"{counted(done, 'unit')} made, {others}; `pipeline preprocess` without --units makes the missing units "
-            "and finishes the datasets",
-        )
+        made = counted(done, "unit") + " made"
+        if complete:
+            say(self._console, f"{made}; all units are complete" if done else "all units are complete")
+        else:
+            others = f"{held:,} {'is' if held == 1 else 'are'} held by others"
+            say(
+                self._console,
+                f"{made}, {others}; `pipeline preprocess` without --units, or the finish job of a submitted run, makes "
+                "the missing units and finishes the datasets",
+            )
         return PreprocessReport(units_done=done, seconds=time.monotonic() - started)
 
     def is_finished(self, plan: SourcePlan) -> bool:

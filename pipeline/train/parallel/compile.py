@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import duration
 from pipeline.config import Config
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.block import Block
@@ -24,7 +25,7 @@ BACKEND = "inductor"
 """Backend of torch.compile."""
 _FLOPS_OF_A_THREAD = 1e11
 """A round number for how much a CPU's thread computes in a second; only the order of magnitude matters."""
-_LONG_HOURS = 0.5
+_LONG_SECONDS = 1800.0
 
 
 def compiles(config: Config, device: torch.device) -> bool:
@@ -60,13 +61,13 @@ def choose_compiling(
     if train.compile is None and device.type == "cpu" and before is not None:
         compiled, why = before, "as before"
     elif train.compile is None and device.type == "cpu":
-        hours = flops / (_FLOPS_OF_A_THREAD * threads) / 3600
+        seconds = flops / (_FLOPS_OF_A_THREAD * threads)
         missing = _missing_program("CXX", ("g++",), "C++")
-        long = hours >= _LONG_HOURS
+        long = seconds >= _LONG_SECONDS
         many_shapes = train.batch_ramp is not None and train.micro_batch_size is None
         ruled_out = _ruled_out(config) or many_shapes
         compiled = long and not missing and not ruled_out
-        why = f"the run is {'long' if long else 'short'}, {hours:,.2g} hours of arithmetic"
+        why = f"the run is {'long' if long else 'short'}, {duration(seconds)} of arithmetic"
         if long and not compiled:
             why += f", but {'there is no C++ compiler' if missing else 'other settings do not go with compiled layers'}"
     return compiled, f"layers are {'' if compiled else 'not '}compiled" + (f": {why}" if why else "")

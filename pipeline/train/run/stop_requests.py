@@ -22,6 +22,8 @@ _ALLOCATION_END = "SLURM_JOB_END_TIME"
 """Set by SLURM in a job that has a time limit: when it ends, in seconds since 1970."""
 
 
+RESUME_ADVICE = " Run the same command to resume."
+"""Last sentence of the reason of a stop, which a job that starts again by itself leaves out."""
 _UNMEASURED_SECONDS = 120.0
 """Seconds for a step and a save of which none was measured yet."""
 
@@ -109,7 +111,7 @@ class Requests:
         if self._stop_file is None:
             return None
         if _touched(self._stop_file) is not None:
-            return "stop file"
+            return "stop requested (pipeline cancel or a stop file)"
         if self._max_minutes is not None and time.monotonic() - self._start > 60 * self._max_minutes:
             return f"launch.max_minutes ({self._max_minutes:g})"
         if self._allocation_end is not None and time.time() > self._allocation_end - self._reserve():

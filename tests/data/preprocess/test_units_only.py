@@ -45,8 +45,11 @@ def run(corpus, tmp_path, done):
 
 def counts(said):
     """Units that a command made, and those that others held when it left."""
-    made, held = re.search(r"([\d,]+) units? made, ([\d,]+) (?:is|are) held by others", said).groups()
-    return int(made.replace(",", "")), int(held.replace(",", ""))
+    text = said.replace("\n", " ")
+    made = re.search(r"([\d,]+) units? made", text)
+    held = re.search(r"([\d,]+) (?:is|are) held by others; `pipeline preprocess` without", text)
+    assert (held is None) == ("all units are complete" in text), said
+    return tuple(int(found[1].replace(",", "")) if found else 0 for found in (made, held))
 
 
 def finished(process):
@@ -78,6 +81,7 @@ def test_three_share_the_units_and_a_plain_one_finishes(run, done):
 
     finish = finished(start(file))
     assert "tokenizing" not in finish  # nothing was missing
+    assert "wrote the datasets: " in finish and "missing or damaged" not in finish
     assert ("shuffling" in finish) == (done.data.preprocess.shuffle == "global")
     check_finished(config, done)
     assert counts(finished(start(file, "--units"))) == (0, 0)

@@ -43,7 +43,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def launched(run: Path, job: str = "77", stage: Stage = "train", *, restarts: int = 0, number: int = 1) -> Launch:
+def launched(
+    run: Path,
+    job: str = "77",
+    stage: Stage = "train",
+    *,
+    restarts: int = 0,
+    number: int = 1,
+    nodes: tuple[str, ...] = ("n1", "n2"),
+) -> Launch:
     logs = run / "logs" / f"2026-01-01_00-00-00-{job}.{restarts}.{number}"
     logs.mkdir(parents=True)
     return begin(
@@ -53,7 +61,7 @@ def launched(run: Path, job: str = "77", stage: Stage = "train", *, restarts: in
         restarts=restarts,
         number=number,
         link=1,
-        nodes=("n1", "n2"),
+        nodes=nodes,
         processes_per_node=2,
         logs=str(logs.relative_to(run)),
         checkpoint=0,
@@ -109,6 +117,10 @@ def test_the_newest_launch_or_that_of_an_attempt(run: Path) -> None:
     other = launched(run, "78_1", "preprocess")
     write(run, other, 0, "units\n")
     assert "preprocess, job 78_1 on n1, n2" in shown(run)
+    jobs.note(run, jobs.new_job("finish", "79", "slurm", "name", "none.json"))
+    finish = launched(run, "79", "finish", nodes=())
+    write(run, finish, 0, "done\n")
+    assert "finish, job 79 on " in shown(run)
 
 
 def test_a_log_for_each_node(run: Path) -> None:

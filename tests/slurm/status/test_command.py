@@ -160,11 +160,13 @@ def test_jobs_that_wait(tmp_path: Path) -> None:
     begun = launch(tmp_path)
     end(tmp_path, begun, 75, "requeue")
     found = say(tmp_path, answered(reason="BeginTime"))
-    assert found.state == "requeued" and found.why.startswith("1 time, waits") and "it left with 75" in found.why
+    assert (
+        found.state == "requeued" and found.why.startswith("requeued 1 time, waits") and "it left with 75" in found.why
+    )
     again = launch(tmp_path, restarts=1)
     end(tmp_path, again, 1, "requeue")
     found = say(tmp_path, answered())
-    assert found.why.startswith("2 times") and found.restarts == 1
+    assert found.why.startswith("requeued 2 times") and found.restarts == 1
     assert [(row.restarts, row.next) for row in found.attempts] == [(0, "requeue"), (1, "requeue")]
 
 

@@ -1,5 +1,6 @@
 """The copy of the code in a run folder: what is edited after the submission does not change what jobs run."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -40,6 +41,16 @@ def test_code_that_is_edited_later_does_not_change_what_runs(tmp_path: Path) -> 
     assert again != taken and taken.is_dir()
     assert not list(checkout.glob("RUN/slurm/code/.*.tmp"))
     assert not list(again.rglob("__pycache__"))
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(OSError, match="No space left") as full:
+        code_snapshot.take(tmp_path)
+    assert full.value.filename == str(code_snapshot.place(tmp_path)[0])
 
 
 def test_what_it_runs_with_is_noted_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_a_site_that_says_everything(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = CliRunner().invoke(app, ["init", str(tmp_path / "new"), "--profile"])
     assert done.exit_code == 0, done.output
     file = tmp_path / "new" / "site.yaml"
-    assert f"slurm.profile={file}" in done.output
+    assert f"slurm: {{profile: {file}}}" in done.output
     found = load_site(str(file))
     assert found.description == "marsh"
     assert (found.defaults.partition, found.defaults.account, found.defaults.time) == ("gpu", "vision", 2 * 24 * 60)

@@ -360,6 +360,9 @@ def test_stages_wait_for_each_other_and_are_sent_once(clean: Path) -> None:
     assert "already submitted, so nothing was sent" in told and f"train: job {train.job} (PENDING, " in told
     with pytest.raises(UserError, match=r"(?s)another config.*train.duration: \"8 steps\" there, \"9 steps\" here"):
         send(load(clean / "run.yaml", ["train.duration=9 steps"]), ["train"])
+    with pytest.raises(UserError, match="These keys differ:") as refused:
+        send(load(clean / "run.yaml", ["slurm.train.options={comment: x}"]), ["train"])
+    assert "slurm.train.options" in str(refused.value) and "options: " not in str(refused.value), refused.value
     assert jobs.sent(config.run.dir) == sent
 
 

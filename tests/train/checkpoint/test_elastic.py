@@ -63,7 +63,7 @@ def stopped_at(step: int, file: Path, run: Path, *overrides: str, micro_batch: i
     """`pipeline train` until a `stop` file is there, which is made while the step before is being saved."""
     code, out = _train(file, run, overrides, micro_batch, f"step-{step - 1:08d}", "stop")
     assert code == 75, out
-    assert f"stop file at step {step} of " in out.replace("\n", " ")
+    assert f"stop file) at step {step} of " in out.replace("\n", " ")
 
 
 def killed_at(step: int, file: Path, run: Path, *overrides: str, micro_batch: int) -> None:

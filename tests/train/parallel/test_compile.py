@@ -209,8 +209,8 @@ def test_where_layers_are_compiled_by_default() -> None:
 @pytest.mark.parametrize(
     ("keys", "flops", "compiler", "compiled", "words"),
     [
-        ({}, 1e13, True, False, "short, 0.014 hours"),
-        ({}, 1e16, True, True, "long, 14 hours"),
+        ({}, 1e13, True, False, "short, 50 s of"),
+        ({}, 1e16, True, True, "long, 13 h 53 min"),
         ({}, 1e16, False, False, "no C++ compiler"),
         ({"compile": False}, 1e16, True, False, "train.compile"),
         ({"compile": True}, 1e13, True, True, "train.compile"),
@@ -233,7 +233,7 @@ def test_long_runs_on_a_cpu_are_compiled(
 @pytest.mark.guard
 def test_a_longer_run_is_compiled_as_it_was(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train(root, "short", "train.duration=2 steps")
-    monkeypatch.setattr(compile, "_LONG_HOURS", 0.0)
+    monkeypatch.setattr(compile, "_LONG_SECONDS", 0.0)
     monkeypatch.setattr(compile, "BACKEND", TRACED)
     train(root, "short", "train.duration=4 steps")
     assert not counters["stats"]["unique_graphs"]

@@ -66,7 +66,7 @@ def test_files_in_the_run_folder_ask(tmp_path: Path) -> None:
         assert requests.request() == NOTHING
         assert not (tmp_path / "save").exists()
         (tmp_path / "stop").touch()
-        assert requests.reason() == "stop file"
+        assert requests.reason() == "stop requested (pipeline cancel or a stop file)"
         requests.remove_stop_file()
         assert requests.request() == NOTHING
         assert not (tmp_path / "stop").exists()
