@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pipeline.common.console import Console, warn
 from pipeline.common.errors import MachineError, NumericalError, RankFailed, Stopped, UnsavedError
+from pipeline.common.format import size
 from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.data.order.journal import Journal
@@ -47,6 +48,24 @@ _LONGEST_PAUSE = 60.0
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 _PATIENCE = 5.0
 """Seconds that a rank which fails waits for the save in flight. The others may never come to its end."""
+
+
+def _room(each: int, free: int | None, *, full: bool) -> str:
+    """The room that a checkpoint needs and that there is, in words.
+
+    Args:
+        each: bytes of a checkpoint.
+        free: bytes, without what the failed save has given back; None where the file system does not say.
+        full: the disk was full.
+    """
+    needs = f"A checkpoint needs about {size(each)}"
+    if free is None:
+        return f"{needs}; how much is free cannot be seen"
+    if free < each:
+        return f"{needs}, {size(free)} are free: {size(each - free)} are missing"
+    if full:
+        return f"{needs}, {size(free)} are free now, but there was less while it was written (other files, or a quota)"
+    return f"{needs}, {size(free)} are free"
 
 
 @dataclass(frozen=True)
@@ -133,6 +152,8 @@ class Saver:
         together = dist.get_world_size() == 1 or isinstance(error, (Stopped, NumericalError))
         if self._thread is not None and not isinstance(error, KeyboardInterrupt):
             self._thread.join(None if together else _PATIENCE)
+        for report in self._reports:
+            self._count(report)
         # What goes up is the error that ended the loop; nobody asks for these any more.
         for line in [self._error, *(report.failure for report in self._reports)]:
             if line is not None and line is not error:
@@ -183,6 +204,8 @@ class Saver:
         failure = self._write(job)
         if failure is not None and last:
             code = failure.exit_code
+            if self._rank == 0:
+                self._reports.append(SaveReport(step, time.monotonic() - job.start, waited, failure))
             raise failure if self._rank == 0 else RankFailed("rank 0 has failed; its message says why", code)
         self._end(job, failure)
 
@@ -221,12 +244,19 @@ class Saver:
             write: gets step and metrics of each that was committed.
         """
         for report in self.reports():
-            if report.failure is None:
-                self.unsaved.committed(report.step)
+            failed = self._count(report)
+            if failed:
+                warn(self._console, failed)
+            else:
                 waited = {"save_waited": report.waited} if report.waited else {}
                 write(report.step, {"save_seconds": report.seconds, **waited})
-            else:
-                warn(self._console, self.unsaved.failed(report.step, report.failure))
+
+    def _count(self, report: SaveReport) -> str:
+        """Note for `pipeline status` how a save ended; returns what to say of one that failed, else ""."""
+        if report.failure is not None:
+            return self.unsaved.failed(report.step, report.failure)
+        self.unsaved.committed(report.step)
+        return ""
 
     def finish(self) -> None:
         """`wait` with the time limit of a save; every rank calls this."""
@@ -292,24 +322,27 @@ class Saver:
         kind, why = (UnsavedError, f"{job.overdue}: ") if job.overdue else (MachineError, "")
         if self._rank > 0:  # which tells nobody
             return kind(f"step {job.step} could not be saved: {problem}")
-        free, good, prune = "an unknown number of", "What was committed before", ""
-        size = checkpoint_bytes(self._config, self._model.spec)
+        good, prune, free = "What was committed before", "", None
+        each = checkpoint_bytes(self._config, self._model.spec)
+        rules = self._config.train.checkpoint
         with suppress(OSError):  # a file system that says no more than that it fails
-            free = f"{shutil.disk_usage(self._folder.path).free / 2**20:,.1f}"
+            free = shutil.disk_usage(self._folder.path).free
             good = self.last_good()
             with suppress(*UNREADABLE):  # of one that is damaged
                 newest = self._checkpoints.latest()
-                size = newest.size if newest else size
-            only_one = self._config.train.checkpoint.model_copy(update={"keep": 1})
-            if problem in _FULL and self._checkpoints.prune(only_one, dry_run=True):
+                each = newest.size if newest else each
+            if problem in _FULL and self._checkpoints.prune(rules.model_copy(update={"keep": 1}), dry_run=True):
                 prune = f"`pipeline checkpoint prune {self._folder.path} --keep 1`"
         if job.last:
             todo = f"make room{f', for example with {prune},' if prune else ''} and run the same command to resume"
         else:
             todo = f"training continues, and saves again later{f'; {prune} makes room' if prune else ''}"
+        if prune and rules.keep > 1:
+            todo += f"; lower train.checkpoint.keep ({rules.keep}), too, or the next saves fill the disk again"
+        room = _room(each, free, full=problem in _FULL)
         return kind(
-            f"{why}step {job.step} could not be saved in {self._checkpoints.folder}: {problem}. "
-            f"A checkpoint needs about {size / 2**20:,.1f} MiB, {free} MiB are free. {good} is still good; {todo}"
+            f"{why}step {job.step} could not be saved in {self._checkpoints.folder}: {problem}. {room}. {good} is "
+            f"still good; {todo}"
         )
 
     def _try(self, job: _Job) -> str | None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.common.errors import EXIT_OK, exit_code
+from pipeline.common.errors import EXIT_OK, end_reason, exit_code
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import append_entry
 
@@ -28,20 +28,23 @@ class Ledger:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record that a stage starts, and how and after how many seconds it ends."""
+        """Record that a stage starts, and how, why and after how many seconds it ends."""
         start, clock = time.time(), time.monotonic()
         entry = {"stage": name, "host": socket.gethostname(), "pid": os.getpid(), "start": start}
         append_entry(self._run, {**entry, "event": "start"})
         code = EXIT_OK
+        why: dict[str, str] = {}
         try:
             yield
         except BaseException as error:
             code = exit_code(error)
+            why = {"reason": end_reason(error).strip().partition("\n")[0]}
             raise
         finally:
             # Where a full disk ended the stage, this cannot be written either; the first message is the better one.
             with suppress(OSError) if code != EXIT_OK else nullcontext():
-                append_entry(self._run, {**entry, "event": "end", "exit": code, "seconds": time.monotonic() - clock})
+                seconds = time.monotonic() - clock
+                append_entry(self._run, {**entry, "event": "end", "exit": code, "seconds": seconds, **why})
 
     def seconds(self) -> dict[str, float]:
         """Seconds by stage over all attempts that ended, the failed ones included."""

@@ -51,6 +51,8 @@ class StageRun:
     """In seconds since 1970, like `end`."""
     end: float | None = None
     code: int | None = None
+    reason: str = ""
+    """Why it did not end well, in a line."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def _stages(files: RunFiles) -> list[StageRun]:
             continue
         key = line["host"], line["pid"], line["start"]
         end = line["start"] + line["seconds"] if line["event"] == "end" and "seconds" in line else None
-        found[key] = StageRun(line["stage"], *key, end, line.get("exit"))
+        found[key] = StageRun(line["stage"], *key, end, line.get("exit"), str(line.get("reason", "")))
     return list(found.values())
 
 

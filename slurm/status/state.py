@@ -523,8 +523,12 @@ def _end_in_ledger(facts: RunSnapshot, stage: str, known: _StageEnd | None) -> _
     if last.end is None:
         text = f"process {last.pid} on {last.host} has no recorded end, or cannot be seen from here"
         return _StageEnd(last.start, None, text)
-    reason = facts.exit_state.get("reason") if facts.exit_state.get("code") == last.code else None
-    text = str(reason) if reason and stage == "train" else f"it exited with code {last.code}"
+    same = stage == "train" and facts.exit_state.get("code") == last.code
+    well = known is not None and known.code in (EXIT_OK, EXIT_STOPPED)
+    if stage == "train" and last.code == EXIT_REFUSED and well and not same:
+        return None  # a start by hand that came to nothing: the run is what it was
+    reason = facts.exit_state.get("reason") if same else None
+    text = str(reason or last.reason or f"it exited with code {last.code}")
     return _StageEnd(last.end, last.code, text)
 
 

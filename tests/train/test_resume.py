@@ -179,6 +179,10 @@ def test_values_are_shown_as_a_run_file_has_them(root: Path) -> None:
 def test_a_model_whose_weights_do_not_fit_is_refused_in_words(
     begin: Callable[..., tuple[int, str, Path]],
 ) -> None:
+    code, out, run = begin("model.dim=64")
+    assert code == 2 and "model.dim: 32 -> 64" in out
+    assert "resume.allow" not in out, "it would not help"
+    shutil.rmtree(run)
     code, out, run = begin("model.dim=64", "resume.allow=[model]")
     assert code == 2
     where = run / "checkpoints" / "step-00000004"

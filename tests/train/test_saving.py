@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.serialization import get_crc32_options
 
 from pipeline.common.errors import NumericalError
+from pipeline.common.format import size
 from pipeline.train import saving
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.host_snapshot import Staging
@@ -121,7 +122,7 @@ def test_a_save_that_is_given_up_is_reported_and_the_next_one_tries_again(
     assert code == 0, out
     (line,) = [line for line in out.splitlines() if tiny.failed_saves(line)]
     assert tiny.failed_saves(line) == [6] and "No space left on device" in line, line
-    assert "step-00000003 is still good; training continues" in line and "MiB are free" in line, line
+    assert "step-00000003 is still good; training continues" in line and " are free" in line, line
     assert steps_saved(run) == [3, 8]
     assert Checkpoints.of_run(run).at(8).state()["parent"]["step"] == 3
     assert not list((run / "checkpoints").glob("*.tmp"))
@@ -156,10 +157,21 @@ def test_a_disk_without_room_is_told_the_size_of_what_is_there_and_what_makes_ro
     code, out = start(root, run.name, *keys)
     assert code == 1, out
     first, last = [line for line in out.splitlines() if tiny.failed_saves(line)]
-    size = sum(path.stat().st_size for path in (run / "checkpoints/step-00000003").iterdir() if path.name != "COMMIT")
-    assert f"A checkpoint needs about {size / 2**20:,.1f} MiB" in first
+    each = sum(path.stat().st_size for path in (run / "checkpoints/step-00000003").iterdir() if path.name != "COMMIT")
+    assert f"A checkpoint needs about {size(each)}" in first
     assert "checkpoint prune" not in first, "there is one alone"
     assert f"make room, for example with `pipeline checkpoint prune {run} --keep 1`, and run the same command" in last
+    assert "lower train.checkpoint.keep (9)" in last and "train.checkpoint.keep" not in first
+
+
+@pytest.mark.parametrize(
+    ("free", "full", "told"),
+    [(None, True, "cannot be seen"), (3_100_000, True, "3.1 MB are free: 40.0 kB are missing"),
+     (9_000_000, True, "9.0 MB are free now, but there was less"), (9_000_000, False, "9.0 MB are free")],
+)  # fmt: skip
+def test_what_is_told_of_the_room_does_not_contradict_itself(free: int | None, full: bool, told: str) -> None:
+    text = saving._room(3_140_000, free, full=full)
+    assert text.startswith("A checkpoint needs about 3.1 MB") and told in text
 
 
 def test_the_failure_of_the_save_before_the_last_one_is_a_warning(

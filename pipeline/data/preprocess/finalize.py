@@ -150,11 +150,20 @@ class Finalizer:
             allowed = f"max_error_rate {limit}" if settings.on_error == "skip" else "on_error: fail"
             with path.open("rb") as lines:
                 first = next(record for record in map(orjson.loads, lines) if record["reason"] != EMPTY)
+            empty = f" (with {counted(rejected[EMPTY], 'empty document')}, not counted here)" if rejected[EMPTY] else ""
+            skipped = (
+                "raise data.preprocess.max_error_rate"
+                if settings.on_error == "skip"
+                else ("skip bad records: data.preprocess.on_error: skip")
+            )
             raise UserError(
                 f"source {self.report.name!r}: {bad} of {counted(self.report.records, 'record')} "
                 f"{'is' if bad == 1 else 'are'} bad, more than data.preprocess.{allowed} allows: "
-                f"{_reasons(rejected)}. The first is {first['where']} ({first['reason']}); all are in {path}. Either "
-                f"fix the data or the source's settings and {self._start_over}; or raise the limit"
+                f"{_reasons(rejected)}. The first is {first['where']} ({first['reason']}); all are in {path}{empty}\n"
+                "Do one of these, and run the same command again:\n"
+                f"  1. correct type, text_key or paths of the source in the run file, and {self._start_over}\n"
+                f"  2. fix the files, and {self._start_over}\n"
+                f"  3. {skipped}"
             )
 
     def _write_damaged(self) -> None:

@@ -17,6 +17,8 @@ Fingerprints = dict[str, Any]
 
 _KEYS = {"objective": "train.objective"}
 """Aspects that are a section of the run file with another name."""
+_OF_SHAPES = ("model.layers", "model.dim")
+"""Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
 LATER_KEYS = ("vocab_size",)
 """Keys of `model:` that checkpoints of earlier versions do not have. With its default such a key is left out, so the
 default has to compute what those versions computed."""
@@ -79,12 +81,10 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
     refused: list[str] = []
     for aspect in sorted(now):
         if saved.get(aspect) != now[aspect]:
-            lines = [
-                f"{name}: {shown(old)} -> {shown(new)}"
-                for name, old, new in differences(_KEYS.get(aspect, aspect), saved.get(aspect), now[aspect])
-            ]
+            found = differences(_KEYS.get(aspect, aspect), saved.get(aspect), now[aspect])
+            lines = [f"{name}: {shown(old)} -> {shown(new)}" for name, old, new in found]
             (accepted if aspect in allowed else refused).extend(lines)
-            if aspect not in allowed:
+            if aspect not in allowed and not any(name in _OF_SHAPES for name, *_ in found):
                 fits = ", if the weights still fit" if aspect == "model" else ""
                 refused.append(f"  (resume.allow=[{aspect}] accepts this{fits})")
     if refused:

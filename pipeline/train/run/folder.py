@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,18 @@ from pipeline.train.run.attempts import RunningAttempt, correct_end, last_begun,
 from pipeline.train.run.heartbeat import read_beat
 from pipeline.train.run.lock import Lock
 
+_OF_A_JOB = ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
+"""Environment variables of the processes of a job, of the scheduler or of this machine."""
 _OF_A_START = {RunFiles.ledger, RunFiles.exit, RunFiles.heartbeats, RunFiles.logs}
+
+
+@dataclass(frozen=True)
+class _ExitFile:
+    """`exit.json` as it was written: its content and its times (accessed, changed), in nanoseconds."""
+
+    state: dict[str, Any]
+    data: bytes
+    times: tuple[int, int]
 
 
 @dataclass
@@ -52,6 +63,8 @@ class RunFolder:
     """This attempt in the ledger, once it has begun."""
     reserved: storage.Reserved | None = None
     """Room for `exit.json` on a disk that is full by then."""
+    before: _ExitFile | None = None
+    """`exit.json` as this process found it."""
 
     def begin(self, first_step: int, *, layout: dict[str, int], config: str) -> None:
         """Note in the ledger that this attempt begins; rank 0 calls this.
@@ -90,6 +103,11 @@ class RunFolder:
         """
         if self.lock is None or not self.lock.is_mine():
             return  # who has it now writes there
+        if self.running is None and self.before is not None and _leaves_end(self.before.state, code):
+            self._put_exit(self.before.data)
+            with suppress(OSError):  # the end of an earlier start, not of this one
+                os.utime(RunFiles(self.path).exit, ns=self.before.times)
+            return
         exit_state = {"attempt": self.attempt, "code": code, "reason": reason, "agreed": agreed, "step": self.step}
         try:
             self._put_exit(storage.json_bytes(exit_state))
@@ -179,7 +197,7 @@ def open_run(path: Path) -> Iterator[RunFolder]:
         record_missing_end(path)
         folder = RunFolder(path, _next_attempt(path), lock=lock, reserved=storage.Reserved(RunFiles(path).exit_room))
         lock.note(folder.attempt)
-        RunFiles(path).exit.unlink(missing_ok=True)
+        folder.before = _take_exit(path)
         code, reason, agreed = EXIT_OK, "done", True
         try:
             yield folder
@@ -194,6 +212,28 @@ def open_run(path: Path) -> Iterator[RunFolder]:
         lock.release()
 
 
+def _take_exit(run: Path) -> _ExitFile | None:
+    """Remove `exit.json`, and return what it was; None without one, or for a damaged one."""
+    files, before = RunFiles(run), None
+    if state := files.exit_state():
+        with suppress(OSError):
+            stat = files.exit.stat()
+            before = _ExitFile(state, files.exit.read_bytes(), (stat.st_atime_ns, stat.st_mtime_ns))
+    files.exit.unlink(missing_ok=True)
+    return before
+
+
+def _leaves_end(state: Mapping[str, Any], code: int) -> bool:
+    """True if `exit.json` of a run that is done or stopped stays as it is, since a start by hand was refused.
+
+    The processes of a job always write it: the job learns from there why it was refused.
+    """
+    in_job = any(os.environ.get(name) for name in _OF_A_JOB)
+    return (
+        code == EXIT_REFUSED and state.get("code") in (EXIT_OK, EXIT_STOPPED) and bool(state.get("step")) and not in_job
+    )
+
+
 def note_end(run: Path, end: BaseException, start: float) -> None:
     """Note why a run ended that could not note it itself: it had no folder yet, or nothing of it ran any more.
 
@@ -202,6 +242,8 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
         end: what ended it.
         start: when the command was started, in seconds since 1970.
     """
+    if not RunFiles(run).exit_state(since=start) and _leaves_end(RunFiles(run).exit_state(), exit_code(end)):
+        return
     state = RunFiles(run).exit_state(since=start)
     beat = read_beat(run)
     step = beat.step - 1 if beat is not None and beat.step is not None and beat.time >= start else None

@@ -63,6 +63,18 @@ class TestBadInput:
         # What was tokenized is kept: only the limit stands between it and its manifest.
         assert preprocess(self.jsonl(tmp_path, *GOOD, b"bad\n" * 3, preprocess={"max_error_rate": 0.5})).units_done == 0
 
+    def test_what_is_counted_agrees_with_the_file(self, tmp_path):
+        config = self.jsonl(tmp_path, *GOOD[:5], b"bad\n" * 4, b'{"text": ""}\n', preprocess={"max_error_rate": 0.01})
+        with pytest.raises(UserError) as error:
+            preprocess(config)
+        file = config.data_dir / "s" / "rejected.jsonl"
+        first, _, *ways = str(error.value).splitlines()
+        assert len(file.read_bytes().splitlines()) == 5
+        assert "4 of 10 records" in first
+        assert first.endswith(f"all are in {file} (with 1 empty document, not counted here)")
+        assert [way[:5] for way in ways] == ["  1. ", "  2. ", "  3. "], "one action each"
+        assert ways[-1].endswith("raise data.preprocess.max_error_rate")
+
     def test_empty_documents_are_no_errors(self, tmp_path):
         config = self.jsonl(tmp_path, *GOOD, b'{"text": ""}\n' * 50, preprocess={"on_error": "fail"})
         assert preprocess(config).rejected == {"s": {"empty document": 50}}

@@ -15,11 +15,11 @@ def test_seconds_and_exit_codes_over_attempts(tmp_path: Path) -> None:
     with ledger.stage("preprocess"):
         pass
     with pytest.raises(UserError), ledger.stage("train"):
-        raise UserError("no")
+        raise UserError("no\n  1. this\n  2. that")
     with ledger.stage("train"):
         pass
-    ends = [(entry["stage"], entry["exit"]) for entry in ledger.entries() if entry["event"] == "end"]
-    assert ends == [("preprocess", 0), ("train", 2), ("train", 0)]
+    ends = [(each["stage"], each["exit"], each.get("reason")) for each in ledger.entries() if each["event"] == "end"]
+    assert ends == [("preprocess", 0, None), ("train", 2, "no"), ("train", 0, None)]
     assert set(ledger.seconds()) == {"preprocess", "train"}
 
 

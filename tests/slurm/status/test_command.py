@@ -27,6 +27,7 @@ from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.job import launch_log
 from slurm.job.launch_log import LaunchEnd
+from slurm.local.stage_ledger import Ledger
 from slurm.local.stages import evaluate, preprocess, train
 from slurm.scheduler import Accounted, JobState
 from slurm.status import run as status_run
@@ -79,6 +80,23 @@ def end(run: Path, begun: launch_log.Launch, code: int, following: launch_log.Ne
 
 def answered(job: str = "77", state: str = "PENDING", **more: Any) -> SchedulerSnapshot:
     return SchedulerSnapshot({job: JobState(job, state, **more)})
+
+
+def test_a_stage_that_was_refused_by_hand_says_why(tmp_path: Path) -> None:
+    with pytest.raises(UserError), Ledger(tmp_path).stage("preprocess"):
+        raise UserError("4 of 10 records are bad\n  1. fix them")
+    found = say(tmp_path)
+    assert (found.state, found.stage, found.why) == ("refused", "preprocess", "4 of 10 records are bad")
+
+
+def test_a_refused_start_after_the_end_counts_in_a_job_alone(run: Path) -> None:
+    with pytest.raises(UserError), Ledger(run).stage("train"):
+        raise UserError("no such key")
+    assert say(run).state == "done", "by hand it comes to nothing"
+    send(run)
+    end(run, launch(run), 2, "end")
+    found = say(run)
+    assert (found.state, found.why) == ("refused", "it left with 2")
 
 
 def test_a_run_that_is_done(made: Path) -> None:
