@@ -395,7 +395,9 @@ def config_show(run: RunOrFolder, overrides: Overrides = None) -> None:
 
 @config_app.command("keys")
 def config_keys(
-    key: Annotated[str | None, typer.Argument(metavar="KEY", help="Key or section; default: all sections.")] = None,
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="Key, section, or words to search for; default: all sections.")
+    ] = None,
 ) -> None:
     """Print keys of run files with type, default and meaning."""
     from pipeline.config.reference import key_lines
