@@ -188,7 +188,7 @@ def fork(
     config = load(new, overrides or ())
     from pipeline.train.fork import fork as begin
 
-    begin(run, step, config, Console(), dry_run=dry_run)
+    begin(run, step, config, Console(), dry_run=dry_run, arguments=(str(new), *(overrides or ())))
 
 
 @app.command("eval")
