@@ -20,7 +20,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
 from pipeline.config.document import PLACEHOLDER, ParsedFile, Place, Problem, parse, render
 from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
-from pipeline.config.problems import place_of, show, translate
+from pipeline.config.problems import misspelled, place_of, show, translate
 from pipeline.config.root import Config
 from pipeline.config.schema import KeyPath, dotted
 from pipeline.config.slurm import is_profile_file
@@ -124,7 +124,10 @@ def _validated(
     try:
         config = Config.model_validate(plain)
     except ValidationError as error:
+        meant = misspelled(error, Config)
         for problem, details in zip(translate(error, Config, plain, places), error.errors(), strict=True):
+            if details["type"] == "missing" and details["loc"] in meant:
+                continue
             if not any(details["loc"][: len(known)] == known for known in failed):
                 problems.append(problem)
     if problems or config is None:
