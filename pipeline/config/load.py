@@ -175,6 +175,10 @@ def dump_values(values: dict[str, Any]) -> str:
     return render(escaped(values))
 
 
+_NAMED = 10
+"""Run files of a folder that a message names."""
+
+
 def find(path: Path, wanted: str = "run file") -> Path:
     """The run file at `path`, or the one that ships with the package under that name.
 
@@ -183,7 +187,7 @@ def find(path: Path, wanted: str = "run file") -> Path:
         wanted: What might have been there, for the message.
 
     Raises:
-        UserError: There is neither; the message names the ones that ship.
+        UserError: There is neither; the message names the ones in the same folder, or those that ship.
     """
     if path.is_dir():
         there = f", like {path / RUN_FILE}" if (path / RUN_FILE).is_file() else " (.yaml)"
@@ -196,6 +200,10 @@ def find(path: Path, wanted: str = "run file") -> Path:
     # `..` and absolute paths are the user's own files, never ours.
     if names and not path.is_absolute() and ".." not in names and shipped.is_file():
         return shipped
+    beside = sorted(str(file) for file in path.parent.glob("*.yaml")) if path.parent != Path() else []
+    if beside:
+        more = f" and {len(beside) - _NAMED:,} more" if len(beside) > _NAMED else ""
+        raise UserError(f"no {wanted} {path}; {path.parent} has {', '.join(beside[:_NAMED])}{more}")
     known = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.yaml")))
     raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use a shipped one: {known}")
 

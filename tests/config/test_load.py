@@ -284,6 +284,9 @@ def test_packaged_run_files() -> None:
     assert find(Path("quickstart.yaml")) == Path("quickstart.yaml")
     with pytest.raises(UserError, match=r"no run file quikstart\.yaml.*quickstart\.yaml"):
         find(Path("quikstart.yaml"))
+    write(Path(), name="mine/run.yaml")
+    with pytest.raises(UserError, match=r"no run file mine/rnu\.yaml; mine has mine/run\.yaml$"):
+        find(Path("mine/rnu.yaml"))
     with pytest.raises(UserError, match=r"\. is a folder; name a run file \(.yaml\)"):
         find(Path("."))
     with pytest.raises(UserError, match="no run file"):
