@@ -159,8 +159,11 @@ def plan(
         int | None, typer.Option(help="Nodes, all devices of each; default: those of the run file.", min=1)
     ] = None,
     device: Annotated[
-        str, typer.Option(help="a100, h100, h100-pcie, h200, b200, gh200, mi300x, or the device's name in gres.")
-    ] = "h100",
+        str | None,
+        typer.Option(
+            help="a100, h100, h100-pcie, h200, b200, gh200, mi300x, or the device's name in gres; default: h100."
+        ),
+    ] = None,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Also search for the fastest layouts that fit. May take minutes.")
     ] = False,
