@@ -197,7 +197,7 @@ def test_the_runs_own_tokenizer(tmp_path: Path) -> None:
     assert "vocabulary of 290 (as tokenizer.train.vocab_size says" in _printed(config)
     preprocess(config)
     text = _printed(config)
-    (tokens,) = re.findall(r"([\d,]+) tokens \(of the run's tokenizer\)", text)
+    (tokens,) = re.findall(r"vocabulary of ([\d,]+) \(of the run's tokenizer\)", text)
     saved = json.loads((config.data_dir / "tokenizer/tokenizer.json").read_text())
     assert int(tokens) == 1 + max([*saved["model"]["vocab"].values(), *(one["id"] for one in saved["added_tokens"])])
 
