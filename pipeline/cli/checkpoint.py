@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -130,6 +131,7 @@ def checkpoint_export(
     from pipeline.train.checkpoint.export import export
 
     echo(export(checkpoints, to, step=step, weights=weights, max_shard=shard_bytes(max_shard), console=Console()))
+    echo(_next(run, to))
 
 
 @checkpoint_app.command("average")
@@ -159,6 +161,11 @@ def checkpoint_average(
             console=Console(),
         )
     )
+    echo(_next(run, to))
+
+
+def _next(run: Path, weights: Path) -> str:
+    return f"next: {shlex.join(['pipeline', 'eval', str(run), '--weights', str(weights)])}"
 
 
 def _open(run: Path, overrides: list[str] | None) -> tuple[Config, Checkpoints]:

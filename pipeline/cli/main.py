@@ -161,8 +161,11 @@ def plan(
         int | None, typer.Option(help="Nodes, all devices of each; default: those of the run file.", min=1)
     ] = None,
     device: Annotated[
-        str, typer.Option(help="a100, h100, h100-pcie, h200, b200, gh200, mi300x, or the device's name in gres.")
-    ] = "h100",
+        str | None,
+        typer.Option(
+            help="a100, h100, h100-pcie, h200, b200, gh200, mi300x, or the device's name in gres; default: h100."
+        ),
+    ] = None,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Also search for the fastest layouts that fit. May take minutes.")
     ] = False,
@@ -190,7 +193,7 @@ def fork(
     config = load(new, overrides or ())
     from pipeline.train.fork import fork as begin
 
-    begin(run, step, config, Console(), dry_run=dry_run)
+    begin(run, step, config, Console(), dry_run=dry_run, arguments=(str(new), *(overrides or ())))
 
 
 @app.command("eval")
@@ -397,7 +400,9 @@ def config_show(run: RunOrFolder, overrides: Overrides = None) -> None:
 
 @config_app.command("keys")
 def config_keys(
-    key: Annotated[str | None, typer.Argument(metavar="KEY", help="Key or section; default: all sections.")] = None,
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="Key, section, or words to search for; default: all sections.")
+    ] = None,
 ) -> None:
     """Print keys of run files with type, default and meaning."""
     from pipeline.config.reference import key_lines

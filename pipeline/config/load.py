@@ -20,7 +20,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
 from pipeline.config.document import PLACEHOLDER, ParsedFile, Place, Problem, parse, render
 from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
-from pipeline.config.problems import place_of, show, translate
+from pipeline.config.problems import misspelled, place_of, show, translate
 from pipeline.config.root import Config
 from pipeline.config.schema import KeyPath, dotted
 from pipeline.config.slurm import is_profile_file
@@ -124,7 +124,10 @@ def _validated(
     try:
         config = Config.model_validate(plain)
     except ValidationError as error:
+        meant = misspelled(error, Config)
         for problem, details in zip(translate(error, Config, plain, places), error.errors(), strict=True):
+            if details["type"] == "missing" and details["loc"] in meant:
+                continue
             if not any(details["loc"][: len(known)] == known for known in failed):
                 problems.append(problem)
     if problems or config is None:
@@ -172,6 +175,10 @@ def dump_values(values: dict[str, Any]) -> str:
     return render(escaped(values))
 
 
+_NAMED = 10
+"""Run files of a folder that a message names."""
+
+
 def find(path: Path, wanted: str = "run file") -> Path:
     """The run file at `path`, or the one that ships with the package under that name.
 
@@ -180,7 +187,7 @@ def find(path: Path, wanted: str = "run file") -> Path:
         wanted: What might have been there, for the message.
 
     Raises:
-        UserError: There is neither; the message names the ones that ship.
+        UserError: There is neither; the message names the ones in the same folder, or those that ship.
     """
     if path.is_dir():
         there = f", like {path / RUN_FILE}" if (path / RUN_FILE).is_file() else " (.yaml)"
@@ -193,6 +200,10 @@ def find(path: Path, wanted: str = "run file") -> Path:
     # `..` and absolute paths are the user's own files, never ours.
     if names and not path.is_absolute() and ".." not in names and shipped.is_file():
         return shipped
+    beside = sorted(str(file) for file in path.parent.glob("*.yaml")) if path.parent != Path() else []
+    if beside:
+        more = f" and {len(beside) - _NAMED:,} more" if len(beside) > _NAMED else ""
+        raise UserError(f"no {wanted} {path}; {path.parent} has {', '.join(beside[:_NAMED])}{more}")
     known = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.yaml")))
     raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use a shipped one: {known}")
 

@@ -49,7 +49,7 @@ class InitConfig(Section):
     @model_validator(mode="after")
     def _mup(self) -> InitConfig:
         if (self.scheme == "mup") != (self.mup_base_dim is not None):
-            raise ValueError("set mup_base_dim with scheme: mup, and only then")
+            raise ValueError("mup_base_dim is needed with scheme: mup and not allowed otherwise")
         return self
 
 

@@ -48,6 +48,13 @@ def translate(
     return [_problem(details, root, plain, places) for details in error.errors()]
 
 
+def misspelled(error: ValidationError, root: type[Section]) -> set[KeyPath]:
+    """The keys that unknown ones beside them are near to: where one is required, it is missing only by that name."""
+    unknown = [details["loc"] for details in error.errors() if details["type"] == "extra_forbidden"]
+    meant = [(path, (*path[:-1], _near_sibling(path, root))) for path in unknown]
+    return {near for path, near in meant if _suggestion(path, root) == f"; did you mean {dotted(near)}?"}
+
+
 def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
     """The place of `path`, or of the nearest section above it that was written."""
     while path not in places:
@@ -132,8 +139,15 @@ def _suggestion(path: KeyPath, root: type[Section]) -> str:
     above = f"{dotted(tuple(parents))}." if parents else ""
     if any(other.split(".")[-1] == name for other in known):
         return f"; did you mean {' or '.join(keys_like(root, name))}?"
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
-        return f"; did you mean {above}{near[0]}?"
+    if near := _near_sibling(path, root):
+        return f"; did you mean {above}{near}?"
     if elsewhere := keys_like(root, name):
         return f"; did you mean {elsewhere[0]}?"
     return f"; {dotted(tuple(parents)) or 'a run file'} has the keys {', '.join(siblings)}"
+
+
+def _near_sibling(path: KeyPath, root: type[Section]) -> str:
+    """The key of the same section whose name is nearest; empty if none is near."""
+    section = section_at(root, path[:-1])
+    near = difflib.get_close_matches(str(path[-1]), list(written_keys(section)) if section else [], n=1, cutoff=0.6)
+    return near[0] if near else ""

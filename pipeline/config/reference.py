@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -67,10 +68,10 @@ def key_lines(name: str | None = None) -> Iterator[str]:
     """Keys with type, default and meaning.
 
     Args:
-        name: a key, a section, or the last part of a key's path; None for all sections.
+        name: a key, a section, the last part of a key's path, or words of names and meanings; None for all sections.
 
     Raises:
-        UserError: There is no such key.
+        UserError: There is no such key, and no key with these words.
     """
     known = list(keys(Config))
     if name is None:
@@ -80,6 +81,7 @@ def key_lines(name: str | None = None) -> Iterator[str]:
             key.path for key in known if key.path.endswith(f".{name}")
         ]
         found = [key for key in known if any(f"{key.path}.".startswith(f"{path}.") for path in paths)]
+        found = found or _with_words(known, name)
     if not found:
         assert name is not None, "there are sections"
         near = keys_like(Config, name)
@@ -88,14 +90,28 @@ def key_lines(name: str | None = None) -> Iterator[str]:
         yield from _entry(key)
 
 
+def _with_words(known: list[Key], text: str) -> list[Key]:
+    """Keys that have all words of a text in their path and meaning; `batch_size` is two words."""
+    words = _words(text)
+    return [key for key in known if words and words <= _words(f"{key.path} {_text(key)}")]
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", text.lower()))
+
+
+def _text(key: Key) -> str:
+    """The meaning of a key; of a section without one, its docstring."""
+    section, _ = subsection(key.field.annotation)
+    return meaning(key.section, key.name) or (inspect.getdoc(section) if section else "") or ""
+
+
 def _entry(key: Key) -> Iterator[str]:
     """A key of the reference for a terminal."""
     value = default(key.field).strip("*`")
     given = {"required": "required", "see below": ""}.get(value, f"default {value}")
     yield f"{key.path}: {allowed(key.field).replace('`', '')}" + (f"; {given}" if given else "")
-    section, _ = subsection(key.field.annotation)
-    text = meaning(key.section, key.name) or (inspect.getdoc(section) if section else "") or ""
-    yield from textwrap.wrap(" ".join(text.split()), 96, initial_indent="    ", subsequent_indent="    ")
+    yield from textwrap.wrap(" ".join(_text(key).split()), 96, initial_indent="    ", subsequent_indent="    ")
 
 
 def markdown(section: type[Section] = Config, path: str = "") -> str:

@@ -67,7 +67,7 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _decay(self) -> ScheduleConfig:
         if (self.type == "wsd") != (self.decay is not None):
-            raise ValueError("set schedule.decay with type: wsd, and only then")
+            raise ValueError("schedule.decay is needed with type: wsd and not allowed otherwise")
         return self
 
 

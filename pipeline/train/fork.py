@@ -8,9 +8,10 @@ new run file's.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,15 @@ from pipeline.train.run.lock import Lock
 from pipeline.train.run_plan import RunPlan, plan_run
 
 
-def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: bool = False) -> None:
+def fork(
+    run: Path,
+    step: int,
+    config: Config,
+    console: Console,
+    *,
+    dry_run: bool = False,
+    arguments: Sequence[str] = ("NEW.yaml",),
+) -> None:
     """Give a run that has not begun the state of another one.
 
     Args:
@@ -47,6 +56,7 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
         config: of the new run.
         console: where it is said what differs.
         dry_run: write nothing.
+        arguments: of the command that trains the new run: its run file and overrides.
 
     Raises:
         UserError: there is no such checkpoint, or it is damaged; the new run has begun already; or it differs in what
@@ -99,7 +109,8 @@ def fork(run: Path, step: int, config: Config, console: Console, *, dry_run: boo
         finally:
             lock.release()
     how = " and ".join(f"{counted(n, 'file')} {verb}" for n, verb in ((linked, "linked"), (copied, "copied")) if n)
-    say(console, f"fork: {child} has the checkpoint ({how}); `pipeline train` resumes from it")
+    command = shlex.join(["pipeline", "train", *arguments])
+    say(console, f"fork: {child} has the checkpoint ({how}); resume from it: {command}")
 
 
 _ANOTHER = "set run.dir to a new folder"

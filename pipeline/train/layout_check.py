@@ -88,8 +88,8 @@ class PlannedModel(NamedTuple):
         parameters, padded = self.parameters, num_parameters(self.spec)
         more = f" ({padded:,} with the padded vocabulary)" if padded > parameters else ""
         return (
-            f"model: {parameters:,} parameters{more}, {len(self.spec.layers)} layers, {self.spec.vocab_size:,} tokens "
-            f"({self.vocabulary})"
+            f"model: {parameters:,} parameters{more}, {len(self.spec.layers)} layers, "
+            f"vocabulary of {self.spec.vocab_size:,} ({self.vocabulary})"
         )
 
 

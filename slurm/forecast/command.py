@@ -22,13 +22,15 @@ from slurm.forecast.course import job_seconds
 from slurm.submit.job_plan import resources_of
 from slurm.submit.site_profile import shipped, site_of
 
+_DEVICE = "h100"
+
 
 def estimate(
     config: Config,
     console: Console,
     *,
     nodes: int | None = None,
-    device: str = "h100",
+    device: str | None = None,
     suggest: bool = False,
     as_json: bool = False,
     environment: Mapping[str, str] = os.environ,
@@ -39,7 +41,7 @@ def estimate(
         config: the run.
         console: where to.
         nodes: how many, each full of devices; by default `processes_of` says.
-        device: the name of one.
+        device: the name of one; an H100 by default, which is said.
         suggest: look for layouts that fit, too.
         as_json: one JSON object.
         environment: asked for `WORLD_SIZE` where the run file names no number of processes.
@@ -50,7 +52,7 @@ def estimate(
     Raises:
         UserError: the device is not known, or the layout is refused and no other is asked for.
     """
-    chosen = device_of(config, device)
+    chosen = device_of(config, device or _DEVICE)
     processes = processes_of(config, chosen, nodes, environment)
     found: ResourcePlan | None = None
     seconds, default_time = _job_seconds(config)
@@ -68,6 +70,8 @@ def estimate(
     else:
         values, lines = to_json(found), list(plan_lines(found, nodes is not None, default_time))
     if not as_json:
+        if device is None:
+            say(console, f"device: {_DEVICE} (default; --device NAME for another)")
         _print_lines(console, lines)
     if suggest:
         try:

@@ -140,6 +140,11 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, override: str, hint: str)
     assert hint in refused(write(tmp_path), override)
 
 
+def test_a_misspelled_required_key_is_one_problem(tmp_path: Path) -> None:
+    message = refused(write(tmp_path, MINIMAL.replace("dim:", "dmi:")))
+    assert "has a problem:" in message and "model.dmi: unknown key; did you mean model.dim?" in message
+
+
 def test_dotted_key_in_a_file(tmp_path: Path) -> None:
     message = refused(write(tmp_path, MINIMAL + "train.batch_size: 3\n"))
     assert "run.yaml:15: train.batch_size: unknown key; in a file, write nested sections" in message
@@ -279,6 +284,9 @@ def test_packaged_run_files() -> None:
     assert find(Path("quickstart.yaml")) == Path("quickstart.yaml")
     with pytest.raises(UserError, match=r"no run file quikstart\.yaml.*quickstart\.yaml"):
         find(Path("quikstart.yaml"))
+    write(Path(), name="mine/run.yaml")
+    with pytest.raises(UserError, match=r"no run file mine/rnu\.yaml; mine has mine/run\.yaml$"):
+        find(Path("mine/rnu.yaml"))
     with pytest.raises(UserError, match=r"\. is a folder; name a run file \(.yaml\)"):
         find(Path("."))
     with pytest.raises(UserError, match="no run file"):

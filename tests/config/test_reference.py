@@ -37,6 +37,9 @@ def test_keys_are_shown_by_path_section_and_last_part() -> None:
     assert section == [key.path for key in keys(Config) if f"{key.path}.".startswith("train.optimizer.")]
     assert any(line.startswith("train: section") for line in key_lines())
     assert all(len(line) <= 100 for line in key_lines("model") if line.startswith(" "))
+    assert [line for line in key_lines("learning_rate") if line.startswith("train.optimizer.lr: ")]
+    words = [line.split(":")[0] for line in key_lines("Batch") if not line.startswith(" ")]
+    assert {"train.batch_size", "train.batch_ramp", "eval.batch_size"} <= set(words) and "train.seed" not in words
     with pytest.raises(UserError, match=r"no key train.bach_size; did you mean train\.batch_size"):
         list(key_lines("train.bach_size"))
 

@@ -51,6 +51,7 @@ def test_the_same_run_file_gives_the_parents_continuation_bit_for_bit(root: Path
     settings = ("train.duration=12 steps", *WSD)
     out = forked(root, "same", 6, *settings)
     assert not [line for line in out.splitlines() if line.startswith("  ")]
+    assert out.endswith("; resume from it: pipeline train NEW.yaml\n")
     train(root, "same", *settings)
     assert exact(root / "same") == exact(parent)[6:]
     assert weights_hash(root / "same", 12) == weights_hash(parent, 12)

@@ -57,7 +57,7 @@ def test_a_large_layout(run_file: Path) -> None:
     assert re.search(r"tp +8  .* over ranks 0-7, and so on", text)
     assert re.search(r"dp_shard +32  .* over ranks 0, 8, 16, \.\.\., 248, and so on", text)
     assert re.search(r"pp +16  .* over ranks 0, 256, 512, \.\.\., 3840, and so on", text)
-    assert "128,256 tokens (as tokenizer.train.vocab_size says; the tokenizer is not trained yet)" in text
+    assert "vocabulary of 128,256 (as tokenizer.train.vocab_size says; the tokenizer is not trained yet)" in text
     assert "2,048 windows of 8,192 tokens over 32 data-parallel ranks: 64 micro-batches of 1 on each\n" in text
     assert "pipeline: 1f1b, 16 stages, 1 on each pp rank, balanced" in text
     # Cheaper stages at both ends lengthen nothing; the bubble of 16 equal ones is 15 / (64 + 15) = 19.0 %.
@@ -194,10 +194,10 @@ def test_processes(run_file: Path) -> None:
 
 def test_the_runs_own_tokenizer(tmp_path: Path) -> None:
     config = load(tiny.write_run(tmp_path, {"tokenizer.train.vocab_size": 290}))
-    assert "290 tokens (as tokenizer.train.vocab_size says" in _printed(config)
+    assert "vocabulary of 290 (as tokenizer.train.vocab_size says" in _printed(config)
     preprocess(config)
     text = _printed(config)
-    (tokens,) = re.findall(r"([\d,]+) tokens \(of the run's tokenizer\)", text)
+    (tokens,) = re.findall(r"vocabulary of ([\d,]+) \(of the run's tokenizer\)", text)
     saved = json.loads((config.data_dir / "tokenizer/tokenizer.json").read_text())
     assert int(tokens) == 1 + max([*saved["model"]["vocab"].values(), *(one["id"] for one in saved["added_tokens"])])
 

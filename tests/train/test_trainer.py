@@ -289,6 +289,7 @@ def test_three_non_finite_steps_end_the_run_and_are_recorded(root: Path) -> None
     code, out = start(root, "infinite", "train.optimizer.lr=1e30", "train.schedule.warmup=0 steps")
     assert code == 77, out
     assert "3 steps in a row" in out and "The start of the run (there is no checkpoint yet) is from before them" in out
+    assert "NaN" in out and "too high: lower train.optimizer.lr" in out and "resume.from" not in out
     assert Checkpoints(run / "checkpoints").all() == []
     assert [row["skipped"] for row in read_metrics(run)][-3:] == [True, True, True]
     records = [orjson.loads(line) for line in (run / "faults.jsonl").read_bytes().splitlines()]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from pipeline.data.order.blend import UNIT
-from pipeline.data.order.segments import DecidedSteps, Interval, What
+from pipeline.data.order.segments import DecidedSteps, Interval, Segment, What
 
 
 class Past(Protocol):
     """The part of a journal that is compared with another one's."""
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """Stretches of the whole run, the ones before the steps that are compared and those after them."""
 
     def seen(self, step: int) -> DecidedSteps:
         """All that decided the steps before `step`."""
@@ -33,6 +38,9 @@ def changed_past(saved: Past, now: Past, step: int) -> str:
             other = middle
     old, new = saved.seen(other), now.seen(other)
     differences, advice = _differences(old, new, step)
+    alone = all(difference.startswith(("batch size ", "sequence length ")) for difference in differences)
+    if alone and len(saved.segments) == len(now.segments) == 1:
+        advice = _phases(saved.segments[0], now.segments[0], step)
     return (
         f"the run file now gives other data than the run was trained on, from step {other} of the {step} that are done "
         f"(sample {saved.samples(same).start:,}, after {saved.tokens(same):,} tokens): {'; '.join(differences)}. "
@@ -86,6 +94,17 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
         return skipped, f"In blend.skip, remove from_step, or set it to {step + 1} or later."
     advice = "Continue with the run file and the version of the code that the run had before."
     return ["the positions in its sources"], advice
+
+
+def _phases(one: Segment, two: Segment, step: int) -> str:
+    """Advice for a run without phases and ramp: the phases to write for another batch size or sequence length."""
+    keys = [key for key in ("batch_size", "sequence_length") if getattr(one, key) != getattr(two, key)]
+    before = " and ".join(f"train.{key}={getattr(one, key)}" for key in keys)
+    after = ", ".join(f"{key}: {getattr(two, key)}" for key in keys)
+    return (
+        f"The data of steps that are done cannot change. To change later steps, leave {before} and, in a run file "
+        f"without phases, set blend.phases=[{{until: {step} steps}}, {{{after}}}]."
+    )
 
 
 def _fraction(weight: int, other: int) -> str:

@@ -265,7 +265,7 @@ def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Data
         raise UserError(
             "; ".join(f"source {name!r} has no dataset yet ({folder})" for name, folder in missing[:_NAMED])
             + f"{more}: run `pipeline preprocess` first (or correct the key `dataset`, if it has one), or plan with "
-            f"assumed sizes: --assume {missing[0][0]}=1T"
+            f"assumed sizes: {' '.join(f'--assume {name}=1T' for name, _ in missing)}"
         )
     datasets = {name: dataset for name, dataset in found.items() if isinstance(dataset, Dataset)}
     if datasets:

@@ -116,7 +116,8 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     settings, train = config.data.preprocess, config.tokenizer.train
     say(console, f"output: {config.data_dir}")
     tokenizer = _tokenizer(config)
-    say(console, f"tokenizer: {config.tokenizer.path if train is None else f'trained, {train.vocab_size:,} entries'}")
+    origin = "will be trained" if tokenizer is None else "trained"
+    say(console, f"tokenizer: {config.tokenizer.path if train is None else f'{origin}, {train.vocab_size:,} entries'}")
     try:
         check_tokenizer_settings(config)
     except OtherTokenizer as error:

@@ -170,20 +170,25 @@ class Faults:
         last, first = row["step"], row["step"] - max(self._in_a_row, 1) + 1
         steps = f"{first}-{last}" if first < last else f"{last}"
         these = f"the {'steps' if first < last else 'step'} (blend.skip: [{{steps: {steps}}}])"
+        saved = self._saver.last_saved()
+        earlier = "; resume.from rewinds to an earlier checkpoint" if len(self._saver.saved_steps()) > 1 else ""
         raise NumericalError(
-            f"{why} ({self.withheld} in all). {self._saver.last_saved()} is from before {them}. {self._advice()}, "
-            f"look at the samples in {self.record}, or skip {these} and run the same command; "
-            "resume.from rewinds to an earlier checkpoint, if there is one"
+            f"{why} ({self.withheld} in all). {saved} is from before {them}. {self._advice()}, "
+            f"look at the samples in {self.record}, or skip {these} and run the same command{earlier}"
         )
 
     def _advice(self) -> str:
         """Advice where steps go wrong."""
         if self._fp16:
             return (
-                "Set train.precision.compute: bf16 (or fp32), whose range is larger, lower train.optimizer.lr, "
-                "lengthen train.schedule.warmup"
+                "NaN and infinity often come from fp16 or from a learning rate that is too high: set "
+                "train.precision.compute: bf16 (or fp32), whose range is larger, lower train.optimizer.lr, lengthen "
+                "train.schedule.warmup"
             )
-        return "Lower train.optimizer.lr, lengthen train.schedule.warmup"
+        return (
+            "NaN, infinity and spikes often come from a learning rate that is too high: lower train.optimizer.lr, "
+            "lengthen train.schedule.warmup"
+        )
 
     def _write(self, row: dict[str, Any], kind: Kind, action: Action, skip: tuple[int, int] | None = None) -> None:
         """Append the fault to the record, on rank 0."""

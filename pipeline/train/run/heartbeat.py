@@ -291,4 +291,4 @@ def _who(beat: Beat) -> str:
 
 
 def _position(beat: Beat) -> str:
-    return f"step {beat.step} ({beat.phase})" if beat.step is not None else f'the phase "{beat.phase}"'
+    return f"step {beat.step} (phase {beat.phase})" if beat.step is not None else f'the phase "{beat.phase}"'

@@ -241,7 +241,7 @@ def _in_use(run: Path, held: Holder, why: str) -> str:
         text += f", since {when(since)}"
     if beat := read_beat(run):
         place = "" if beat.step is None else f", at step {beat.step}"
-        text += f"; its last sign of life was at {when(beat.time)}{place} ({beat.phase})"
+        text += f"; its last sign of life was at {when(beat.time)}{place} (phase {beat.phase})"
     stop, lock = RunFiles(run).stop, RunFiles(run).lock
     return f"{text}; wait for it, stop it with `touch {stop}`, or, if you know that it is gone, remove {lock}"
 

@@ -271,7 +271,11 @@ def test_what_follows_may_change():
             r"from step 1 .*share of 'a' 0.25 -> 0.5; share of 'b' 0.75 -> 0.5",
         ),
         ({}, {"seed": 5}, r"from step 1 of the 30 .*run.seed 1 -> 5\. Set run.seed to 1 again"),
-        ({}, {"batch_size": 8}, r"from step 1 .*batch size 4 -> 8"),
+        (
+            {},
+            {"batch_size": 8},
+            r"from step 1 .*batch size 4 -> 8.*batch_size=4 .*blend.phases=\[{until: 30 steps}, {batch_size: 8}\]",
+        ),
         ({}, {"sequence_length": 9}, "from step 1 .*sequence length 8 -> 9"),
         ({}, {"phases": [{"slices": {"b": [0, 0.5]}}]}, r"documents of 'b' all -> \[0, 10\)"),
         ({}, {"phases": [{"sources": ["a"]}]}, "source 'b' is no longer there"),

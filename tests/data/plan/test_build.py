@@ -224,7 +224,7 @@ def test_without_datasets(run, tmp_path):
         "train.micro_batch_size=null",
         "data.sources.1.slice=[0.5, 1]",
     ]
-    with pytest.raises(UserError, match=r"source 'sea' has no dataset yet .*pipeline preprocess.*--assume sea=1T"):
+    with pytest.raises(UserError, match=r"'sea' has no dataset yet .*preprocess.*--assume sea=1T --assume land=1T$"):
         planned(run, *changes)
     plan = planned(run, *changes, assume=["sea=2T", "land=1.5B"], ranks=16384, hashed_steps=3, preview=1)
     steps = -(-(10**13) // (1024 * 4096))

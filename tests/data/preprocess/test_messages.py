@@ -132,7 +132,7 @@ class TestTerminal:
         preprocess(config, dry_run=True)
         shown = capsys.readouterr().out
         assert f"output: {config.data_dir}\n" in shown
-        assert "tokenizer: trained, 400 entries\n" in shown
+        assert "tokenizer: will be trained, 400 entries\n" in shown
         first = sorted((tmp_path / "t").rglob("*.txt"))[:3]
         assert f"t: {', '.join(map(str, first))}, and 17 more\n" in shown
         preprocess(

@@ -301,6 +301,7 @@ def test_prune_removes_what_the_run_has_gone_back_from_only_when_asked(run: Path
 def test_export_has_the_weights_that_torch_reads(run: Path, call: Any, tmp_path: Path) -> None:
     to = tmp_path / "new" / "out"
     code, out, _ = call("export", run, "--to", to, "--step", 4)
+    assert out.endswith(f"\nnext: pipeline eval {run} --weights {to}\n")
     assert code == 0
     assert out.startswith(f"{to}: the weights of step 4, ")
     files = {"model.safetensors", "config.yaml", "tokenizer.json", "special_tokens.json", "export.json"}

@@ -76,7 +76,7 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_all(root: Path, layout: str,
     assert "launch.time_limits.step_seconds (6)" in err and "launch.time_limits.step_seconds (6)" in ended["reason"]
     step = int(re.search(r"no progress for \d+ s in a step \(step (\d+)\)", err)[1])  # type: ignore[index]
     # It may have come further since.
-    assert 1 <= int(re.search(r"the last one came from step (\d+) \(step\)", err)[1]) <= step  # type: ignore[index]
+    assert 1 <= int(re.search(r"the last one came from step (\d+) \(phase step\)", err)[1]) <= step  # type: ignore[index]
 
     logs = evidence(run)
     texts = {rank: (logs / f"rank-{rank:04d}.log").read_text() if rank else err for rank in pids}

@@ -181,12 +181,13 @@ def test_json_has_its_names(run_file: Path, call: Callable[..., tuple[int, str, 
 def test_what_does_not_fit_ends_with_2(run_file: Path, call: Callable[..., tuple[int, str, str]]) -> None:
     large = "model={layers: 48, dim: 8192, heads: 64}"
     code, text, _ = call(run_file, large, "train.batch_size=1")
-    first, second = text.splitlines()[:2]
+    device, first, second = text.splitlines()[:3]
+    assert device == "device: h100 (default; --device NAME for another)"
     assert code == 2 and first.startswith("does not fit, as estimated: a process needs ")
     assert second.startswith("change: more processes in parallel.dp_shard")
     assert first.endswith("in steps of 1 x 2,048 tokens (train)")
     code, text, _ = call(run_file, large, "train.batch_size=8", "--nodes", 1)
-    assert code == 2 and text.splitlines()[1].startswith("change: more nodes (--nodes) in parallel.dp_shard")
+    assert code == 2 and text.splitlines()[2].startswith("change: more nodes (--nodes) in parallel.dp_shard")
     code, text, _ = call(
         run_file, large, "train.batch_size=64", "--nodes", 8, "--device", "b200", "train.recompute.mode=full"
     )
@@ -248,7 +249,7 @@ def test_nothing_to_suggest(run_file: Path, call: Callable[..., tuple[int, str, 
     """The plan is told all the same, in both forms."""
     values = ["model={layers: 48, dim: 16384, heads: 128}", "train.batch_size=1", "launch.processes=1", "--suggest"]
     code, text, _ = call(run_file, *values)
-    assert code == 2 and text.startswith("does not fit") and "no suggestions: no layout over 1 device (h100)" in text
+    assert code == 2 and "\ndoes not fit" in text and "no suggestions: no layout over 1 device (h100)" in text
     code, text, _ = call(run_file, *values, "--json")
     found = json.loads(text)
     assert code == 2 and not found["fits"] and found["suggestions"] == [] and "no layout" in found["nothing_fits"]

@@ -147,7 +147,7 @@ def test_others_are_waited_for_until_all_have_noticed(tmp_path: Path) -> None:
 def test_a_silent_rank_is_to_blame() -> None:
     beats = {0: beat(0), 1: beat(1, "step", waits=None, ago=30)}
     assert blocking_ranks_text(beats, 2, {1}, now=NOW) == (
-        "rank 1 on n1 (process 101) has given no sign of life for 30 s; the last one came from step 7 (step)"
+        "rank 1 on n1 (process 101) has given no sign of life for 30 s; the last one came from step 7 (phase step)"
     )
 
 
@@ -170,7 +170,7 @@ def test_a_rank_that_has_left_is_to_blame() -> None:
 
 def test_where_nobody_is_to_blame_those_that_have_not_noticed_are_told() -> None:
     assert blocking_ranks_text({0: beat(0), 1: beat(1, "save", waits=None)}, 2, now=NOW) == (
-        "rank 1 on n1 (process 101) is at step 7 (save)"
+        "rank 1 on n1 (process 101) is at step 7 (phase save)"
     )
     assert "every rank waits" in blocking_ranks_text({0: beat(0), 1: beat(1)}, 2, now=NOW)
     assert blocking_ranks_text({0: beat(0)}, 1, now=NOW) == ""

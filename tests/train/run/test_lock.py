@@ -154,7 +154,7 @@ def test_the_refusal_says_who_holds_it_since_when_and_its_last_sign_of_life(tmp_
     for part in (
         "process 1 on elsewhere of job 77, attempt 3",
         "since 2026-01-31 18:00:05",
-        "last sign of life was at 2026-01-31 18:01:05, at step 57 (step)",
+        "last sign of life was at 2026-01-31 18:01:05, at step 57 (phase step)",
         f"touch {tmp_path / 'stop'}",
         f"remove {tmp_path / 'lock'}",
     ):
