@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import shutil
@@ -26,6 +27,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,26 @@ def results(world: int, size: float, seconds: dict[str, list[float]]) -> list[di
     ]
 
 
+def run_ranks(target: Callable[..., None], world: int, *values: Any) -> None:
+    """Run a function on processes of a group, with number, world, a free port and `values`; end if one of them fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    group = [context.Process(target=target, args=(number, world, port, *values)) for number in range(world)]
+    for process in group:
+        process.start()
+    left = list(group)
+    while left:
+        multiprocessing.connection.wait([process.sentinel for process in left])
+        left = [process for process in left if process.is_alive()]
+        failed = [process.exitcode for process in group if process.exitcode]
+        if failed:
+            for process in left:
+                process.terminate()
+            raise SystemExit(f"a rank of {world} ended with {failed[0]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -208,22 +230,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of 12.6 million parameters each")
     arguments = parser.parse_args()
     file = write_run(arguments.work, arguments.layers)
-    context = multiprocessing.get_context("spawn")
     for world in arguments.ranks:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         name = f"run-{world}"
-        group = [
-            context.Process(target=rank, args=(number, world, port, file, name, arguments.rounds, arguments.pause))
-            for number in range(world)
-        ]
-        for process in group:
-            process.start()
-        for process in group:
-            process.join()
-            if process.exitcode:
-                raise SystemExit(f"a rank of {world} ended with {process.exitcode}")
+        run_ranks(rank, world, file, name, arguments.rounds, arguments.pause)
         shutil.rmtree(arguments.work / name)
     shutil.rmtree(arguments.work)
 

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
-import socket
 import statistics
 import time
 from pathlib import Path
@@ -30,7 +28,7 @@ from typing import Any
 
 import orjson
 import torch
-from checkpoint import write_run
+from checkpoint import run_ranks, write_run
 from rich.console import Console
 
 from pipeline.config.load import load
@@ -79,20 +77,7 @@ def measured(work: Path, file: Path, world: int, steps: int) -> dict[str, Any]:
     """The result line of a number of processes."""
     results = work / f"results-{world}"
     results.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    group = [
-        context.Process(target=measure_rank, args=(number, world, port, file, steps, results))
-        for number in range(world)
-    ]
-    for process in group:
-        process.start()
-    for process in group:
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"a rank of {world} ended with {process.exitcode}")
+    run_ranks(measure_rank, world, file, steps, results)
     found = [orjson.loads((results / f"{number}.json").read_bytes()) for number in range(world)]
     row = {"ranks": world, "steps": steps - WARM - 1, "unit": "ms", "rank0": rounded(found[0])}
     if world > 1:
