@@ -198,7 +198,7 @@ def results(world: int, size: float, seconds: dict[str, list[float]]) -> list[di
 
 
 def run_ranks(target: Callable[..., None], world: int, *values: Any) -> None:
-    """Run a function on processes of a group, with number, world, a free port and `values`; end if one of them fails."""
+    """Run a function on the processes of a group, with number, world, a free port and `values`; end if one fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
