@@ -119,7 +119,7 @@ def test_weights_are_sent_in_fp8_where_they_are_shared_evenly() -> None:
 
 def test_what_is_said() -> None:
     lines = list(fp8_lines(config_of(first_layers=1, last_layers=2), spec_of(LLAMA_8B), Layout(dp_shard=4, tp=2), 8192))
-    first = r"fp8 \(torchao, tensorwise, weights sent in fp8\): 145 of 224 matrices of layers, \d\d% of the FLOPs "
+    first = r"fp8 \(torchao, tensorwise, weights sent in fp8\): 145 of 224 matrices of layers, \d\d % of the FLOPs "
     assert re.match(first, lines[0])
     assert lines[1:] == [
         "not in fp8: mixer.wk, mixer.wv of layers, all of layers 0, 30-31, embedding, norms, attention, head"

@@ -46,7 +46,15 @@ def test_other_sizes(tmp_path: Path, key: str) -> None:
 
 
 def test_exported_weights(tmp_path: Path) -> None:
-    about = {"files": {}, "weights": "model", "fingerprints": {"model": TINY | {"layers": 10**9}}, "positions": 64}
+    fingerprints = {"model": TINY | {"layers": 10**9}}
+    about = {
+        "files": {},
+        "weights": "model",
+        "fingerprints": fingerprints,
+        "run": "",
+        "checkpoints": [],
+        "positions": 64,
+    }
     (tmp_path / "export.json").write_bytes(orjson.dumps(about))
     with pytest.raises(UserError, match="describes a model that cannot be built: layers: .*less than or equal to 4096"):
         open_weights(tmp_path, None, "model")
