@@ -83,11 +83,14 @@ def identity(config: Config, source: Evaluated) -> dict[str, Any]:
 
     Those in a folder have their own key: no reader takes them for a checkpoint of the run.
     """
-    found = {"weights": section_of(source, config.eval.weights)}
-    if not isinstance(source, ExportedWeights):
-        return {"checkpoint": source.fingerprint, **found}
-    assumed = {} if source.assumed_tokenizer is None else {"assumed_tokenizer": source.assumed_tokenizer}
-    return {"export": source.fingerprint, **assumed, **found}
+    found = {_key(source): source.fingerprint, "weights": section_of(source, config.eval.weights)}
+    if isinstance(source, ExportedWeights) and source.assumed_tokenizer is not None:
+        found["assumed_tokenizer"] = source.assumed_tokenizer
+    return found
+
+
+def _key(source: Evaluated) -> str:
+    return "export" if isinstance(source, ExportedWeights) else "checkpoint"
 
 
 def evaluated_checkpoint(report: Path) -> str | None:
@@ -217,7 +220,7 @@ def kept_results(config: Config, source: Evaluated, kind: Literal["tasks", "harn
         latest under `""`, and those before it under `"1"` and so on, which were of other tasks or other settings.
     """
     found = {}
-    key = "export" if isinstance(source, ExportedWeights) else "checkpoint"
+    key = _key(source)
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         value = storage.get_json(benchmark_path(config, evaluated_by(source), kind))
         if kind == "tasks":

@@ -1,7 +1,7 @@
 """Is this node fit for training? `pipeline doctor`; and the same before every launch on a cluster, on all its nodes.
 
 A launch starts `python -m slurm.job.srun_task doctor` once on each node. Each writes what it finds into a folder;
-`verdict` reads that and says which nodes are unfit. One that hangs ends itself, and its report says where it was.
+`compare` says from them which nodes are unfit. One that hangs ends itself, and its report says where it was.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def doctor_command(run_file: Path, folder: Path, gpus: int) -> list[str]:
 
     Args:
         run_file: resolved config of the run.
-        folder: where each node writes its report; new for every launch, as `verdict` believes what it finds there.
+        folder: where each node writes its report; new for every launch, as `read_reports` believes what it finds there.
         gpus: that each node must have.
     """
     return ["-m", "slurm.job.srun_task", "doctor", "--run", str(run_file), "--out", str(folder), "--gpus", str(gpus)]

@@ -147,28 +147,17 @@ def parse_report(data: bytes) -> Report:
         raise ValueError(f"it is not a report of a node ({error})") from None
 
 
-def verdict(folder: Path, nodes: Sequence[str]) -> NodeVerdict:
-    """Verdict from the reports of nodes that were asked; one without a report did not answer.
-
-    Args:
-        folder: of the reports, which has none of earlier calls.
-        nodes: all that were asked, by the names that the scheduler has for them.
-    """
-    return compare(_read_reports(folder, nodes))
-
-
-def full_run_disk(folder: Path, nodes: Sequence[str]) -> str | None:
+def full_run_disk(reports: Mapping[str, Report | None]) -> str | None:
     """The problem of a disk of run.dir that has too little room as every node sees it, so that no node is to blame.
 
     Args:
-        folder: of the reports, as for `verdict`, before they are gathered.
-        nodes: all that were asked.
+        reports: of all nodes that were asked.
 
     Returns:
         What the first node says of it; None where a node has room, or does not know.
     """
     messages = []
-    for report in _read_reports(folder, nodes).values():
+    for report in reports.values():
         checks = report.checks if report is not None else ()
         full = [check for check in checks if check.name == RUN_SPACE and not check.ok and check.value != UNKNOWN]
         if not full:
@@ -177,8 +166,13 @@ def full_run_disk(folder: Path, nodes: Sequence[str]) -> str | None:
     return messages[0] if messages else None
 
 
-def _read_reports(folder: Path, nodes: Sequence[str]) -> dict[str, Report | None]:
-    """Reports of nodes by name; None for one without a report."""
+def read_reports(folder: Path, nodes: Sequence[str]) -> dict[str, Report | None]:
+    """Reports of nodes by name, before they are gathered; None for one without a report, which did not answer.
+
+    Args:
+        folder: of the reports, which has none of earlier calls.
+        nodes: all that were asked, by the names that the scheduler has for them.
+    """
     found: dict[str, Report | None] = {}
     for node in nodes:
         try:

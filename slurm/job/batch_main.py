@@ -43,7 +43,7 @@ from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
 from slurm import jobs, scheduler
 from slurm.doctor.command import doctor_command
-from slurm.doctor.report import full_run_disk, gather_reports, verdict
+from slurm.doctor.report import compare, full_run_disk, gather_reports, read_reports
 from slurm.job import end_report
 from slurm.job.allocation import Allocation
 from slurm.job.array_end import array_end
@@ -509,9 +509,9 @@ class JobStart:
         if interrupted(folder, srun):
             self._signals.add(signal.SIGUSR2)
             return []
-        found = verdict(folder, nodes)
-        self._full_disk = full_run_disk(folder, nodes)
+        reports = read_reports(folder, nodes)
         gather_reports(folder, nodes)
+        found, self._full_disk = compare(reports), full_run_disk(reports)
         if self._full_disk is not None:  # other nodes would see the same disk
             return [f"warning: {text}" for text in found.warnings]
         self._allocation.unhealthy.update(found.unhealthy)

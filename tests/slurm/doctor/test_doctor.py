@@ -24,7 +24,16 @@ from slurm.doctor.command import doctor_command
 from slurm.doctor.gpu import devices, driver_views, judge_driver_views, parse_driver_views, products, wrong_elements
 from slurm.doctor.network import RendezvousFailed, rendezvous
 from slurm.doctor.node import NodeRank, disks, software, space
-from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file, verdict
+from slurm.doctor.report import (
+    Network,
+    NodeCheck,
+    NodeVerdict,
+    Report,
+    compare,
+    parse_report,
+    read_reports,
+    report_file,
+)
 from tests.tiny import pipeline, write_run
 
 _FILE_LIMIT_KIB = 512
@@ -84,7 +93,7 @@ def test_nodes_of_a_launch(tmp_path: Path) -> None:
 
     codes, output = _nodes(of_node, 3)
     assert codes == [0, 0, EXIT_UNHEALTHY], output
-    _assert_n3_cannot_write(verdict(out, ["n1", "n2", "n3"]), tmp_path)
+    _assert_n3_cannot_write(compare(read_reports(out, ["n1", "n2", "n3"])), tmp_path)
     assert output[2].startswith(f"n3: run.dir ({tmp_path}/run)")
     for node in ("n1", "n2", "n3"):
         found = _read(out, node)
@@ -92,7 +101,7 @@ def test_nodes_of_a_launch(tmp_path: Path) -> None:
 
     _change(out, "n1", products={"CPU": 100 * _read(out, "n1").products["CPU"]})
     _change(out, "n2", facts={**_read(out, "n2").facts, "torch": "1.0"})
-    after = verdict(out, ["n1", "n2", "n3", "n4"]).unhealthy
+    after = compare(read_reports(out, ["n1", "n2", "n3", "n4"])).unhealthy
     assert after["n1"][0].startswith("slow: CPU takes ")
     assert after["n2"] == [f"torch: it has 1.0, other nodes have {torch.__version__}"]
     assert after["n4"] == ["it did not answer: the check could not start there, or left no report"]
@@ -110,7 +119,7 @@ def test_nodes_of_a_cluster(cluster: DevCluster, tmp_path: Path) -> None:
     place = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(_free_port())}
     done = subprocess.run([*step, *more], env=os.environ | place, capture_output=True, text=True, timeout=300)
     assert done.returncode == EXIT_UNHEALTHY, done.stderr
-    found = verdict(out, nodes)
+    found = compare(read_reports(out, nodes))
     assert list(found.unhealthy) == [nodes[1]], found
     assert "run.dir" in found.unhealthy[nodes[1]][0]
     assert _read(out, nodes[0]).network.nodes == 2
@@ -291,7 +300,7 @@ def test_reports_survive_the_disk(tmp_path: Path) -> None:
     assert _read(tmp_path, "n1") == report
     report_file(tmp_path, "n2").write_text('{"node": "n2"}')
     report_file(tmp_path, "n3").write_text("{")
-    assert set(verdict(tmp_path, ["n2", "n3"]).unhealthy) == {"n2", "n3"}
+    assert set(compare(read_reports(tmp_path, ["n2", "n3"])).unhealthy) == {"n2", "n3"}
 
 
 def test_where_a_node_hung_or_was_killed() -> None:

@@ -274,7 +274,14 @@ def test_jobs_that_run_beside_one_another_end_on_their_own(run: Path, monkeypatc
     """Evaluations of two checkpoints while training goes on, and one that is lost without a word."""
     monkeypatch.setattr("slurm.logs.follow._ASK", 0.1)
     queue = run.parent / "queue"
-    (run.parent / "bin" / "squeue").write_text(f"#!/bin/sh\ncat {queue}\n")
+    asked = run.parent / "asked"
+    (run.parent / "bin" / "squeue").write_text(f"#!/bin/sh\ncat {queue}\necho >> {asked}\n")
+
+    def wait_until_asked(times: int) -> None:
+        end, before = time.monotonic() + WAIT, asked.stat().st_size if asked.exists() else 0
+        while (asked.stat().st_size if asked.exists() else 0) < before + times:
+            assert time.monotonic() < end, "the scheduler is not asked"
+            time.sleep(0.02)
 
     def queued(*numbers: str) -> None:
         lines = "".join(f"{number}|RUNNING|None|n1|N/A|N/A|\n" for number in numbers)
@@ -293,7 +300,7 @@ def test_jobs_that_run_beside_one_another_end_on_their_own(run: Path, monkeypatc
     write(run, ten, 0, "ten\n")
     eleven = launched(run, "11", "eval")
     write(run, eleven, 0, "eleven\n")
-    time.sleep(1.0)  # it has looked several times
+    wait_until_asked(3)
     with log.open("a") as file:
         file.write("nine goes on\n")
     follower.until(lambda text: text.endswith("nine goes on\n"))
