@@ -13,8 +13,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config.base import Section
 from pipeline.config.document import Place, Problem
-from pipeline.config.meanings import meaning
-from pipeline.config.schema import KeyPath, dotted, keys, keys_like, section_at, written_keys
+from pipeline.config.schema import KeyPath, dotted, keys, keys_like, meaning, section_at, written_keys
 
 _ALLOWED = {
     "int_type": "must be a whole number",

@@ -22,9 +22,8 @@ from pipeline.common.storage import put
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.blend import Bound, Range
 from pipeline.config.document import render
-from pipeline.config.meanings import add_meanings, meaning
 from pipeline.config.root import Config
-from pipeline.config.schema import Key, keys, keys_like, subsection, written_keys
+from pipeline.config.schema import Key, keys, keys_like, meaning, subsection, written_keys
 from pipeline.config.slurm import parse_minutes
 
 BEGIN = "<!-- Everything below is written by `make docs` from pipeline/config/. -->"
@@ -55,7 +54,7 @@ _BOUNDS: dict[Any, str] = {
 def json_schema() -> str:
     """JSON schema of run files as they are written, with `include`."""
     schema = Config.model_json_schema(mode="validation")
-    add_meanings(schema, Config)
+    _add_meanings(schema, Config)
     schema["title"] = "Run file of the pretraining pipeline"
     schema["properties"]["include"] = {
         "description": "Run files that are merged before this one, relative to it.",
@@ -209,3 +208,16 @@ def page(text: str) -> str:
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     put(target, page(target.read_text(encoding="utf-8")).encode())
+
+
+def _add_meanings(schema: dict[str, Any], section: type[Section]) -> None:
+    """Add the meanings of a section's keys, and of those below it, to its JSON schema, in place."""
+    definitions = schema["$defs"]
+    for each in {key.section for key in keys(section)}:
+        properties = (schema if each is section else definitions[each.__name__]).get("properties", {})
+        for name, field in each.model_fields.items():
+            key, text = field.alias or name, meaning(each, name)
+            if text and key in properties:
+                below = definitions.get(properties[key].get("$ref", "").rpartition("/")[2], {})
+                if text != below.get("description"):  # the definition says it already
+                    properties[key] = dict(sorted({**properties[key], "description": text}.items()))

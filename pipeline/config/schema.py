@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -56,6 +61,18 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
             yield from keys(below, f"{path}.N." if many else f"{path}.")
 
 
+def meaning(section: type[Section], name: str) -> str:
+    """The docstring of a field, inherited or not; empty if there is none.
+
+    It is read from the source when it is asked for: pydantic would read all while the sections are defined, which every
+    command would wait for.
+    """
+    for each in section.__mro__:
+        if issubclass(each, Section) and name in (found := _docstrings(each)):
+            return found[name]
+    return ""
+
+
 def keys_like(section: type[Section], name: str) -> list[str]:
     """Paths of up to three keys whose last part is the name, or near to it if the name is not short."""
     last: dict[str, list[str]] = {}
@@ -100,4 +117,20 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
         key: leaf
         for name, below in value.items()
         for key, leaf in flat(below, f"{path}.{name}" if path else str(name)).items()
+    }
+
+
+@cache
+def _docstrings(section: type[Section]) -> dict[str, str]:
+    """Docstrings of the fields that a class itself declares."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(below.value.value)
+        for field, below in pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+        and isinstance(below.value.value, str)
     }
