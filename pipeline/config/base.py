@@ -37,6 +37,8 @@ class Section(BaseModel):
         allow_inf_nan=False,
         serialize_by_alias=True,  # some keys are words of Python
     )
+    described_at: ClassVar[str | None] = None
+    """Path of another section whose keys these are, for the reference."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,10 +1,11 @@
-"""`model:`: one decoder family that covers GPT-2, Llama 3, Qwen3 and Mistral."""
+"""`model:`: a decoder whose layers are equal, or of several kinds that repeat."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from pipeline.config.base import Section
 
@@ -53,41 +54,92 @@ class InitConfig(Section):
         return self
 
 
-class ModelConfig(Section):
-    """A decoder: embedding, `layers` equal blocks of attention and mlp, head."""
-
+class _Size(Section):
     layers: int = Field(ge=1, le=MAX_LAYERS)
     """Number of blocks."""
     dim: int = Field(ge=1, le=MAX_WIDTH)
     """Width of the residual stream."""
-    heads: int = Field(ge=1, le=MAX_WIDTH)
+
+
+class LayerConfig(Section):
+    """Keys of `model:` that `model.kinds` may set for some layers."""
+
+    heads: int = Field(default=1, ge=1, le=MAX_WIDTH)
     """Query heads."""
     kv_heads: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """Key and value heads (grouped-query attention); by default `heads`."""
     head_dim: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """Size of a head; by default dim / heads."""
     ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
-    """Hidden size of the mlp; by default 4 * dim for gelu and 8/3 * dim, rounded up to a multiple of 64, for swiglu."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Kind of normalization, before each mixer and mlp and before the head."""
-    norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to the variance in the norms."""
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
-    """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2)."""
-    bias: Literal["none", "qkv", "all"] = "none"
-    """Linear layers that have a bias: none (Llama 3), query/key/value (Qwen2), or all (GPT-2)."""
-    positions: Literal["rope", "learned"] = "rope"
-    """Rotary embedding of queries and keys, or a learned embedding added to the tokens."""
-    max_positions: int | None = Field(default=None, ge=1, le=MAX_ROWS)
-    """Rows of the learned position embedding; by default train.sequence_length. Not used by rope."""
+    """Hidden size of the mlp; by default 4 * dim without a gate and 8/3 * dim, rounded up to a multiple of 64, with."""
+    mixer: Literal["attention", "none"] = "attention"
+    """Part of a layer that moves information between positions; `none`: the layer is an mlp alone."""
+    mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2", "none"] = "swiglu"
+    """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2); `gelu_exact`: without it (Pythia).
+    `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu2`: relu(w1 x)^2 (Nemotron). `none`: no mlp."""
+    bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
+    """Linear layers that have a bias: none (Llama 3), query/key/value (Qwen2), those of attention or of the mlp, or all
+    (GPT-2)."""
+    positions: Literal["rope", "learned", "none"] = "rope"
+    """Rotary embedding of queries and keys, a learned embedding added to the tokens, or none."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingConfig | None = None
     """Scaling of the rotary frequencies."""
-    qk_norm: bool = False
-    """RMSNorm over each head of queries and keys before the rotary embedding (Qwen3)."""
+    rope_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of a head that the rotary embedding turns, from its first dimension on (Pythia: 0.25)."""
+    qk_norm: bool | Literal["full"] = False
+    """RMSNorm of queries and keys before the rotary embedding: true, over each head (Qwen3); `full`, over all heads
+    together (OLMo 2)."""
     sliding_window: int | None = Field(default=None, ge=1)
     """A token attends to itself and the sliding_window - 1 tokens before it (Mistral)."""
+    attention_scale: float | None = Field(default=None, gt=0)
+    """Factor on the products of queries and keys; by default 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = Field(default=None, gt=0)
+    """These products, with their factor, become cap * tanh(product / cap) (Gemma 2)."""
+    sinks: bool = False
+    """Each head has a learned logit that takes a part of the attention and gives no value (GPT-OSS)."""
+    output_gate: bool = False
+    """The result of attention is multiplied by sigmoid(wg x) (Qwen3-Next)."""
+    norm_place: Literal["pre", "output", "both", "post"] = "pre"
+    """Place of the norms of mixer and mlp: `pre`, on the input (Llama); `output`, on the output before it is added to
+    the stream (OLMo 2); `both` (Gemma); `post`, on the stream after the addition (BERT)."""
+    residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
+    """The mlp reads the stream behind the mixer, or before it and beside the mixer: with a norm of its own (`parallel`,
+    Pythia), or with the mixer's (`parallel_shared`, Cohere)."""
+
+
+class LayerKindConfig(LayerConfig):
+    """A kind of layers: the keys that differ from those of `model:`."""
+
+    described_at: ClassVar = "model"
+
+    @model_serializer(mode="wrap")
+    def _set_alone(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if key in self.model_fields_set}
+
+
+class ModelConfig(LayerConfig, _Size):
+    """A decoder: embedding, `layers` blocks of attention and mlp, head."""
+
+    heads: int = Field(ge=1, le=MAX_WIDTH)
+    """Query heads."""
+    pattern: list[str] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
+    """Kinds of the layers, by their names in `kinds`: repeated until there are `layers`, which need not be a multiple.
+    By default all layers are equal."""
+    kinds: dict[str, LayerKindConfig] = Field(default_factory=dict)
+    """By name of a kind in `pattern`, the keys that differ from those of `model:`, like `{sliding_window: 1024}`."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of normalization, of mixers and mlps and before the head."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the variance in the norms."""
+    norm_bias: bool = True
+    """A layernorm has a bias."""
+    norm_offset: float = 0.0
+    """Added to the weights of the norms, which then begin at 1 - norm_offset (Gemma: 1)."""
+    max_positions: int | None = Field(default=None, ge=1, le=MAX_ROWS)
+    """Rows of the learned position embedding; by default train.sequence_length. Not used by rope."""
     document_attention: bool = False
     """Attention stays inside a document and positions restart at its first token. False: windows are one text."""
     tie_embeddings: bool = False
@@ -96,6 +148,12 @@ class ModelConfig(Section):
     """Tokens that have logits; by default as many as the tokenizer has ids. Models from elsewhere may have more."""
     vocab_multiple: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """The vocabulary is padded to a multiple of this; logits of the padding are -inf."""
+    embedding_scale: float = Field(default=1.0, gt=0)
+    """Factor on the embedding of tokens, rounded to the type of the weights (Gemma: sqrt(dim))."""
+    residual_scale: float = Field(default=1.0, gt=0)
+    """Factor on what a mixer or mlp adds to the residual stream (Granite)."""
+    logit_scale: float = Field(default=1.0, gt=0)
+    """Factor on the logits (Cohere; Granite divides by its `logits_scaling`)."""
     logit_soft_cap: float | None = Field(default=None, gt=0)
     """Logits become cap * tanh(logits / cap) (Gemma 2)."""
     init: InitConfig = InitConfig()
@@ -103,19 +161,71 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Size of a head."""
-        return self.head_dim or self.dim // self.heads
+        """Size of a head of layers without a kind."""
+        return head_size(self, self.dim)
+
+    @property
+    def layer_kinds(self) -> list[str | None]:
+        """Name of each layer's kind; None for all where there is no pattern."""
+        names: Sequence[str | None] = self.pattern or (None,)
+        return [names[index % len(names)] for index in range(self.layers)]
+
+    def layer(self, kind: str | None) -> LayerConfig:
+        """Keys of the layers of a kind."""
+        if kind is None:
+            return self
+        found = self.kinds[kind]
+        changed = {key: getattr(found, key) for key in found.model_fields_set}
+        return self.model_copy(update=changed) if changed else self
+
+    @model_validator(mode="after")
+    def _kinds(self) -> ModelConfig:
+        used = set(self.pattern or ())
+        if unknown := [name for name in self.pattern or () if name not in self.kinds]:
+            known = ", ".join(self.kinds) or "none"
+            raise ValueError(f"pattern has {unknown[0]!r}, which is not in kinds ({known})")
+        if unused := [name for name in self.kinds if name not in used]:
+            raise ValueError(f"kinds has {unused[0]!r}, which is not in pattern; add it there or remove it")
+        if self.pattern is not None and len(self.pattern) > self.layers:
+            raise ValueError(f"pattern has {len(self.pattern)} layers, but layers is {self.layers}")
+        for name, kind in self.kinds.items():
+            if "positions" in kind.model_fields_set and "learned" in (kind.positions, self.positions):
+                raise ValueError(f"kinds.{name}.positions: learned positions are those of all layers")
+        return self
 
     @model_validator(mode="after")
     def _shapes(self) -> ModelConfig:
-        if self.head_dim is None and self.dim % self.heads:
-            raise ValueError(
-                f"dim {self.dim} is not divisible by heads {self.heads}; set head_dim, or change dim or heads"
-            )
-        if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        if self.positions == "rope" and self.head_size % 2:
-            raise ValueError("rope needs an even head_dim")
-        if self.positions == "learned" and self.rope_scaling is not None:
-            raise ValueError("rope_scaling needs positions: rope")
+        for name in [None, *self.kinds]:
+            _check_layer(self.layer(name), self, "" if name is None else f"kinds.{name}: ")
         return self
+
+
+def head_size(layer: LayerConfig, dim: int) -> int:
+    """Size of a head."""
+    return layer.head_dim or dim // layer.heads
+
+
+def _check_layer(layer: LayerConfig, model: ModelConfig, where: str) -> None:
+    """Raise a `ValueError` where keys of a layer do not fit each other."""
+    if layer.mixer == layer.mlp == "none":
+        raise ValueError(f"{where}mixer and mlp are both none; a layer needs one of them")
+    if layer.mixer == "none" and layer.residual != "sequential":
+        raise ValueError(f"{where}residual: {layer.residual} needs a mixer")
+    if layer.residual != "sequential" and (layer.mlp == "none" or layer.norm_place != "pre"):
+        raise ValueError(f"{where}residual: {layer.residual} needs an mlp and norm_place: pre")
+    if layer.mixer == "none":
+        return
+    if layer.head_dim is None and model.dim % layer.heads:
+        raise ValueError(
+            f"{where}dim {model.dim} is not divisible by heads {layer.heads}; set head_dim, or change dim or heads"
+        )
+    if layer.heads % (layer.kv_heads or layer.heads):
+        raise ValueError(f"{where}heads {layer.heads} must be a multiple of kv_heads {layer.kv_heads}")
+    if layer.positions == "rope" and (turned := layer.rope_share * head_size(layer, model.dim)) % 2:
+        if layer.rope_share == 1:
+            raise ValueError(f"{where}rope needs an even head_dim")
+        raise ValueError(f"{where}rope_share {layer.rope_share} of a head is {turned:g}, which must be an even number")
+    if layer.positions != "rope" and layer.rope_scaling is not None:
+        raise ValueError(f"{where}rope_scaling needs positions: rope")
+    if layer.attention_scale is not None and model.init.scheme == "mup":
+        raise ValueError(f"{where}attention_scale and init.scheme: mup both set the factor on attention; leave one out")

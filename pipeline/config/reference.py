@@ -125,6 +125,9 @@ def markdown(section: type[Section] = Config, path: str = "") -> str:
         # The root's rows would say only that there are sections.
         return "\n".join(below)
     text = " ".join((inspect.getdoc(section) or "").split())
+    if section.described_at is not None:
+        names = ", ".join(f"`{key}`" for key in written_keys(section))
+        return f"### `{path}.NAME`\n\n{text} Keys: {names}. See `{section.described_at}`.\n"
     return "\n".join([f"### `{path}`\n", f"{text}\n", table(section), "", *below])
 
 

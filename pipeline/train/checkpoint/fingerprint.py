@@ -19,7 +19,11 @@ _KEYS = {"objective": "train.objective"}
 """Aspects that are a section of the run file with another name."""
 _OF_SHAPES = ("model.layers", "model.dim")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
-LATER_KEYS = ("vocab_size",)
+LATER_KEYS = (
+    *("vocab_size", "pattern", "kinds", "mixer", "rope_share", "attention_scale", "attention_soft_cap", "sinks"),
+    *("output_gate", "norm_place", "residual", "norm_bias", "norm_offset", "embedding_scale", "residual_scale"),
+    "logit_scale",
+)
 """Keys of `model:` that checkpoints of earlier versions do not have. With its default such a key is left out, so the
 default has to compute what those versions computed."""
 
@@ -48,7 +52,7 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
         # By default the longest windows decide, and a phase with longer ones may be appended.
         keys["max_positions"] = config.max_positions
     for name in LATER_KEYS:
-        if getattr(config.model, name) == ModelConfig.model_fields[name].default:
+        if getattr(config.model, name) == ModelConfig.model_fields[name].get_default(call_default_factory=True):
             del keys[name]
     return keys
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ Attended = tuple[Tensor, Tensor, AttentionMask, float]
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + mixer(norm(x)), then x + mlp(norm(x)).
+    """Residual block: mixer and mlp, or one of them, and norms on their inputs, outputs or sums.
 
     Args:
         spec: Its parts.
@@ -34,10 +35,12 @@ class Block(nn.Module):
         super().__init__()
         self.spec = spec
         self.index = index
-        self.mixer_norm = build_norm(spec.norm, spec.mixer.dim)
-        self.mixer = spec.mixer.build()
-        self.mlp_norm = build_norm(spec.norm, spec.mlp.dim)
-        self.mlp = spec.mlp.build()
+        for place, part in spec.parts.items():
+            for name in (f"{place}_norm", place, f"{place}_out_norm", f"{place}_sum_norm"):
+                if name == place:
+                    self.add_module(name, part.build())
+                elif name in spec.norms:
+                    self.add_module(name, build_norm(spec.norm, spec.dim))
         self.recompute: Recompute | None = None
         self.compiled: Callable[[Tensor, LayerContext], tuple[Tensor, list[Attended]]] | None = None
 
@@ -49,7 +52,7 @@ class Block(nn.Module):
         if context.observer is not None:
             # Here and not within, where backward may come by again and a compiler would follow.
             for queries, keys, sight, scale in attended:
-                context.observer.attention(self.mixer, queries, keys, sight, scale)
+                context.observer.attention(self.get_submodule("mixer"), queries, keys, sight, scale)
             context.observer.output(self, out_BSD)
         return out_BSD
 
@@ -64,9 +67,32 @@ class Block(nn.Module):
         attended: list[Attended] = []
         if context.observer is not None:
             context = replace(context, observer=_Recorder(attended))
-        mixed_BSD: Tensor = x_BSD + self.mixer(self.mixer_norm(x_BSD), context, state)
-        out_BSD: Tensor = mixed_BSD + self.mlp(self.mlp_norm(mixed_BSD))
-        return out_BSD, attended
+        spec = self.spec
+        if spec.residual != "sequential":
+            module = self.get_submodule
+            input_BSD = module("mixer_norm")(x_BSD)
+            of_mlp_BSD = input_BSD if spec.residual == "parallel_shared" else module("mlp_norm")(x_BSD)
+            branches_BSD = module("mixer")(input_BSD, context, state) + module("mlp")(of_mlp_BSD)
+            return x_BSD + self._scaled(branches_BSD), attended
+        if spec.mixer is not None:
+            x_BSD = self._add(x_BSD, "mixer", context, state)
+        if spec.mlp is not None:
+            x_BSD = self._add(x_BSD, "mlp")
+        return x_BSD, attended
+
+    def _add(self, x_BSD: Tensor, place: str, *more: Any) -> Tensor:
+        """The stream and what a part makes of it, with the norms of the part."""
+        norms, module = self.spec.norms, self.get_submodule
+        input_BSD = module(f"{place}_norm")(x_BSD) if f"{place}_norm" in norms else x_BSD
+        out_BSD = module(place)(input_BSD, *more)
+        if f"{place}_out_norm" in norms:
+            out_BSD = module(f"{place}_out_norm")(out_BSD)
+        sum_BSD: Tensor = x_BSD + self._scaled(out_BSD)
+        return module(f"{place}_sum_norm")(sum_BSD) if f"{place}_sum_norm" in norms else sum_BSD
+
+    def _scaled(self, out_BSD: Tensor) -> Tensor:
+        scale = self.spec.residual_scale
+        return out_BSD if scale == 1 else out_BSD * scale
 
 
 class _Recorder:

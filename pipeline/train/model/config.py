@@ -1,6 +1,6 @@
 """A decoder as data: the list of layers that the model, FLOPs, initial weights and plans iterate.
 
-The run file's `model:` section describes equal layers; `decoder_spec` turns it into one spec a layer.
+`decoder_spec` turns the run file's `model:` section into a spec per layer; layers of one kind have the same object.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 from pipeline.common.errors import UserError
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
-from pipeline.train.model.mlps.dense.spec import MlpSpec
-from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, NormSpec, RopeSpec
+from pipeline.train.model.mlps.dense.spec import DenseKind, MlpSpec
+from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, MixerSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ class DecoderSpec:
     Attributes:
         vocab_size: Tokens that exist.
         vocab_padded: Rows of embedding and head; logits from `vocab_size` on are -inf.
-        rope: Set exactly if positions are rotary.
         learned_positions: Rows of the learned position embedding; set exactly if positions are learned.
         tie_embeddings: The head's weight is the embedding's.
-        logit_scale: Factor on the input of the head (1 except for muP).
+        embedding_scale: Factor on the embedding of tokens.
+        logit_scale: Factor on the input of the head.
         logit_soft_cap: Logits become cap * tanh(logits / cap).
     """
 
@@ -34,9 +35,9 @@ class DecoderSpec:
     vocab_size: int
     vocab_padded: int
     norm: NormSpec
-    rope: RopeSpec | None
     learned_positions: int | None
     tie_embeddings: bool
+    embedding_scale: float
     logit_scale: float
     logit_soft_cap: float | None
     layers: tuple[LayerSpec, ...]
@@ -47,14 +48,31 @@ class DecoderSpec:
         return list(dict.fromkeys({id(layer): layer for layer in self.layers}.values()))
 
 
-MLPS: dict[str, Callable[[ModelConfig], LayerPartSpec]] = {"swiglu": MlpSpec.of, "gelu": MlpSpec.of}
+MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {"attention": AttentionSpec.of}
+"""By value of `model.mixer`, what makes the spec of the mixer."""
+MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = dict.fromkeys(get_args(DenseKind), MlpSpec.of)
 """By value of `model.mlp`, what makes the spec of the mlp."""
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers that `model:` describes: the one place where its keys become kinds of mixers and mlps."""
-    layer = LayerSpec(AttentionSpec.of(config), MLPS[config.mlp](config), NormSpec(config.norm, config.norm_eps))
-    return (layer,) * config.layers
+    norm = _norm_spec(config)
+    kinds: dict[str | None, LayerSpec] = {}
+    for name in dict.fromkeys(config.layer_kinds):
+        layer = config.layer(name)
+        kinds[name] = LayerSpec(
+            None if layer.mixer == "none" else MIXERS[layer.mixer](config, layer),
+            None if layer.mlp == "none" else MLPS[layer.mlp](config, layer),
+            norm,
+            layer.norm_place,
+            layer.residual,
+            config.residual_scale,
+        )
+    return tuple(kinds[name] for name in config.layer_kinds)
+
+
+def _norm_spec(config: ModelConfig) -> NormSpec:
+    return NormSpec(config.norm, config.norm_eps, config.norm_bias, config.norm_offset)
 
 
 def decoder_spec(config: ModelConfig, vocab_size: int, max_positions: int) -> DecoderSpec:
@@ -75,16 +93,16 @@ def decoder_spec(config: ModelConfig, vocab_size: int, max_positions: int) -> De
                 "or use the tokenizer that belongs to the model"
             )
         vocab_size = config.vocab_size
-    base_dim, head_dim = config.init.mup_base_dim, config.head_size
+    base_dim = config.init.mup_base_dim
     return DecoderSpec(
         dim=config.dim,
         vocab_size=vocab_size,
         vocab_padded=math.ceil(vocab_size / config.vocab_multiple) * config.vocab_multiple,
-        norm=NormSpec(config.norm, config.norm_eps),
-        rope=RopeSpec(head_dim, config.rope_theta, config.rope_scaling) if config.positions == "rope" else None,
+        norm=_norm_spec(config),
         learned_positions=max_positions if config.positions == "learned" else None,
         tie_embeddings=config.tie_embeddings,
-        logit_scale=1.0 if base_dim is None else base_dim / config.dim,
+        embedding_scale=config.embedding_scale,
+        logit_scale=config.logit_scale * (1.0 if base_dim is None else base_dim / config.dim),
         logit_soft_cap=config.logit_soft_cap,
         layers=layer_specs(config),
     )

@@ -7,7 +7,7 @@ of a share and C of a piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ class SequenceCut(Protocol):
 
     def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: AttentionFn) -> Tensor:
         """Attention of this process's queries to the whole sequence, [B, L, H, E]; every process calls this."""
+
+    def heads(self, x_H: Tensor) -> Tensor:
+        """Numbers by query head, of which those that `core` gets the queries of."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,15 @@ class Context:
 
 @dataclass
 class LayerContext:
-    """Arguments of the layers of one forward pass besides their input, made by the decoder once per pass.
+    """Arguments of a layer besides its input. Layers that look at the same keys by the same positions share one.
 
     Attributes:
         bounds_BS: See `Context`, as are `states`, `counts`, `observer` and `cut`.
         kernel: What computes attention, where there are no states.
         rope: cos and sin of the positions, if they are rotary.
-        sights: By window, which keys are seen; with a cut for each piece, else for one. Empty with states.
+        sights: Which keys are seen; with a cut for each piece, else one. Empty with states and without attention.
         prepared: What the kernel prepared for `sights`.
-        masks: With states, by window, which keys are seen, see `attention_mask`.
+        mask: With states, which keys are seen, see `attention_mask`.
         places: Where the new positions go in the states.
     """
 
@@ -97,9 +100,9 @@ class LayerContext:
     cut: SequenceCut | None
     kernel: Kernel
     rope: tuple[Tensor, Tensor] | None = None
-    sights: dict[int | None, tuple[AttentionMask, ...]] = field(default_factory=dict)
-    prepared: dict[int | None, tuple[Any, ...]] = field(default_factory=dict)
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    sights: tuple[AttentionMask, ...] = ()
+    prepared: tuple[Any, ...] = ()
+    mask: Tensor | None = None
     places: Places | None = None
 
 

@@ -5,7 +5,7 @@ Shapes: B batch, S positions, D width, V padded vocabulary, or the share of it t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -27,8 +27,9 @@ from pipeline.train.model.kernels.attention_mask import (
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.norm import build_norm
+from pipeline.train.model.part_spec import Reach, RopeSpec
 from pipeline.train.model.rope import rope_tables
-from pipeline.train.model.states import Places, States
+from pipeline.train.model.states import NoState, Places, States
 
 __all__ = ["Context", "Decoder", "ModelPart"]
 
@@ -87,13 +88,16 @@ class Decoder(nn.Module):
             UserError: More positions than a learned position embedding has rows.
         """
         spec, part = self.spec, self.part
-        positions, of_layers = self._prepare(x, context)
+        positions, contexts = self._prepare(x, context)
         if part.first:
             x = self.embedding(x)
+            if spec.embedding_scale != 1:
+                # Rounded to the type of the weights, as published models of 16 bits were trained.
+                x = x * torch.full((), spec.embedding_scale, dtype=x.dtype, device=x.device)
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
-        for block in self.layers.values():
-            x = block(x, of_layers)
+        for block, of_layer in zip(self.layers.values(), contexts, strict=True):
+            x = block(x, of_layer)
         if context.states is not None:
             counts = context.counts or [x.shape[1]] * x.shape[0]
             context.states.advance(counts)
@@ -113,11 +117,11 @@ class Decoder(nn.Module):
             rows: Texts; may be 0, as others can join.
             max_length: Positions of a row at most; memory is taken as it is needed.
         """
-        mixers = [cast(Mixer, cast(Block, block).mixer) for block in self.layers.values()]
-        return States(rows, [mixer.new_state(max_length) for mixer in mixers])
+        mixers = [cast(Mixer | None, getattr(block, "mixer", None)) for block in self.layers.values()]
+        return States(rows, [NoState() if mixer is None else mixer.new_state(max_length) for mixer in mixers])
 
-    def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, LayerContext]:
-        """Positions, [1, S] or [B, S] when they differ by row, and the context of layers."""
+    def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, list[LayerContext]]:
+        """Positions, [1, S] or [B, S] when they differ by row, and the context of each layer."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document per row"
         queries = x.shape[1] if context.length is None else context.length
@@ -135,8 +139,7 @@ class Decoder(nn.Module):
             positions = torch.arange(keys, device=device)[None]
             if context.bounds_BS is not None:
                 positions = positions - context.bounds_BS
-        windows = {use.window for layer in spec.different_layers if (use := layer.mixer.kernel)}
-        of_layers = LayerContext(
+        common = LayerContext(
             context.bounds_BS,
             context.states,
             context.counts,
@@ -145,40 +148,51 @@ class Decoder(nn.Module):
             self.kernel,
             places=places,
         )
+        of_layers = [cast(Block, block).spec.mixer for block in self.layers.values()]
+        reaches = dict.fromkeys(mixer.kernel.reach for mixer in of_layers if mixer and mixer.kernel)
+        seen: dict[Reach | None, LayerContext] = {None: common}
         if places is not None:
             assert context.cut is None, "states hold whole texts"
-            of_layers.masks = {window: _mask_of_states(places, window, queries, device) for window in windows}
+            seen |= {each: replace(common, mask=_mask_of_states(places, each, queries, device)) for each in reaches}
         else:
             documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
-            self._look(of_layers, documents, windows, x.shape[0], keys, device)
+            seen |= {each: self._look(common, documents, each, x.shape[0], keys, device) for each in reaches}
         if context.cut is not None:
             positions = context.cut.shard(positions)
-        of_layers.rope = None if spec.rope is None else rope_tables(spec.rope, positions)
-        return positions, of_layers
+        ropes = dict.fromkeys(mixer.rope for mixer in of_layers if mixer and mixer.rope)
+        tables = {spec: rope_tables(spec, positions) for spec in ropes}
+        found: dict[tuple[Reach | None, RopeSpec | None], LayerContext] = {}
+        contexts = []
+        for mixer in of_layers:
+            use = mixer.kernel if mixer else None
+            key = use.reach if use else None, mixer.rope if mixer else None
+            if key not in found:
+                found[key] = replace(seen[key[0]], rope=tables[key[1]]) if key[1] else seen[key[0]]
+            contexts.append(found[key])
+        return positions, contexts
 
     def _look(
         self,
         context: LayerContext,
         documents: Documents | None,
-        windows: set[int | None],
+        reach: Reach,
         samples: int,
         length: int,
         device: torch.device,
-    ) -> None:
-        """Put into a context what the queries see, and what the kernel prepares for it."""
+    ) -> LayerContext:
+        """A context with what queries see that reach so far, and what the kernel prepares for it."""
         pieces = ((0, length),) if context.cut is None else context.cut.pieces(length)
-        context.sights = {
-            window: tuple(AttentionMask.of(samples, piece, window, device, documents) for piece in pieces)
-            for window in windows
-        }
-        context.prepared = {
-            window: tuple(self._prepared(self.kernel, sight) for sight in sights)
-            for window, sights in context.sights.items()
-        }
+        sights = tuple(AttentionMask.of(samples, piece, window_of(reach), device, documents) for piece in pieces)
+        return replace(context, sights=sights, prepared=tuple(self._prepared(self.kernel, sight) for sight in sights))
 
 
-def _mask_of_states(places: Places, window: int | None, queries: int, device: torch.device) -> Tensor | None:
+def window_of(reach: Reach) -> int | None:
+    return None if reach.back is None else reach.back + 1
+
+
+def _mask_of_states(places: Places, reach: Reach, queries: int, device: torch.device) -> Tensor | None:
     """Mask of the keys that are seen by queries which follow the positions in states."""
+    window = window_of(reach)
     if places.past is not None:
         return attention_mask(None, window, queries, places.keys, device)
     return mask_by_row(places.positions_BS, window, places.keys)

@@ -33,8 +33,8 @@ _CHUNK_ELEMENTS = 1 << 20  # elements drawn at once, which bounds the memory of 
 def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: int) -> None:
     """Fills the parameters, plain tensors or DTensors sharded or replicated over any mesh.
 
-    Matrices are normal with the std of `weight_std`, norm weights are 1, biases 0; other parameters as their `Vector`
-    says.
+    Matrices are normal with the std of `weight_std`, the factors of norms are 1, biases 0; other parameters as their
+    `Vector` says.
 
     Args:
         model: A `Decoder`, or a part of one with the names of the whole.
@@ -52,7 +52,7 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
         elif name.endswith(".bias"):
             local.zero_()
         elif _NORM.fullmatch(name):
-            local.fill_(1)
+            local.fill_(1 - spec.norm.offset)
         else:
             rows, columns = local_range(parameter, 0), local_range(parameter, 1)
             _fill_normal(local, weight_std(name, spec, init), f"{seed}/{name}", rows, columns, parameter.shape[1])

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from pipeline.train.model.part_spec import NormSpec
 
 
 def build_norm(spec: NormSpec, dim: int) -> nn.Module:
-    """LayerNorm with weight and bias (Ba et al. 2016), or RMSNorm with a weight (Zhang and Sennrich 2019)."""
-    return nn.LayerNorm(dim, spec.eps) if spec.kind == "layernorm" else nn.RMSNorm(dim, spec.eps)
+    """LayerNorm (Ba et al. 2016), or RMSNorm with a weight (Zhang and Sennrich 2019), with an offset or without."""
+    if spec.kind == "layernorm":
+        assert spec.offset == 0, "a layernorm with an offset"
+        return nn.LayerNorm(dim, spec.eps, bias=spec.bias)
+    return nn.RMSNorm(dim, spec.eps) if spec.offset == 0 else OffsetRMSNorm(spec, dim)
+
+
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm whose weight counts from an offset: x / rms(x) * (offset + weight), the factor in fp32 (Gemma)."""
+
+    def __init__(self, spec: NormSpec, dim: int) -> None:
+        super().__init__(dim, spec.eps)
+        self.offset = spec.offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        # In fp32: near an offset of 1 a weight in bf16 has three digits.
+        out = F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + self.offset, self.eps)
+        return out.to(x.dtype)

@@ -26,17 +26,22 @@ class NormSpec:
 
     kind: Literal["rmsnorm", "layernorm"]
     eps: float
+    bias: bool = True
+    """A layernorm has a bias."""
+    offset: float = 0.0
+    """Added to the weight."""
 
     def parameters(self, dim: int) -> list[int]:
         """Sizes of the parameters of a normalization of `dim` elements."""
-        return [dim] * (2 if self.kind == "layernorm" else 1)
+        return [dim] * (2 if self.kind == "layernorm" and self.bias else 1)
 
 
 @dataclass(frozen=True)
 class RopeSpec:
     """Rotary position embedding of queries and keys."""
 
-    head_dim: int
+    dims: int
+    """Dimensions of a head that are turned, from the first one on."""
     theta: float
     scaling: RopeScalingConfig | None
 
@@ -103,12 +108,18 @@ class Vector:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm of each head. All ranks of tp have its parameters, and use them for the heads [B, S, H, E] they have."""
+    """A norm of each head, with parameters that all ranks of tp have; or of all heads together, cut over tp."""
 
     name: str
     """Name of the module within the part."""
     spec: NormSpec
     head_dim: int
+    heads: int | None = None
+    """Heads that are normalized together; None: each by itself."""
+
+    def parameters(self, tp: int) -> int:
+        """Parameters on a rank of tp."""
+        return sum(self.spec.parameters(self.head_dim * (self.heads or tp) // tp))
 
 
 @dataclass(frozen=True)
@@ -139,12 +150,27 @@ class CpTransfer:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Keys that a query sees by their distance; those of other documents are hidden besides."""
+
+    back: int | None = None
+    """Positions before the query; None: all."""
+    ahead: int | None = 0
+    """Positions behind it; 0: attention is causal; None: all."""
+
+
+@dataclass(frozen=True)
 class KernelUse:
     """Demands of a mixer on the kernel of attention."""
 
-    window: int | None
-    """Keys that a query sees, its own included; None: all before it."""
+    reach: Reach
     head_dim: int
+    value_dim: int
+    """Size of a value head."""
+    soft_cap: float | None = None
+    """Scores become cap * tanh(scores / cap) before they are masked."""
+    sinks: bool = False
+    """Each head has a logit besides those of keys."""
 
 
 class LayerPartSpec(ABC):
@@ -188,6 +214,10 @@ class LayerPartSpec(ABC):
         """Norms within the part."""
         return ()
 
+    def tp_sums(self, tp: int) -> int:
+        """fp32 numbers of a token that tp adds up within the part, in one all-reduce; 0: there is none."""
+        return 0
+
     @property
     @abstractmethod
     def divisions(self) -> tuple[Division, ...] | None:
@@ -227,7 +257,7 @@ class LayerPartSpec(ABC):
     def parameters(self, tp: int = 1) -> int:
         """Parameters on one rank of tp."""
         biases = sum(matrix.bias_parameters(tp) for matrix in self.matrices)
-        norms = sum(sum(norm.spec.parameters(norm.head_dim)) for norm in self.head_norms)
+        norms = sum(norm.parameters(tp) for norm in self.head_norms)
         vectors = sum(prod(vector.shape) // tp for vector in self.vectors)
         return self.matrix_parameters(tp) + biases + norms + vectors
 
@@ -238,7 +268,8 @@ class LayerPartSpec(ABC):
     def partial_gradients(self, tp: int) -> Iterator[int]:
         """Sizes of the parameters that all ranks of tp have and of whose gradients each knows a part."""
         for norm in self.head_norms:
-            yield from norm.spec.parameters(norm.head_dim)
+            if norm.heads is None:
+                yield from norm.spec.parameters(norm.head_dim)
         for matrix in self.matrices:
             if matrix.shared(tp):
                 yield matrix.elements
@@ -257,27 +288,59 @@ class MixerSpec(LayerPartSpec):
         """Demand on the kernel of attention; None: it has no attention."""
         return None
 
+    @property
+    def rope(self) -> RopeSpec | None:
+        """Rotary embedding; None: it has none."""
+        return None
+
     def sees_all(self, length: int) -> bool:
         """True if a kernel needs no mask for a sequence of one document."""
-        return self.kernel is None or (self.kernel.window or length) >= length
+        if self.kernel is None:
+            return True
+        back = self.kernel.reach.back
+        return back is None or back >= length - 1
 
     def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer | None:
         """Transfers with a value of `parallel.cp_method`; None: it needs whole sequences."""
         return None
 
 
+NormPlace = Literal["pre", "output", "both", "post"]
+Residual = Literal["sequential", "parallel", "parallel_shared"]
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """A block: mixer and mlp, a norm before each."""
+    """A block: mixer and mlp, or one of them, and their norms. See `LayerConfig` for the places."""
 
-    mixer: MixerSpec
-    mlp: LayerPartSpec
+    mixer: MixerSpec | None
+    mlp: LayerPartSpec | None
     norm: NormSpec
+    norm_place: NormPlace = "pre"
+    residual: Residual = "sequential"
+    residual_scale: float = 1.0
+    """Factor on what a part adds to the stream."""
 
     @cached_property
     def parts(self) -> dict[str, LayerPartSpec]:
-        """By name of the module."""
-        return {"mixer": self.mixer, "mlp": self.mlp}
+        """By name of the module, in the order of the forward pass."""
+        both = {"mixer": self.mixer, "mlp": self.mlp}
+        return {place: part for place, part in both.items() if part is not None}
+
+    @cached_property
+    def dim(self) -> int:
+        """Width of the residual stream."""
+        return next(iter(self.parts.values())).dim
+
+    @cached_property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the modules of norms.
+
+        `mixer_norm` and `mlp_norm` are on inputs, `..._out_norm` on outputs, `..._sum_norm` on the stream behind them.
+        """
+        kinds = {"pre": ("norm",), "output": ("out_norm",), "both": ("norm", "out_norm"), "post": ("sum_norm",)}
+        names = [f"{place}_{kind}" for place in self.parts for kind in kinds[self.norm_place]]
+        return tuple(name for name in names if name != "mlp_norm" or self.residual != "parallel_shared")
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
@@ -286,8 +349,13 @@ class LayerSpec:
 
     @cached_property
     def norm_sizes(self) -> list[int]:
-        """Sizes of the parameters of the norms before the parts."""
-        return [size for part in self.parts.values() for size in self.norm.parameters(part.dim)]
+        """Sizes of the parameters of the norms of the parts."""
+        return self.norm.parameters(self.dim) * len(self.norms)
+
+    @property
+    def ends_in_sum(self) -> bool:
+        """True if nothing but an addition follows the last product."""
+        return self.norm_place in ("pre", "post") and self.residual_scale == 1
 
     def fits(self, tp: int) -> bool:
         """True if tp can cut all parts."""

@@ -59,13 +59,15 @@ class Recompute:
 
     Attributes:
         keep: Operations whose results are kept all the same; None: only the layer's input is.
-        needless: Of its matrix products, counted from 0, those whose results nobody needs again: of the last one, and
-            of one whose sum over tp is kept.
+        needless: Of its matrix products, counted from 0, those whose results nobody needs again: of the last one if
+            nothing but a sum follows, and of those whose sums over tp are kept.
+        last_sum: Of its sums over tp, counted from 0, the last one if nobody needs its result again.
         offload: What is kept is in the memory of the host meanwhile; with `keep` None.
     """
 
     keep: frozenset[Any] | None
     needless: frozenset[int] = frozenset()
+    last_sum: int | None = None
     offload: bool = False
 
     @classmethod
@@ -82,8 +84,10 @@ class Recompute:
             return None
         if config.mode == "full":
             return cls(None, offload=config.offload)
-        outputs = {number for number, matrix in enumerate(spec.matrices.values()) if matrix.to_residual}
-        needless = outputs if tp > 1 and "communication" in config.keep else {len(spec.matrices) - 1}
+        needless = {len(spec.matrices) - 1} if spec.ends_in_sum else set()
+        if tp > 1 and "communication" in config.keep:
+            needless |= {number for number, matrix in enumerate(spec.matrices.values()) if matrix.to_residual}
+        sums = sum(1 + part.tp_sums(tp) for part in spec.parts.values())
         keep = {operation for name in config.keep for operation in OPERATIONS[name]}
         if "attention" in config.keep:
             keep.update(packed.operations())
@@ -91,13 +95,13 @@ class Recompute:
                 from pipeline.train.model.kernels.flex import OPERATION
 
                 keep.add(OPERATION)
-        return cls(_one(frozenset(keep)), _one(frozenset(needless)))
+        return cls(_one(frozenset(keep)), _one(frozenset(needless)), sums - 1 if spec.ends_in_sum else None)
 
     def __call__(self, compute: Callable[[Tensor], Result], x: Tensor) -> Result:
         """`compute(x)`, which must do the same each time it is called and change nothing outside."""
         how: dict[str, Any] = {}
         if self.keep is not None:
-            how["context_fn"] = partial(_contexts, self.keep, self.needless)
+            how["context_fn"] = partial(_contexts, self.keep, self.needless, self.last_sum)
         if self.offload:
             # Around the checkpoint, which hides from these hooks all that it does not keep.
             with save_on_cpu(pin_memory=True):
@@ -116,25 +120,26 @@ def _one(of: frozenset[Any]) -> frozenset[Any]:
     return of
 
 
-def _contexts(keep: frozenset[Any], needless: frozenset[int]) -> Any:
+def _contexts(keep: frozenset[Any], needless: frozenset[int], last_sum: int | None) -> Any:
     """For a pass and its repetition; a compiler follows into functions of a module alone."""
-    return create_selective_checkpoint_contexts(_Policy(keep, needless))  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(_Policy(keep, needless, last_sum))  # type: ignore[no-untyped-call]
 
 
 class _Policy:
     """Policy for the results of one forward pass of a layer, asked in that pass and again in its repetition."""
 
-    def __init__(self, keep: frozenset[Any], needless: frozenset[int]) -> None:
+    def __init__(self, keep: frozenset[Any], needless: frozenset[int], last_sum: int | None) -> None:
         self._keep = keep
         self._needless = needless
+        self._last_sum = last_sum
         self._counts: Counter[tuple[bool, str]] = Counter()
 
     def __call__(self, context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         kept = operation in self._keep
         if operation in _PRODUCTS:
             kept = kept and self._count(context, "product") not in self._needless
-        elif operation in _SUMS:  # of the outputs of mixer and mlp
-            kept = kept and self._count(context, "sum") == 0
+        elif operation in _SUMS:  # as of the outputs of mixer and mlp
+            kept = kept and self._count(context, "sum") != self._last_sum
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _count(self, context: Any, kind: str) -> int:

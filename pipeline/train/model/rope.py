@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021) and its scalings for longer contexts.
 
-Dimension i of a head is paired with dimension i + head_dim / 2, the order of Hugging Face checkpoints, so that
+Dimension i of a head is paired with dimension i + dims / 2, the order of Hugging Face checkpoints, so that
 converting needs no permutation of rows.
 """
 
@@ -17,11 +17,11 @@ from pipeline.train.model.part_spec import RopeSpec
 
 
 def rope_frequencies(spec: RopeSpec, device: torch.device) -> tuple[Tensor, float]:
-    """Angle by position of each pair of dimensions, fp32 [head_dim / 2], and the factor on cos and sin.
+    """Angle by position of each pair of dimensions, fp32 [dims / 2], and the factor on cos and sin.
 
     Computed where it is used and never stored: a buffer would not survive building on the meta device.
     """
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
+    exponents = torch.arange(0, spec.dims, 2, dtype=torch.float32, device=device) / spec.dims
     frequencies = spec.theta**-exponents
     scaling = spec.scaling
     if scaling is None:
@@ -49,10 +49,10 @@ def _yarn(frequencies: Tensor, spec: RopeSpec, scaling: RopeScalingConfig) -> Te
 
     def dimension_with(rotations: float) -> float:
         ratio = scaling.original_max_positions / (rotations * 2 * math.pi)
-        return spec.head_dim * math.log(ratio) / (2 * math.log(spec.theta))
+        return spec.dims * math.log(ratio) / (2 * math.log(spec.theta))
 
     first = max(math.floor(dimension_with(scaling.beta_fast)), 0)
-    last = min(math.ceil(dimension_with(scaling.beta_slow)), spec.head_dim - 1)
+    last = min(math.ceil(dimension_with(scaling.beta_slow)), spec.dims - 1)
     index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
     kept = 1 - ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
@@ -66,7 +66,7 @@ def rope_tables(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions: Integers [S], or [B, S] when they differ by row.
 
     Returns:
-        cos [(B,) S, 1, head_dim] and sin [(B,) S, 1, head_dim / 2], fp32.
+        cos [(B,) S, 1, dims] and sin [(B,) S, 1, dims / 2], fp32.
     """
     frequencies, factor = rope_frequencies(spec, positions.device)
     angles = positions.to(torch.float32)[..., None, None] * frequencies
@@ -75,7 +75,14 @@ def rope_tables(spec: RopeSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x_BSHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates every pair of dimensions of [B, S, heads, head_dim] by its position's angle, in fp32."""
+    """Rotates every pair of dimensions of [B, S, heads, head_dim] by its position's angle, in fp32.
+
+    The tables may be for the first dimensions of a head; the others stay.
+    """
+    dims = cos.shape[-1]
+    if dims < x_BSHE.shape[-1]:
+        turned = _Rotation.apply(x_BSHE[..., :dims], cos, sin)  # type: ignore[no-untyped-call]
+        return torch.cat((turned, x_BSHE[..., dims:]), dim=-1)
     out: Tensor = _Rotation.apply(x_BSHE, cos, sin)  # type: ignore[no-untyped-call]
     return out
 

@@ -41,6 +41,16 @@ class MixerState(Protocol):
         """Row `source`, which has `length` positions, takes the place of row `target`."""
 
 
+class NoState:
+    """State of a layer without a mixer."""
+
+    def join(self, other: NoState, lengths: Sequence[int], more: Sequence[int]) -> None:
+        """See `MixerState`."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """See `MixerState`."""
+
+
 class KVCache:
     """Keys and values, [rows, T, K, E] each, in memory that grows by doubling."""
 

@@ -81,6 +81,10 @@ class GatheredKeys(_ContextAxis):
             outs.append(core(q_BCHE, k_BSKE[:, :end], v_BSKE[:, :end], piece))
         return torch.cat(outs, dim=1)
 
+    def heads(self, x_H: Tensor) -> Tensor:
+        """See `SequenceCut`: all of them."""
+        return x_H
+
     def _places(self, rank: int) -> tuple[int, int]:
         """The pieces of a rank, counted from the beginning of the sequence."""
         return rank, 2 * self.size - 1 - rank
@@ -143,6 +147,10 @@ class ExchangedHeads(_ContextAxis):
         mixed = cast(Tensor, _Exchange.apply(torch.cat(by_rank, dim=3).flatten(2, 3), self, True))  # type: ignore[no-untyped-call]
         q_BSHE, k_BSKE, v_BSKE = torch.split(mixed, [x.shape[3] for x in by_rank], dim=2)
         return cast(Tensor, _Exchange.apply(core(q_BSHE, k_BSKE, v_BSKE, 0), self, False))  # type: ignore[no-untyped-call]
+
+    def heads(self, x_H: Tensor) -> Tensor:
+        """See `SequenceCut`: those of this rank."""
+        return x_H.chunk(self.size)[self.rank]
 
     def to_heads(self, x_BLHE: Tensor) -> Tensor:
         """All heads of a piece -> some heads [B, S, H / cp, E] of the sequence."""

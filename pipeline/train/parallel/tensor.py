@@ -17,8 +17,10 @@ parallelism, the norms of queries and keys, and shared keys and values.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +44,8 @@ from pipeline.train.model.block import Block
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.head import Head
 from pipeline.train.model.loss import Criterion
-from pipeline.train.model.part_spec import LayerPartSpec, Matrix
+from pipeline.train.model.part_spec import HeadNorm, LayerPartSpec, Matrix
+from pipeline.train.parallel.torch_compat.core import all_reduce
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -73,11 +76,10 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
 def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
     # torch would cut unevenly, and then take all pieces to be as large as its own.
     assert block.spec.fits(mesh.size()), (block.spec, mesh.size())
-    plan: dict[str, ParallelStyle] = {}
+    plan: dict[str, ParallelStyle] = {name: _WholeParameters(stream) for name in block.spec.norms}
     for place, part in block.spec.parts.items():
         # A mixer's other two arguments are context and state.
         more = (None, None) if place == "mixer" else ()
-        plan[f"{place}_norm"] = _WholeParameters(stream)
         # A DTensor goes to the matrices, and not a local tensor, so that their gradients are added before one sum over
         # tp.
         plan[place] = PrepareModuleInput(input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more))
@@ -97,7 +99,10 @@ def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: 
             columns = matrix.cut == "columns"
             plan[matrix.name] = RowwiseParallel(output_layouts=stream) if columns else ColwiseParallel()
     for norm in part.head_norms:
-        plan[norm.name] = _WholeParameters(Shard(2))  # each rank has heads of [B, S, H, E]
+        if norm.heads is None:
+            plan[norm.name] = _WholeParameters(Shard(2))  # each rank has heads of [B, S, H, E]
+        else:
+            module.set_submodule(norm.name, ShardedRMSNorm(norm, module.get_submodule(norm.name), mesh))
     for vector in part.vectors:
         whole = module.get_parameter(vector.name)
         module.register_parameter(vector.name, _distributed(whole, mesh, Shard(0)))
@@ -210,6 +215,38 @@ class VocabParallelEmbedding(nn.Module):
         # The product is of a kind of its own while the sum is under way, and a compiled block that gets it loses its
         # gradient (2.13); any operation on it ends that, but not `wait`.
         return sum_BSD.redistribute(placements=[self._stream]).to_local() * 1
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over all heads, of which this rank has some: the squares of all are summed over the ranks."""
+
+    def __init__(self, norm: HeadNorm, whole: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        assert norm.heads is not None and norm.spec.kind == "rmsnorm"
+        self._size = norm.heads * norm.head_dim
+        self._spec = norm.spec
+        self._group = mesh.get_group()
+        self.weight = _distributed(whole.get_parameter("weight"), mesh, Shard(0))
+
+    def forward(self, x_BSC: Tensor) -> Tensor:
+        """The channels of this rank's heads, [B, S, C]."""
+        x = x_BSC.float()
+        squares_BS1 = cast(Tensor, _SumOverRanks.apply(x.square().sum(-1, keepdim=True), self._group))  # type: ignore[no-untyped-call]
+        normalized = x * torch.rsqrt(squares_BS1 / self._size + self._spec.eps)
+        return (normalized * (cast(DTensor, self.weight).to_local().float() + self._spec.offset)).to(x_BSC.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum that all ranks use, each for other results: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradients[0], ctx.group), None
 
 
 class SharedHeads(nn.Module):

@@ -86,7 +86,7 @@ def in_flight(config: Config, layout: Layout, shape: StepShape) -> float:
 def _activation(config: Config, layout: Layout, layer: LayerSpec, index: int) -> float:
     """Numbers that backward needs of a token in a layer."""
     recompute, parts = config.train.recompute, layer.parts.values()
-    stream = layer.mixer.dim / (layout.tp if config.parallel.sequence_parallel else 1)
+    stream = layer.dim / (layout.tp if config.parallel.sequence_parallel else 1)
     if recompute.offload or recompute.mode == "budget":
         return 0.0
     repeated = recompute.mode != "none" and index % recompute.every == 0
@@ -94,7 +94,7 @@ def _activation(config: Config, layout: Layout, layer: LayerSpec, index: int) ->
         return stream
     if not repeated:
         # Inputs and outputs of the norms besides what is within the parts.
-        return 4 * stream + sum(part.kept_numbers(layout.tp) for part in parts)
+        return (2 + len(layer.norms)) * stream + sum(part.kept_numbers(layout.tp) for part in parts)
     return stream + sum(part.kept_results(recompute.keep, layout.tp) for part in parts)
 
 

@@ -236,7 +236,7 @@ def _stage_work(
     for index in stage.part.layers:
         layer = spec.layers[index]
         # A mask is a table for the kernel, which then computes all of it.
-        causal = not config.model.document_attention and layer.mixer.sees_all(length)
+        causal = not config.model.document_attention and (layer.mixer is None or layer.mixer.sees_all(length))
         scores = extra_flops(layer, length, causal=causal)
         multiplied = layer_flops(layer, length, causal=causal) - scores
         rounded = matrices.get(index, [])
@@ -316,7 +316,7 @@ class _Rates:
 
     def passes(self, layer: LayerSpec) -> float:
         """Reads and writes of a layer's forward pass besides its products."""
-        numbers = 2 * (2 + 3) * layer.mixer.dim / self._cut  # norms and sums
+        numbers = (2 * len(layer.norms) + 3 * len(layer.parts)) * layer.dim / self._cut  # norms and sums
         for part in layer.parts.values():
             numbers += part.elementwise_numbers(self._tp)
         return self.memory(numbers * self._element * self._factor)
@@ -329,7 +329,8 @@ def _again(recompute: RecomputeConfig, layer: LayerSpec, length: int, *, causal:
     if recompute.mode == "budget":
         return (1 - recompute.budget) * products, (1 - recompute.budget) * attention
     # Of the last product backward needs the factors and not the result, so that torch does not repeat it.
-    products -= 2.0 * list(layer.matrices.values())[-1].elements
+    if layer.ends_in_sum:
+        products -= 2.0 * list(layer.matrices.values())[-1].elements
     kept = recompute.keep if recompute.mode == "selective" else []
     return 0.0 if "matmul" in kept else products, 0.0 if "attention" in kept else attention
 

@@ -19,6 +19,7 @@ from pipeline.config.train import RecomputeConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import layer_parameters
+from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
@@ -147,17 +148,20 @@ class _Counter:
 
     def _tensor_parallel(self) -> Iterator[Transfer]:
         stream = self._tokens * self._spec.dim * self._element
-        layers, part = len(self._layers), self._stage.part
-        again = sum(is_recomputed(self._recompute, index) for index, _ in self._layers)
-        gathered = again if repeats_gathers(self._recompute) else 0
-        summed = again if repeats_communication(self._recompute) else 0
+        layers, part = [layer for _, layer in self._layers], self._stage.part
+        again = [layer for index, layer in self._layers if is_recomputed(self._recompute, index)]
+        parts, repeated = (sum(len(layer.parts) for layer in some) for some in (layers, again))
+        gathered = repeated if repeats_gathers(self._recompute) else 0
         # Of a layer's last operation backward needs the input alone, so that it is not repeated, and its sum neither.
+        summed = repeated - sum(layer.ends_in_sum for layer in again)
+        if not repeats_communication(self._recompute):
+            again, summed = [], 0
         rows: list[tuple[Operation, str, Phase, int]] = [
-            ("all_gather", "inputs of mixer and mlp", "forward", 2 * layers),
-            ("reduce_scatter", "outputs of mixer and mlp", "forward", 2 * layers),
-            ("all_gather", "gradients of their outputs", "backward", 2 * layers),
-            ("reduce_scatter", "gradients of their inputs", "backward", 2 * layers),
-            ("all_gather", "inputs of mixer and mlp", "again", 2 * gathered),
+            ("all_gather", "inputs of mixer and mlp", "forward", parts),
+            ("reduce_scatter", "outputs of mixer and mlp", "forward", parts),
+            ("all_gather", "gradients of their outputs", "backward", parts),
+            ("reduce_scatter", "gradients of their inputs", "backward", parts),
+            ("all_gather", "inputs of mixer and mlp", "again", gathered),
             ("reduce_scatter", "outputs of mixers", "again", summed),
         ]
         if part.first:
@@ -175,12 +179,21 @@ class _Counter:
                 yield self._in_each_micro_batch("tp", operation, what, phase, calls, calls * stream)
             elif operation == "reduce_scatter":  # without a cut there is nothing to gather, and sums stay whole
                 yield self._in_each_micro_batch("tp", "all_reduce", what, phase, calls, calls * stream)
+        yield from self._wide_norms("forward", layers)
+        yield from self._wide_norms("backward", layers)
+        yield from self._wide_norms("again", again)
         if part.last:
             chunks = -(-self._tokens // self._chunk)
             size = self._tokens * _FP32
             yield self._in_each_micro_batch("tp", "all_reduce", "largest logits", "forward", chunks, size)
             yield self._in_each_micro_batch("tp", "all_reduce", "sums of the softmax", "forward", chunks, 2 * size)
         yield self._partial_gradients()
+
+    def _wide_norms(self, phase: Phase, layers: Sequence[LayerSpec]) -> Iterator[Transfer]:
+        """Sums of squares over the ranks of tp."""
+        calls = sum(part.tp_sums(self._layout.tp) for layer in layers for part in layer.parts.values())
+        if calls:
+            yield self._in_each_micro_batch("tp", "all_reduce", "squares", phase, calls, calls * self._tokens * _FP32)
 
     def _in_each_micro_batch(
         self, axis: Literal["tp", "cp"], operation: Operation, what: str, phase: Phase, calls: int, size: int
@@ -216,6 +229,8 @@ class _Counter:
         backward: Operation = "all_to_all" if exchanges else "reduce_scatter"
         repeats = (repeats_communication if exchanges else repeats_gathers)(self._recompute)
         for index, layer in self._layers:
+            if layer.mixer is None:
+                continue
             sent = layer.mixer.cp_transfer(method, layout.tp, layout.cp)
             assert sent is not None, f"{layer.mixer.label} over cp"
             size = self._tokens * sent.numbers * self._element

@@ -30,7 +30,7 @@ from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.huggingface.families import FAMILIES, map_tensors
-from pipeline.train.model.config import MLPS, decoder_spec, layer_specs
+from pipeline.train.model.config import MIXERS, MLPS, decoder_spec, layer_specs
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
@@ -173,8 +173,8 @@ def mixed_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """Convolutions between attention within a window and to all, with mlps of two sizes."""
     (given,) = {id(layer): layer for layer in layer_specs(config)}.values()
     convolution = GatedConvolutionSpec.of(config, GatedConvolutionConfig())
-    near = AttentionSpec.of(config.model_copy(update={"sliding_window": 3}))
-    wide = MlpSpec.of(config.model_copy(update={"ffn_dim": 128}))
+    near = AttentionSpec.of(config, config.model_copy(update={"sliding_window": 3}))
+    wide = MlpSpec.of(config, config.model_copy(update={"ffn_dim": 128}))
     pattern = (
         LayerSpec(convolution, given.mlp, given.norm),
         LayerSpec(near, wide, given.norm),
@@ -266,7 +266,8 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
 
 
 def test_each_value_of_the_key_has_a_kind() -> None:
-    assert get_args(ModelConfig.model_fields["mlp"].annotation) == tuple(MLPS)
+    for name, table in (("mixer", MIXERS), ("mlp", MLPS)):
+        assert get_args(ModelConfig.model_fields[name].annotation) == (*table, "none")
 
 
 @pytest.mark.usefixtures("kind")

@@ -157,7 +157,7 @@ class Prepared:
     It is the same for every micro-batch, so that all that are under way share one. The last few sights are kept.
     """
 
-    _KEPT = 4
+    _KEPT = 16
 
     def __init__(self) -> None:
         self._made: dict[tuple[Kernel, AttentionMask], Any] = {}

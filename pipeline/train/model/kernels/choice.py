@@ -74,10 +74,10 @@ class KernelRequirements:
     @classmethod
     def of(cls, model: ModelConfig, spec: DecoderSpec, train: TrainConfig, compiled: bool) -> KernelRequirements:
         """That of a training."""
-        uses = [use for layer in spec.different_layers if (use := layer.mixer.kernel)]
+        uses = [use for layer in spec.different_layers if layer.mixer and (use := layer.mixer.kernel)]
         return cls(
             model.document_attention,
-            any(use.window is not None for use in uses),
+            any(use.reach.back is not None for use in uses),
             max((use.head_dim for use in uses), default=0),
             train.precision.compute,
             train.deterministic,

@@ -33,7 +33,7 @@ def _head_size(config: Config, _: Layout) -> Iterator[str]:
     if backend not in FUSED:
         return
     for size in dict.fromkeys(
-        use.head_dim for layer in spec_of(config).different_layers if (use := layer.mixer.kernel)
+        use.head_dim for layer in spec_of(config).different_layers if layer.mixer and (use := layer.mixer.kernel)
     ):
         if size % MULTIPLE or size > MOST:
             near = max(MULTIPLE, min(MOST, size // MULTIPLE * MULTIPLE))

@@ -56,6 +56,11 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter within a forward pass, with a gradient."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
     """Let the next step of a fused optimizer leave weights and states as they are where `found_inf` is 1.
 
@@ -67,7 +72,7 @@ def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tens
 def all_gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Tensors of all ranks of a group, [ranks, ...].
 
-    This and the next two are the operations beneath torch's functional collectives, the same in 2.11 and 2.13: a
+    This and the next three are the operations beneath torch's functional collectives, the same in 2.11 and 2.13: a
     compiler can follow them, and selective recomputation knows them. There is no gradient.
     """
     gathered = _collectives.all_gather_into_tensor(own.contiguous(), group.size(), group.group_name)
@@ -89,6 +94,12 @@ def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     exchanged = _collectives.all_to_all_single(parts.contiguous(), sizes, sizes, group.group_name)
     result: torch.Tensor = _collectives.wait_tensor(exchanged)
     return result
+
+
+def all_reduce(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the ranks of a group."""
+    reduced: torch.Tensor = _collectives.wait_tensor(_collectives.all_reduce(own.contiguous(), "sum", group.group_name))
+    return reduced
 
 
 def unflatten_mesh(mesh: DeviceMesh, degrees: dict[str, int]) -> DeviceMesh:

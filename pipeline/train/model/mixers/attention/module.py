@@ -6,6 +6,7 @@ size.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,13 +16,14 @@ from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import apply_rope
 from pipeline.train.model.states import KVCache, MixerState
+from pipeline.train.parallel.torch_compat.core import own_part
 
 
 class Attention(nn.Module):
     """Scaled dot-product attention over `kv_heads` shared keys and values (Ainslie et al. 2023).
 
-    With `qk_norm` queries and keys are normalized a head before the rotary embedding (Qwen3). With tensor parallelism
-    a rank has some of the heads, and H and K are those it has.
+    With `qk_norm` queries and keys are normalized before the rotary embedding, each head by itself (Qwen3) or all
+    together (OLMo 2). With tensor parallelism a rank has some of the heads, and H and K are those it has.
     """
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -31,9 +33,12 @@ class Attention(nn.Module):
         self.wk = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
         self.wv = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
         self.wo = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=spec.output_bias)
-        if spec.qk_norm is not None:
-            self.q_norm = build_norm(spec.qk_norm, spec.head_dim)
-            self.k_norm = build_norm(spec.qk_norm, spec.head_dim)
+        for norm in spec.head_norms:
+            self.add_module(norm.name, build_norm(norm.spec, norm.head_dim * (norm.heads or 1)))
+        if spec.gate:
+            self.wg = nn.Linear(spec.dim, spec.heads * spec.head_dim, bias=False)
+        if spec.sinks:
+            self.sinks = nn.Parameter(torch.zeros(spec.heads))
 
     def new_state(self, max_length: int | None) -> KVCache:
         """An empty cache for generation; see `Decoder.new_states`."""
@@ -41,42 +46,56 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: LayerContext, state: MixerState | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
+        out_BSHE = self._attend(*self._queries_keys_values(x_BSD, context), context, state)
+        out_BSC = out_BSHE.flatten(2)
+        if self.spec.gate:
+            out_BSC = out_BSC * torch.sigmoid(self.wg(x_BSD))
+        out_BSD: Tensor = self.wo(out_BSC)
+        return out_BSD
+
+    def _queries_keys_values(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, S, H, E], keys and values [B, S, K, E], normalized and turned."""
         spec = self.spec
-        q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, spec.head_dim))
-        k_BTKE = self.wk(x_BSD).unflatten(-1, (-1, spec.head_dim))
-        v_BTKE = self.wv(x_BSD).unflatten(-1, (-1, spec.head_dim))
-        if spec.qk_norm is not None:
-            q_BSHE, k_BTKE = self.q_norm(q_BSHE), self.k_norm(k_BTKE)
+        q_BSC, k_BSC = self.wq(x_BSD), self.wk(x_BSD)
+        if spec.wide_qk_norm:
+            q_BSC, k_BSC = self._normalized(q_BSC, k_BSC)
+        q_BSHE, k_BSKE, v_BSKE = (x.unflatten(-1, (-1, spec.head_dim)) for x in (q_BSC, k_BSC, self.wv(x_BSD)))
+        if spec.qk_norm is not None and not spec.wide_qk_norm:
+            q_BSHE, k_BSKE = self._normalized(q_BSHE, k_BSKE)
         if context.rope is not None:
-            q_BSHE, k_BTKE = apply_rope(q_BSHE, *context.rope), apply_rope(k_BTKE, *context.rope)
+            q_BSHE, k_BSKE = apply_rope(q_BSHE, *context.rope), apply_rope(k_BSKE, *context.rope)
+        return q_BSHE, k_BSKE, v_BSKE
+
+    def _normalized(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        return self.get_submodule("q_norm")(queries), self.get_submodule("k_norm")(keys)
+
+    def _attend(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, context: LayerContext, state: MixerState | None
+    ) -> Tensor:
+        """Outputs of the heads, [B, S, H, E]."""
+        scale, sinks_H = self.spec.scale, own_part(self.sinks) if self.spec.sinks else None
         if state is not None:
             assert isinstance(state, KVCache) and context.places is not None
-            k_BTKE, v_BTKE = state.append(k_BTKE, v_BTKE, context.places)
-            mask = context.masks[spec.window]
+            k_BTKE, v_BTKE = state.append(k_BSKE, v_BSKE, context.places)
             if q_BSHE.shape[1] == 1:
-                return self._attend_once(q_BSHE, k_BTKE, v_BTKE, mask)
-            return self._project(masked_attention(q_BSHE, k_BTKE, v_BTKE, mask, spec.scale))
+                return self._attend_once(q_BSHE, k_BTKE, v_BTKE, context.mask)
+            return masked_attention(q_BSHE, k_BTKE, v_BTKE, context.mask, scale)
+        cut = context.cut
+        if cut is not None and sinks_H is not None:
+            sinks_H = cut.heads(sinks_H)
 
         def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
             if context.observer is not None:
-                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece], spec.scale)
-            return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[spec.window][piece], spec.scale)
+                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[piece], scale)
+            return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[piece], scale)
 
-        if context.cut is None:
-            return self._project(attend(q_BSHE, k_BTKE, v_BTKE, 0))
-        return self._project(context.cut.attend(q_BSHE, k_BTKE, v_BTKE, attend))
-
-    def _project(self, out_BSHE: Tensor) -> Tensor:
-        """Outputs of the heads, projected to [B, S, D]."""
-        out_BSD: Tensor = self.wo(out_BSHE.flatten(2))
-        return out_BSD
+        return attend(q_BSHE, k_BSKE, v_BSKE, 0) if cut is None else cut.attend(q_BSHE, k_BSKE, v_BSKE, attend)
 
     def _attend_once(self, q_B1HE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
-        """One query a row, at its last position: no mask means that it sees every key. [B, 1, D]."""
+        """One query per row, at its last position: no mask means that it sees every key. [B, 1, H, E]."""
         # The heads that share keys go in as queries of one head, so that no kernel has to repeat the keys.
         q_BKGE = q_B1HE.reshape(len(q_B1HE), k_BTKE.shape[2], -1, self.spec.head_dim)
         out_BKGE = F.scaled_dot_product_attention(
             q_BKGE, k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), attn_mask=mask, scale=self.spec.scale
         )
-        out_B1D: Tensor = self.wo(out_BKGE.flatten(1)[:, None])
-        return out_B1D
+        return out_BKGE.flatten(1, 2)[:, None]

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from pipeline.config.model import ModelConfig
-from pipeline.train.model.part_spec import CpTransfer, Division, HeadNorm, KernelUse, Matrix, MixerSpec, NormSpec
+from pipeline.config.model import LayerConfig, ModelConfig, head_size
+from pipeline.train.model.part_spec import (
+    CpTransfer,
+    Division,
+    HeadNorm,
+    KernelUse,
+    Matrix,
+    MixerSpec,
+    NormSpec,
+    Reach,
+    RopeSpec,
+    Vector,
+)
 
 _MUP_HEAD_DIM = 64
 """muP divides attention logits by head_dim instead of its root; the two agree for heads of this size."""
@@ -16,7 +27,7 @@ _MUP_HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
-    """Causal grouped-query attention. `window` counts the token itself; None is all tokens before it."""
+    """Causal grouped-query attention."""
 
     dim: int
     heads: int
@@ -25,8 +36,18 @@ class AttentionSpec(MixerSpec):
     qkv_bias: bool
     output_bias: bool
     qk_norm: NormSpec | None
-    window: int | None
+    reach: Reach
     scale: float
+    _: KW_ONLY
+    wide_qk_norm: bool = False
+    """`qk_norm` is over all heads together."""
+    rope_of_heads: RopeSpec | None = None
+    soft_cap: float | None = None
+    """Scores become cap * tanh(scores / cap)."""
+    sinks: bool = False
+    """A learned logit of each head takes a part of the attention and gives no value."""
+    gate: bool = False
+    """The result of a head is multiplied by sigmoid(wg x)."""
 
     label: ClassVar = "attention"
     module: ClassVar = "pipeline.train.model.mixers.attention.module.Attention"
@@ -43,19 +64,26 @@ class AttentionSpec(MixerSpec):
     }
 
     @classmethod
-    def of(cls, config: ModelConfig) -> AttentionSpec:
-        """That of the `model:` section."""
-        head_dim = config.head_size
+    def of(cls, model: ModelConfig, layer: LayerConfig) -> AttentionSpec:
+        """That of the layers with these keys."""
+        head_dim, window = head_size(layer, model.dim), layer.sliding_window
+        scale = head_dim**-0.5 if model.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim
+        rope = RopeSpec(int(layer.rope_share * head_dim), layer.rope_theta, layer.rope_scaling)
         return cls(
-            dim=config.dim,
-            heads=config.heads,
-            kv_heads=config.kv_heads or config.heads,
+            dim=model.dim,
+            heads=layer.heads,
+            kv_heads=layer.kv_heads or layer.heads,
             head_dim=head_dim,
-            qkv_bias=config.bias in ("qkv", "all"),
-            output_bias=config.bias == "all",
-            qk_norm=NormSpec("rmsnorm", config.norm_eps) if config.qk_norm else None,
-            window=config.sliding_window,
-            scale=head_dim**-0.5 if config.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim,
+            qkv_bias=layer.bias in ("qkv", "attention", "all"),
+            output_bias=layer.bias in ("attention", "all"),
+            qk_norm=NormSpec("rmsnorm", model.norm_eps, offset=model.norm_offset) if layer.qk_norm else None,
+            reach=Reach(None if window is None else window - 1),
+            scale=layer.attention_scale or scale,
+            wide_qk_norm=layer.qk_norm == "full",
+            rope_of_heads=rope if layer.positions == "rope" else None,
+            soft_cap=layer.attention_soft_cap,
+            sinks=layer.sinks,
+            gate=layer.output_gate,
         )
 
     @classmethod
@@ -71,40 +99,64 @@ class AttentionSpec(MixerSpec):
         return (
             Matrix("wq", queries, self.dim, "rows", self.qkv_bias),
             *(Matrix(name, keys, self.dim, "rows", self.qkv_bias, heads=self.kv_heads) for name in ("wk", "wv")),
+            *[Matrix("wg", queries, self.dim, "rows")] * self.gate,
             Matrix("wo", self.dim, queries, "columns", self.output_bias, to_residual=True),
         )
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """See `LayerPartSpec`."""
+        return (Vector("sinks", (self.heads,)),) if self.sinks else ()
 
     @property
     def head_norms(self) -> tuple[HeadNorm, ...]:
         """See `LayerPartSpec`."""
         if self.qk_norm is None:
             return ()
-        return tuple(HeadNorm(name, self.qk_norm, self.head_dim) for name in ("q_norm", "k_norm"))
+        heads = (self.heads, self.kv_heads) if self.wide_qk_norm else (None, None)
+        return tuple(
+            HeadNorm(name, self.qk_norm, self.head_dim, count)
+            for name, count in zip(("q_norm", "k_norm"), heads, strict=True)
+        )
+
+    def tp_sums(self, tp: int) -> int:
+        """Squares of queries and keys, where they are normalized over all heads."""
+        return 2 if tp > 1 and self.wide_qk_norm else 0
 
     @property
     def divisions(self) -> tuple[Division, ...]:
         """See `LayerPartSpec`."""
         heads = Division("heads", self.heads)
-        return (heads,) if self.kv_heads == self.heads else (heads, Division("kv_heads", self.kv_heads, self.heads))
+        if self.kv_heads == self.heads:
+            return (heads,)
+        # A norm over all key heads counts each of them once: no rank may have another's.
+        return heads, Division("kv_heads", self.kv_heads, None if self.wide_qk_norm else self.heads)
 
     @property
     def kernel(self) -> KernelUse:
         """See `MixerSpec`."""
-        return KernelUse(self.window, self.head_dim)
+        return KernelUse(self.reach, self.head_dim, self.head_dim, self.soft_cap, self.sinks)
+
+    @property
+    def rope(self) -> RopeSpec | None:
+        """See `MixerSpec`."""
+        return self.rope_of_heads
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """Scores and their sum over values."""
-        window = min(self.window or sequence_length, sequence_length)
+        window = sequence_length if self.reach.back is None else min(self.reach.back + 1, sequence_length)
         keys = window - window**2 / (2 * sequence_length) if causal else window
         return 4.0 * self.heads * self.head_dim * keys
 
     def elementwise_numbers(self, tp: int) -> float:
-        """The rotation."""
-        return 2 * (self.heads + self.kv_heads) * self.head_dim / tp
+        """The rotation; the gate."""
+        turned = self.heads + self.kv_heads if self.rope is not None else 0
+        return (2 * turned + (3 * self.heads if self.gate else 0)) * self.head_dim / tp
 
     def kept_numbers(self, tp: int) -> float:
-        """Queries, keys, values and the result of attention."""
-        return 2 * (self.heads * self.head_dim / tp) + 2 * self._kv_heads_on_rank(tp) * self.head_dim
+        """Queries, keys, values and the result of attention; the gate and what it is multiplied with."""
+        of_queries = (4 if self.gate else 2) * (self.heads * self.head_dim / tp)
+        return of_queries + 2 * self._kv_heads_on_rank(tp) * self.head_dim
 
     def kept_results(self, keep: Collection[str], tp: int) -> float:
         """The result of attention; queries."""

@@ -6,17 +6,20 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast, get_args
 
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.part_spec import Division, LayerPartSpec, Matrix
+
+DenseKind = Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2"]
+_GATED = ("swiglu", "geglu", "geglu_exact")
 
 
 @dataclass(frozen=True)
 class MlpSpec(LayerPartSpec):
-    """`swiglu`: w2(silu(w1 x) * w3 x). `gelu`: w2(gelu(w1 x)) with the tanh approximation."""
+    """`swiglu`: w2(silu(w1 x) * w3 x). `gelu`: w2(gelu(w1 x)). For the others see `LayerConfig.mlp`."""
 
-    kind: Literal["swiglu", "gelu"]
+    kind: DenseKind
     dim: int
     ffn_dim: int
     bias: bool
@@ -29,12 +32,12 @@ class MlpSpec(LayerPartSpec):
     }
 
     @classmethod
-    def of(cls, config: ModelConfig) -> MlpSpec:
-        """That of the `model:` section."""
-        ffn_dim = config.ffn_dim or default_ffn_dim(config.mlp, config.dim)
-        # Spelled out: `model.mlp` may have values of other kinds.
-        kind: Literal["swiglu", "gelu"] = "gelu" if config.mlp == "gelu" else "swiglu"
-        return cls(kind, config.dim, ffn_dim, bias=config.bias == "all")
+    def of(cls, model: ModelConfig, layer: LayerConfig) -> MlpSpec:
+        """That of the layers with these keys."""
+        assert layer.mlp in get_args(DenseKind)
+        kind = cast(DenseKind, layer.mlp)
+        ffn_dim = layer.ffn_dim or default_ffn_dim(kind, model.dim)
+        return cls(kind, model.dim, ffn_dim, bias=layer.bias in ("mlp", "all"))
 
     @classmethod
     def same_meaning(cls, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +47,7 @@ class MlpSpec(LayerPartSpec):
     @property
     def gated(self) -> bool:
         """True if the hidden layer is a product of two."""
-        return self.kind == "swiglu"
+        return self.kind in _GATED
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -78,5 +81,5 @@ class MlpSpec(LayerPartSpec):
 
 
 def default_ffn_dim(kind: str, dim: int) -> int:
-    """4 * dim for gelu; for swiglu 8/3 * dim (three matrices with the parameters of two), up to a multiple of 64."""
-    return 4 * dim if kind == "gelu" else math.ceil(8 * dim / 3 / 64) * 64
+    """4 * dim; with a gate 8/3 * dim (three matrices with the parameters of two), up to a multiple of 64."""
+    return math.ceil(8 * dim / 3 / 64) * 64 if kind in _GATED else 4 * dim
