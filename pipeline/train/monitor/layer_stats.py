@@ -62,7 +62,9 @@ class Observer:
         self._places: dict[nn.Module, int] = {}
         for part in model.parts.values():
             for index, block in part.layers.items():
-                self._places |= {module: int(index) for module in (block, block.get_submodule("mixer"))}
+                self._places[block] = int(index)
+                if spec.layers[int(index)].mixer is not None:
+                    self._places[block.get_submodule("mixer")] = int(index)
         self._seen: _StepSums | None = None
 
     def begin(self, step: int) -> None:
