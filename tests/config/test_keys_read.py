@@ -17,8 +17,8 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.config.base import Section, record_reads
-from pipeline.config.model import LayerKindConfig, ModelConfig
 from pipeline.config.load import load
+from pipeline.config.model import LayerKindConfig, ModelConfig
 from pipeline.config.schema import keys
 from pipeline.config.train import ObjectiveConfig
 from tests.eval.server.running import running

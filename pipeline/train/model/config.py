@@ -47,6 +47,12 @@ class DecoderSpec:
         """Each layer once, in order."""
         return list(dict.fromkeys({id(layer): layer for layer in self.layers}.values()))
 
+    @property
+    def period(self) -> int:
+        """Layers after which the kinds repeat; all of them where they do not."""
+        layers = self.layers
+        return next(step for step in range(1, len(layers) + 1) if layers[step:] == layers[: len(layers) - step])
+
 
 MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {"attention": AttentionSpec.of}
 """By value of `model.mixer`, what makes the spec of the mixer."""

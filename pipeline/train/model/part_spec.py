@@ -354,8 +354,8 @@ class LayerSpec:
 
     @property
     def ends_in_sum(self) -> bool:
-        """True if nothing but an addition follows the last product."""
-        return self.norm_place in ("pre", "post") and self.residual_scale == 1
+        """True if nothing reads the result of the last product for a gradient: it is added, and that is all."""
+        return self.norm_place == "pre"
 
     def fits(self, tp: int) -> bool:
         """True if tp can cut all parts."""

@@ -1,8 +1,8 @@
 """A step of one process on fake tensors: the code that trains runs, and what memory it would take is booked.
 
 Nothing is computed and nothing is taken, so that a layer of any size needs no more than some thousand operations
-of Python. Layers are equal by specification: a few of them are run, and those of a whole model follow from the
-difference that one more of them makes.
+of Python. Layers are equal by specification, or repeat in a pattern: a few of them are run, and those of a whole model
+follow from the difference that a period more of them makes.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ from pipeline.train.step import Stepper
 DeviceType = Literal["cpu", "cuda"]
 Ends = Literal["whole", "first", "middle", "last"]
 """Part of the model that a stage is: with embedding and head, with one of them, or with neither."""
+
+Layers = tuple[int, int]
+"""Layers of a stage: the place of the first one in a period of the model's kinds, and how many there are."""
 
 _PIPELINES: Mapping[Ends, tuple[int, int]] = {"whole": (1, 0), "first": (2, 0), "middle": (3, 1), "last": (2, 1)}
 """The shortest pipeline that has such a stage, and the rank of it."""
@@ -108,26 +111,26 @@ def measure(
     spec: DecoderSpec,
     shape: Shape,
     ends: Ends,
-    layers: Sequence[int],
+    pieces: Sequence[Layers],
     device_type: DeviceType,
 ) -> list[StageMemory]:
-    """Run a step of a stage on fake tensors, once for each number of layers.
+    """Run a step of a stage on fake tensors, once for each of some layers.
 
     Stages of a pipeline are run in the shortest one that has such a stage, in the order forward, backward (1F1B).
 
     Args:
         config: The run file.
         layout: Of the run; all of it but the degree of the pipeline is taken.
-        spec: The model; its first layers are taken.
+        spec: The model.
         shape: Micro-batches of the run.
         ends: Which stage.
-        layers: Numbers of layers.
+        pieces: Layers of the stage.
         device_type: Whose kernels; the fake tensors are those of a CPU.
     """
     pp, rank = _PIPELINES[ends]
     fake = replace(layout, pp=pp)
     with fake_mesh(fake, rank * (fake.world_size // pp)) as mesh:
-        return [_measure(config, mesh, spec, shape, ends, count, device_type) for count in layers]
+        return [_measure(config, mesh, spec, shape, ends, layers, device_type) for layers in pieces]
 
 
 def _measure(
@@ -136,12 +139,14 @@ def _measure(
     spec: DecoderSpec,
     shape: Shape,
     ends: Ends,
-    layers: int,
+    layers: Layers,
     device_type: DeviceType,
 ) -> StageMemory:
     pp, rank = _PIPELINES[ends]
-    pieces = [layers if place == rank else 1 for place in range(pp)]
-    small = replace(spec, layers=tuple(islice(cycle(spec.layers), sum(pieces))))
+    start, count = layers
+    pieces = [count if place == rank else 1 for place in range(pp)]
+    mine, other = islice(cycle(spec.layers), start, start + count), spec.layers[:1]
+    small = replace(spec, layers=(*other * rank, *mine, *other * (pp - 1 - rank)))
     pipeline = PipelineConfig(schedule="1f1b", layers_per_stage=pieces) if pp > 1 else PipelineConfig()
     parallel = config.parallel.model_copy(update={**mesh.layout.degrees, "pipeline": pipeline})
     config = config.model_copy(update={"parallel": parallel, "train": _plain(config.train)})

@@ -103,7 +103,8 @@ class MicroBatch:
     """Seconds that one micro-batch takes, forward and backward, on the tp and cp ranks that share its work."""
 
     layer: float
-    """In each layer, computing and what it waits for; the mean, where only some are computed again."""
+    """In each layer, computing and what it waits for; the mean, where only some are computed again. Of several kinds
+    those count that take least."""
     ends: float
     """In embedding, head and loss."""
 
@@ -126,10 +127,13 @@ def micro_batch(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         sent = found.communication.get("tp", 0.0) + found.communication.get("cp", 0.0)
         return found.products + found.attention + found.recompute + found.elementwise + sent
 
-    # The first layer is computed again if any is: the mean of the others is not less than what they take.
-    whole, first = seconds(spec), seconds(replace(spec, layers=spec.layers[:1]))
-    layer = (whole - first) / (len(spec.layers) - 1) if len(spec.layers) > 1 else first
-    return MicroBatch(layer, max(0.0, first - layer))
+    def of_equal(kind: LayerSpec) -> MicroBatch:
+        # The first layer is computed again if any is: the mean of the others is not less than what they take.
+        whole, first = (seconds(replace(spec, layers=(kind,) * count)) for count in (len(spec.layers), 1))
+        layer = (whole - first) / (len(spec.layers) - 1) if len(spec.layers) > 1 else first
+        return MicroBatch(layer, max(0.0, first - layer))
+
+    return min(map(of_equal, spec.different_layers), key=lambda each: each.layer)
 
 
 def least_seconds(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, cost: MicroBatch) -> float:

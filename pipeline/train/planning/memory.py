@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 
 from pipeline.config import Config
 from pipeline.train.model.config import DecoderSpec
@@ -15,7 +16,7 @@ from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.parallel.torch_compat.pipeline_stage import schedule_actions
-from pipeline.train.planning.activations import DeviceType, Ends, Shape, StageMemory, measure
+from pipeline.train.planning.activations import DeviceType, Ends, Layers, Shape, StageMemory, measure
 from pipeline.train.planning.traffic import ACTIVE_STAGES
 
 
@@ -71,7 +72,7 @@ def memory(
     orders = _orders(config, layout, shape.micro_batches)
     ranks = []
     for rank in range(layout.pp):
-        mine = {stage.index: measured[_ends(stage), len(stage.part.layers)] for stage in stages if stage.rank == rank}
+        mine = {stage.index: measured[_piece(stage, spec)] for stage in stages if stage.rank == rank}
         ranks.append(_peak(rank, mine, orders[rank], shape.micro_batches))
     return ranks
 
@@ -85,38 +86,45 @@ def _ends(stage: Stage) -> Ends:
 
 def _measure_stages(
     config: Config, layout: Layout, spec: DecoderSpec, stages: Sequence[Stage], shape: Shape, device_type: DeviceType
-) -> Mapping[tuple[Ends, int], StageMemory]:
-    """By ends and number of layers, all different stages there are."""
-    recompute = config.train.recompute
+) -> Mapping[tuple[Ends, Layers], StageMemory]:
+    """By ends and layers, all different stages there are."""
     ahead = layers_ahead(config.parallel.overlap) if LayoutKind.of(config.parallel, layout).reshard else 0
-    few, more = _runs(recompute.every, ahead)
-    sizes: dict[Ends, set[int]] = defaultdict(set)
+    period = lcm(config.train.recompute.every, spec.period)
+    few, more = _runs(period, ahead)
+    by_ends: dict[Ends, set[Layers]] = defaultdict(set)
     for stage in stages:
-        sizes[_ends(stage)].add(len(stage.part.layers))
-    runs: dict[Ends, dict[int, StageMemory]] = {}
-    # Those in the middle first: a layer more is the same in all of them.
-    for ends in sorted(sizes, key=lambda ends: ends != "middle"):
-        known = few in runs.get("middle", {}) and more in runs["middle"]
-        wanted: set[int] = set()
-        for count in sizes[ends]:
-            wanted |= {few + (count - few) % recompute.every} if count > more else {count}
-            wanted |= {few, more} if count > more and not known else set()
+        ends, layers = _piece(stage, spec)
+        by_ends[ends].add(layers)
+    runs: dict[Ends, dict[Layers, StageMemory]] = {}
+    slope: dict[Layers, StageMemory] = {}
+    # Those in the middle first: a period more is the same in all of them.
+    for ends in sorted(by_ends, key=lambda ends: ends != "middle"):
+        wanted: set[Layers] = set()
+        for start, count in by_ends[ends]:
+            wanted.add((start, few + (count - few) % period if count > more else count))
+            wanted |= {(0, few), (0, more)} if count > more and not slope else set()
         runs[ends] = _run(config, layout, spec, shape, ends, sorted(wanted), device_type)
-        slope = runs["middle" if known else ends]
-        for count in sizes[ends] - runs[ends].keys():
-            first = few + (count - few) % recompute.every
-            periods = (count - first) / recompute.every
-            runs[ends][count] = runs[ends][first].plus(periods, slope[few], slope[more])
-    return {(ends, count): one for ends, counts in runs.items() for count, one in counts.items()}
+        slope = slope or (runs[ends] if (0, more) in wanted else {})
+        for start, count in by_ends[ends] - runs[ends].keys():
+            first = few + (count - few) % period
+            whole = runs[ends][start, first].plus((count - first) / period, slope[0, few], slope[0, more])
+            runs[ends][start, count] = whole
+    return {(ends, layers): one for ends, found in runs.items() for layers, one in found.items()}
 
 
-def _runs(every: int, ahead: int) -> tuple[int, int]:
+def _runs(period: int, ahead: int) -> tuple[int, int]:
     """Two numbers of layers that are run in place of many, the second one a period larger.
 
     They have a first layer and a last one, and `ahead` between: the layers that FSDP gathers ahead of the one at work.
     """
     few = 2 + ahead
-    return few, few + every
+    return few, few + period
+
+
+def _piece(stage: Stage, spec: DecoderSpec) -> tuple[Ends, Layers]:
+    """All that the memory of a stage depends on besides settings."""
+    layers = stage.part.layers
+    return _ends(stage), (layers.start % spec.period, len(layers))
 
 
 def _run(
@@ -125,30 +133,30 @@ def _run(
     spec: DecoderSpec,
     shape: Shape,
     ends: Ends,
-    counts: Sequence[int],
+    pieces: Sequence[Layers],
     device_type: DeviceType,
-) -> dict[int, StageMemory]:
+) -> dict[Layers, StageMemory]:
     recompute = config.train.recompute
 
-    def of_mode(mode: str) -> dict[int, StageMemory]:
+    def of_mode(mode: str) -> dict[Layers, StageMemory]:
         changed = recompute.model_copy(update={"mode": mode, "offload": False})
         train = config.train.model_copy(update={"recompute": changed})
         some = config.model_copy(update={"train": train})
         common = _settings(some, layout), replace(layout, pp=1), spec, shape, ends, device_type
-        keys = {count: (*common, count) for count in counts}
-        new = [count for count, key in keys.items() if key not in _measured]
+        keys = {layers: (*common, layers) for layers in pieces}
+        new = [layers for layers, key in keys.items() if key not in _measured]
         if len(_measured) > _MOST_MEASURED:
             _measured.clear()
-            new = list(counts)
+            new = list(pieces)
         if new:
             found = measure(some, layout, spec, shape, ends, new, device_type)
-            _measured.update({keys[count]: one for count, one in zip(new, found, strict=True)})
-        return {count: _measured[key] for count, key in keys.items()}
+            _measured.update({keys[layers]: one for layers, one in zip(new, found, strict=True)})
+        return {layers: _measured[key] for layers, key in keys.items()}
 
     if recompute.mode != "budget":
         return of_mode(recompute.mode)
     nothing, everything = of_mode("full"), of_mode("none")
-    return {count: nothing[count].plus(recompute.budget, nothing[count], everything[count]) for count in counts}
+    return {each: nothing[each].plus(recompute.budget, nothing[each], everything[each]) for each in pieces}
 
 
 def _settings(config: Config, layout: Layout) -> str:
@@ -158,8 +166,8 @@ def _settings(config: Config, layout: Layout) -> str:
     return parallel + config.model.model_dump_json() + train
 
 
-_measured: dict[tuple[str, Layout, DecoderSpec, Shape, Ends, DeviceType, int], StageMemory] = {}
-"""Memory by all that a stage's depends on, the number of its layers last; whoever compares layouts asks for the same
+_measured: dict[tuple[str, Layout, DecoderSpec, Shape, Ends, DeviceType, Layers], StageMemory] = {}
+"""Memory by all that a stage's depends on, its layers last; whoever compares layouts asks for the same
 stages again and again."""
 _MOST_MEASURED = 512
 

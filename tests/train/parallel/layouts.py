@@ -65,10 +65,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model.tie_embeddings": True,
         "train.loss.z_loss": 1e-3,
     },
+    "mixed": {
+        "model.kv_heads": 4,
+        "model.document_attention": True,
+        "model.norm_offset": 1.0,
+        "model.embedding_scale": 8.0,
+        "model.pattern": ["near", "far"],
+        "model.kinds": {
+            "near": {
+                "sliding_window": 7,
+                "rope_theta": 500.0,
+                "rope_share": 0.5,
+                "qk_norm": "full",
+                "output_gate": True,
+                "norm_place": "both",
+                "mlp": "geglu",
+                "bias": "attention",
+            },
+            "far": {"positions": "none", "kv_heads": 2, "qk_norm": True, "norm_place": "output", "mlp": "relu2"},
+        },
+    },
+    "branches": {
+        "model.norm": "layernorm",
+        "model.norm_bias": False,
+        "model.residual_scale": 0.5,
+        "model.logit_scale": 0.25,
+        "model.tie_embeddings": True,
+        "model.pattern": ["shared", "post"],
+        "model.kinds": {
+            "shared": {"residual": "parallel_shared", "head_dim": 16, "mlp": "gelu_exact", "bias": "mlp"},
+            "post": {"mixer": "none", "norm_place": "post", "ffn_dim": 64},
+        },
+    },
 }
-"""GPT-2-like, Llama-like, and one with what those two do not have."""
+"""GPT-2-like, Llama-like, one with what those two do not have, and two whose layers are of several kinds."""
 
-CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16}
+CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null"}
 """What the layouts compute their loss in; the one process does so in one piece."""
 
 COMMON: dict[str, Any] = {

@@ -33,6 +33,15 @@ _STEPS = 4
 _STEP = "plan_memory.step"
 """What a step is called in the profile."""
 
+KINDS: dict[str, Any] = {
+    "model.pattern": ["wide", "near", "near"],
+    "model.kinds": {
+        "wide": {"ffn_dim": 1024, "qk_norm": "full", "output_gate": True, "norm_place": "both", "mlp": "geglu"},
+        "near": {"sliding_window": 32, "rope_share": 0.5, "qk_norm": True, "norm_place": "output", "mlp": "gelu"},
+    },
+}
+"""Six layers, of which the first and the fourth have more of everything."""
+
 CASES: dict[str, dict[str, Any]] = {
     "one process": {},
     "one process, bf16": {"train.precision": {"compute": "bf16"}},
@@ -47,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
         "model.mlp": "gelu",
         "model.bias": "all",
     },
+    "layers of two kinds": KINDS,
+    "layers of two kinds, pp2": {**KINDS, "parallel.pp": 2, "train.batch_size": 8, "train.micro_batch_size": 1},
     "full recomputation": {"train.recompute": {"mode": "full"}},
     "full recomputation, every second layer": {"train.recompute": {"mode": "full", "every": 2}},
     "selective recomputation": {"train.recompute": {"mode": "selective"}},

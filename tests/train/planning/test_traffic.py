@@ -73,6 +73,12 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("llama", 4, {"dp_shard": 2, "tp": 2, "overlap": {"reduce": "last"}}, {}),
     ("llama", 4, {"pp": 2, "dp_shard": 2, "overlap": {"reduce": "each"}}, {}),
     ("qwen3", 4, {"pp": 2, "tp": 2, "overlap": {"reduce": "each"}}, {}),
+    # Layers of several kinds, with sums of squares over tp, and norms behind the sums.
+    ("mixed", 2, {"tp": 2}, {"recompute.mode": "selective"}),
+    ("mixed", 2, {"tp": 2, "sequence_parallel": False}, {"recompute": {"mode": "selective", "keep": ["matmul"]}}),
+    ("mixed", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "full"}),
+    ("branches", 2, {"tp": 2}, {"recompute.mode": "full"}),
+    ("branches", 4, {"pp": 2, "dp_shard": 2}, {}),
     # More stages on a rank than torch keeps whole at a time.
     (
         "llama",
