@@ -47,9 +47,12 @@ SLOW = (
 
 
 def cases() -> Iterator[Any]:
-    """Every row with each family. Quick are those of two processes with one family, and each second one of four."""
+    """Every row with two families, of equal layers or of several kinds.
+
+    Quick are those of two processes with one family, and each second one of four.
+    """
     for number, row in enumerate((*TESTED, *WITHIN_LAYERS, *OVERLAPPED)):
-        for place, family in enumerate(("llama", "gpt2")):
+        for place, family in enumerate((("mixed", "branches"), ("llama", "gpt2"))[number // 2 % 2]):
             world = row.layout.world_size
             quick = world <= 4 and number % (2 if world == 2 or row.name in QUICK else 4) == place
             plain = row in TESTED and row.layout.cp == 1 and 1 in (row.layout.pp, row.layout.dp_replicate)
