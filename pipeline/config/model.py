@@ -195,6 +195,8 @@ class ModelConfig(LayerConfig, _Size):
 
     @model_validator(mode="after")
     def _shapes(self) -> ModelConfig:
+        if self.norm_offset != 0 and self.norm != "rmsnorm":
+            raise ValueError(f"norm_offset needs norm: rmsnorm, and norm is {self.norm}")
         for name in [None, *self.kinds]:
             _check_layer(self.layer(name), self, "" if name is None else f"kinds.{name}: ")
         return self

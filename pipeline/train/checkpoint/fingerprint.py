@@ -8,9 +8,10 @@ from typing import Any
 from pipeline import __version__
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.config.train import OBJECTIVE_KEYS
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.part_spec import LayerSpec
 
 Fingerprints = dict[str, Any]
 """Aspect -> JSON value. The aspects are the names that resume.allow takes."""
@@ -51,21 +52,37 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
     if config.model.positions == "learned":
         # By default the longest windows decide, and a phase with longer ones may be appended.
         keys["max_positions"] = config.max_positions
-    for name in LATER_KEYS:
-        if getattr(config.model, name) == ModelConfig.model_fields[name].get_default(call_default_factory=True):
+    for name, value in _later_defaults().items():
+        if getattr(config.model, name) == value:
             del keys[name]
     return keys
 
 
+def _later_defaults() -> dict[str, Any]:
+    fields = ModelConfig.model_fields
+    return {name: fields[name].get_default(call_default_factory=True) for name in LATER_KEYS}
+
+
 def computing_keys(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
-    """The keys of `model` that decide what weights of the shapes of `spec` compute."""
-    # The tensors have shown what the vocabulary is.
-    keys = {key: value for key, value in model.items() if key not in ("max_positions", "vocab_size", "vocab_multiple")}
-    for layer in spec.different_layers:
-        for part in layer.parts.values():
-            keys |= part.same_meaning(model)
-    # Of how the weights were drawn, the base width of muP alone matters later: it scales attention and logits.
-    return {**keys, "init": {"mup_base_dim": model["init"].get("mup_base_dim")}}
+    """The keys of `model` that decide what weights of the shapes of `spec` compute; those of layers once per kind."""
+    model = _later_defaults() | model
+    # The tensors have shown what the vocabulary is. Of how the weights were drawn, the base width of muP alone matters
+    # later: it scales attention and logits.
+    apart = ("max_positions", "vocab_size", "vocab_multiple", "pattern", "kinds")
+    whole = {key: value for key, value in model.items() if key not in (*apart, *LayerConfig.model_fields)}
+    whole["init"] = {"mup_base_dim": model["init"].get("mup_base_dim")}
+    pattern, shared = model["pattern"], {key: model[key] for key in LayerConfig.model_fields if key in model}
+    if not pattern:
+        return whole | shared | _same_meaning(spec.layers[0], model)
+    names = [pattern[index % len(pattern)] for index in range(model["layers"])]
+    kinds = {name: shared | model["kinds"][name] for name in dict.fromkeys(names)}
+    for name, layer in dict(zip(names, spec.layers, strict=False)).items():  # one of the two may have more layers
+        kinds[name] |= _same_meaning(layer, whole | kinds[name])
+    return whole | {"pattern": names, "kinds": kinds}
+
+
+def _same_meaning(layer: LayerSpec, keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for part in layer.parts.values() for key, value in part.same_meaning(keys).items()}
 
 
 def objective_fingerprint(config: Config) -> dict[str, Any]:

@@ -8,7 +8,14 @@ from typing import get_args
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import OBJECTIVE_KEYS, ObjectiveConfig
-from pipeline.train.checkpoint.fingerprint import LATER_KEYS, model_fingerprint, objective_fingerprint
+from pipeline.train.checkpoint.fingerprint import (
+    LATER_KEYS,
+    computing_keys,
+    differences,
+    model_fingerprint,
+    objective_fingerprint,
+)
+from pipeline.train.model.config import decoder_spec
 from tests.tiny import write_run
 
 FIRST = {
@@ -27,6 +34,27 @@ def test_a_new_key_of_the_model_is_left_out_with_its_default(tmp_path: Path) -> 
     assert model_fingerprint(config)["init"].keys() == {"scheme", "std", "mup_base_dim"}
     larger = load(tmp_path / "run.yaml", ["model.vocab_size=400"])
     assert model_fingerprint(larger) == {**model_fingerprint(config), "vocab_size": 400}
+
+
+def test_a_model_may_be_written_in_several_ways() -> None:
+    shape = {"layers": 3, "dim": 32, "heads": 4, "kv_heads": 2}
+    near, far = {"sliding_window": 8}, {"positions": "none"}
+    whole = ModelConfig(**shape, pattern=["a", "b", "a"], kinds={"a": near, "b": far})
+    short = ModelConfig(
+        **shape | near, head_dim=8, pattern=["a", "b"], kinds={"a": {}, "b": far | {"sliding_window": None}}
+    )
+    other = ModelConfig(**shape | near, pattern=["a", "b"], kinds={"a": {}, "b": far})
+    spec = decoder_spec(whole, 97, 64)
+    found = [computing_keys(each.model_dump(mode="json"), spec) for each in (whole, short, other)]
+    assert differences("model", found[0], found[1]) == []
+    assert differences("model", found[0], found[2]) == [("model.kinds.b.sliding_window", None, 8)]
+
+
+def test_keys_of_later_versions_count_with_their_defaults(tmp_path: Path) -> None:
+    config = load(write_run(tmp_path))
+    spec = decoder_spec(config.model, 97, 64)
+    early, all_keys = model_fingerprint(config), config.model.model_dump(mode="json")
+    assert differences("model", computing_keys(early, spec), computing_keys(all_keys, spec)) == []
 
 
 def test_an_objective_is_compared_by_the_keys_that_it_reads(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""`model.pattern` and `model.kinds`: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.config.model import ModelConfig
+
+SHAPE: dict[str, Any] = {"layers": 5, "dim": 64, "heads": 4}
+
+
+def model(**keys: Any) -> ModelConfig:
+    return ModelConfig.model_validate({**SHAPE, **keys})
+
+
+def test_a_pattern_repeats_and_a_kind_changes_its_keys_alone() -> None:
+    found = model(
+        kv_heads=2,
+        sliding_window=16,
+        pattern=["near", "near", "far"],
+        kinds={"near": {"rope_theta": 500.0}, "far": {"sliding_window": None, "kv_heads": 4}},
+    )
+    assert found.layer_kinds == ["near", "near", "far", "near", "near"]
+    near, far = found.layer("near"), found.layer("far")
+    assert (near.kv_heads, near.sliding_window, near.rope_theta) == (2, 16, 500.0)
+    assert (far.kv_heads, far.sliding_window, far.rope_theta) == (4, None, 10000.0)
+    assert found.layer(None) is found
+
+
+def test_the_values_of_a_kind_are_written_as_they_were_given() -> None:
+    keys = {"pattern": ["a", "b"], "kinds": {"a": {"sliding_window": None}, "b": {}}}
+    found = model(**keys)
+    assert found.model_dump(mode="json")["kinds"] == keys["kinds"]
+    assert ModelConfig.model_validate(found.model_dump(mode="json")) == found
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pattern": ["a"]}, r"pattern has 'a', which is not in kinds \(none\)"),
+        ({"pattern": ["a", "c"], "kinds": {"a": {}, "b": {}}}, r"'c', which is not in kinds \(a, b\)"),
+        ({"pattern": ["a"], "kinds": {"a": {}, "b": {}}}, "kinds has 'b', which is not in pattern"),
+        ({"kinds": {"b": {}}}, "kinds has 'b', which is not in pattern"),
+        ({"pattern": ["a"] * 6, "kinds": {"a": {}}}, "pattern has 6 layers, but layers is 5"),
+        ({"pattern": ["a"], "kinds": {"a": {"heads": 3}}}, "kinds.a: dim 64 is not divisible by heads 3"),
+        ({"pattern": ["a"], "kinds": {"a": {"kv_heads": 3}}}, "kinds.a: heads 4 must be a multiple of kv_heads 3"),
+        ({"pattern": ["a"], "kinds": {"a": {"head_dim": 15}}}, "kinds.a: rope needs an even head_dim"),
+        ({"pattern": ["a"], "kinds": {"a": {"rope_share": 0.3}}}, r"kinds.a: rope_share 0.3 of a head is 4.8"),
+        ({"pattern": ["a"], "kinds": {"a": {"positions": "learned"}}}, "kinds.a.positions: learned positions are"),
+        ({"pattern": ["a"], "kinds": {"a": {"mixer": "none", "mlp": "none"}}}, "kinds.a: mixer and mlp are both none"),
+        ({"pattern": ["a"], "kinds": {"a": {"dim": 32}}}, "dim"),
+        ({"residual": "parallel", "norm_place": "both"}, "residual: parallel needs an mlp and norm_place: pre"),
+        ({"mixer": "none", "residual": "parallel"}, "residual: parallel needs a mixer"),
+        ({"positions": "none", "rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling needs positions: rope"),
+        (
+            {"attention_scale": 0.1, "init": {"scheme": "mup", "mup_base_dim": 32}},
+            "attention_scale and init.scheme: mup both set the factor",
+        ),
+        ({"norm": "layernorm", "norm_offset": 1.0}, "norm_offset needs norm: rmsnorm"),
+    ],
+)
+def test_what_does_not_fit_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        model(**keys)
