@@ -9,9 +9,8 @@ from pathlib import Path
 from pipeline.common.storage import put
 from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
-from pipeline.train.huggingface.families import FAMILIES, LAYER, TensorRule
-from pipeline.train.model.mixers.attention.spec import AttentionSpec
-from pipeline.train.model.mlps.dense.spec import MlpSpec
+from pipeline.train.huggingface.names import LAYER, Names, TensorRule
+from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.rules.layout import RULES, WARNINGS
@@ -72,17 +71,30 @@ def families() -> str:
     return _table(("model_type", "class in transformers", "in `model:`"), rows)
 
 
-def tensors(model_type: str) -> str:
-    """A table of a family's tensors and ours."""
+def tensors() -> str:
+    """A table of the tensors of each family and ours; families with the same names have one together."""
+    groups: list[tuple[Names, list[str]]] = []
+    for family in FAMILIES.values():
+        group = next((types for names, types in groups if names == family.names), None)
+        if group is None:
+            groups.append((family.names, [family.model_type]))
+        else:
+            group.append(family.model_type)
+    blocks = (f"**{', '.join(types)}**\n\n{_tensors_of(names)}" for names, types in groups)
+    return "\n\n".join(blocks)
 
+
+def _tensors_of(names: Names) -> str:
     def ours(rule: TensorRule) -> str:
         text = ", ".join(f"`{name}`" for name in rule.ours)
         text = f"{text}, one below the other" if len(rule.ours) > 1 else text
+        text = f"{text}, rows {rule.order.text}" if rule.order else text
+        text = f"{text}, [rows, 1, columns]" if rule.unit_dim else text
         return f"{text}, transposed" if rule.transposed else text
 
-    names = FAMILIES[model_type].names
-    layer = names.of_layer(LAYER, {"mixer": AttentionSpec, "mlp": MlpSpec})
-    rows = ((f"`{rule.theirs}`", ours(rule)) for rule in (*names.before, *layer, *names.behind))
+    layers = [rule for kinds in names.layers for rule in names.of_layer(LAYER, kinds)]
+    unlike = {(rule.theirs, rule.ours): rule for rule in layers}  # kinds of layers share parts
+    rows = ((f"`{rule.theirs}`", ours(rule)) for rule in (*names.before, *unlike.values(), *names.behind))
     return _table(("there", "here"), rows)
 
 
@@ -126,11 +138,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         "tested": tested(),
     },
     "checkpoints.md": lambda: {"winners": winners()},
-    "huggingface.md": lambda: {
-        "families": families(),
-        "tensors of llama, mistral, qwen2 and qwen3": tensors("llama"),
-        "tensors of gpt2": tensors("gpt2"),
-    },
+    "huggingface.md": lambda: {"families": families(), "tensors": tensors()},
     "slurm.md": lambda: {"profile": keys(SiteConfig), "resources": keys(ResourcesConfig)},
 }
 """File name -> its tables by the name of their place."""

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -24,8 +23,8 @@ from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.tensors import Stored, groups
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
-from pipeline.train.huggingface.configs import Json, to_hf_config
-from pipeline.train.huggingface.families import TensorMapping, map_tensors
+from pipeline.train.huggingface.config_source import Json
+from pipeline.train.huggingface.configs import to_hf_config
 from pipeline.train.huggingface.folder import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -33,14 +32,13 @@ from pipeline.train.huggingface.folder import (
     HuggingFaceFolder,
     read_json,
 )
+from pipeline.train.huggingface.tensors import TensorMapping, map_tensors
 from pipeline.train.model.config import decoder_spec
 
 MODEL_FILE = "model.yaml"
 """File that a run file includes to train on from a converted model."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 _NO_TOKENIZER = "the tokenizer was left out: set tokenizer.path to the one that the weights were trained with"
-_QWEN_SPLIT = orjson.dumps(r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|").decode()[1:-1]
-"""Single digits, which no other family here has; as JSON writes it."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -92,9 +90,9 @@ def to_hf(
         _add_nothing(tmp / TOKENIZER_FILE)
         storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
     warning = ""
-    if family.model_type == "qwen2" and not _splits_like_qwen(found.tokenizer):
+    if family.splits_alike is not None and not family.splits_alike(found.tokenizer.definition):
         warning = (
-            "\nwarning: AutoTokenizer of transformers 5 splits text in the same way for every Qwen2, which "
+            f"\nwarning: AutoTokenizer of transformers 5 splits text in the same way for every {family.title}, which "
             f"differs from this tokenizer; use PreTrainedTokenizerFast.from_pretrained({str(to)!r})"
         )
     return (
@@ -245,14 +243,6 @@ def _add_nothing(file: Path) -> None:
     kept = [part for part in parts if part["type"] == "ByteLevel"]  # which only says where a token lies in the text
     if len(kept) != len(parts):
         storage.put_json(file, {**state, "post_processor": kept[0] if kept else None})
-
-
-def _splits_like_qwen(tokenizer: Tokenizer) -> bool:
-    state = orjson.loads(tokenizer.definition)
-    return (
-        _QWEN_SPLIT in orjson.dumps(state.get("pre_tokenizer")).decode()
-        and (state.get("normalizer") or {}).get("type") == "NFC"
-    )
 
 
 def _tokenizer_config(tokenizer: Tokenizer, positions: int) -> Json:

@@ -21,19 +21,12 @@ from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
 from pipeline.train.checkpoint.weight_source import read_tensors, tensors_in
 from pipeline.train.huggingface.configs import from_hf_config
-from pipeline.train.huggingface.families import HEAD, TensorMapping, map_tensors, names_in_files
+from pipeline.train.huggingface.tensors import TensorMapping, map_tensors, names_in_files
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 
 CONFIG_FILE = HF_CONFIG
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-_POSITIONS = {
-    "gpt2": ("n_positions", 1024),
-    "mistral": ("max_position_embeddings", 131072),
-    "qwen2": ("max_position_embeddings", 32768),
-    "qwen3": ("max_position_embeddings", 32768),
-}
-"""The key that has the longest context, and what transformers takes where it is not there."""
 _ROWS = 4096
 """Rows of two tensors that are compared at a time."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -65,7 +58,7 @@ class HuggingFaceFolder:
     @property
     def positions(self) -> int:
         """The longest context that config.json speaks of, in tokens."""
-        key, default = _POSITIONS.get(self.family.model_type, ("max_position_embeddings", 2048))
+        key, default = self.family.positions
         return int(self.values.get(key) or default)
 
     @cached_property
@@ -96,25 +89,27 @@ class HuggingFaceFolder:
 
     def _check_copy(self, embedding: str) -> None:
         """A file may have the head beside a tied embedding: then they must be the same."""
+        name = self.family.names.head
         files, kinds = self._found
         with (
-            safe_open(self.folder / files[HEAD], framework="pt") as of_head,
+            safe_open(self.folder / files[name], framework="pt") as of_head,
             safe_open(self.folder / files[embedding], framework="pt") as of_embedding,
         ):
-            head, other = of_head.get_slice(HEAD), of_embedding.get_slice(embedding)
-            same = kinds[HEAD] == kinds[embedding] and all(
-                head[row : row + _ROWS].equal(other[row : row + _ROWS]) for row in range(0, kinds[HEAD].shape[0], _ROWS)
+            head, other = of_head.get_slice(name), of_embedding.get_slice(embedding)
+            same = kinds[name] == kinds[embedding] and all(
+                head[row : row + _ROWS].equal(other[row : row + _ROWS]) for row in range(0, kinds[name].shape[0], _ROWS)
             )
         if not same:
             raise UserError(
-                f"{self.folder}: {HEAD} differs from {embedding}, though config.json ties them; set "
+                f"{self.folder}: {name} differs from {embedding}, though config.json ties them; set "
                 "tie_word_embeddings to false if the head has its own weights"
             )
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """Ours, by name: of the type that theirs have. Whoever asks for them has all that can be checked checked."""
-        if HEAD in self._found[1] and HEAD not in self.mapping.theirs:
+        head = self.family.names.head
+        if head in self._found[1] and head not in self.mapping.theirs:
             self._check_copy(self._names[self.mapping.ours["embedding.weight"].theirs])
         return {
             name: Stored(self.mapping.our_shapes[name], self._found[1][self._names[part.theirs]].dtype)
@@ -133,13 +128,12 @@ class HuggingFaceFolder:
     def read_piece(self, name: str, rows: slice, *others: slice) -> Tensor | None:
         """These rows and columns of one of ours; fewer where the rest of the rows is padding, None where all are."""
         part = self.mapping.ours[name]
-        cut = part.cut(rows, *others)
-        if cut is None:
+        piece = part.cut(rows, *others)
+        if piece is None:
             return None
         there = self._names[part.theirs]
         with safe_open(self.folder / self._found[0][there], framework="pt") as opened:
-            piece: Tensor = opened.get_slice(there)[cut]
-        return piece.t() if part.transposed else piece
+            return piece.of(opened.get_slice(there)[piece.there])
 
     def tokenizer(self, config: TokenizerConfig | None = None) -> Tokenizer:
         """Its tokenizer.

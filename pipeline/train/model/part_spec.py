@@ -15,6 +15,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.config.model import RopeScalingConfig
+from pipeline.train.model.tensor_names import PartTable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -183,8 +184,8 @@ class LayerPartSpec(ABC):
     """Name of the kind in messages."""
     module: ClassVar[str]
     """Full name of the module's class, which takes the spec. It imports torch, so it is looked up when it is built."""
-    huggingface: ClassVar[Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]]] = {}
-    """By style of names (see `pipeline.train.huggingface.families`), theirs within a layer and ours within the part,
+    huggingface: ClassVar[Mapping[str, PartTable]] = {}
+    """By style of names (see `pipeline.train.huggingface.names`), theirs within a layer and ours within the part,
     one below the other: parameters, or modules, which have a weight and perhaps a bias."""
     dim: int
     """Width of the residual stream."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,45 +9,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rich.console import Console
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
-from pipeline.config.tokenizer import TokenizerConfig, TokenizerTrainConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
 from pipeline.train.huggingface.convert import describe, from_hf, to_hf
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.model.context import Context
-from pipeline.train.model.decoder import Decoder
 from tests.train.huggingface.hf_mapping import randomize
+from tests.train.huggingface.parity import QUIET, tensors_of
 from tests.train.models import FAMILIES, VOCAB
-
-QUIET = Console(file=io.StringIO())
-LENGTHS = (1, 13, 60)
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may be asked of the hub."""
-    monkeypatch.setattr(transformers.utils.logging, "_default_log_level", transformers.utils.logging.ERROR)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    """Of fewer ids than the models have rows."""
-    config = TokenizerConfig(train=TokenizerTrainConfig(vocab_size=257))
-    trained = Tokenizer.train(iter(["the cat sat on the mat"]), config)
-    state = json.loads(trained.definition)
-    keep = {token: number for token, number in state["model"]["vocab"].items() if number < VOCAB - 5}
-    state["model"]["vocab"], state["model"]["merges"] = keep, []
-    return Tokenizer(__import__("tokenizers").Tokenizer.from_str(json.dumps(state)), "<|endoftext|>", [])
 
 
 def theirs_in(folder: Path, family: str, tokenizer: Tokenizer, **save: Any) -> PreTrainedModel:
@@ -59,58 +32,6 @@ def theirs_in(folder: Path, family: str, tokenizer: Tokenizer, **save: Any) -> P
     tokenizer.save(folder)
     storage.put_json(folder / "tokenizer_config.json", {"eos_token": "<|endoftext|>"})
     return model
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
-
-
-@torch.no_grad()
-def logits(model: Any, tokens: Tensor) -> Tensor:
-    found: Tensor = model(tokens).logits
-    return found
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back(tmp_path: Path, family: str, tokenizer: Tokenizer) -> None:
-    """Each tensor is bit for bit what it was, no key more and none less, and all three compute the same."""
-    theirs = theirs_in(tmp_path / "theirs", family, tokenizer).eval()
-    text = from_hf(tmp_path / "theirs", tmp_path / "ours", console=QUIET)
-    assert type(theirs).__name__ in text
-    said = to_hf(tmp_path / "ours", tmp_path / "again", console=QUIET)
-
-    before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "again")
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert torch.equal(value, after[name]), name
-
-    again, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "again", attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(again) is type(theirs)
-    source = open_weights(tmp_path / "ours", None, "model")
-    ours = Decoder(decoder_spec(source.model, tokenizer.vocab_size, 64))
-    ours.load_state_dict(source.read(source.tensors))
-    for length in LENGTHS:
-        tokens = torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
-        wanted = logits(theirs, tokens)
-        assert torch.equal(logits(again.eval(), tokens), wanted)
-        with torch.no_grad():
-            here = ours(tokens, Context())
-        torch.testing.assert_close(here[..., :VOCAB], wanted, atol=1e-4, rtol=0)
-        assert bool((here[..., VOCAB:] == -torch.inf).all())
-    text = "the cat of 1234 cafe\u0301"
-    if "qwen2" in family:
-        assert "warning: AutoTokenizer of transformers 5" in said
-        again = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "again")
-    else:
-        assert "warning" not in said
-        again = AutoTokenizer.from_pretrained(tmp_path / "again")
-    assert again.encode(text) == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

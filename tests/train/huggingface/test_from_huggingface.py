@@ -1,4 +1,4 @@
-"""Runs that start from a model of transformers', what is exported of them, and the same training by transformers."""
+"""Runs that start from a model of transformers', and what is exported of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from pipeline.common import storage
 from pipeline.config.load import load
-from pipeline.data.datasets.open import open_datasets
-from pipeline.data.loading.loader import open_loader
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.huggingface.convert import to_hf
@@ -72,34 +70,6 @@ def files(root: Path, llama: Path, gpt2: Path) -> dict[str, str]:
         names[folder.name] = f"{folder.name}.yaml"
         (root / names[folder.name]).write_text(yaml.safe_dump(everything))
     return names
-
-
-@pytest.mark.guard
-def test_twenty_steps_are_those_of_transformers(root: Path, llama: Path, files: dict[str, str]) -> None:
-    """The same weights, the same batches, torch's AdamW: the same losses."""
-    settings = (FP32, "train.duration=20 steps", "train.schedule.type=constant", "train.schedule.warmup=0 steps")
-    run = train(root, "twenty", *settings, "train.optimizer.lr=3e-3", file=files["llama"])
-    model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="eager")
-    matrices = [value for value in model.parameters() if value.ndim > 1]
-    vectors = [value for value in model.parameters() if value.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    config = load(root / files["llama"], [f"run.dir={run}", *settings])
-    loader = open_loader(config, open_datasets(config, "train"))
-    losses = []
-    for step in range(20):
-        batches = loader.batches(step).micro_batches
-        tokens, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets"))
-        logits = model(tokens).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    ours = column(run, "loss")
-    assert len(ours) == 20 and losses[-1] < losses[0] - 1
-    assert max(abs(one - other) for one, other in zip(ours, losses, strict=True)) < 1e-5
 
 
 @pytest.mark.slow

@@ -29,7 +29,8 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.matrices import fp8_matrices
-from pipeline.train.huggingface.families import FAMILIES, map_tensors
+from pipeline.train.huggingface.registry import FAMILIES
+from pipeline.train.huggingface.tensors import map_tensors
 from pipeline.train.model.config import MIXERS, MLPS, decoder_spec, layer_specs
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.decoder import Context, Decoder

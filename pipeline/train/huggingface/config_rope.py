@@ -1,0 +1,77 @@
+"""Rotary frequencies in a `config.json` of Hugging Face's models."""
+
+from __future__ import annotations
+
+from pipeline.config.model import ModelConfig
+from pipeline.train.huggingface.config_source import ConfigSource, Json
+
+_SCALING_KEYS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+}
+"""Keys that decide the frequencies of a scaling."""
+
+
+def read_rope(source: ConfigSource, theta: float = 10000.0) -> Json:
+    """`rope_theta` and `rope_scaling` of `model:`.
+
+    Args:
+        source: the file.
+        theta: what transformers takes where the file has none.
+    """
+    rope = _parameters(source, theta)
+    scaling = _read_scaling(source, rope, source.get("max_position_embeddings"))
+    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
+
+
+def write_rope(model: ModelConfig) -> Json:
+    """The same as version 4 of transformers had it, which 5 and all others read, too."""
+    return {"rope_theta": model.rope_theta, "rope_scaling": _write_scaling(model)}
+
+
+def _parameters(source: ConfigSource, default: float) -> Json:
+    """Both ways of writing it: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
+    theta, scaling = source.get("rope_theta"), source.get("rope_scaling", {})
+    parameters = source.get("rope_parameters", {})
+    if scaling and parameters and scaling != parameters:
+        source.refuse("rope_scaling", scaling, f"rope_parameters differs from it ({parameters}); remove one of them")
+    found = dict(parameters or scaling)
+    if nested := [key for key, value in found.items() if isinstance(value, dict)]:
+        source.refuse("rope_parameters", found, f"{nested[0]} has its own; all layers must have the same")
+    if found.get("rope_theta") is None:
+        found["rope_theta"] = default if theta is None else theta
+    return found
+
+
+def _read_scaling(source: ConfigSource, rope: Json, positions: int | None) -> Json | None:
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    known = {"rope_type", "type", "rope_theta", *_SCALING_KEYS.get(kind, ())}
+    if kind == "default":
+        return None
+    if kind not in _SCALING_KEYS:
+        source.refuse("rope_scaling", kind, f"only {', '.join(_SCALING_KEYS)} are supported")
+    for key, value in rope.items():
+        if key not in known and value not in (None, False) and not (key == "truncate" and value is True):
+            source.refuse("rope_scaling", f"{key}: {value}", "it is not supported")
+    if rope.get("truncate") is False:
+        source.refuse("rope_scaling", "truncate: false", "only a ramp between whole dimensions is supported")
+    original = rope.get("original_max_position_embeddings")
+    names = {"factor": "factor", "original_max_position_embeddings": "original_max_positions"}
+    found = {names.get(key, key): rope[key] for key in _SCALING_KEYS[kind] if rope.get(key) is not None}
+    if kind == "yarn" and "factor" not in found and original and positions:
+        found["factor"] = positions / original
+    if kind != "linear" and original is None:
+        if positions is None:
+            source.refuse("rope_scaling", kind, "it has no original_max_position_embeddings")
+        found["original_max_positions"] = positions
+    return {"type": kind, **found}
+
+
+def _write_scaling(model: ModelConfig) -> Json | None:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return None
+    names = {"original_max_position_embeddings": scaling.original_max_positions}
+    found = {key: names.get(key, getattr(scaling, key, None)) for key in _SCALING_KEYS[scaling.type]}
+    return {"rope_type": scaling.type, **{key: value for key, value in found.items() if value is not None}}

@@ -1,0 +1,89 @@
+"""Values of a `config.json` of Hugging Face's models, read so that nothing in it is overlooked.
+
+What a config.json says and we do not compute is refused by its name: an unknown key could be a feature, and weights
+that load without it would give other numbers without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+from pipeline.common.errors import UserError
+
+Json = dict[str, Any]
+
+NEUTRAL_KEYS = {
+    *("model_type", "architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "initializer_factor", "pretraining_tp"),
+    *("id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class"),
+    *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder"),
+    *("keys_to_ignore_at_inference", "n_ctx", "unk_token_id", "_attn_implementation_autoset", "attn_implementation"),
+    # For a head that classifies.
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+    # How products are ordered, not what they are.
+    *("reorder_and_upcast_attn", "rms_norm_fused"),
+    # How text is generated, as older files have it.
+    *("max_length", "do_sample", "temperature", "top_p", "top_k", "is_llama_config"),
+}
+"""Keys that do not change what the weights compute, in any family."""
+_DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+class ConfigSource:
+    """Values of a config.json, and which of them were looked at."""
+
+    def __init__(self, values: Mapping[str, Any], file: str) -> None:
+        self._values = values
+        self._file = file
+        self._seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value; `default` where there is none, which is what transformers takes then."""
+        self._seen.add(key)
+        found = self._values.get(key)
+        return default if found is None else found
+
+    def get_absent(self, key: str, absent: Any) -> Any:
+        """A value that may be null; `absent` only where the key is not there at all."""
+        self._seen.add(key)
+        return self._values.get(key, absent)
+
+    def need(self, key: str) -> Any:
+        """A value that every such file has."""
+        found = self.get(key)
+        if found is None:
+            raise UserError(f"{self._file} has no {key}")
+        return found
+
+    def need_count(self, key: str, most: int) -> int:
+        """A number of things that are gone through one by one before the rest is checked."""
+        found = self.need(key)
+        if not isinstance(found, int) or not 1 <= found <= most:
+            self.refuse(key, found, f"it must be a whole number from 1 to {most}")
+        return found
+
+    def must_be(self, key: str, wanted: Collection[Any], default: Any) -> None:
+        """Refuse what we do not compute."""
+        found = self.get(key, default)
+        if found not in wanted:
+            self.refuse(key, found, f"only {' or '.join(map(repr, wanted))} is supported")
+
+    def refuse(self, key: str, value: Any, why: str) -> NoReturn:
+        """Raise an error: this value is nothing that we compute."""
+        raise UserError(f"{self._file}: {key}: {value!r} cannot be converted: {why}")
+
+    def finish(self, ignore: Collection[str]) -> None:
+        """Refuse what nobody has looked at."""
+        for key, value in self._values.items():
+            if key in self._seen or key in NEUTRAL_KEYS or key in _DROPOUT or key in ignore:
+                continue
+            if value in (None, False, [], {}):
+                continue
+            why = "it is not supported"
+            if key == "auto_map":
+                why = "the model needs its own code, and code that comes with weights is never run"
+            if key == "quantization_config":
+                why = "quantized weights cannot be trained; use the original ones"
+            hint = f"pipeline convert from-hf DIR OUT --ignore {key}"
+            self.refuse(key, value, f"{why}. If it does not change what the model computes: {hint}")

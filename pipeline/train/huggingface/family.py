@@ -1,0 +1,107 @@
+"""A family of Hugging Face's models: what its files are called, say and demand. Each family is one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.model import ModelConfig
+from pipeline.train.huggingface.config_source import ConfigSource, Json
+from pipeline.train.huggingface.names import Names
+
+_ALL_HAVE = {
+    *("layers", "dim", "heads", "ffn_dim", "norm_eps", "tie_embeddings", "init"),
+    # Not of the weights, or seen in their shapes.
+    *("vocab_size", "vocab_multiple", "max_positions", "document_attention"),
+}
+"""Keys of `model:` that fit every family with any value, unless it says otherwise."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The demand of a family on a key of `model:`."""
+
+    fits: Callable[[Any, ModelConfig], bool]
+    """Given the value of the key, and all of `model:`."""
+    has: str
+    """Completes "Llama has ..." where a model does not fit."""
+
+
+def anything() -> Need:
+    """Every value of the key can be written."""
+    return Need(lambda value, model: True, "")
+
+
+def only(*values: Any, has: str | None = None) -> Need:
+    """These values of the key can be written."""
+    return Need(lambda value, model: value in values, has or " or ".join(map(_text, values)))
+
+
+def where(fits: Callable[[ModelConfig], bool], has: str) -> Need:
+    """Values of the key that go with those of others."""
+    return Need(lambda value, model: fits(model), has)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models in transformers."""
+
+    model_type: str
+    """As `config.json` has it."""
+    architecture: str
+    """Name of its class with a language-model head."""
+    title: str
+    """Name of it in messages."""
+    what: str
+    """Description of it by the keys of `model:`, for the docs."""
+    read: Callable[[ConfigSource], Json]
+    """Values of `model:` that compute what a config.json describes. It looks at every key that changes the result."""
+    write: Callable[[ModelConfig, int], Json]
+    """Keys of config.json that are this family's, of a model without `misfits` and the longest context it is trained
+    with."""
+    mark: str
+    """The key of `model:` by which a model that no family computes is taken for one of this."""
+    needs: Mapping[str, Need]
+    """By key of `model:`. A key that is neither here nor one that all have must be at its default: so a key that is
+    added to `model:` is refused by all families that do not know it."""
+    names: Names
+    prefix: str = "model."
+    """Files of the model without its head lack it in their names."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of names of buffers that files of old versions have, and that are computed today."""
+    positions: tuple[str, int] = ("max_position_embeddings", 2048)
+    """The key that has the longest context, and what transformers takes where it is not there."""
+    splits_alike: Callable[[str], bool] | None = None
+    """For a family whose texts AutoTokenizer splits in one way, whatever the files say: true of the tokenizers (their
+    `tokenizer.json`) that split so."""
+
+    def misfits(self, model: ModelConfig) -> list[str]:
+        """Keys of `model:` whose values this family does not compute; none if it computes the model."""
+        found = [key for key, need in self.needs.items() if not need.fits(getattr(model, key), model)]
+        others = ModelConfig.model_fields.keys() - self.needs.keys() - _ALL_HAVE
+        return found + [key for key in ModelConfig.model_fields if key in others and not is_default(model, key)]
+
+    def has(self, key: str) -> str:
+        """Words for what the family has where a model does not fit."""
+        if key in self.needs:
+            return f"{self.title} has {self.needs[key].has}"
+        default = ModelConfig.model_fields[key].default
+        return f"{self.title} has {f'{key} {_text(default)}' if default else f'no {key}'}"
+
+    def misfit(self, model: ModelConfig) -> str:
+        """Words for the first of the model's `misfits`, after the key by which it was taken for one of this family."""
+        key = self.misfits(model)[0]
+        found = f"model.{key} is {getattr(model, key)!r}"
+        return found if key == self.mark else f"model.{self.mark} is {_text(getattr(model, self.mark))} and {found}"
+
+
+def is_default(model: ModelConfig, key: str) -> bool:
+    """True if a key of `model:` has its default."""
+    return bool(getattr(model, key) == ModelConfig.model_fields[key].default)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, str) else "none" if value is None else "set"

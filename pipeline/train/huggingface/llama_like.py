@@ -1,0 +1,89 @@
+"""Names of tensors and keys of config.json that decoders since Llama share.
+
+A family takes from here what it has, and adds or replaces the rest in its own file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config.model import MAX_LAYERS, ModelConfig
+from pipeline.train.huggingface.config_rope import read_rope, write_rope
+from pipeline.train.huggingface.config_source import ConfigSource, Json
+from pipeline.train.huggingface.family import Need, anything, only
+from pipeline.train.huggingface.names import HEAD_RULE, Names, TensorRule
+from pipeline.train.model.mlps.dense.spec import default_ffn_dim
+
+LLAMA_NAMES = Names(
+    style="llama",
+    layer="model.layers.{i}.",
+    before=(TensorRule("model.embed_tokens.weight", ("embedding.weight",)),),
+    norms={"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
+    behind=(TensorRule("model.norm.weight", ("norm.weight",)), HEAD_RULE),
+)
+"""`dataclasses.replace` makes those of a family with other norms or fused matrices."""
+
+LLAMA_NEEDS: dict[str, Need] = {
+    "positions": only("rope"),
+    "norm": only("rmsnorm"),
+    "mlp": only("swiglu"),
+    "kv_heads": anything(),
+    "head_dim": anything(),
+    "rope_theta": anything(),
+    "rope_scaling": anything(),
+}
+"""See `Family.needs`; a family adds the keys that it has besides, or has otherwise."""
+
+
+def read_llama_like(
+    source: ConfigSource,
+    *,
+    head_dim: int | None = None,
+    kv_heads: int | None = None,
+    theta: float = 10000.0,
+    tied: bool = False,
+) -> Json:
+    """Keys of `model:` that all of them have.
+
+    Args:
+        source: the file.
+        head_dim: what transformers takes where the key is not there; None: hidden size / heads.
+        kv_heads: the same; None: as many as heads.
+        theta: the same of the rotary frequencies.
+        tied: the same of tied embeddings.
+    """
+    source.must_be("hidden_act", ("silu",), "silu")
+    dim, heads = source.need("hidden_size"), source.need("num_attention_heads")
+    found_kv_heads = source.get_absent("num_key_value_heads", kv_heads)  # null means as many as heads
+    return {
+        "layers": source.need_count("num_hidden_layers", MAX_LAYERS),
+        "dim": dim,
+        "heads": heads,
+        "kv_heads": heads if found_kv_heads is None else found_kv_heads,
+        "head_dim": source.get("head_dim", head_dim),
+        "ffn_dim": source.need("intermediate_size"),
+        "norm": "rmsnorm",
+        "norm_eps": source.get("rms_norm_eps", 1e-6),
+        "mlp": "swiglu",
+        **read_rope(source, theta),
+        "tie_embeddings": source.get("tie_word_embeddings", tied),
+        "vocab_size": source.need("vocab_size"),
+    }
+
+
+def write_llama_like(model: ModelConfig, positions: int, **more: Any) -> Json:
+    """Keys of config.json that all of them have, and `more`."""
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.dim,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "head_dim": model.head_size,
+        "intermediate_size": model.ffn_dim or default_ffn_dim(model.mlp, model.dim),
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "max_position_embeddings": positions,
+        "attention_dropout": 0.0,
+        **write_rope(model),
+        **more,
+    }

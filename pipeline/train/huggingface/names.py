@@ -1,0 +1,119 @@
+"""Names of tensors in Hugging Face's model families and of ours: one table per family, read in both directions.
+
+Every rule has the same form. A tensor of theirs is one of ours, or several of ours below each other. Some families have
+their rows in another order, or matrices the other way round ([in, out], as GPT-2's `Conv1D` multiplies). The order of
+rotary pairs is mostly the same (see `pipeline.train.model.rope`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.common.errors import UserError
+from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.mlps.dense.spec import MlpSpec
+from pipeline.train.model.part_spec import LayerPartSpec
+from pipeline.train.model.tensor_names import PartTable, RowOrder, TensorNames, named
+
+LAYER = "{i}"
+"""Stands for the number of a layer in names."""
+HEAD = "lm_head.weight"
+
+Part = LayerPartSpec | type[LayerPartSpec]
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """`theirs` is `ours`, one below the other, their rows in `order`, and transposed then if `transposed`."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+    order: RowOrder | None = None
+    part: Part | None = None
+    """Spec that the order is computed from."""
+    unit_dim: bool = False
+    """Theirs has a dimension of 1 behind the rows."""
+
+
+HEAD_RULE = TensorRule(HEAD, ("head.weight",))
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the tensors of a family. Rules whose tensors a model does not have are left out for it."""
+
+    style: str
+    """By which kinds of mixers and mlps say their own names within a layer, see `LayerPartSpec.huggingface`."""
+    layer: str
+    """Before all names of a layer."""
+    before: tuple[TensorRule, ...]
+    """Tensors ahead of the layers."""
+    norms: Mapping[str, str]
+    """Norms of a layer: their names -> our modules within the layer, `mixer_norm` and `mlp_norm` for those before a
+    part, `mixer_out_norm` and `mlp_out_norm` for those on its output."""
+    behind: tuple[TensorRule, ...]
+    """Tensors of norm and head."""
+    norm_bias: bool = False
+    transposed: bool = False
+    """Matrices of layers."""
+    tables: Mapping[type[LayerPartSpec], PartTable] = field(default_factory=dict)
+    """Names within kinds of parts that differ from those of the style."""
+    layers: tuple[Mapping[str, type[LayerPartSpec]], ...] = ({"mixer": AttentionSpec, "mlp": MlpSpec},)
+    """Kinds of layers that the family has, for the docs."""
+
+    @property
+    def head(self) -> str:
+        """Their name of the head's weight."""
+        return next(rule.theirs for rule in self.behind if rule.ours == HEAD_RULE.ours)
+
+    def rules(self, layers: Sequence[Mapping[str, LayerPartSpec]]) -> list[TensorRule]:
+        """Rules of a model in its order, given the parts of its layers.
+
+        Raises:
+            UserError: A kind of mixer or mlp has no names of this style.
+        """
+        of_layers = [rule for index, parts in enumerate(layers) for rule in self.of_layer(str(index), parts)]
+        return [*self.before, *of_layers, *self.behind]
+
+    def of_layer(self, index: str, parts: Mapping[str, Part]) -> list[TensorRule]:
+        """Rules of a layer with this number, in the order of the model."""
+        found = list[TensorRule]()
+        for place, part in parts.items():
+            found += self._norms(index, f"{place}_norm")
+            for names in self._table(index, part):
+                found += self._of_part(index, f"layers.{index}.{place}.", part, names)
+            found += self._norms(index, f"{place}_out_norm")
+        return found
+
+    def _table(self, index: str, part: Part) -> list[TensorNames]:
+        own = self.tables.get(part if isinstance(part, type) else type(part))
+        if own is not None:
+            return named(own)
+        if self.style not in part.huggingface:
+            raise UserError(f"layer {index} has {part.label}: no family of Hugging Face models with it is known")
+        return named(part.huggingface[self.style])
+
+    def _norms(self, index: str, module: str) -> list[TensorRule]:
+        found = list[TensorRule]()
+        for norm, ours in self.norms.items():
+            if ours == module:
+                theirs, name = self.layer.replace(LAYER, index) + norm, f"layers.{index}.{ours}"
+                found.append(TensorRule(f"{theirs}.weight", (f"{name}.weight",)))
+                found += [TensorRule(f"{theirs}.bias", (f"{name}.bias",))] * self.norm_bias
+        return found
+
+    def _of_part(self, index: str, before: str, part: Part, names: TensorNames) -> list[TensorRule]:
+        theirs = self.layer.replace(LAYER, index) + names.theirs
+        ours = tuple(before + name for name in names.ours)
+
+        def rule(kind: str, transposed: bool) -> TensorRule:
+            named_so = tuple(name + kind for name in ours)
+            return TensorRule(
+                theirs + kind, named_so, transposed, names.order, part, names.unit_dim and kind != ".bias"
+            )
+
+        if names.of_parameters:
+            return [rule("", transposed=False)]
+        return [rule(".weight", self.transposed), rule(".bias", transposed=False)]

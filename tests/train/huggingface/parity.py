@@ -1,0 +1,287 @@
+"""A small model of transformers with odd shapes beside ours with the same weights, and all that must be equal.
+
+Weights get there and back by files, as users' do. All parameters are random, norms, biases and vectors too.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from pipeline.common import storage
+from pipeline.config.load import load
+from pipeline.data.datasets.open import open_datasets
+from pipeline.data.loading.loader import open_loader
+from pipeline.data.preprocess.run_tokenizer import run_tokenizer
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.weight_source import open_weights
+from pipeline.train.huggingface.config_source import NEUTRAL_KEYS
+from pipeline.train.huggingface.configs import family_config
+from pipeline.train.huggingface.convert import describe, from_hf, to_hf
+from pipeline.train.huggingface.folder import HuggingFaceFolder
+from pipeline.train.huggingface.registry import FAMILIES
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.context import Context
+from pipeline.train.model.decoder import Decoder
+from tests import tiny
+from tests.train.huggingface.hf_mapping import randomize
+from tests.train.runs import column, train
+
+QUIET = Console(file=io.StringIO())
+VOCAB = 310  # more than the tokenizers have ids, and padded here
+POSITIONS = 64
+LENGTHS = (1, 13, 60)
+DOCUMENTS = (9, 1, 21)
+TOLERANCE = 1e-4
+"""Difference of logits and gradients in fp32, relative to the largest value of a tensor."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family as transformers has it."""
+
+    config: type[PretrainedConfig]
+    values: dict[str, Any]
+    """Odd shapes, and all that is special."""
+    unlike: set[str] = field(default_factory=set)
+    """Keys of config.json that we write otherwise, without an effect."""
+    exported_as: str | None = None
+    """The family that stands for it on export, if an earlier one computes the same."""
+
+    def build(self) -> PreTrainedModel:
+        """A model with random weights."""
+        common = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+        config = self.config(**{**common, **self.values})
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        randomize(model, seed=3)
+        return model.eval()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model of transformers, its folder, and ours from it."""
+
+    row: Row
+    theirs: PreTrainedModel
+    folder: Path
+    found: HuggingFaceFolder
+    ours: Decoder
+    tokenizer: Tokenizer
+
+
+def pair_of(row: Row, folder: Path, tokenizer: Tokenizer) -> Pair:
+    """Both models, by files in an empty folder."""
+    theirs = row.build()
+    save(theirs, folder / "theirs", tokenizer)
+    found = HuggingFaceFolder(folder / "theirs")
+    ours = Decoder(found.spec)
+    ours.load_state_dict(found.read(found.tensors))
+    return Pair(row, theirs, folder / "theirs", found, ours, tokenizer)
+
+
+def save(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer) -> None:
+    """A model as transformers saves it itself, with a tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save(folder)
+    storage.put_json(folder / "tokenizer_config.json", {"eos_token": tokenizer.end_of_document_token})
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder by their names in the files."""
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def close(actual: Tensor, expected: Tensor, name: str, tolerance: float = TOLERANCE) -> None:
+    """Fail where they differ by more than a tolerance, relative to the largest value."""
+    assert actual.shape == expected.shape, name
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error < tolerance, f"{name}: {error:.1e}"
+
+
+def draw(rows: int, length: int, seed: int = 2) -> Tensor:
+    """Random tokens."""
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def check_conversion(pair: Pair, folder: Path) -> None:
+    """Each tensor is bit for bit what it was, no key more and none less, also where a rank reads pieces of it."""
+    text = from_hf(pair.folder, folder / "ours", console=QUIET)
+    assert type(pair.theirs).__name__ in text
+    said = to_hf(folder / "ours", folder / "again", console=QUIET)
+    before, after = tensors_of(pair.folder), tensors_of(folder / "again")
+    source = open_weights(folder / "ours", None, "model")
+    assert decoder_spec(source.model, pair.tokenizer.vocab_size, POSITIONS) == pair.ours.spec
+    converted = source.read(source.tensors)
+    assert before.keys() == pair.found.mapping.theirs.keys()
+    for name, value in before.items():
+        assert torch.equal(pair.found.mapping.to_theirs(name, converted), value), name
+    for name, value in pair.ours.state_dict().items():
+        assert torch.equal(converted[name], value), name
+        _check_pieces(pair.found, name, value)
+
+    again, report = AutoModelForCausalLM.from_pretrained(
+        folder / "again", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.config.model_type == (pair.row.exported_as or pair.theirs.config.model_type)
+    same = pair.row.exported_as is None
+    if same:
+        assert type(again) is type(pair.theirs)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+    with torch.no_grad():
+        for length in LENGTHS:
+            tokens = draw(2, length)
+            logits, wanted = again.eval()(tokens).logits, pair.theirs(tokens).logits
+            assert not same or torch.equal(logits, wanted)
+            close(logits, wanted, f"logits of {length} tokens")
+    text = "the cat of 1234 cafe\u0301"
+    if FAMILIES[again.config.model_type].splits_alike is not None:
+        assert "warning: AutoTokenizer of transformers 5" in said
+        again_tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "again")
+    else:
+        assert "warning" not in said
+        again_tokenizer = AutoTokenizer.from_pretrained(folder / "again")
+    assert again_tokenizer.encode(text) == pair.tokenizer.encode(text)
+
+
+def _check_pieces(found: HuggingFaceFolder, name: str, value: Tensor) -> None:
+    others = tuple(slice(0, (size + 1) // 2) for size in value.shape[1:])
+    half = len(value) // 2
+    for rows in (slice(0, half), slice(half, len(value))):
+        if rows.start < rows.stop:
+            piece = found.read_piece(name, rows, *others)
+            wanted = value[(rows, *others)]
+            assert not wanted[0 if piece is None else len(piece) :].any(), name  # padding
+            assert piece is None or torch.equal(piece, wanted[: len(piece)]), name
+
+
+def check_config(pair: Pair, folder: Path) -> None:
+    """transformers reads from our config.json what it wrote itself."""
+    found = pair.found
+    assert not found.family.misfits(found.model)
+    values = family_config(found.family, found.model, VOCAB, found.positions)
+    storage.put_json(folder / "config.json", values)
+    written = AutoConfig.from_pretrained(folder).to_dict()
+    for key, value in pair.theirs.config.to_dict().items():
+        if key not in NEUTRAL_KEYS and key not in pair.row.unlike:
+            assert written[key] == value, key
+
+
+def check_logits_and_gradients(pair: Pair) -> None:
+    """Logits at several lengths, and the gradient of every parameter."""
+    with torch.no_grad():
+        for length in LENGTHS:
+            tokens = draw(2, length)
+            here = pair.ours(tokens, Context())
+            close(here[..., :VOCAB], pair.theirs(tokens).logits, f"logits of {length} tokens")
+            assert bool((here[..., VOCAB:] == -torch.inf).all())
+    tokens = draw(3, 40)
+    targets = tokens.roll(-1, 1)
+    expected = pair.theirs(tokens, use_cache=False).logits
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    logits = pair.ours(tokens, Context())
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    ours, mapping = dict(pair.ours.named_parameters()), pair.found.mapping
+    theirs = dict(pair.theirs.named_parameters())
+    assert theirs.keys() == mapping.theirs.keys()
+    gradients = {name: parameter.grad for name, parameter in ours.items()}
+    for name, parameter in theirs.items():
+        close(mapping.to_theirs(name, gradients), parameter.grad, name)
+    for name in ("embedding.weight", "head.weight"):
+        assert name not in ours or not gradients[name][VOCAB:].any()
+    for model in (pair.ours, pair.theirs):
+        model.zero_grad()
+
+
+@torch.no_grad()
+def check_greedy(pair: Pair, count: int = 24) -> None:
+    """The likeliest tokens, each computed from the states of those before."""
+    for length in (1, 11):
+        prompt = draw(1, length, seed=length)
+        wanted = pair.theirs.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=VOCAB + 1,
+            pad_token_id=0,
+        )[0, length:].tolist()
+        states, tokens, found = pair.ours.new_states(1), prompt, []
+        for _ in range(count):
+            tokens = pair.ours(tokens, Context(states=states))[:, -1:].argmax(-1)
+            found.append(tokens.item())
+        assert found == wanted
+
+
+@torch.no_grad()
+def check_packed(pair: Pair) -> None:
+    """A document in a window with others is computed as transformers computes it alone."""
+    rows = [draw(1, length, seed=length) for length in DOCUMENTS]
+    starts = torch.tensor([sum(DOCUMENTS[:index]) for index in range(len(DOCUMENTS))])
+    bounds = starts.repeat_interleave(torch.tensor(DOCUMENTS))[None]
+    together = pair.ours(torch.cat(rows, 1), Context(bounds_BS=bounds))[..., :VOCAB]
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        close(together[:, start : start + row.shape[1]], pair.theirs(row).logits, f"document of {row.shape[1]} tokens")
+
+
+def check_training(row: Row, root: Path, name: str) -> None:
+    """Twenty steps from the same weights on the same batches, with torch's AdamW there: the same losses.
+
+    Args:
+        row: the family.
+        root: a preprocessed corpus with its run file.
+        name: of the run, and of what is made for it.
+    """
+    folder = root / f"{name}-theirs"
+    save(row.build(), folder, run_tokenizer(load(root / "run.yaml")))
+    part, everything = yaml.safe_load(describe(folder)), tiny.values(root)
+    everything |= {"model": part["model"], "train": everything["train"] | part["train"]}
+    (root / f"{name}.yaml").write_text(yaml.safe_dump(everything))
+    steps = ("train.duration=20 steps", "train.schedule.type=constant", "train.schedule.warmup=0 steps")
+    settings = ("train.precision.compute=fp32", *steps, "train.optimizer.lr=3e-3")
+    run = train(root, name, *settings, file=f"{name}.yaml")
+    config = load(root / f"{name}.yaml", [f"run.dir={run}", *settings])
+    losses = _losses_of_transformers(folder, open_loader(config, open_datasets(config, "train")))
+    ours = column(run, "loss")
+    assert len(ours) == 20 and losses[-1] < losses[0] - 1
+    assert max(abs(one - other) for one, other in zip(ours, losses, strict=True)) < 1e-5
+
+
+def _losses_of_transformers(folder: Path, loader: Any) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    matrices = [value for value in model.parameters() if value.ndim > 1]
+    vectors = [value for value in model.parameters() if value.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(20):
+        batches = loader.batches(step).micro_batches
+        tokens, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets"))
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
