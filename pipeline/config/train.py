@@ -42,8 +42,9 @@ class OptimizerConfig(Section):
     """AdamW: added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices."""
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled so that their global L2 norm is at most this."""
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled so that their global L2 norm is at most this. null: they are not scaled; the norm is logged
+    all the same, and steps whose norm is not finite are withheld."""
 
     @model_validator(mode="after")
     def _betas(self) -> OptimizerConfig:

@@ -176,14 +176,15 @@ class Stepper:
             if self.spikes is not None:
                 spike, zscores = self.spikes.judge(nats.sum() / targets.sum().clamp(min=1), norm, finite)
             updated = finite & ~spike
-            self._gradients.scale(self._clip_factor(norm))
+            if (factor := self._gradient_factor(norm)) is not None:
+                self._gradients.scale(factor)
         with span("optimizer"):
             self._optimizers.step(lr, updated)
             if self.ema is not None:
                 self.ema.update(updated)
-        factor = None if scale is None else scale.scale
-        observed = self._observer.finish(factor)
-        result = StepResult(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, factor)
+        loss_scale = None if scale is None else scale.scale
+        observed = self._observer.finish(loss_scale)
+        result = StepResult(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale)
         if scale is not None:
             scale.update(finite)
         return result
@@ -230,10 +231,13 @@ class Stepper:
         facts = to_device(torch.tensor([*map(float, wish), *words, *works], dtype=torch.float64), self._device)
         return list(torch.split(facts, [len(wish), len(words), len(works)]))
 
-    def _clip_factor(self, norm: Tensor) -> Tensor:
-        """fp32 scalar that takes gradients to at most the configured norm, and the loss scale out of them."""
-        factor = (self._config.train.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        return (factor if self.loss_scale is None else factor / self.loss_scale.scale).float()
+    def _gradient_factor(self, norm: Tensor) -> Tensor | None:
+        """fp32 scalar that takes gradients to at most the configured norm, and the loss scale out of them; None: 1."""
+        clip_norm, scale = self._config.train.optimizer.clip_norm, self.loss_scale
+        if clip_norm is None:
+            return None if scale is None else (1 / scale.scale).float()
+        factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        return (factor if scale is None else factor / scale.scale).float()
 
 
 def agree(wish: StopRequest, device: torch.device) -> StopRequest:
