@@ -31,8 +31,16 @@ class RopeScalingConfig(Section):
     """yarn: rotations over the original context above which a frequency is kept."""
     beta_slow: float = Field(default=1.0, gt=0)
     """yarn: rotations over the original context below which a frequency is scaled by the full factor."""
+    truncate: bool = True
+    """yarn: the two limits are rounded outwards to whole dimensions. false: the ramp between them begins and ends at
+    fractions (GPT-OSS)."""
+    mscale: float = Field(default=1.0, ge=0)
+    """yarn: cos and sin are multiplied by m(mscale) / m(mscale_all_dim), where m(s) is 0.1 * s * ln(factor) + 1
+    (DeepSeek)."""
+    mscale_all_dim: float = Field(default=0.0, ge=0)
+    """yarn: see mscale; the products of queries and keys are multiplied by m(mscale_all_dim) squared."""
     attention_factor: float | None = Field(default=None, gt=0)
-    """yarn: factor on cos and sin; by default 0.1 * ln(factor) + 1."""
+    """yarn: factor on cos and sin, in place of that of mscale and mscale_all_dim, by default 0.1 * ln(factor) + 1."""
 
 
 class InitConfig(Section):

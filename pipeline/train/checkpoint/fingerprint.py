@@ -8,7 +8,7 @@ from typing import Any
 from pipeline import __version__
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.config.model import ModelConfig
+from pipeline.config.base import Section
 from pipeline.config.train import OBJECTIVE_KEYS
 from pipeline.train.model.config import DecoderSpec
 
@@ -19,9 +19,9 @@ _KEYS = {"objective": "train.objective"}
 """Aspects that are a section of the run file with another name."""
 _OF_SHAPES = ("model.layers", "model.dim")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
-LATER_KEYS = ("vocab_size",)
-"""Keys of `model:` that checkpoints of earlier versions do not have. With its default such a key is left out, so the
-default has to compute what those versions computed."""
+LATER_KEYS = ("vocab_size", "rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim")
+"""Keys of `model:` that checkpoints of earlier versions do not have, with dots below a section. With its default such a
+key is left out, so the default has to compute what those versions computed."""
 
 
 def fingerprints(config: Config, datasets: Mapping[str, str], tokenizer: str) -> Fingerprints:
@@ -48,9 +48,18 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
         # By default the longest windows decide, and a phase with longer ones may be appended.
         keys["max_positions"] = config.max_positions
     for name in LATER_KEYS:
-        if getattr(config.model, name) == ModelConfig.model_fields[name].default:
-            del keys[name]
+        _leave_out_default(keys, config.model, name)
     return keys
+
+
+def _leave_out_default(values: dict[str, Any], section: Section, name: str) -> None:
+    """Take a key with dots out of the values of a section where it has its default; a section may be missing."""
+    key, _, below = name.partition(".")
+    value = getattr(section, key)
+    if below and isinstance(value, Section):
+        _leave_out_default(values[key], value, below)
+    elif not below and value == type(section).model_fields[key].default:
+        del values[key]
 
 
 def computing_keys(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:

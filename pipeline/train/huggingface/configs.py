@@ -285,8 +285,6 @@ def _rope_scaling(source: _Source, rope: Json, positions: int | None) -> Json | 
     for key, value in rope.items():
         if key not in known and value not in (None, False) and not (key == "truncate" and value is True):
             source.refuse("rope_scaling", f"{key}: {value}", "it is not supported")
-    if rope.get("truncate") is False:
-        source.refuse("rope_scaling", "truncate: false", "only a ramp between whole dimensions is supported")
     original = rope.get("original_max_position_embeddings")
     names = {"factor": "factor", "original_max_position_embeddings": "original_max_positions"}
     found = {names.get(key, key): rope[key] for key in _ROPE_KEYS[kind] if rope.get(key) is not None}
@@ -302,7 +300,7 @@ def _rope_scaling(source: _Source, rope: Json, positions: int | None) -> Json | 
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
 """Keys that decide the frequencies of a scaling."""
 
@@ -368,8 +366,14 @@ def _to_rope_scaling(model: ModelConfig, positions: int) -> Json | None:
     scaling = model.rope_scaling
     if scaling is None:
         return None
+    for name in ("mscale", "mscale_all_dim"):
+        value = getattr(scaling, name)
+        if value != type(scaling).model_fields[name].default:
+            raise _no_family(f"model.rope_scaling.{name} is {value}", "its factor on attention is DeepSeek's alone")
     names = {"original_max_position_embeddings": scaling.original_max_positions}
     found = {key: names.get(key, getattr(scaling, key, None)) for key in _ROPE_KEYS[scaling.type]}
+    if found.get("truncate"):
+        del found["truncate"]  # as it is where the key is missing
     return {"rope_type": scaling.type, **{key: value for key, value in found.items() if value is not None}}
 
 

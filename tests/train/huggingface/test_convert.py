@@ -156,7 +156,6 @@ def test_the_model_section_is_what_the_config_says(family: str) -> None:
         ({"attention_bias": True}, "attention_bias: True.*mlp_bias is False"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: 'dynamic'.*linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "rope_scaling: 'mscale: 0.7'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate: false"),
         (
             {"some_new_gate": 7},
             "some_new_gate: 7 cannot be converted: it is not supported.*--ignore some_new_gate",
@@ -223,6 +222,8 @@ def test_ignored_keys() -> None:
         ({"init": {"scheme": "mup", "mup_base_dim": 16}}, "model.init.scheme is 'mup'"),
         ({"norm": "layernorm"}, "model.positions is 'rope' and model.norm is 'layernorm'"),
         ({"mlp": "gelu"}, "model.mlp is 'gelu'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 0.7}}, "model.rope_scaling.mscale is 0.7"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale_all_dim": 1}}, "rope_scaling.mscale_all_dim is 1.0"),
         ({"positions": "learned"}, "model.positions is 'learned' and model.norm is 'rmsnorm'"),
         ({"qk_norm": True, "bias": "qkv"}, "model.qk_norm is true and model.bias is 'qkv'"),
         ({"bias": "all", "sliding_window": 4}, "model.sliding_window is set and model.bias is 'all'"),

@@ -8,7 +8,16 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.part_spec import CpTransfer, Division, HeadNorm, KernelUse, Matrix, MixerSpec, NormSpec
+from pipeline.train.model.part_spec import (
+    CpTransfer,
+    Division,
+    HeadNorm,
+    KernelUse,
+    Matrix,
+    MixerSpec,
+    NormSpec,
+    softmax_factor,
+)
 
 _MUP_HEAD_DIM = 64
 """muP divides attention logits by head_dim instead of its root; the two agree for heads of this size."""
@@ -46,6 +55,7 @@ class AttentionSpec(MixerSpec):
     def of(cls, config: ModelConfig) -> AttentionSpec:
         """That of the `model:` section."""
         head_dim = config.head_size
+        scale = head_dim**-0.5 if config.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim
         return cls(
             dim=config.dim,
             heads=config.heads,
@@ -55,7 +65,7 @@ class AttentionSpec(MixerSpec):
             output_bias=config.bias == "all",
             qk_norm=NormSpec("rmsnorm", config.norm_eps) if config.qk_norm else None,
             window=config.sliding_window,
-            scale=head_dim**-0.5 if config.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim,
+            scale=scale * softmax_factor(config.rope_scaling),
         )
 
     @classmethod
