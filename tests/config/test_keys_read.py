@@ -45,7 +45,7 @@ VARIANTS: list[dict[str, Any]] = [
         "model.document_attention": True,
         "train.profile": {"steps": [1, 1]},
         "train.precision.compute": "fp16",
-        "train.optimizer": {"type": "muon", "states": "bf16"},
+        "train.optimizer": {"type": "muon", "states": "bf16", "groups": [{"match": "*norm*", "weight_decay": 0.1}]},
     },
     {
         "model.rope_scaling": {"type": "llama3", "factor": 2},
