@@ -106,6 +106,10 @@ class ModelConfig(Section):
     """The vocabulary is padded to a multiple of this; logits of the padding are -inf."""
     logit_soft_cap: float | None = Field(default=None, gt=0)
     """Logits become cap * tanh(logits / cap) (Gemma 2)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the embedding and of the output of each mixer and mlp that a training step sets to 0, before it is added
+    to the residual stream (GPT-2's resid_pdrop and embd_pdrop). Probabilities of attention are never dropped: no kernel
+    does it. What is dropped depends on the seed and the sample alone, whatever the layout."""
     init: InitConfig = InitConfig()
     """Initial weights."""
 

@@ -34,6 +34,7 @@ VARIANTS: list[dict[str, Any]] = [
         "model.bias": "all",
         "model.positions": "learned",
         "model.tie_embeddings": True,
+        "model.dropout": 0.1,
         "model.init": {"scheme": "mup", "mup_base_dim": 16},
         "train.schedule": {"type": "wsd", "decay": "1 steps"},
         "train.ema": {"decay": 0.9},

@@ -19,7 +19,7 @@ _KEYS = {"objective": "train.objective"}
 """Aspects that are a section of the run file with another name."""
 _OF_SHAPES = ("model.layers", "model.dim")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
-LATER_KEYS = ("vocab_size", "rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim")
+LATER_KEYS = ("vocab_size", "dropout", "rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim")
 """Keys of `model:` that checkpoints of earlier versions do not have, with dots below a section. With its default such a
 key is left out, so the default has to compute what those versions computed."""
 
@@ -64,8 +64,9 @@ def _leave_out_default(values: dict[str, Any], section: Section, name: str) -> N
 
 def computing_keys(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
     """The keys of `model` that decide what weights of the shapes of `spec` compute."""
-    # The tensors have shown what the vocabulary is.
-    keys = {key: value for key, value in model.items() if key not in ("max_positions", "vocab_size", "vocab_multiple")}
+    # The tensors have shown what the vocabulary is, and nothing is dropped but in training.
+    no_matter = ("max_positions", "vocab_size", "vocab_multiple", "dropout")
+    keys = {key: value for key, value in model.items() if key not in no_matter}
     for layer in spec.different_layers:
         for part in layer.parts.values():
             keys |= part.same_meaning(model)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
+from pipeline.train.model.dropout import dropped
 from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
@@ -44,6 +45,9 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         trains = self.training and torch.is_grad_enabled()
+        if context.dropout is not None:
+            # Here, as layers that differ in an index would not share what is compiled.
+            context = replace(context, dropout=context.dropout.within(f"layers.{self.index}"))
         compute = self.compiled if trains and self.compiled is not None else self.compute
         out_BSD, attended = compute(x_BSD, context)
         if context.observer is not None:
@@ -64,8 +68,10 @@ class Block(nn.Module):
         attended: list[Attended] = []
         if context.observer is not None:
             context = replace(context, observer=_Recorder(attended))
-        mixed_BSD: Tensor = x_BSD + self.mixer(self.mixer_norm(x_BSD), context, state)
-        out_BSD: Tensor = mixed_BSD + self.mlp(self.mlp_norm(mixed_BSD))
+        branch_BSD = self.mixer(self.mixer_norm(x_BSD), context, state)
+        mixed_BSD: Tensor = x_BSD + dropped(branch_BSD, "mixer", context.dropout)
+        branch_BSD = self.mlp(self.mlp_norm(mixed_BSD))
+        out_BSD: Tensor = mixed_BSD + dropped(branch_BSD, "mlp", context.dropout)
         return out_BSD, attended
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pipeline.train.model.dropout import Dropout, PlacedDropout
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.states import MixerState, Places, States
@@ -62,6 +63,7 @@ class Context:
         criterion: What the head is to give the loss of; None: it gives logits.
         observer: Is shown what the layers compute.
         cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
+        dropout: What is dropped; None: nothing, as outside of training steps.
     """
 
     bounds_BS: Tensor | None = None
@@ -74,6 +76,7 @@ class Context:
     criterion: Criterion | None = None
     observer: ActivationObserver | None = None
     cut: SequenceCut | None = None
+    dropout: Dropout | None = None
 
 
 @dataclass
@@ -88,6 +91,7 @@ class LayerContext:
         prepared: What the kernel prepared for `sights`.
         masks: With states, by window, which keys are seen, see `attention_mask`.
         places: Where the new positions go in the states.
+        dropout: What is dropped in this pass, at the places of the part of the model, or within one layer.
     """
 
     bounds_BS: Tensor | None
@@ -101,6 +105,7 @@ class LayerContext:
     prepared: dict[int | None, tuple[Any, ...]] = field(default_factory=dict)
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     places: Places | None = None
+    dropout: PlacedDropout | None = None
 
 
 class Mixer(Protocol):

@@ -5,6 +5,7 @@ Shapes: B batch, S positions, D width, V padded vocabulary, or the share of it t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from pipeline.common.errors import UserError
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.context import Context, LayerContext, Mixer
+from pipeline.train.model.context import Context, LayerContext, Mixer, SequenceCut
+from pipeline.train.model.dropout import Dropout, DropoutPlaces, PlacedDropout, dropped
 from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.attention_mask import (
     AttentionMask,
@@ -60,6 +62,8 @@ class Decoder(nn.Module):
 
     Attributes:
         kernel: What computes attention, where there are no states.
+        stream_shard: With tensor parallelism that cuts the residual stream along the sequence, what gives of positions
+            [1, S] those of this rank.
     """
 
     def __init__(self, spec: DecoderSpec, part: ModelPart | None = None) -> None:
@@ -67,7 +71,14 @@ class Decoder(nn.Module):
         self.spec = spec
         self.part = part = part or ModelPart.whole(spec)
         self.kernel: Kernel = Sdpa()
+        self.stream_shard: Callable[[Tensor], Tensor] | None = None
         self._prepared = Prepared()
+        self._dropout_places = DropoutPlaces(
+            [
+                *(["embedding"] if part.first else []),
+                *(f"layers.{index}.{name}" for index in part.layers for name in spec.layers[index].parts),
+            ]
+        )
         if part.first or (part.last and spec.tie_embeddings):
             self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
         if part.first and spec.learned_positions is not None:
@@ -92,6 +103,7 @@ class Decoder(nn.Module):
             x = self.embedding(x)
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
+            x = dropped(x, "embedding", of_layers.dropout)
         for block in self.layers.values():
             x = block(x, of_layers)
         if context.states is not None:
@@ -151,10 +163,21 @@ class Decoder(nn.Module):
         else:
             documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
             self._look(of_layers, documents, windows, x.shape[0], keys, device)
+        if context.dropout is not None:
+            of_layers.dropout = self._place_dropout(context.dropout, context.cut, keys)
         if context.cut is not None:
             positions = context.cut.shard(positions)
         of_layers.rope = None if spec.rope is None else rope_tables(spec.rope, positions)
         return positions, of_layers
+
+    def _place_dropout(self, dropout: Dropout, cut: SequenceCut | None, length: int) -> PlacedDropout:
+        """Dropout of a pass for the rows of the residual stream that this process has."""
+        positions_1S = torch.arange(length, device=dropout.samples_B.device)[None]
+        if cut is not None:
+            positions_1S = cut.shard(positions_1S)
+        if self.stream_shard is not None:
+            positions_1S = self.stream_shard(positions_1S)
+        return self._dropout_places.draw(dropout, positions_1S[0])
 
     def _look(
         self,

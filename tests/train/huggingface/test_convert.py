@@ -259,6 +259,7 @@ OTHER_VALUES: dict[str, Any] = {
 NOT_CONVERTED = {
     "max_positions": "not read with rope",
     "document_attention": "a text alone is computed alike",
+    "dropout": "of training alone",
     "vocab_size": "given as an argument",
     "vocab_multiple": "padding is left out",
 }
