@@ -73,7 +73,7 @@ def group_lines(optimizer: OptimizerConfig, spec: DecoderSpec) -> Iterator[str]:
         number = group_number(name, groups)
         tensors[number] += 1
         elements[number] += prod(shape)
-    yield f"optimizer: {counted(len(groups), 'group')} of parameters, the first that matches a name has it"
+    yield f"optimizer: {counted(len(groups), 'parameter group')}, of which the first that matches wins"
     for place, group in enumerate(groups):
         decay = [] if group.weight_decay is None else [f"weight decay {group.weight_decay:g}"]
         own = ", ".join([f"learning rate x {group.lr_scale:g}", *decay])

@@ -8,7 +8,13 @@ from typing import get_args
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig, RopeScalingConfig
 from pipeline.config.train import OBJECTIVE_KEYS, ObjectiveConfig
-from pipeline.train.checkpoint.fingerprint import LATER_KEYS, model_fingerprint, objective_fingerprint
+from pipeline.train.checkpoint.fingerprint import (
+    LATER_KEYS,
+    computing_keys,
+    model_fingerprint,
+    objective_fingerprint,
+)
+from pipeline.train.model.config import decoder_spec
 from tests.tiny import write_run
 
 FIRST = {
@@ -48,6 +54,13 @@ def test_a_new_key_of_a_section_below_is_left_out_with_its_default(tmp_path: Pat
     other = model_fingerprint(load(file, ["model.rope_scaling.truncate=false"]))
     assert other == {**usual, "rope_scaling": {**usual["rope_scaling"], "truncate": False}}
     assert model_fingerprint(load(file, ["model.rope_scaling=null"]))["rope_scaling"] is None
+
+
+def test_dropout_is_compared_by_a_resume_and_not_where_weights_are_loaded(tmp_path: Path) -> None:
+    usual, dropping = (model_fingerprint(load(write_run(tmp_path), [f"model.dropout={rate}"])) for rate in (0, 0.1))
+    assert dropping == {**usual, "dropout": 0.1}
+    spec = decoder_spec(load(tmp_path / "run.yaml").model, 300, 32)
+    assert computing_keys(dropping, spec) == computing_keys(usual, spec)
 
 
 def test_an_objective_is_compared_by_the_keys_that_it_reads(tmp_path: Path) -> None:

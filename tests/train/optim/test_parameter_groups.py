@@ -127,7 +127,7 @@ def test_lines_have_every_parameter_once(tmp_path: Path) -> None:
     spec = decoder_spec(ModelConfig.model_validate(SHAPE), 61, 16)
     sizes = {name: parameter.numel() for name, parameter in Decoder(spec).named_parameters()}
     first, *lines = group_lines(config.train.optimizer, spec)
-    assert "4 groups" in first and len(lines) == 5
+    assert "4 parameter groups" in first and len(lines) == 5
     counted = [int(line.split(": ")[1].split()[0].replace(",", "")) for line in lines]
     assert counted[0] == sizes["layers.1.mixer.wq.weight"] and sum(counted) == sum(sizes.values())
     assert counted[2] == sum(size for name, size in sizes.items() if name.endswith("norm.weight"))
@@ -140,7 +140,7 @@ def test_the_check_prints_them(tmp_path: Path) -> None:
     check(
         load(write(tmp_path), ['train.optimizer.groups=[{match: "*", lr_scale: 3}]']), Console(file=stream, width=200)
     )
-    assert "1 group of parameters" in stream.getvalue() and "learning rate x 3" in stream.getvalue()
+    assert "1 parameter group," in stream.getvalue() and "learning rate x 3" in stream.getvalue()
 
 
 def test_a_run_resumes_with_other_groups(root: Path) -> None:
