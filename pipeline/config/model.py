@@ -32,8 +32,16 @@ class RopeScalingConfig(Section):
     """yarn: rotations over the original context above which a frequency is kept."""
     beta_slow: float = Field(default=1.0, gt=0)
     """yarn: rotations over the original context below which a frequency is scaled by the full factor."""
+    truncate: bool = True
+    """yarn: the two limits are rounded outwards to whole dimensions. false: the ramp between them begins and ends at
+    fractions (GPT-OSS)."""
+    mscale: float = Field(default=1.0, ge=0)
+    """yarn: cos and sin are multiplied by m(mscale) / m(mscale_all_dim), where m(s) is 0.1 * s * ln(factor) + 1
+    (DeepSeek)."""
+    mscale_all_dim: float = Field(default=0.0, ge=0)
+    """yarn: see mscale; the products of queries and keys are multiplied by m(mscale_all_dim) squared."""
     attention_factor: float | None = Field(default=None, gt=0)
-    """yarn: factor on cos and sin; by default 0.1 * ln(factor) + 1."""
+    """yarn: factor on cos and sin, in place of that of mscale and mscale_all_dim, by default 0.1 * ln(factor) + 1."""
 
 
 class InitConfig(Section):
@@ -156,6 +164,10 @@ class ModelConfig(LayerConfig, _Size):
     """Factor on the logits (Cohere; Granite divides by its `logits_scaling`)."""
     logit_soft_cap: float | None = Field(default=None, gt=0)
     """Logits become cap * tanh(logits / cap) (Gemma 2)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the embedding and of the output of each mixer and mlp that a training step sets to 0, before it is added
+    to the residual stream (GPT-2's resid_pdrop and embd_pdrop). Probabilities of attention are never dropped: no kernel
+    does it. What is dropped depends on the seed and the sample alone, whatever the layout."""
     init: InitConfig = InitConfig()
     """Initial weights."""
 
@@ -170,8 +182,8 @@ class ModelConfig(LayerConfig, _Size):
         names: Sequence[str | None] = self.pattern or (None,)
         return [names[index % len(names)] for index in range(self.layers)]
 
-    def layer(self, kind: str | None) -> LayerConfig:
-        """Keys of the layers of a kind."""
+    def layer(self, kind: str | None) -> ModelConfig:
+        """The section with the keys of the layers of a kind."""
         if kind is None:
             return self
         found = self.kinds[kind]

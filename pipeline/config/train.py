@@ -23,6 +23,24 @@ class MuonConfig(Section):
     learning rate and weight decay fit then (Liu et al. 2025). `original`: by the root of rows over columns."""
 
 
+class ParameterGroupConfig(Section):
+    """Parameters with a learning rate or weight decay of their own."""
+
+    match: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
+    """Names of parameters as in checkpoints, or patterns with `*`, `?` and `[...]`: `embedding.weight`, `*norm.weight`,
+    `layers.*.mixer.w[qk].*`. `*` stands for dots, too."""
+    lr_scale: float = Field(default=1.0, ge=0)
+    """Factor on the learning rate, on top of that of muP; with 0 the parameters stay as they are."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of these parameters, vectors as well. By default matrices have train.optimizer.weight_decay, and
+    vectors none."""
+
+    @property
+    def patterns(self) -> list[str]:
+        """`match` as a list."""
+        return [self.match] if isinstance(self.match, str) else self.match
+
+
 class OptimizerConfig(Section):
     """AdamW or Muon with decoupled weight decay on matrices only (embedding included; norms and biases are spared)."""
 
@@ -42,8 +60,11 @@ class OptimizerConfig(Section):
     """AdamW: added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices."""
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled so that their global L2 norm is at most this."""
+    groups: list[ParameterGroupConfig] = Field(default_factory=list)
+    """Parameters with a learning rate or weight decay of their own. The first group that matches a name has it."""
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled so that their global L2 norm is at most this. null: they are not scaled; the norm is logged
+    all the same, and steps whose norm is not finite are withheld."""
 
     @model_validator(mode="after")
     def _betas(self) -> OptimizerConfig:

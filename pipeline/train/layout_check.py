@@ -15,6 +15,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import layer_parameters, num_parameters
+from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.footprint import Footprint, end_parameters, rank_footprints
 from pipeline.train.parallel.layout import Layout, fixed_processes
 from pipeline.train.parallel.pipeline_schedules import Play, play
@@ -44,6 +45,7 @@ def check(config: Config, console: Console | None = None, environment: Mapping[s
         *layout_lines(config, layout),
         str(model),
         *_fp8_lines(config, layout, spec),
+        *group_lines(config.train.optimizer, spec),
         *_step_lines(config, layout),
         *(_pipeline_lines(config, layout, spec, stages) if layout.pp > 1 else ()),
         *_memory_lines(config, layout, spec),

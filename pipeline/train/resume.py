@@ -45,8 +45,8 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "train.micro_batch_size": ("run file", "changes no result but rounding"),
     "train.optimizer": (
         "run file",
-        "learning rate, betas, weight decay, clipping; the moments are the checkpoint's, put into the format of "
-        "`states`; with another `type` those of the layers' matrices begin at zero",
+        "learning rate, betas, weight decay, groups, clipping; the moments are the checkpoint's, put into the format "
+        "of `states`; with another `type` those of the layers' matrices begin at zero",
     ),
     "train.schedule": ("run file", "computed from the place in the run, as if it had always been so"),
     "train.objective": ("checkpoint", "(resume.allow: objective)"),

@@ -13,6 +13,7 @@ from pipeline.data.order.journal import Journal
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.monitor.phase_log import describe_change, describe_run
+from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.run_plan import RunPlan
 
@@ -35,6 +36,7 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
     fp8, layout = config.train.precision.fp8, setup.mesh.layout
     if fp8 is not None:
         yield from (f"train: {line}" for line in fp8_lines(fp8, spec, layout, config.train.sequence_length))
+    yield from (f"train: {line}" for line in group_lines(config.train.optimizer, spec))
     yield f"train: {describe_run(config, plan.journal, first, length.steps)} ({length.reason})"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.context import ActivationObserver, Context, SequenceCut
+from pipeline.train.model.dropout import Dropout
 from pipeline.train.model.loss import Criterion, TokenLosses
 from pipeline.train.monitor.host_copy import HostCopy, to_device
 from pipeline.train.monitor.layer_stats import Observed, Observer
@@ -38,6 +39,7 @@ def make_context(
     criterion: Criterion | None = None,
     observer: ActivationObserver | None = None,
     cut: SequenceCut | None = None,
+    dropout: Dropout | None = None,
 ) -> Context:
     """The context of a batch: all that the model needs besides the tokens.
 
@@ -47,10 +49,19 @@ def make_context(
         criterion: Of what the model gets.
         observer: Is shown what the layers compute.
         cut: Which share of the sequences it gets.
+        dropout: What a training drops.
     """
     bounds, starts = (batch.bounds, batch.starts) if document_attention else (None, None)
     length = batch.tokens.shape[1]
-    return Context(bounds_BS=bounds, starts=starts, length=length, criterion=criterion, observer=observer, cut=cut)
+    return Context(
+        bounds_BS=bounds,
+        starts=starts,
+        length=length,
+        criterion=criterion,
+        observer=observer,
+        cut=cut,
+        dropout=dropout,
+    )
 
 
 @dataclass(frozen=True)
@@ -176,14 +187,15 @@ class Stepper:
             if self.spikes is not None:
                 spike, zscores = self.spikes.judge(nats.sum() / targets.sum().clamp(min=1), norm, finite)
             updated = finite & ~spike
-            self._gradients.scale(self._clip_factor(norm))
+            if (factor := self._gradient_factor(norm)) is not None:
+                self._gradients.scale(factor)
         with span("optimizer"):
             self._optimizers.step(lr, updated)
             if self.ema is not None:
                 self.ema.update(updated)
-        factor = None if scale is None else scale.scale
-        observed = self._observer.finish(factor)
-        result = StepResult(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, factor)
+        loss_scale = None if scale is None else scale.scale
+        observed = self._observer.finish(loss_scale)
+        result = StepResult(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale)
         if scale is not None:
             scale.update(finite)
         return result
@@ -203,8 +215,21 @@ class Stepper:
         shard = self._model.vocab_shard
         criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.tokens_at_once(self._model.vocab_columns))
         return make_context(
-            whole, self._config.model.document_attention, criterion, self._observer.watch(batch), self._model.cut
+            whole,
+            self._config.model.document_attention,
+            criterion,
+            self._observer.watch(batch),
+            self._model.cut,
+            self._dropout(whole),
         )
+
+    def _dropout(self, batch: Batch) -> Dropout | None:
+        """Dropout of a micro-batch; None: nothing is dropped."""
+        rate = self._config.model.dropout
+        if not rate:
+            return None
+        assert batch.samples is not None, "dropout goes by the numbers of the samples"
+        return Dropout(rate, self._config.run.seed, batch.samples)
 
     def _objective(self, sums: Tensor) -> Callable[[TokenLosses, Batch], Tensor]:
         """Books the sums by source."""
@@ -230,10 +255,13 @@ class Stepper:
         facts = to_device(torch.tensor([*map(float, wish), *words, *works], dtype=torch.float64), self._device)
         return list(torch.split(facts, [len(wish), len(words), len(works)]))
 
-    def _clip_factor(self, norm: Tensor) -> Tensor:
-        """fp32 scalar that takes gradients to at most the configured norm, and the loss scale out of them."""
-        factor = (self._config.train.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        return (factor if self.loss_scale is None else factor / self.loss_scale.scale).float()
+    def _gradient_factor(self, norm: Tensor) -> Tensor | None:
+        """fp32 scalar that takes gradients to at most the configured norm, and the loss scale out of them; None: 1."""
+        clip_norm, scale = self._config.train.optimizer.clip_norm, self.loss_scale
+        if clip_norm is None:
+            return None if scale is None else (1 / scale.scale).float()
+        factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        return (factor if scale is None else factor / scale.scale).float()
 
 
 def agree(wish: StopRequest, device: torch.device) -> StopRequest:

@@ -35,6 +35,7 @@ VARIANTS: list[dict[str, Any]] = [
         "model.bias": "all",
         "model.positions": "learned",
         "model.tie_embeddings": True,
+        "model.dropout": 0.1,
         "model.init": {"scheme": "mup", "mup_base_dim": 16},
         "train.schedule": {"type": "wsd", "decay": "1 steps"},
         "train.ema": {"decay": 0.9},
@@ -46,7 +47,7 @@ VARIANTS: list[dict[str, Any]] = [
         "model.document_attention": True,
         "train.profile": {"steps": [1, 1]},
         "train.precision.compute": "fp16",
-        "train.optimizer": {"type": "muon", "states": "bf16"},
+        "train.optimizer": {"type": "muon", "states": "bf16", "groups": [{"match": "*norm*", "weight_decay": 0.1}]},
     },
     {
         "model.rope_scaling": {"type": "llama3", "factor": 2},

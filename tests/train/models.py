@@ -103,6 +103,11 @@ FAMILIES: dict[str, Family] = {
     "llama-yarn": _scaled(
         {"type": "yarn", "factor": 4.0, "original_max_positions": 512}, original_max_position_embeddings=512
     ),
+    "llama-yarn-fractions": _scaled(
+        {"type": "yarn", "factor": 4.0, "original_max_positions": 512, "truncate": False},
+        original_max_position_embeddings=512,
+        truncate=False,
+    ),
     "qwen2": Family(
         _config(kv_heads=2, bias="qkv", tie_embeddings=True),
         _llama_like(Qwen2ForCausalLM, Qwen2Config, num_key_value_heads=2, tie_word_embeddings=True),

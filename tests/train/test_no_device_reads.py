@@ -60,6 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout]] = {
         Layout(),
     ),
     "fp16": ({}, {"precision": {"compute": "fp16"}}, Layout()),
+    "dropout": ({"dropout": 0.1}, {}, Layout()),
     "recomputed": ({}, {"recompute": {"mode": "full"}}, Layout()),
     "fsdp2": ({}, {}, Layout(dp_shard=2)),
     "hsdp, documents": ({"document_attention": True}, {}, Layout(dp_replicate=2, dp_shard=2)),
@@ -93,7 +94,7 @@ def issue(
             for step in (1, 2):
                 ids, size = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64), (SAMPLES, LENGTH)
                 sources = torch.zeros(SAMPLES, dtype=torch.int64)
-                batches = [Batch(ids, ids, torch.ones(size), starts, sources, {}) for _ in range(2)]
+                batches = [Batch(ids, ids, torch.ones(size), starts, sources, {}, sources) for _ in range(2)]
                 if stepper.spikes is not None:
                     stepper.spikes.compare_within("some")
                 result = stepper.step(batches, 2 * SAMPLES * LENGTH, 1e-3, step=step)
@@ -133,7 +134,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", ["spikes, average, observed", "fp16", "hsdp, documents", "tp2"])
+@pytest.mark.parametrize("case", ["spikes, average, observed", "fp16", "dropout", "hsdp, documents", "tp2"])
 def test_a_step_has_everything_on_its_device(accelerated: None, case: str) -> None:
     """Forward, backward and update, the batches sent by the step; where an attention is in tiles, these are a CPU's."""
     result = issue(case, device=META)

@@ -34,7 +34,7 @@ def batches(count: int, seed: int = 0) -> list[Batch]:
     return made
 
 
-def step_config(*, precision: str = "fp32", **optimizer: float) -> Config:
+def step_config(*, precision: str = "fp32", **optimizer: float | None) -> Config:
     keys = {"weight_decay": 0.1, **optimizer}
     return config_of(MODEL, sequence_length=16, optimizer=keys, precision={"compute": precision})
 
@@ -58,8 +58,8 @@ def plain_copy(model: Decoder) -> Decoder:
     return other
 
 
-@pytest.mark.parametrize("clip_norm", [1e9, 0.05])
-def test_three_steps_equal_plain_pytorch(clip_norm: float) -> None:
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_three_steps_equal_plain_pytorch(clip_norm: float | None) -> None:
     # With a smaller eps a gradient that is rounding alone would move its weight by the whole learning rate.
     config = step_config(lr=1e-2, clip_norm=clip_norm, eps=1e-3)
     model, _, ours = stepper(config)
@@ -84,7 +84,7 @@ def test_three_steps_equal_plain_pytorch(clip_norm: float) -> None:
         loss = losses[weight > 0].mean()
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf") if clip_norm is None else clip_norm)
         optimizer.step()
 
         assert result.finite.item()
@@ -95,9 +95,22 @@ def test_three_steps_equal_plain_pytorch(clip_norm: float) -> None:
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
-def test_a_non_finite_step_leaves_every_bit_as_it_was(poison: str) -> None:
-    model, optimizer, ours = stepper(step_config(lr=1e-2))
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_without_clipping_gradients_are_those_below_the_bound(precision: str) -> None:
+    """The same bits as with a bound that no norm comes near; the loss scale is taken out all the same."""
+    ends = []
+    for clip_norm in (None, 1e30):
+        model, _, ours = stepper(step_config(precision=precision, clip_norm=clip_norm))
+        norms = [ours.step(batches(2, seed), 40, 1e-2).grad_norm for seed in range(3)]
+        ends.append([*norms, *plain_weights(model).values()])
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("poison", "clip_norm"), [("loss", 1.0), ("gradient", 1.0), ("gradient", None)], ids=["loss", "gradient", "no-clip"]
+)
+def test_a_non_finite_step_leaves_every_bit_as_it_was(poison: str, clip_norm: float | None) -> None:
+    model, optimizer, ours = stepper(step_config(lr=1e-2, clip_norm=clip_norm))
     ours.step(batches(2), 40, 1e-2)
     weights, states = plain_weights(model), copy.deepcopy(optimizer.state_dict()["state"])
     data = batches(2, seed=1)

@@ -28,6 +28,8 @@ class Batch:
     """[B] int64, index in the loader's `names`; -1 for padding samples."""
     extras: dict[str, torch.Tensor]
     """[B, ...], what an objective adds."""
+    samples: torch.Tensor | None = None
+    """[B] int64, number of each sample in the run, -1 for padding samples; None where they are not of a training."""
 
     @property
     def bounds(self) -> torch.Tensor:
@@ -67,7 +69,7 @@ class Batch:
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: str | None = None) -> Batch:
         """With all tensors changed, but for those of a field."""
         names = [field.name for field in fields(self) if field.name not in ("extras", but)]
-        changed = {name: change(getattr(self, name)) for name in names}
+        changed = {name: change(value) for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **changed, extras={name: change(value) for name, value in self.extras.items()})
 
 

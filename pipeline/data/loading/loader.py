@@ -184,6 +184,7 @@ class Loader:
             raise self._outside_of_vocabulary(step, located, rows, raw)
         # Before its tokens each row has the index of the sample, which is hashed with them.
         ids = np.empty((size, length + 2), np.int64)
+        ids[:, 0] = -1
         ids[:count, 0] = located.samples[rows.start : rows.stop]
         ids[:, 1:] = raw
         data_hash = sum(map(xxhash.xxh3_64_intdigest, ids[:count]))
@@ -199,6 +200,7 @@ class Loader:
                 starts=torch.from_numpy(starts),
                 sources=torch.from_numpy(sources),
                 extras={},
+                samples=torch.from_numpy(ids[:, 0].copy()),
             ),
             data_hash,
         )

@@ -8,7 +8,8 @@ from typing import Any
 from pipeline import __version__
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.base import Section
+from pipeline.config.model import LayerConfig, ModelConfig, RopeScalingConfig
 from pipeline.config.train import OBJECTIVE_KEYS
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.part_spec import LayerSpec
@@ -23,10 +24,10 @@ _OF_SHAPES = ("model.layers", "model.dim")
 LATER_KEYS = (
     *("vocab_size", "pattern", "kinds", "mixer", "rope_share", "attention_scale", "attention_soft_cap", "sinks"),
     *("output_gate", "norm_place", "residual", "norm_bias", "norm_offset", "embedding_scale", "residual_scale"),
-    "logit_scale",
+    *("logit_scale", "dropout", "rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),
 )
-"""Keys of `model:` that checkpoints of earlier versions do not have. With its default such a key is left out, so the
-default has to compute what those versions computed."""
+"""Keys of `model:` that checkpoints of earlier versions do not have, with dots below a section. With its default such a
+key is left out, so the default has to compute what those versions computed."""
 
 
 def fingerprints(config: Config, datasets: Mapping[str, str], tokenizer: str) -> Fingerprints:
@@ -52,30 +53,48 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
     if config.model.positions == "learned":
         # By default the longest windows decide, and a phase with longer ones may be appended.
         keys["max_positions"] = config.max_positions
-    for name, value in _later_defaults().items():
-        if getattr(config.model, name) == value:
-            del keys[name]
+    for name in LATER_KEYS:
+        _leave_out_default(keys, config.model, name)
     return keys
 
 
-def _later_defaults() -> dict[str, Any]:
-    fields = ModelConfig.model_fields
-    return {name: fields[name].get_default(call_default_factory=True) for name in LATER_KEYS}
+def _leave_out_default(values: dict[str, Any], section: Section, name: str) -> None:
+    """Take a key with dots out of the values of a section where it has its default; a section may be missing."""
+    key, _, below = name.partition(".")
+    value = getattr(section, key)
+    if below and isinstance(value, Section):
+        _leave_out_default(values[key], value, below)
+    elif not below and value == _default(type(section), key):
+        del values[key]
+
+
+def _default(section: type[Section], key: str) -> Any:
+    return section.model_fields[key].get_default(call_default_factory=True)
+
+
+def _with_later_keys(model: dict[str, Any]) -> dict[str, Any]:
+    """Keys of `model:`, or of a kind of layers, and `LATER_KEYS` of sections that are there."""
+    scaling = model.get("rope_scaling")
+    if scaling is None:
+        return model
+    later = [name.partition(".")[2] for name in LATER_KEYS if name.startswith("rope_scaling.")]
+    return model | {"rope_scaling": {key: _default(RopeScalingConfig, key) for key in later} | scaling}
 
 
 def computing_keys(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
     """The keys of `model` that decide what weights of the shapes of `spec` compute; those of layers once per kind."""
-    model = _later_defaults() | model
-    # The tensors have shown what the vocabulary is. Of how the weights were drawn, the base width of muP alone matters
-    # later: it scales attention and logits.
-    apart = ("max_positions", "vocab_size", "vocab_multiple", "pattern", "kinds")
-    whole = {key: value for key, value in model.items() if key not in (*apart, *LayerConfig.model_fields)}
+    later = {key: _default(ModelConfig, key) for key in LATER_KEYS if "." not in key}
+    model = _with_later_keys(later | model)
+    # The tensors have shown what the vocabulary is, and nothing is dropped but in training. Of how the weights were
+    # drawn, the base width of muP alone matters later: it scales attention and logits.
+    apart = ("max_positions", "vocab_size", "vocab_multiple", "dropout", "pattern", "kinds", *LayerConfig.model_fields)
+    whole = {key: value for key, value in model.items() if key not in apart}
     whole["init"] = {"mup_base_dim": model["init"].get("mup_base_dim")}
     pattern, shared = model["pattern"], {key: model[key] for key in LayerConfig.model_fields if key in model}
     if not pattern:
         return whole | shared | _same_meaning(spec.layers[0], model)
     names = [pattern[index % len(pattern)] for index in range(model["layers"])]
-    kinds = {name: shared | model["kinds"][name] for name in dict.fromkeys(names)}
+    kinds = {name: shared | _with_later_keys(model["kinds"][name]) for name in dict.fromkeys(names)}
     for name, layer in dict(zip(names, spec.layers, strict=False)).items():  # one of the two may have more layers
         kinds[name] |= _same_meaning(layer, whole | kinds[name])
     return whole | {"pattern": names, "kinds": kinds}

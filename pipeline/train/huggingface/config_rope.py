@@ -8,7 +8,7 @@ from pipeline.train.huggingface.config_source import ConfigSource, Json
 _SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
 """Keys that decide the frequencies of a scaling."""
 
@@ -54,8 +54,6 @@ def _read_scaling(source: ConfigSource, rope: Json, positions: int | None) -> Js
     for key, value in rope.items():
         if key not in known and value not in (None, False) and not (key == "truncate" and value is True):
             source.refuse("rope_scaling", f"{key}: {value}", "it is not supported")
-    if rope.get("truncate") is False:
-        source.refuse("rope_scaling", "truncate: false", "only a ramp between whole dimensions is supported")
     original = rope.get("original_max_position_embeddings")
     names = {"factor": "factor", "original_max_position_embeddings": "original_max_positions"}
     found = {names.get(key, key): rope[key] for key in _SCALING_KEYS[kind] if rope.get(key) is not None}
@@ -74,4 +72,6 @@ def _write_scaling(model: ModelConfig) -> Json | None:
         return None
     names = {"original_max_position_embeddings": scaling.original_max_positions}
     found = {key: names.get(key, getattr(scaling, key, None)) for key in _SCALING_KEYS[scaling.type]}
+    if found.get("truncate"):
+        del found["truncate"]  # as it is where the key is missing
     return {"rope_type": scaling.type, **{key: value for key, value in found.items() if value is not None}}

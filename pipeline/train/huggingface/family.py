@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.names import Names
 
@@ -14,6 +14,8 @@ _ALL_HAVE = {
     *("layers", "dim", "heads", "ffn_dim", "norm_eps", "tie_embeddings", "init"),
     # Not of the weights, or seen in their shapes.
     *("vocab_size", "vocab_multiple", "max_positions", "document_attention"),
+    # Of training alone.
+    "dropout",
 }
 """Keys of `model:` that fit every family with any value, unless it says otherwise."""
 
@@ -66,6 +68,8 @@ class Family:
     """By key of `model:`. A key that is neither here nor one that all have must be at its default: so a key that is
     added to `model:` is refused by all families that do not know it."""
     names: Names
+    varies: frozenset[str] = frozenset()
+    """Keys of `model:` that may differ between layers."""
     prefix: str = "model."
     """Files of the model without its head lack it in their names."""
     ignored: tuple[str, ...] = ()
@@ -78,9 +82,16 @@ class Family:
 
     def misfits(self, model: ModelConfig) -> list[str]:
         """Keys of `model:` whose values this family does not compute; none if it computes the model."""
-        found = [key for key, need in self.needs.items() if not need.fits(getattr(model, key), model)]
-        others = ModelConfig.model_fields.keys() - self.needs.keys() - _ALL_HAVE
-        return found + [key for key in ModelConfig.model_fields if key in others and not is_default(model, key)]
+        kinds = [model.layer(name) for name in dict.fromkeys(model.layer_kinds)]
+        keys = [*self.needs, *(key for key in _KEYS if key not in self.needs)]
+        found = [key for key in keys if not all(self._fits(each, key) for each in kinds)]
+        found += [key for key in LayerConfig.model_fields if key not in self.varies and _differs(key, kinds)]
+        return list(dict.fromkeys(found))
+
+    def _fits(self, layer: ModelConfig, key: str) -> bool:
+        if key in self.needs:
+            return self.needs[key].fits(getattr(layer, key), layer)
+        return key in _ALL_HAVE or is_default(layer, key)
 
     def has(self, key: str) -> str:
         """Words for what the family has where a model does not fit."""
@@ -92,13 +103,26 @@ class Family:
     def misfit(self, model: ModelConfig) -> str:
         """Words for the first of the model's `misfits`, after the key by which it was taken for one of this family."""
         key = self.misfits(model)[0]
-        found = f"model.{key} is {getattr(model, key)!r}"
+        found = f"model.{key} differs between layers"
+        for name in dict.fromkeys(model.layer_kinds):
+            layer = model.layer(name)
+            if not self._fits(layer, key):
+                own = name is not None and key in model.kinds[name].model_fields_set
+                found = f"model.{f'kinds.{name}.' if own else ''}{key} is {getattr(layer, key)!r}"
+                break
         return found if key == self.mark else f"model.{self.mark} is {_text(getattr(model, self.mark))} and {found}"
 
 
 def is_default(model: ModelConfig, key: str) -> bool:
     """True if a key of `model:` has its default."""
     return bool(getattr(model, key) == ModelConfig.model_fields[key].default)
+
+
+_KEYS = [key for key in ModelConfig.model_fields if key not in ("pattern", "kinds")]
+
+
+def _differs(key: str, kinds: Sequence[ModelConfig]) -> bool:
+    return any(getattr(each, key) != getattr(kinds[0], key) for each in kinds)
 
 
 def _text(value: Any) -> str:

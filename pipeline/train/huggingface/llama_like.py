@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.model import MAX_LAYERS, ModelConfig
+from pipeline.config.model import MAX_LAYERS, ModelConfig, RopeScalingConfig
 from pipeline.train.huggingface.config_rope import read_rope, write_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Need, anything, only
@@ -30,9 +30,16 @@ LLAMA_NEEDS: dict[str, Need] = {
     "kv_heads": anything(),
     "head_dim": anything(),
     "rope_theta": anything(),
-    "rope_scaling": anything(),
+    "rope_scaling": Need(lambda scaling, model: not _has_mscale(scaling), "no mscale, which is DeepSeek's"),
 }
 """See `Family.needs`; a family adds the keys that it has besides, or has otherwise."""
+
+
+def _has_mscale(scaling: RopeScalingConfig | None) -> bool:
+    fields = RopeScalingConfig.model_fields
+    return scaling is not None and any(
+        getattr(scaling, key) != fields[key].default for key in ("mscale", "mscale_all_dim")
+    )
 
 
 def read_llama_like(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
+from pipeline.train.model.dropout import PlacedDropout, dropped
 from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
@@ -47,6 +48,9 @@ class Block(nn.Module):
     def forward(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         trains = self.training and torch.is_grad_enabled()
+        if context.dropout is not None:
+            # Here, as layers that differ in an index would not share what is compiled.
+            context = replace(context, dropout=context.dropout.within(f"layers.{self.index}"))
         compute = self.compiled if trains and self.compiled is not None else self.compute
         out_BSD, attended = compute(x_BSD, context)
         if context.observer is not None:
@@ -72,22 +76,23 @@ class Block(nn.Module):
             module = self.get_submodule
             input_BSD = module("mixer_norm")(x_BSD)
             of_mlp_BSD = input_BSD if spec.residual == "parallel_shared" else module("mlp_norm")(x_BSD)
-            branches_BSD = module("mixer")(input_BSD, context, state) + module("mlp")(of_mlp_BSD)
+            of_mixer_BSD = dropped(module("mixer")(input_BSD, context, state), "mixer", context.dropout)
+            branches_BSD = of_mixer_BSD + dropped(module("mlp")(of_mlp_BSD), "mlp", context.dropout)
             return x_BSD + self._scaled(branches_BSD), attended
         if spec.mixer is not None:
-            x_BSD = self._add(x_BSD, "mixer", context, state)
+            x_BSD = self._add(x_BSD, "mixer", context.dropout, context, state)
         if spec.mlp is not None:
-            x_BSD = self._add(x_BSD, "mlp")
+            x_BSD = self._add(x_BSD, "mlp", context.dropout)
         return x_BSD, attended
 
-    def _add(self, x_BSD: Tensor, place: str, *more: Any) -> Tensor:
+    def _add(self, x_BSD: Tensor, place: str, dropout: PlacedDropout | None, *more: Any) -> Tensor:
         """The stream and what a part makes of it, with the norms of the part."""
         norms, module = self.spec.norms, self.get_submodule
         input_BSD = module(f"{place}_norm")(x_BSD) if f"{place}_norm" in norms else x_BSD
         out_BSD = module(place)(input_BSD, *more)
         if f"{place}_out_norm" in norms:
             out_BSD = module(f"{place}_out_norm")(out_BSD)
-        sum_BSD: Tensor = x_BSD + self._scaled(out_BSD)
+        sum_BSD: Tensor = x_BSD + self._scaled(dropped(out_BSD, place, dropout))
         return module(f"{place}_sum_norm")(sum_BSD) if f"{place}_sum_norm" in norms else sum_BSD
 
     def _scaled(self, out_BSD: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pipeline.train.model.dropout import Dropout, PlacedDropout
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.states import MixerState, Places, States
@@ -65,6 +66,7 @@ class Context:
         criterion: What the head is to give the loss of; None: it gives logits.
         observer: Is shown what the layers compute.
         cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
+        dropout: What is dropped; None: nothing, as outside of training steps.
     """
 
     bounds_BS: Tensor | None = None
@@ -77,6 +79,7 @@ class Context:
     criterion: Criterion | None = None
     observer: ActivationObserver | None = None
     cut: SequenceCut | None = None
+    dropout: Dropout | None = None
 
 
 @dataclass
@@ -91,6 +94,7 @@ class LayerContext:
         prepared: What the kernel prepared for `sights`.
         mask: With states, which keys are seen, see `attention_mask`.
         places: Where the new positions go in the states.
+        dropout: What is dropped in this pass, at the places of the part of the model, or within one layer.
     """
 
     bounds_BS: Tensor | None
@@ -104,6 +108,7 @@ class LayerContext:
     prepared: tuple[Any, ...] = ()
     mask: Tensor | None = None
     places: Places | None = None
+    dropout: PlacedDropout | None = None
 
 
 class Mixer(Protocol):

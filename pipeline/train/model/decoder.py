@@ -5,6 +5,7 @@ Shapes: B batch, S positions, D width, V padded vocabulary, or the share of it t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from pipeline.common.errors import UserError
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.context import Context, LayerContext, Mixer
+from pipeline.train.model.context import Context, LayerContext, Mixer, SequenceCut
+from pipeline.train.model.dropout import Dropout, DropoutPlaces, PlacedDropout, dropped
 from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.attention_mask import (
     AttentionMask,
@@ -61,6 +63,8 @@ class Decoder(nn.Module):
 
     Attributes:
         kernel: What computes attention, where there are no states.
+        stream_shard: With tensor parallelism that cuts the residual stream along the sequence, what gives of positions
+            [1, S] those of this rank.
     """
 
     def __init__(self, spec: DecoderSpec, part: ModelPart | None = None) -> None:
@@ -68,7 +72,14 @@ class Decoder(nn.Module):
         self.spec = spec
         self.part = part = part or ModelPart.whole(spec)
         self.kernel: Kernel = Sdpa()
+        self.stream_shard: Callable[[Tensor], Tensor] | None = None
         self._prepared = Prepared()
+        self._dropout_places = DropoutPlaces(
+            [
+                *(["embedding"] if part.first else []),
+                *(f"layers.{index}.{name}" for index in part.layers for name in spec.layers[index].parts),
+            ]
+        )
         if part.first or (part.last and spec.tie_embeddings):
             self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
         if part.first and spec.learned_positions is not None:
@@ -88,7 +99,7 @@ class Decoder(nn.Module):
             UserError: More positions than a learned position embedding has rows.
         """
         spec, part = self.spec, self.part
-        positions, contexts = self._prepare(x, context)
+        positions, dropout, contexts = self._prepare(x, context)
         if part.first:
             x = self.embedding(x)
             if spec.embedding_scale != 1:
@@ -96,6 +107,7 @@ class Decoder(nn.Module):
                 x = x * torch.full((), spec.embedding_scale, dtype=x.dtype, device=x.device)
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
+            x = dropped(x, "embedding", dropout)
         for block, of_layer in zip(self.layers.values(), contexts, strict=True):
             x = block(x, of_layer)
         if context.states is not None:
@@ -120,8 +132,8 @@ class Decoder(nn.Module):
         mixers = [cast(Mixer | None, getattr(block, "mixer", None)) for block in self.layers.values()]
         return States(rows, [NoState() if mixer is None else mixer.new_state(max_length) for mixer in mixers])
 
-    def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, list[LayerContext]]:
-        """Positions, [1, S] or [B, S] when they differ by row, and the context of each layer."""
+    def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, PlacedDropout | None, list[LayerContext]]:
+        """Positions, [1, S] or [B, S] when they differ by row, what is dropped, and the context of each layer."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document per row"
         queries = x.shape[1] if context.length is None else context.length
@@ -147,6 +159,7 @@ class Decoder(nn.Module):
             context.cut,
             self.kernel,
             places=places,
+            dropout=None if context.dropout is None else self._place_dropout(context.dropout, context.cut, keys),
         )
         of_layers = [cast(Block, block).spec.mixer for block in self.layers.values()]
         reaches = dict.fromkeys(mixer.kernel.reach for mixer in of_layers if mixer and mixer.kernel)
@@ -169,7 +182,16 @@ class Decoder(nn.Module):
             if key not in found:
                 found[key] = replace(seen[key[0]], rope=tables[key[1]]) if key[1] else seen[key[0]]
             contexts.append(found[key])
-        return positions, contexts
+        return positions, common.dropout, contexts
+
+    def _place_dropout(self, dropout: Dropout, cut: SequenceCut | None, length: int) -> PlacedDropout:
+        """Dropout of a pass for the rows of the residual stream that this process has."""
+        positions_1S = torch.arange(length, device=dropout.samples_B.device)[None]
+        if cut is not None:
+            positions_1S = cut.shard(positions_1S)
+        if self.stream_shard is not None:
+            positions_1S = self.stream_shard(positions_1S)
+        return self._dropout_places.draw(dropout, positions_1S[0])
 
     def _look(
         self,

@@ -6,6 +6,7 @@ tensor parallelism, fp8, FLOPs, plans, recomputation and conversion iterate spec
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,16 @@ class RopeSpec:
     """Dimensions of a head that are turned, from the first one on."""
     theta: float
     scaling: RopeScalingConfig | None
+
+
+def yarn_factor(scaling: RopeScalingConfig, mscale: float) -> float:
+    """m(mscale) of YaRN: 0.1 * mscale * ln(factor) + 1, and 1 where the context is not longer."""
+    return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+
+def softmax_factor(scaling: RopeScalingConfig | None) -> float:
+    """Factor on the products of queries and keys that a scaling of the frequencies brings along (DeepSeek's YaRN)."""
+    return 1.0 if scaling is None or scaling.type != "yarn" else yarn_factor(scaling, scaling.mscale_all_dim) ** 2
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Full recomputation is that of Chen et al. 2016; to keep what is expensive and compute the rest again, that of
 Korthikanti et al. 2022, here by operation. Both give the bits that keeping everything gives: the same operations run on
-the same inputs, and nothing in a layer is random.
+the same inputs, and what a layer drops is a function of the sample and the place.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.model import RopeScalingConfig
-from pipeline.train.model.part_spec import RopeSpec
+from pipeline.train.model.part_spec import RopeSpec, yarn_factor
 
 
 def rope_frequencies(spec: RopeSpec, device: torch.device) -> tuple[Tensor, float]:
@@ -32,7 +32,7 @@ def rope_frequencies(spec: RopeSpec, device: torch.device) -> tuple[Tensor, floa
         return _llama3(frequencies, scaling), 1.0
     factor = scaling.attention_factor
     if factor is None:
-        factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+        factor = yarn_factor(scaling, scaling.mscale) / yarn_factor(scaling, scaling.mscale_all_dim)
     return _yarn(frequencies, spec, scaling), factor
 
 
@@ -51,8 +51,10 @@ def _yarn(frequencies: Tensor, spec: RopeSpec, scaling: RopeScalingConfig) -> Te
         ratio = scaling.original_max_positions / (rotations * 2 * math.pi)
         return spec.dims * math.log(ratio) / (2 * math.log(spec.theta))
 
-    first = max(math.floor(dimension_with(scaling.beta_fast)), 0)
-    last = min(math.ceil(dimension_with(scaling.beta_slow)), spec.dims - 1)
+    fast, slow = dimension_with(scaling.beta_fast), dimension_with(scaling.beta_slow)
+    if scaling.truncate:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    first, last = max(fast, 0), min(slow, spec.dims - 1)
     index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
     kept = 1 - ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)

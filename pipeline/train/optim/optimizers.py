@@ -16,6 +16,7 @@ from pipeline.train.model.init import is_layer_matrix, lr_scale
 from pipeline.train.optim.bf16_adamw import Bf16AdamW
 from pipeline.train.optim.muon import Muon
 from pipeline.train.optim.muon_owners import group_of
+from pipeline.train.optim.parameter_groups import group_lr_scale, weight_decay
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.torch_compat.core import guard_optimizer_step
 
@@ -57,21 +58,23 @@ class Optimizers:
 
 
 def _build(config: Config, part: Decoder, group: dist.ProcessGroup | None) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of a part. Matrices decay, vectors do not; a group keeps its `lr_scale` (1 but for muP)."""
+    """The optimizers of a part, whose groups keep the `lr_scale` of their parameters."""
     optimizer = config.train.optimizer
-    groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in part.named_parameters():
         muon = optimizer.type == "muon" and is_layer_matrix(name, part.spec)
-        groups[muon, parameter.ndim >= 2, lr_scale(name, part.spec, config.model.init)].append(parameter)
+        decay = weight_decay(name, parameter.ndim, optimizer)
+        scale = lr_scale(name, part.spec, config.model.init) * group_lr_scale(name, optimizer.groups)
+        groups[muon, decay, scale].append(parameter)
     of_muon, of_adamw = (
         [
             {
                 "params": params,
                 "lr": optimizer.lr,
                 "lr_scale": scale,
-                "weight_decay": optimizer.weight_decay if decays else 0.0,
+                "weight_decay": decay,
             }
-            for (muon, decays, scale), params in groups.items()
+            for (muon, decay, scale), params in groups.items()
             if muon == wanted
         ]
         for wanted in (True, False)

@@ -11,15 +11,14 @@ matrix of low rank.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from pipeline.train.model.init import local_range
+from pipeline.train.model.random_words import WORD, mix, text_word
 
-_WORD = 0xFFFFFFFF
 _HALF = 0xFFFF
 """The bits that bf16 does not have of fp32."""
 _FACTORS = (0x2C1B3C6D, 0x297A2D39)
@@ -45,11 +44,11 @@ class Rounding:
         devices = {parameter.device for parameter in parameters.values()}
         (device,) = devices
         seeds = [
-            _key(f"{name}/{place}") + torch.arange(indices.start, indices.start + len(indices), device=device)
+            text_word(f"{name}/{place}") + torch.arange(indices.start, indices.start + len(indices), device=device)
             for name in ranges
             for place, indices in enumerate(ranges[name])
         ]
-        self._seeds = _mix(torch.cat(seeds) & _WORD)
+        self._seeds = mix(torch.cat(seeds) & WORD)
         counts = torch.tensor([sum(map(len, ranges[name])) for name in ranges], device=device)
         self._whose = torch.arange(len(ranges), device=device).repeat_interleave(counts, output_size=sum(self._sizes))
         """Place of the parameter of each seed."""
@@ -61,8 +60,8 @@ class Rounding:
         Args:
             steps: [parameters], how many each has had, on their device.
         """
-        turn = _mix((steps.long() * _STRIDE) & _WORD)[self._whose]
-        words = torch.split(_mix(self._seeds ^ turn).int(), self._sizes)
+        turn = mix((steps.long() * _STRIDE) & WORD)[self._whose]
+        words = torch.split(mix(self._seeds ^ turn).int(), self._sizes)
         self._words = dict(zip(self._names, zip(words[::2], words[1::2], strict=True), strict=True))
 
     def store(self, name: str, kind: int, value: Tensor, into: Tensor, rows: slice = slice(None)) -> None:
@@ -89,16 +88,3 @@ def _ranges(parameter: Tensor) -> tuple[range, range]:
     if parameter.ndim == 1:
         return range(1), local_range(parameter, 0)
     return local_range(parameter, 0), local_range(parameter, 1)
-
-
-def _key(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
-
-
-def _mix(words: Tensor) -> Tensor:
-    """A permutation of 32-bit words, in int64, that scatters neighbours; the factors keep products below 2**63."""
-    words = words ^ (words >> 16)
-    words = (words * 0x7FEB352D) & _WORD
-    words = words ^ (words >> 15)
-    words = (words * 0x31848BAB) & _WORD
-    return words ^ (words >> 14)

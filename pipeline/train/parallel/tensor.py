@@ -62,6 +62,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
     stream = Shard(1) if sequence_parallel else Replicate()
     for block in model.layers.values():
         _cut_block(cast(Block, block), mesh, stream)
+    if sequence_parallel:
+        model.stream_shard = lambda positions: positions.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
     if hasattr(model, "embedding"):
         model.set_submodule("embedding", VocabParallelEmbedding(model.embedding, mesh, stream))
     if hasattr(model, "position_embedding"):

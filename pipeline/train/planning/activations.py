@@ -182,6 +182,7 @@ def _batches(shape: Shape, count: int) -> list[Batch]:
             torch.empty(shape.samples, dtype=torch.int32),
             torch.empty(shape.samples, dtype=torch.int64),
             {},
+            torch.empty(shape.samples, dtype=torch.int64),
         )
         for _ in range(count)
     ]

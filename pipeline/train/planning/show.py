@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.common.format import counted, duration, first_and_last, gib, percent, size, spans
 from pipeline.train.layout_check import MOST_SHAPES, layout_lines
 from pipeline.train.model.flops import num_parameters
+from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.devices import Device
@@ -51,6 +52,7 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
     )
     yield from layout_lines(plan.config, plan.layout)
     yield str(plan.model)
+    yield from group_lines(plan.config.train.optimizer, plan.model.spec)
     yield f"checkpoint: {size(plan.checkpoint_bytes)}"
     yield from _memory_lines(plan)
     first, left_out, last = first_and_last(plan.phases, MOST_SHAPES)

@@ -33,6 +33,8 @@ _CALL_S, _HOP_S = 15e-6, 2e-6
 """Seconds of a collective's start, and of each rank that its ring goes through; an all-reduce takes a tree."""
 _AVERAGE_BYTES = 12
 """That the moving average moves for a parameter, besides `UPDATE_BYTES`."""
+_CLIP_BYTES = 8
+"""Those of `UPDATE_BYTES` that clipping moves: the gradient is read and written."""
 _LOGIT_BYTES = 32
 """That the loss and its gradient move for a logit."""
 _ROUND_BYTES = 5
@@ -79,7 +81,8 @@ def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
         "here",
         f"attention's backward takes {shares.attention_backward:.3g} times its forward, and with bounds of documents "
         f"or windows kernels compute the whole square; an update moves {UPDATE_BYTES['fp32']} bytes per parameter, "
-        f"with moments in bf16 {UPDATE_BYTES['bf16']}; what Muon sends for its matrices takes no time",
+        f"with moments in bf16 {UPDATE_BYTES['bf16']}, without clipping {_CLIP_BYTES} less; what Muon sends for its "
+        "matrices takes no time",
         "where train.compile is unset, layers are compiled, as on a GPU; memory is that of layers without compilation",
         "the host always has the next operation ready, which small models are too fast for; loader, saves, validation, "
         "restarts, slow and failed nodes take no time",
@@ -165,6 +168,8 @@ def step_time(
         communication[axis] = communication.get(axis, 0.0) + seconds
     states, shares = config.train.optimizer.states, device.shares
     update = UPDATE_BYTES[states] + (_AVERAGE_BYTES if config.train.ema else 0)
+    if config.train.optimizer.clip_norm is None and config.train.precision.compute != "fp16":
+        update -= _CLIP_BYTES  # with fp16 the loss scale is taken out of the gradients all the same
     # Moments in bf16 are updated by passes of several kernels.
     reached = shares.update if states == "fp32" else shares.memory
     own = -(-max(parameters) // layout.shards)

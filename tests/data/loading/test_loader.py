@@ -105,7 +105,7 @@ def test_a_batch_holds_what_the_instances_say():
     }
     assert batch.tokens.shape == batch.targets.shape == batch.weight.shape == batch.bounds.shape == (7, 11)
     described = loader.describe(5)
-    assert [entry["sample"] for entry in described] == list(range(35, 42))
+    assert [entry["sample"] for entry in described] == batch.samples.tolist() == list(range(35, 42))
     for b, entry in enumerate(described):
         dataset = DATASETS[entry["source"]]
         assert loader.names[batch.sources[b]] == entry["source"]
@@ -186,6 +186,9 @@ def test_any_split_over_ranks_and_micro_batches_is_the_same_step(
         for row in rows(StepData(step, [batch], 0, {}, 0, 0))
     ]
     assert joined[:batch_size] == expected
+    groups = zip(*(part.micro_batches for part in parts), strict=True)
+    numbers = [number for group in groups for batch in group for number in batch.samples.tolist()]
+    assert numbers == [*whole_run.journal.samples(step), *[-1] * (len(joined) - batch_size)]
     padding = joined[batch_size:]
     assert len(padding) < dp_size * micro
     for source, tokens, targets, weight, bounds in padding:
@@ -425,6 +428,8 @@ def test_skipped_samples_and_sources_do_not_count():
     plain = make()
     for step in range(20):
         data = loader.batches(step)
+        numbers = [number for batch in data.micro_batches for number in batch.samples.tolist() if number >= 0]
+        assert numbers == list(loader.journal.samples(step))
         for index, row, before in zip(loader.journal.samples(step), rows(data), rows(plain.batches(step)), strict=True):
             out = 10 <= index <= 13 or (loader.names[row[0]] == "code" and step >= 5)
             assert row[:3] == before[:3]

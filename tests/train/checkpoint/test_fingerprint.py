@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.config.load import load
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import ModelConfig, RopeScalingConfig
 from pipeline.config.train import OBJECTIVE_KEYS, ObjectiveConfig
 from pipeline.train.checkpoint.fingerprint import (
     LATER_KEYS,
@@ -24,10 +24,18 @@ FIRST = {
     *("tie_embeddings", "vocab_multiple", "logit_soft_cap", "init"),
 }
 """Keys of `model:` that every checkpoint has."""
+FIRST_OF_ROPE_SCALING = {
+    *("type", "factor", "original_max_positions", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    "attention_factor",
+}
+"""Keys of `model.rope_scaling:` that every checkpoint has."""
 
 
 def test_a_new_key_of_the_model_is_left_out_with_its_default(tmp_path: Path) -> None:
-    added = ModelConfig.model_fields.keys() - FIRST
+    added = {
+        *(ModelConfig.model_fields.keys() - FIRST),
+        *(f"rope_scaling.{key}" for key in RopeScalingConfig.model_fields.keys() - FIRST_OF_ROPE_SCALING),
+    }
     assert added == set(LATER_KEYS), f"add {sorted(added - set(LATER_KEYS))} to LATER_KEYS, or no checkpoint resumes"
     config = load(write_run(tmp_path))
     assert model_fingerprint(config).keys() == FIRST
@@ -55,6 +63,26 @@ def test_keys_of_later_versions_count_with_their_defaults(tmp_path: Path) -> Non
     spec = decoder_spec(config.model, 97, 64)
     early, all_keys = model_fingerprint(config), config.model.model_dump(mode="json")
     assert differences("model", computing_keys(early, spec), computing_keys(all_keys, spec)) == []
+
+
+def test_a_new_key_of_a_section_below_is_left_out_with_its_default(tmp_path: Path) -> None:
+    file = write_run(tmp_path, {"model.rope_scaling": {"type": "yarn", "factor": 4}})
+    usual = model_fingerprint(load(file))
+    assert usual["rope_scaling"] == {
+        **{"type": "yarn", "factor": 4.0, "original_max_positions": 8192, "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+    }, "what version 0.1 wrote"
+    assert usual["rope_scaling"].keys() == FIRST_OF_ROPE_SCALING
+    other = model_fingerprint(load(file, ["model.rope_scaling.truncate=false"]))
+    assert other == {**usual, "rope_scaling": {**usual["rope_scaling"], "truncate": False}}
+    assert model_fingerprint(load(file, ["model.rope_scaling=null"]))["rope_scaling"] is None
+
+
+def test_dropout_is_compared_by_a_resume_and_not_where_weights_are_loaded(tmp_path: Path) -> None:
+    usual, dropping = (model_fingerprint(load(write_run(tmp_path), [f"model.dropout={rate}"])) for rate in (0, 0.1))
+    assert dropping == {**usual, "dropout": 0.1}
+    spec = decoder_spec(load(tmp_path / "run.yaml").model, 300, 32)
+    assert computing_keys(dropping, spec) == computing_keys(usual, spec)
 
 
 def test_an_objective_is_compared_by_the_keys_that_it_reads(tmp_path: Path) -> None:

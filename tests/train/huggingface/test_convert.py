@@ -77,7 +77,6 @@ def test_the_model_section_is_what_the_config_says(family: str) -> None:
         ({"attention_bias": True}, "attention_bias: True.*mlp_bias is False"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: 'dynamic'.*linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "rope_scaling: 'mscale: 0.7'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate: false"),
         (
             {"some_new_gate": 7},
             "some_new_gate: 7 cannot be converted: it is not supported.*--ignore some_new_gate",
@@ -144,6 +143,11 @@ def test_ignored_keys() -> None:
         ({"init": {"scheme": "mup", "mup_base_dim": 16}}, "model.init.scheme is 'mup'"),
         ({"norm": "layernorm"}, "model.positions is 'rope' and model.norm is 'layernorm'"),
         ({"mlp": "gelu"}, "model.mlp is 'gelu'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 0.7}}, r"model.rope_scaling is .*mscale=0.7"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "mscale_all_dim": 1}},
+            r"model.rope_scaling is .*mscale_all_dim=1.0",
+        ),
         ({"positions": "learned"}, "model.positions is 'learned' and model.norm is 'rmsnorm'"),
         ({"qk_norm": True, "bias": "qkv"}, "model.qk_norm is true and model.bias is 'qkv'"),
         ({"bias": "all", "sliding_window": 4}, "model.sliding_window is set and model.bias is 'all'"),
@@ -173,12 +177,28 @@ OTHER_VALUES: dict[str, Any] = {
     "sliding_window": 4,
     "tie_embeddings": True,
     "logit_soft_cap": 30.0,
+    "mixer": "none",
+    "rope_share": 0.5,
+    "attention_scale": 0.3,
+    "attention_soft_cap": 50.0,
+    "sinks": True,
+    "output_gate": True,
+    "norm_place": "both",
+    "residual": "parallel",
+    "norm_bias": False,
+    "norm_offset": 1.0,
+    "embedding_scale": 5.0,
+    "residual_scale": 0.3,
+    "logit_scale": 0.5,
     "init": {"scheme": "mup", "mup_base_dim": 16},
 }
 """By key of `model:` one that computes something else."""
 NOT_CONVERTED = {
     "max_positions": "not read with rope",
     "document_attention": "a text alone is computed alike",
+    "dropout": "of training alone",
+    "pattern": "see the test of layers of several kinds",
+    "kinds": "the same",
     "vocab_size": "given as an argument",
     "vocab_multiple": "padding is left out",
 }
@@ -193,6 +213,23 @@ def test_each_key_of_the_model_is_written_or_refused(key: str) -> None:
         assert to_hf_config(ModelConfig.model_validate({**base, key: OTHER_VALUES[key]}), 100, 64)[1] != plain
     except UserError as error:
         assert f"model.{key}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ({"sliding_window": 4}, "model.kinds.b.sliding_window is 4"),
+        ({"sinks": True}, "model.kinds.b.sinks is True"),
+        ({"mlp": "none"}, "model.kinds.b.mlp is 'none'"),
+        ({"kv_heads": 2}, "model.kv_heads differs between layers"),
+    ],
+)
+def test_layers_of_several_kinds_are_refused_by_families_that_have_one(kind: dict[str, Any], message: str) -> None:
+    shape = {"layers": 2, "dim": 32, "heads": 4, "pattern": ["a", "b"], "kinds": {"a": {}, "b": kind}}
+    with pytest.raises(UserError, match=message):
+        to_hf_config(ModelConfig.model_validate(shape), 100, 64)
+    same = ModelConfig.model_validate({**shape, "kinds": {"a": {}, "b": {"sliding_window": None}}})
+    assert to_hf_config(same, 100, 64) == to_hf_config(ModelConfig(layers=2, dim=32, heads=4), 100, 64)
 
 
 def test_folders_that_are_no_models(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -94,7 +94,7 @@ def kept_bytes(model: Decoder) -> int:
     """Bytes that the forward pass of the layers allocates and does not free."""
     model.train()
     x = torch.randn(B, S, D, requires_grad=True)
-    _, (context, *_) = model._prepare(torch.zeros(B, S, dtype=torch.int64), Context())
+    *_, (context, *_) = model._prepare(torch.zeros(B, S, dtype=torch.int64), Context())
 
     def forward() -> torch.Tensor:
         out = x

@@ -37,10 +37,16 @@ CPU = torch.device("cpu")
 MODEL = ModelConfig(layers=4, dim=32, heads=4, kv_heads=2, ffn_dim=52, qk_norm=True, vocab_multiple=16)
 SPEC = decoder_spec(MODEL, 61, 16)
 LR, STEPS, WITHHELD = 1e-2, 4, 2
+GROUPS = [
+    {"match": ["embedding.weight", "layers.1.*"], "lr_scale": 0.5, "weight_decay": 0.2},
+    {"match": "layers.*.mixer.w[qk].*", "lr_scale": 2},
+    {"match": "*norm*", "weight_decay": 0.3},
+]
 KINDS: dict[str, dict[str, Any]] = {
     "adamw-bf16": {"states": "bf16"},
     "muon": {"type": "muon"},
     "muon-bf16": {"type": "muon", "states": "bf16"},
+    "muon-groups": {"type": "muon", "groups": GROUPS},
 }
 SLOW = pytest.mark.slow
 
@@ -159,6 +165,7 @@ def _train(file: Path, values: Sequence[str]) -> None:
     [
         pytest.param("muon", Layout(dp_shard=2, tp=2), id="muon-fsdp2-tp2", marks=SLOW),
         pytest.param("adamw-bf16", Layout(dp_shard=2), id="adamw-bf16-fsdp2"),
+        pytest.param("muon-groups", Layout(dp_shard=2), id="muon-groups-fsdp2"),
         pytest.param("muon-bf16", Layout(pp=2, dp_shard=2), id="muon-bf16-pp2-fsdp2", marks=SLOW),
         pytest.param("muon", Layout(cp=2), id="muon-cp2", marks=SLOW),
         pytest.param("muon", Layout(dp_replicate=2, dp_shard=2), id="muon-hsdp", marks=SLOW),
@@ -169,7 +176,7 @@ def _train(file: Path, values: Sequence[str]) -> None:
 def test_runs_go_as_in_one_process_and_on_from_each_other(
     root: Path, processes: Callable[[int], Ranks], kind: str, layout: Layout
 ) -> None:
-    keys = [f"train.optimizer.{key}={value}" for key, value in KINDS[kind].items()]
+    keys = [f"train.optimizer.{key}={orjson.dumps(value).decode()}" for key, value in KINDS[kind].items()]
     name = f"{kind}-{'-'.join(map(str, layout.degrees.values()))}"
     alone, many = (train(root, processes, f"{name}-{n}", each, *keys) for n, each in (("1", Layout()), ("n", layout)))
     for key, tolerance in (("loss", 1e-4), ("grad_norm", 1e-2)):

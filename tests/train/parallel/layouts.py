@@ -57,6 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model.positions": "learned",
         "model.tie_embeddings": True,
         "model.document_attention": True,
+        "model.dropout": 0.1,
     },
     "qwen3": {
         "model.kv_heads": 2,

@@ -89,6 +89,8 @@ def test_one_process_by_hand(tmp_path: Path) -> None:
     assert seconds.optimizer == pytest.approx(40 * num_parameters(case.spec) / (0.8 * 3.35e12))
     bf16 = Case(tmp_path, 1, LLAMA_8B, train(8192, 4, 2, ", optimizer: {states: bf16}")).time(H100).seconds
     assert bf16.optimizer == pytest.approx(112 / 40 * seconds.optimizer)
+    unclipped = Case(tmp_path, 1, LLAMA_8B, train(8192, 4, 2, ", optimizer: {clip_norm: null}")).time(H100).seconds
+    assert unclipped.optimizer == pytest.approx(32 / 40 * seconds.optimizer)
     # Five times X X', its square, and that times X, of query and output, keys and values, and three of the mlp.
     square, key = 3 * 4096**3, 2 * 1024**2 * 4096 + 1024**3
     flops = 32 * 5 * 2 * (2 * square + 2 * key + 3 * (2 * 4096**2 * 14336 + 4096**3))

@@ -469,7 +469,7 @@ WARNINGS: Sequence[Rule] = (
     ),
     Rule(("train.micro_batch_size", "parallel.pp"), "A step has fewer micro-batches than `pp`.", _short_pipeline),
     Rule(
-        ("parallel", "train.recompute", "train.optimizer.muon"),
+        ("parallel", "train.recompute", "train.optimizer.muon", "train.optimizer.groups"),
         "A key is set that has no effect in the layout.",
         _without_effect,
     ),

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.config import Config
 from pipeline.config.train import MuonConfig
+from pipeline.train.optim.parameter_groups import empty_groups, unmatched_patterns
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.base import Rule, spec_of
 
 
 def _muon(config: Config, _: Layout) -> Iterator[str]:
@@ -18,11 +19,19 @@ def _muon(config: Config, _: Layout) -> Iterator[str]:
         )
 
 
+def _groups(config: Config, _: Layout) -> Iterator[str]:
+    if groups := config.train.optimizer.groups:
+        yield from unmatched_patterns(groups, spec_of(config))
+
+
 def optimizer_without_effect(config: Config) -> Iterator[str]:
     """Keys that are set and not looked at."""
     optimizer = config.train.optimizer
     if optimizer.type != "muon" and optimizer.muon != MuonConfig():
         yield f"train.optimizer.muon has no effect with train.optimizer.type={optimizer.type}"
+    if optimizer.groups:
+        for place in empty_groups(optimizer.groups, spec_of(config)):
+            yield f"train.optimizer.groups.{place} has no effect: all its parameters are in earlier groups"
 
 
 OPTIMIZER_RULES: Sequence[Rule] = (
@@ -30,6 +39,12 @@ OPTIMIZER_RULES: Sequence[Rule] = (
         ("train.optimizer.type", "model.init.scheme"),
         "`type: muon` goes with all layouts, and with all schemes of initial weights except `mup`.",
         _muon,
+        of_training=True,
+    ),
+    Rule(
+        ("train.optimizer.groups",),
+        "Every pattern of `groups` matches a parameter of the model.",
+        _groups,
         of_training=True,
     ),
 )

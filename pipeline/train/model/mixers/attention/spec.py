@@ -19,6 +19,7 @@ from pipeline.train.model.part_spec import (
     Reach,
     RopeSpec,
     Vector,
+    softmax_factor,
 )
 
 _MUP_HEAD_DIM = 64
@@ -78,7 +79,7 @@ class AttentionSpec(MixerSpec):
             output_bias=layer.bias in ("attention", "all"),
             qk_norm=NormSpec("rmsnorm", model.norm_eps, offset=model.norm_offset) if layer.qk_norm else None,
             reach=Reach(None if window is None else window - 1),
-            scale=layer.attention_scale or scale,
+            scale=(layer.attention_scale or scale) * softmax_factor(layer.rope_scaling),
             wide_qk_norm=layer.qk_norm == "full",
             rope_of_heads=rope if layer.positions == "rope" else None,
             soft_cap=layer.attention_soft_cap,
