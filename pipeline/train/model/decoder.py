@@ -16,17 +16,11 @@ from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.context import Context, LayerContext, Mixer
 from pipeline.train.model.head import Head
-from pipeline.train.model.kernels.attention_mask import (
-    AttentionMask,
-    Documents,
-    Kernel,
-    Prepared,
-    attention_mask,
-    mask_by_row,
-)
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel, Prepared, mask_by_row
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.norm import build_norm
+from pipeline.train.model.part_spec import Reach
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.states import Places, States
 
@@ -135,7 +129,7 @@ class Decoder(nn.Module):
             positions = torch.arange(keys, device=device)[None]
             if context.bounds_BS is not None:
                 positions = positions - context.bounds_BS
-        windows = {use.window for layer in spec.different_layers if (use := layer.mixer.kernel)}
+        reaches = {use.reach for layer in spec.different_layers if (use := layer.mixer.kernel)}
         of_layers = LayerContext(
             context.bounds_BS,
             context.states,
@@ -147,10 +141,10 @@ class Decoder(nn.Module):
         )
         if places is not None:
             assert context.cut is None, "states hold whole texts"
-            of_layers.masks = {window: _mask_of_states(places, window, queries, device) for window in windows}
+            of_layers.masks = {reach: _mask_of_states(places, reach, device) for reach in reaches}
         else:
             documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
-            self._look(of_layers, documents, windows, x.shape[0], keys, device)
+            self._look(of_layers, documents, reaches, x.shape[0], keys, device)
         if context.cut is not None:
             positions = context.cut.shard(positions)
         of_layers.rope = None if spec.rope is None else rope_tables(spec.rope, positions)
@@ -160,7 +154,7 @@ class Decoder(nn.Module):
         self,
         context: LayerContext,
         documents: Documents | None,
-        windows: set[int | None],
+        reaches: set[Reach],
         samples: int,
         length: int,
         device: torch.device,
@@ -168,17 +162,17 @@ class Decoder(nn.Module):
         """Put into a context what the queries see, and what the kernel prepares for it."""
         pieces = ((0, length),) if context.cut is None else context.cut.pieces(length)
         context.sights = {
-            window: tuple(AttentionMask.of(samples, piece, window, device, documents) for piece in pieces)
-            for window in windows
+            reach: tuple(AttentionMask.of(samples, piece, reach, device, documents, length) for piece in pieces)
+            for reach in reaches
         }
         context.prepared = {
-            window: tuple(self._prepared(self.kernel, sight) for sight in sights)
-            for window, sights in context.sights.items()
+            reach: tuple(self._prepared(self.kernel, sight) for sight in sights)
+            for reach, sights in context.sights.items()
         }
 
 
-def _mask_of_states(places: Places, window: int | None, queries: int, device: torch.device) -> Tensor | None:
+def _mask_of_states(places: Places, reach: Reach, device: torch.device) -> Tensor | None:
     """Mask of the keys that are seen by queries which follow the positions in states."""
     if places.past is not None:
-        return attention_mask(None, window, queries, places.keys, device)
-    return mask_by_row(places.positions_BS, window, places.keys)
+        return AttentionMask.of(1, (places.past, places.keys), reach, device).mask()
+    return mask_by_row(places.positions_BS, reach, places.keys)

@@ -24,7 +24,7 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
-from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels.sdpa import Mask, Sdpa, Unmasked
 from pipeline.train.model.kernels.tiles import Tiles
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.optim.optimizers import Optimizers
@@ -353,18 +353,23 @@ def _kernel(config: Config, device_type: DeviceType) -> Kernel:
 class _Masked(Sdpa):
     """`Sdpa` on a GPU with flash kernels, whose pieces without documents need no mask."""
 
-    def prepare(self, sight: AttentionMask) -> Tensor | Tiles | None:
+    def prepare(self, mask: AttentionMask) -> Mask | Tiles:
         self._flash = True
-        return None if sight.causal else sight.mask()
+        if mask.full:
+            return Unmasked()
+        return None if mask.causal else mask.mask()
 
 
 class _Fused(Sdpa):
     """A kernel that needs no mask for what is not seen, on fake tensors, which say nothing of documents."""
 
-    def prepare(self, sight: AttentionMask) -> Tensor | Tiles | None:
-        if sight.causal:
+    def prepare(self, mask: AttentionMask) -> Mask | Tiles:
+        if mask.causal:
             return None
-        return Tiles(torch.empty(1, sight.queries, dtype=torch.int64), torch.empty(2, 6, dtype=torch.int64))
+        if mask.full:
+            return Unmasked()
+        low_1C, high_1C = torch.empty(2, 1, mask.queries, dtype=torch.int64)
+        return Tiles(low_1C, high_1C, torch.empty(2, 7, dtype=torch.int64))
 
 
 def _fused_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class KernelRequirements:
         uses = [use for layer in spec.different_layers if (use := layer.mixer.kernel)]
         return cls(
             model.document_attention,
-            any(use.window is not None for use in uses),
+            any(use.reach.back is not None or use.reach.ahead for use in uses),
             max((use.head_dim for use in uses), default=0),
             train.precision.compute,
             train.deterministic,

@@ -6,11 +6,12 @@ size.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
-from pipeline.train.model.kernels.sdpa import masked_attention
+from pipeline.train.model.kernels.attention_mask import Terms
+from pipeline.train.model.kernels.sdpa import attend_once, masked_attention
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import apply_rope
@@ -27,10 +28,13 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.reach = spec.kernel.reach
+        self.terms = Terms(spec.scale, spec.kernel.soft_cap)
         self.wq = nn.Linear(spec.dim, spec.heads * spec.head_dim, bias=spec.qkv_bias)
         self.wk = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
         self.wv = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
         self.wo = nn.Linear(spec.heads * spec.head_dim, spec.dim, bias=spec.output_bias)
+        self.sinks = nn.Parameter(torch.zeros(spec.heads)) if spec.kernel.sinks else None
         if spec.qk_norm is not None:
             self.q_norm = build_norm(spec.qk_norm, spec.head_dim)
             self.k_norm = build_norm(spec.qk_norm, spec.head_dim)
@@ -52,31 +56,27 @@ class Attention(nn.Module):
         if state is not None:
             assert isinstance(state, KVCache) and context.places is not None
             k_BTKE, v_BTKE = state.append(k_BTKE, v_BTKE, context.places)
-            mask = context.masks[spec.window]
+            mask = context.masks[self.reach]
             if q_BSHE.shape[1] == 1:
-                return self._attend_once(q_BSHE, k_BTKE, v_BTKE, mask)
-            return self._project(masked_attention(q_BSHE, k_BTKE, v_BTKE, mask, spec.scale))
+                return self._project(attend_once(q_BSHE, k_BTKE, v_BTKE, mask, self.terms, self.sinks))
+            return self._project(masked_attention(q_BSHE, k_BTKE, v_BTKE, mask, self.terms, self.sinks))
+
+        sinks_H: Tensor | None = self.sinks
+        if sinks_H is not None and context.cut is not None:
+            sinks_H = context.cut.own_heads(sinks_H)
 
         def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
             if context.observer is not None:
-                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[spec.window][piece], spec.scale)
-            return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[spec.window][piece], spec.scale)
+                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[self.reach][piece], spec.scale)
+            prepared = context.prepared[self.reach][piece]
+            return context.kernel(q_BCHE, k_BTKE, v_BTKE, prepared, self.terms, sinks_H)
 
         if context.cut is None:
             return self._project(attend(q_BSHE, k_BTKE, v_BTKE, 0))
-        return self._project(context.cut.attend(q_BSHE, k_BTKE, v_BTKE, attend))
+        keys = [mask.keys for mask in context.sights[self.reach]]
+        return self._project(context.cut.attend(q_BSHE, k_BTKE, v_BTKE, attend, keys))
 
     def _project(self, out_BSHE: Tensor) -> Tensor:
         """Outputs of the heads, projected to [B, S, D]."""
         out_BSD: Tensor = self.wo(out_BSHE.flatten(2))
         return out_BSD
-
-    def _attend_once(self, q_B1HE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
-        """One query a row, at its last position: no mask means that it sees every key. [B, 1, D]."""
-        # The heads that share keys go in as queries of one head, so that no kernel has to repeat the keys.
-        q_BKGE = q_B1HE.reshape(len(q_B1HE), k_BTKE.shape[2], -1, self.spec.head_dim)
-        out_BKGE = F.scaled_dot_product_attention(
-            q_BKGE, k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), attn_mask=mask, scale=self.spec.scale
-        )
-        out_B1D: Tensor = self.wo(out_BKGE.flatten(1)[:, None])
-        return out_B1D

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.part_spec import CpTransfer, Division, HeadNorm, KernelUse, Matrix, MixerSpec, NormSpec
+from pipeline.train.model.part_spec import CpTransfer, Division, HeadNorm, KernelUse, Matrix, MixerSpec, NormSpec, Reach
 
 _MUP_HEAD_DIM = 64
 """muP divides attention logits by head_dim instead of its root; the two agree for heads of this size."""
@@ -90,7 +90,7 @@ class AttentionSpec(MixerSpec):
     @property
     def kernel(self) -> KernelUse:
         """See `MixerSpec`."""
-        return KernelUse(self.window, self.head_dim)
+        return KernelUse(Reach.window(self.window), self.head_dim, self.head_dim)
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """Scores and their sum over values."""
