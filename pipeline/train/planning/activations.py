@@ -24,6 +24,7 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
+from pipeline.train.model.kernels.choice import spec_uses
 from pipeline.train.model.kernels.sdpa import Mask, Sdpa, Unmasked
 from pipeline.train.model.kernels.tiles import Tiles
 from pipeline.train.model.loss import TokenLosses
@@ -150,7 +151,7 @@ def _measure(
     if device_type == "cuda":
         _use_gpu_kernels(model)
     for part in model.parts.values():
-        part.kernel = _kernel(config, device_type)
+        part.kernel = _kernel(config, spec, device_type)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.whole.to_empty(device=_CPU)
         optimizers = Optimizers(config, model)
@@ -339,7 +340,7 @@ def _use_gpu_kernels(model: ParallelModel) -> None:
             module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
 
 
-def _kernel(config: Config, device_type: DeviceType) -> Kernel:
+def _kernel(config: Config, spec: DecoderSpec, device_type: DeviceType) -> Kernel:
     """The attention kernel, as far as memory goes; on a GPU one of torch's own where none is named.
 
     A kernel keeps queries, keys, values, its output and an fp32 number of each query and head; where it needs a mask,
@@ -347,6 +348,8 @@ def _kernel(config: Config, device_type: DeviceType) -> Kernel:
     """
     train = config.train
     masks = train.attention.backend == "sdpa" or train.precision.compute == "fp32"
+    if any(use.soft_cap is not None for use in spec_uses(spec)):  # which no kernel with masks in memory takes
+        masks = False
     return _Masked(on_gpu=True) if device_type == "cuda" and masks else _Fused()
 
 

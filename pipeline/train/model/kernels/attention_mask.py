@@ -211,7 +211,7 @@ class AttentionMask:
         return low_BC, high_BC
 
     def mask(self) -> Tensor | None:
-        """Which keys are seen, bool [B or 1, 1, C, T], on the device of the piece.
+        """The keys that are seen, bool [B or 1, 1, C, T], on the device of the piece.
 
         None where causality alone says the same, and a kernel needs no mask: the queries are all of the keys, or one,
         which is the last of the keys.

@@ -209,6 +209,11 @@ def flash_function(version: int) -> Callable[..., Any]:
     return function
 
 
+def takes_soft_caps(version: int) -> bool:
+    """True if a version of flash-attn, which has been imported, has soft caps."""
+    return "softcap" in inspect.signature(flash_function(version)).parameters
+
+
 _OPERATIONS = (
     ("torch_attn", "_varlen_attn"),
     ("flash_attn", "_flash_attn_varlen_forward"),

@@ -10,7 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.train.model.kernels.attention_mask import Terms
+from pipeline.train.model.kernels.heads import equal_heads
 from pipeline.train.model.kernels.packed import PackedKernel, Packing
+
+_MULTIPLE = 8
+"""Head sizes that it takes are its multiples."""
 
 
 class TransformerEngine(PackedKernel):
@@ -35,6 +39,9 @@ class TransformerEngine(PackedKernel):
         """See `Kernel`."""
         # It has sinks, as parameters of its own modules; of packed documents only with cuDNN from 9.18.
         assert terms.soft_cap is None and sinks_H is None, "te has neither soft caps nor sinks"
+        value_size = v_BTKV.shape[-1]
+        if value_size % _MULTIPLE:
+            q_BCHE, k_BTKE, v_BTKV = equal_heads(q_BCHE, k_BTKE, v_BTKV)
         samples, queries, heads, size = q_BCHE.shape
         sizes = size if v_BTKV.shape[-1] == size else (size, v_BTKV.shape[-1])
         kind = "padding_causal_bottom_right" if prepared.causal else "padding"
@@ -57,4 +64,4 @@ class TransformerEngine(PackedKernel):
             max_seqlen_kv=prepared.longest_keys,
             window_size=prepared.window,
         )
-        return out.view(samples, queries, heads, -1)
+        return out.view(samples, queries, heads, -1)[..., :value_size]

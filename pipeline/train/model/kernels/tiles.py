@@ -71,7 +71,7 @@ def whole(samples: int, queries: int, keys: int, causal: bool) -> Tiles:
 
 
 def _kind(span: Span, mask: AttentionMask) -> int:
-    """The kind that the queries of a document could have as a tile by themselves."""
+    """The kind of the tile that the queries of a document could be."""
     back, ahead = mask.reach.back, mask.reach.ahead
     if mask.prefixed or (back is not None and back < span.behind - 1 - span.key):
         return MASKED
@@ -259,7 +259,7 @@ def _each(low_BC: Tensor, high_BC: Tensor, tiles_N7: Tensor) -> Iterator[_Tile]:
 
 
 def _bias(hidden: Tensor | None, like: Tensor) -> Tensor | None:
-    """What is added to the scores."""
+    """The mask as it is added to the scores."""
     if hidden is None:
         return None
     return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)

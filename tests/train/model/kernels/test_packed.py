@@ -217,7 +217,7 @@ def test_varlen_is_called_as_torch_wants_it(case: Case) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(case=PACKED, value=VALUES)
+@given(case=PACKED, value=VALUES | st.just(16))
 def test_transformer_engine(case: Case, value: int | None) -> None:
     case = replace(case, value=value)
 
@@ -233,7 +233,7 @@ def test_transformer_engine(case: Case, value: int | None) -> None:
             softmax_scale: float,
         ) -> None:
             assert (num_attention_heads, num_gqa_groups) == case.heads
-            assert kv_channels == (8 if case.value is None else (8, case.value))
+            assert kv_channels == ({None: 8, 5: 8, 13: 13, 16: (8, 16)}[case.value])
             assert (attention_dropout, qkv_format) == (0, "thd")
             self.causal = {"padding_causal_bottom_right": True, "padding": False}[attn_mask_type]
             self.scale = softmax_scale
