@@ -27,7 +27,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
-from pipeline.train.model.kernels.attention_mask import Kernel
+from pipeline.train.model.kernels.attention_mask import Kernel, Terms
 from pipeline.train.model.kernels.flex import Flex
 from pipeline.train.model.kernels.packed import Varlen
 from pipeline.train.model.kernels.sdpa import Sdpa
@@ -139,9 +139,19 @@ def test_less_budget_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recompute", tiers.first(1, ["none", "selective"], rest="guard"))
-@pytest.mark.parametrize("kernel", [partial(Sdpa, on_gpu=True), Varlen, Flex])
+@pytest.mark.parametrize(
+    ("kernel", "cap", "sinks"),
+    [
+        (partial(Sdpa, on_gpu=True), None, False),
+        (Varlen, None, False),
+        (Flex, None, False),
+        (partial(Sdpa, on_gpu=True), None, True),
+        (Varlen, None, True),
+        (Flex, 2.0, True),
+    ],
+)
 def test_a_layer_for_a_gpu_is_one_graph_for_all_documents(
-    monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], recompute: str
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], cap: float | None, sinks: bool, recompute: str
 ) -> None:
     """Forward and backward of layers with torch's kernels for GPUs, traced on tensors without data, in bf16."""
     monkeypatch.setattr(compile, "BACKEND", TRACED)
@@ -150,6 +160,10 @@ def test_a_layer_for_a_gpu_is_one_graph_for_all_documents(
     with torch.device("meta"):
         model = Decoder(decoder_spec(ModelConfig.model_validate(shape), 61, 40)).bfloat16()
     model.kernel = kernel()
+    for block in model.layers.values():
+        block.mixer.terms = Terms(block.mixer.terms.scale, cap)
+        if sinks:
+            block.mixer.sinks = torch.nn.Parameter(torch.zeros(4, device="meta", dtype=torch.bfloat16))
     compile_layers(model, RecomputeConfig())
     for block in model.layers.values():
         block.recompute = Recompute.of_layer(

@@ -46,7 +46,9 @@ class Flex:
         attend = _compiled(flex_attention) if compiles else flex_attention
         how: dict[str, Any] = {}
         if terms.soft_cap is not None:
-            how["score_mod"] = _capped(terms.soft_cap)
+            # The compiler makes code for the function itself, and does not follow what keeps it.
+            make = _capped if torch.compiler.is_compiling() else _kept_cap
+            how["score_mod"] = make(terms.soft_cap)
         if sinks_H is not None:
             how["return_aux"] = AuxRequest(lse=True)
         found: Any = attend(
@@ -89,14 +91,17 @@ def _sees(mask: AttentionMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Ten
     return within
 
 
-@cache
 def _capped(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The change of a score; one function for equal caps, since code is compiled for each."""
+    """The change of a score."""
 
     def change(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
     return change
+
+
+_kept_cap = cache(_capped)
+"""One function for equal caps."""
 
 
 @cache

@@ -202,16 +202,28 @@ def decoder(window: int | None = None) -> Decoder:
     return Decoder(decoder_spec(ModelConfig.model_validate(shape | {"sliding_window": window}), 61, 40))
 
 
+def give_terms(model: Decoder, cap: float | None, sinks: bool) -> None:
+    """Change the layers' attention."""
+    for number, block in enumerate(model.layers.values()):
+        mixer: Any = block.get_submodule("mixer")
+        mixer.terms = Terms(mixer.terms.scale, cap)
+        if sinks:
+            draw = torch.Generator().manual_seed(number)
+            mixer.sinks = torch.nn.Parameter(torch.randn(mixer.spec.heads, generator=draw))
+
+
 def contexts(some: list[tuple[int, ...]]) -> list[Context]:
     """Of batches of one row."""
     sights = [Case((lengths,), True, None, 0, 40).sight() for lengths in some]
     return [Context(bounds_BS=sight.bounds_BC) for sight in sights]
 
 
-def test_selective_recomputation_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_selective_recomputation_keeps_it(monkeypatch: pytest.MonkeyPatch, sinks: bool) -> None:
     """The kernel runs once, and gradients have the same bits."""
     tokens, (context,) = torch.randint(61, (1, 40)), contexts([(20, 13, 7)])
     model = decoder()
+    give_terms(model, None, sinks)
 
     calls: list[int] = []
     forward = tiles._forward
@@ -237,12 +249,36 @@ def test_selective_recomputation_keeps_it(monkeypatch: pytest.MonkeyPatch) -> No
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), mode
 
 
+@pytest.mark.parametrize("case", [SOME[1], SOME[3], BOTH[0], BOTH[1]])
+@pytest.mark.parametrize("terms", [{"sinks": True}, {"soft_cap": 0.7, "sinks": True}])
+def test_terms_go_through_the_compiler(case: Case, terms: dict[str, Any]) -> None:
+    """In one graph, also where tiles are made within it; outputs and gradients."""
+    torch._dynamo.reset()
+    case = replace(case, **terms)
+    kernel = Sdpa()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        return kernel(q, k, v, prepared, case.terms, sinks)
+
+    prepared = kernel.prepare(case.sight())
+    q, k, v, gradient, sinks = case.draw(torch.float32)
+    given = [x.requires_grad_() for x in (q, k, v, sinks)]
+    found, expected = torch.compile(attend, fullgraph=True, backend="aot_eager")(*given), attend(*given)
+    assert torch.equal(found, expected)
+    pairs = [torch.autograd.grad(out, given, gradient) for out in (found, expected)]
+    assert all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 7])
-def test_compiled_layers_are_made_once_for_all_documents(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "cap", "sinks"), [(None, None, False), (7, None, False), (7, 0.7, True), (None, None, True)]
+)
+def test_compiled_layers_are_made_once_for_all_documents(window: int | None, cap: float | None, sinks: bool) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain, model = decoder(window), decoder(window)
+    for each in (plain, model):
+        give_terms(each, cap, sinks)
     compile_layers(model, RecomputeConfig())
     tokens = torch.randint(61, (1, 40))
     for context in contexts([(20, 13, 7), (40,), (1,) * 40, (3,) * 13 + (1,)]):
