@@ -182,11 +182,12 @@ def test_a_layer_for_a_gpu_is_one_graph_for_all_documents(
     torch.version.cuda is None or find_spec("triton") is None or torch.cuda.is_available(),
     reason="for a torch with CUDA on a machine without a GPU",
 )
+@pytest.mark.parametrize("terms", [[], ["terms"]])
 @pytest.mark.parametrize(("kernel", "templates"), [("varlen", 0), ("flex", 2)])
-def test_triton_compiles_a_layer_for_a_gpu(tmp_path: Path, kernel: str, templates: int) -> None:
+def test_triton_compiles_a_layer_for_a_gpu(tmp_path: Path, kernel: str, templates: int, terms: list[str]) -> None:
     """To machine code of an H200, which nothing here can run; FlexAttention is a template for each pass."""
     folders = {name: str(tmp_path) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    command = [sys.executable, "-m", "tests.train.model.gpu_kernels", kernel]
+    command = [sys.executable, "-m", "tests.train.model.gpu_kernels", kernel, *terms]
     done = subprocess.run(command, env=os.environ | folders, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     kinds = json.loads(done.stdout.splitlines()[-1])

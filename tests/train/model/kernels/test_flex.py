@@ -29,6 +29,16 @@ def test_outputs_are_those_of_the_mask(case: Case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", (*SOME, *BOTH, PREFIX, *(replace(SOME[5], **terms) for terms in TERMS)))
+def test_gradients_of_the_operation(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Without a compiler, whose kernels need a GPU; the sums of exponentials have a gradient, which sinks need."""
+    # Gradients on a CPU are not offered, since no compiler makes them; the operation itself has them.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    torch._dynamo.reset()  # shapes and caps that vary from call to call would be made inputs
+    assert max(differences(case, Flex(), case.draw(torch.float64)).values()) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_selective_recomputation_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same gradients, from one forward pass of attention."""
     # Gradients on a CPU are not offered, since no compiler makes them; the operation itself has them.
