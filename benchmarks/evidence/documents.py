@@ -15,8 +15,9 @@ from torch import Tensor
 from evidence.item import Result
 from pipeline.common.errors import UserError
 from pipeline.config.train import AttentionConfig
-from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel, Terms
 from pipeline.train.model.kernels.choice import Backend, KernelRequirements, choose_on
+from pipeline.train.model.part_spec import Reach
 
 BACKENDS: tuple[Backend, ...] = ("sdpa", "varlen", "flash", "te", "flex")
 LIMIT = {"fp32": 1e-4, "bf16": 3e-2}
@@ -57,7 +58,7 @@ def measure(
     for compute, size in [(compute, size) for compute, sizes in head_sizes.items() for size in sizes]:
         inputs = draw(samples, length, heads, kv_heads, size, DTYPES[compute], place)
         for name, bounds, near in masks:
-            sight = AttentionMask.of(samples, (0, length), near, place, bounds)
+            sight = AttentionMask.of(samples, (0, length), Reach.window(near), place, bounds)
             expected = reference(seen(samples, length, bounds, near, place), inputs)
             for backend in BACKENDS:
                 about: Result = {"backend": backend, "compute": compute, "head_size": size, "mask": name}
@@ -82,7 +83,7 @@ def one(
     Raises:
         UserError: It is not installed, or not for this device and number format.
     """
-    need = KernelRequirements(sight.documents is not None, sight.window is not None, inputs[0].shape[-1], compute)
+    need = KernelRequirements(sight.documents is not None, sight.reach.back is not None, inputs[0].shape[-1], compute)
     choice = choose_on(AttentionConfig(backend=backend), need, sight.device)
     kernel = choice.build(deterministic=False)
     about = {} if choice.version is None else {"version": choice.version}
@@ -128,7 +129,7 @@ def differences(
 ) -> dict[str, float]:
     """The largest differences of output and gradients, each over the largest value that is expected."""
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
-    out = kernel(q, k, v, kernel.prepare(sight), q.shape[-1] ** -0.5)
+    out = kernel(q, k, v, kernel.prepare(sight), Terms(q.shape[-1] ** -0.5))
     gradients = torch.autograd.grad(out, (q, k, v), inputs[3])
     found = {"output": out.detach(), **dict(zip("qkv", gradients, strict=True))}
     return {

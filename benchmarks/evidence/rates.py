@@ -20,9 +20,10 @@ from torch import nn
 from evidence import calibrate
 from evidence.item import Result, goal
 from pipeline.config.train import AttentionConfig
-from pipeline.train.model.kernels.attention_mask import AttentionMask
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Terms
 from pipeline.train.model.kernels.choice import KernelRequirements, choose_on
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.part_spec import Reach
 from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, scale_tensors
 from pipeline.train.planning.devices import Device, device_of_driver
 from pipeline.train.planning.shares import UPDATE_BYTES
@@ -224,8 +225,8 @@ def _attention(
     """
     there = torch.device(device)
     choice = choose_on(AttentionConfig(), KernelRequirements(False, False, head_dim, "bf16"), there)
-    kernel, scale = choice.build(deterministic=False), head_dim**-0.5
-    spec = AttentionSpec(heads * head_dim, heads, kv_heads, head_dim, False, False, None, None, scale)
+    kernel, terms = choice.build(deterministic=False), Terms(head_dim**-0.5)
+    spec = AttentionSpec(heads * head_dim, heads, kv_heads, head_dim, False, False, None, Reach(), terms.scale)
     flops = forward = backward = 0.0
     for length in lengths:
         samples = max(1, tokens // length)
@@ -234,12 +235,12 @@ def _attention(
             for count in (heads, kv_heads, kv_heads)
         ]
         gradient = _random(samples, length, heads, head_dim, device=device)
-        prepared = kernel.prepare(AttentionMask.of(samples, (0, length), None, there))
+        prepared = kernel.prepare(AttentionMask.of(samples, (0, length), Reach(), there))
         out: list[torch.Tensor] = []
         times = timed(
             device,
             {
-                "forward": lambda: out.append(kernel(*qkv, prepared, scale)),  # noqa: B023
+                "forward": lambda: out.append(kernel(*qkv, prepared, terms)),  # noqa: B023
                 "backward": lambda: torch.autograd.grad(out.pop(), qkv, gradient),  # noqa: B023
             },
             seconds,

@@ -241,7 +241,8 @@ class AttentionConfig(Section):
     of sequence x sequence. `flex`, `varlen`: torch's without such a mask, on a GPU from compute capability 8.0.
     `flash`: the package flash-attn (extra `flash`), version 2, 3 or 4. `te`: Transformer Engine (extra `te`), with
     train.compile: false and without recompute.mode: selective. `varlen`, `flash` and `te` compute in bf16 or fp16,
-    with head sizes that are multiples of 8 up to 256. Which of them ran on a GPU: docs/gpu-results.md."""
+    with head sizes that are multiples of 8 up to 256. What each takes of a model's attention: docs/performance.md.
+    Which of them ran on a GPU: docs/gpu-results.md."""
 
 
 class RecomputeConfig(Section):

@@ -23,6 +23,7 @@ from evidence.exact import beside_cpu, beside_transformers, first_difference, fu
 
 from pipeline.train.model.kernels.attention_mask import AttentionMask  # noqa: E402
 from pipeline.train.model.kernels.sdpa import Sdpa  # noqa: E402
+from pipeline.train.model.part_spec import Reach  # noqa: E402
 
 CPU = torch.device("cpu")
 Rows = list[dict[str, Any]]
@@ -163,7 +164,7 @@ def test_a_kernel_that_keeps_to_other_documents_or_windows_is_seen() -> None:
     expected = reference(seen(2, 64, drawn, 6, CPU), inputs)
 
     def found(window: int | None, bounds: Any) -> dict[str, float]:
-        return differences(Sdpa(), AttentionMask.of(2, (0, 64), window, CPU, bounds), inputs, expected)
+        return differences(Sdpa(), AttentionMask.of(2, (0, 64), Reach.window(window), CPU, bounds), inputs, expected)
 
     right = found(6, drawn)
     assert list(right) == ["output", "q", "k", "v"] and max(right.values()) < LIMIT["fp32"]

@@ -26,6 +26,8 @@ from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.flex import Flex
 from pipeline.train.model.kernels.packed import Varlen
 from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.part_spec import KernelUse, Reach
 from pipeline.train.monitor.spikes import SpikeGuard
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.layout import Layout
@@ -163,8 +165,9 @@ def test_products_in_fp8_as_a_gpu_has_them(accelerated: None, monkeypatch: pytes
     ("kernel", "case"),
     [(partial(Sdpa, on_gpu=True), "documents"), (Varlen, "documents"), (Varlen, "window"), (Flex, "documents")],
 )
+@pytest.mark.parametrize("reach", [None, Reach(None, None)])
 def test_attention_as_a_gpu_has_it(
-    accelerated: None, monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], case: str
+    accelerated: None, monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], case: str, reach: Reach | None
 ) -> None:
     """torch's own, with both passes; what they compute is for `tests/train/model/kernels`."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it knows GPUs by name
@@ -173,6 +176,9 @@ def test_attention_as_a_gpu_has_it(
         for each in stepper._model.parts.values():
             each.kernel = kernel()
 
+    if reach is not None:
+        use = KernelUse(reach, 8, 8)
+        monkeypatch.setattr(AttentionSpec, "kernel", property(lambda _: use))
     issue(case, change, META)
 
 

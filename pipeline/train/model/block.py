@@ -55,8 +55,8 @@ class Block(nn.Module):
         out_BSD, attended = compute(x_BSD, context)
         if context.observer is not None:
             # Here and not within, where backward may come by again and a compiler would follow.
-            for queries, keys, sight, scale in attended:
-                context.observer.attention(self.get_submodule("mixer"), queries, keys, sight, scale)
+            for queries, keys, mask, scale in attended:
+                context.observer.attention(self.get_submodule("mixer"), queries, keys, mask, scale)
             context.observer.output(self, out_BSD)
         return out_BSD
 
@@ -106,8 +106,8 @@ class _Recorder:
     def __init__(self, attended: list[Attended]) -> None:
         self._attended = attended
 
-    def attention(self, _: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: AttentionMask, scale: float) -> None:
-        self._attended.append((q_BSHE.detach(), k_BTKE.detach(), sight, scale))
+    def attention(self, _: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, mask: AttentionMask, scale: float) -> None:
+        self._attended.append((q_BSHE.detach(), k_BTKE.detach(), mask, scale))
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:
         raise AssertionError("the block shows its output itself")

@@ -1,7 +1,7 @@
 """Contexts of a forward pass: from its caller, and for its layers.
 
-Shapes: B batch, S positions, T keys, D width, H query heads, K key and value heads, E head size; with a cut L positions
-of a share and C of a piece.
+Shapes: B batch, S positions, T keys, D width, H query heads, K key and value heads, E head size, V size of a
+value head; with a cut L positions of a share and C of a piece.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.train.model.states import MixerState, Places, States
 class ActivationObserver(Protocol):
     """Is shown what a forward pass computes in its layers, and changes nothing of it."""
 
-    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: AttentionMask, scale: float) -> None:
+    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, mask: AttentionMask, scale: float) -> None:
         """Queries and keys as they are multiplied, which keys a query sees, and the factor on the products."""
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:
@@ -29,7 +29,7 @@ class ActivationObserver(Protocol):
 
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Attention itself: q [B, C, H, E], k and v [B, T, K, E] and which piece of the queries this is -> [B, C, H, E]."""
+"""Attention itself: q [B, C, H, E], k, v [B, T, K, V] and which piece of the queries this is -> [B, C, H, V]."""
 
 
 class SequenceCut(Protocol):
@@ -41,11 +41,26 @@ class SequenceCut(Protocol):
     def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
         """Positions, from and to, of each piece that `attend` cuts the queries into; the length is the whole's."""
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: AttentionFn) -> Tensor:
-        """Attention of this process's queries to the whole sequence, [B, L, H, E]; every process calls this."""
+    def own_heads(self, x_H: Tensor) -> Tensor:
+        """Those elements, one for each query head of this process, whose heads `attend` computes here."""
 
-    def heads(self, x_H: Tensor) -> Tensor:
-        """Numbers by query head, of which those that `core` gets the queries of."""
+    def attend(
+        self,
+        q_BLHE: Tensor,
+        k_BLKE: Tensor,
+        v_BLKV: Tensor,
+        core: AttentionFn,
+        keys: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Attention of this process's queries to the whole sequence, [B, L, H, V]; every process calls this.
+
+        Args:
+            q_BLHE: Queries.
+            k_BLKE: Keys.
+            v_BLKV: Values.
+            core: Attention itself.
+            keys: Keys that each piece needs, see `AttentionMask`; None: those up to its end.
+        """
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,7 @@ class LayerContext:
         rope: cos and sin of the positions, if they are rotary.
         sights: Which keys are seen; with a cut for each piece, else one. Empty with states and without attention.
         prepared: What the kernel prepared for `sights`.
-        mask: With states, which keys are seen, see `attention_mask`.
+        mask: With states, which keys are seen, see `AttentionMask.mask`.
         places: Where the new positions go in the states.
         dropout: What is dropped in this pass, at the places of the part of the model, or within one layer.
     """

@@ -18,14 +18,7 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.context import Context, LayerContext, Mixer, SequenceCut
 from pipeline.train.model.dropout import Dropout, DropoutPlaces, PlacedDropout, dropped
 from pipeline.train.model.head import Head
-from pipeline.train.model.kernels.attention_mask import (
-    AttentionMask,
-    Documents,
-    Kernel,
-    Prepared,
-    attention_mask,
-    mask_by_row,
-)
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel, Prepared, mask_by_row
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.norm import build_norm
@@ -166,7 +159,7 @@ class Decoder(nn.Module):
         seen: dict[Reach | None, LayerContext] = {None: common}
         if places is not None:
             assert context.cut is None, "states hold whole texts"
-            seen |= {each: replace(common, mask=_mask_of_states(places, each, queries, device)) for each in reaches}
+            seen |= {each: replace(common, mask=_mask_of_states(places, each, device)) for each in reaches}
         else:
             documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
             seen |= {each: self._look(common, documents, each, x.shape[0], keys, device) for each in reaches}
@@ -204,17 +197,12 @@ class Decoder(nn.Module):
     ) -> LayerContext:
         """A context with what queries see that reach so far, and what the kernel prepares for it."""
         pieces = ((0, length),) if context.cut is None else context.cut.pieces(length)
-        sights = tuple(AttentionMask.of(samples, piece, window_of(reach), device, documents) for piece in pieces)
+        sights = tuple(AttentionMask.of(samples, piece, reach, device, documents, length) for piece in pieces)
         return replace(context, sights=sights, prepared=tuple(self._prepared(self.kernel, sight) for sight in sights))
 
 
-def window_of(reach: Reach) -> int | None:
-    return None if reach.back is None else reach.back + 1
-
-
-def _mask_of_states(places: Places, reach: Reach, queries: int, device: torch.device) -> Tensor | None:
+def _mask_of_states(places: Places, reach: Reach, device: torch.device) -> Tensor | None:
     """Mask of the keys that are seen by queries which follow the positions in states."""
-    window = window_of(reach)
     if places.past is not None:
-        return attention_mask(None, window, queries, places.keys, device)
-    return mask_by_row(places.positions_BS, window, places.keys)
+        return AttentionMask.of(1, (places.past, places.keys), reach, device).mask()
+    return mask_by_row(places.positions_BS, reach, places.keys)

@@ -168,7 +168,17 @@ class Reach:
     back: int | None = None
     """Positions before the query; None: all."""
     ahead: int | None = 0
-    """Positions behind it; 0: attention is causal; None: all."""
+    """Positions behind it; 0: causal; None: all."""
+
+    @classmethod
+    def window(cls, size: int | None) -> Reach:
+        """Causal reach of `size` positions, the query's own among them; None: all."""
+        return cls(None if size is None else size - 1)
+
+    def sees_all(self, length: int) -> bool:
+        """True if distance hides no key of a sequence, or causality alone does."""
+        back = self.back is None or self.back >= length - 1
+        return back and (not self.ahead or self.ahead >= length - 1)
 
 
 @dataclass(frozen=True)
@@ -178,11 +188,11 @@ class KernelUse:
     reach: Reach
     head_dim: int
     value_dim: int
-    """Size of a value head."""
+    """Size of a value head, which is `head_dim` in nearly all models."""
     soft_cap: float | None = None
-    """Scores become cap * tanh(scores / cap) before they are masked."""
+    """Scores become cap * tanh(scores / cap) before the mask."""
     sinks: bool = False
-    """Each head has a logit besides those of keys."""
+    """Each head has a logit that takes probability and gives no value."""
 
 
 class LayerPartSpec(ABC):
@@ -307,10 +317,7 @@ class MixerSpec(LayerPartSpec):
 
     def sees_all(self, length: int) -> bool:
         """True if a kernel needs no mask for a sequence of one document."""
-        if self.kernel is None:
-            return True
-        back = self.kernel.reach.back
-        return back is None or back >= length - 1
+        return self.kernel is None or self.kernel.reach.sees_all(length)
 
     def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer | None:
         """Transfers with a value of `parallel.cp_method`; None: it needs whole sequences."""

@@ -134,20 +134,27 @@ class _MicroBatchObserver:
         seen.counts[place] += self._counts_B.sum() * (x_BSD.numel() // x_BSD.shape[0])
 
     @torch.no_grad()
-    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, sight: AttentionMask, scale: float) -> None:
-        """Queries and keys of an attention, as they are multiplied."""
+    def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, mask: AttentionMask, scale: float) -> None:
+        """Queries and keys of an attention, as they are multiplied.
+
+        A logit is their product times the scale: before a soft cap, so that it shows what the cap cuts off; and sinks,
+        which are parameters, are none of them.
+        """
         place, seen = self._seen.places[mixer], self._seen
-        peaks_B = largest_logits(q_BSHE, k_BTKE, sight.mask()).double() * scale
+        peaks_B = largest_logits(q_BSHE, k_BTKE, mask.mask(), mask.sees_ahead).double() * scale
         seen.peaks[place] = torch.maximum(seen.peaks[place], peaks_B.masked_fill(~self._counts_B, -torch.inf).amax())
 
 
-def largest_logits(q_BSHE: Tensor, k_BTKE: Tensor, mask: Tensor | None, at_once: int = _LOGITS_AT_ONCE) -> Tensor:
+def largest_logits(
+    q_BSHE: Tensor, k_BTKE: Tensor, mask: Tensor | None, ahead: bool = False, at_once: int = _LOGITS_AT_ONCE
+) -> Tensor:
     """The largest product of a query with a key that it sees, over positions and heads: [B], fp32, without scale.
 
     Args:
-        q_BSHE: Queries, the last of the positions.
+        q_BSHE: Queries; the last of the positions, if they see no keys behind themselves.
         k_BTKE: Keys; consecutive query heads share one.
-        mask: See `attention_mask`. None: causality alone.
+        mask: See `AttentionMask.mask`. None: causality alone.
+        ahead: Queries may see keys behind themselves.
         at_once: Products in memory at a time; those of one query position at least.
     """
     samples, queries, heads, _ = q_BSHE.shape
@@ -160,7 +167,7 @@ def largest_logits(q_BSHE: Tensor, k_BTKE: Tensor, mask: Tensor | None, at_once:
     rows = max(1, at_once // (samples * heads * keys))
     for start in range(0, queries, rows):
         end = min(start + rows, queries)
-        seen = past + end  # no query of these rows sees a key behind
+        seen = keys if ahead else past + end  # then no query of these rows sees a key behind
         some_BKGRE = q_BKGSE[:, :, :, start:end].float()
         logits_BKGRT = (some_BKGRE.flatten(2, 3) @ k_BKET[..., :seen]).view(*some_BKGRE.shape[:4], seen)
         hidden = k_T[:seen] > k_T[past + start : seen, None] if mask is None else ~mask[:, :, None, start:end, :seen]

@@ -9,7 +9,7 @@ All of a layer but attention works on single tokens, and so on the share alone. 
   2023). It sends less the more ranks there are, and takes no more of them than there are heads.
 
 Shapes: B batch, S positions of the sequence, L = S / cp those of a rank, H query heads, K key and value heads, E head
-size, P pieces that the queries are cut into, C = L / P positions of one.
+size, V size of a value head, P pieces that the queries are cut into, C = L / P positions of one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from pipeline.config.parallel import ParallelConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.context import AttentionFn, SequenceCut
+from pipeline.train.model.kernels.heads import equal_heads
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.torch_compat.core import all_gather, all_to_all, reduce_scatter
 
@@ -72,18 +73,35 @@ class GatheredKeys(_ContextAxis):
         size = length // (2 * self.size)
         return tuple((place * size, (place + 1) * size) for place in self._places(self.rank))
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: AttentionFn) -> Tensor:
+    def own_heads(self, x_H: Tensor) -> Tensor:
+        """See `SequenceCut`: all."""
+        return x_H
+
+    def attend(
+        self,
+        q_BLHE: Tensor,
+        k_BLKE: Tensor,
+        v_BLKV: Tensor,
+        core: AttentionFn,
+        keys: Sequence[int] | None = None,
+    ) -> Tensor:
         """See `SequenceCut`."""
-        k_BSKE, v_BSKE = cast(Tensor, _Gather.apply(torch.stack((k_BLKE, v_BLKE)), self)).unbind()  # type: ignore[no-untyped-call]
+        k_BSKE, v_BSKV = self._gather(k_BLKE, v_BLKV)
         outs = []
         for piece, q_BCHE in enumerate(q_BLHE.chunk(2, dim=1)):
-            end = (self._places(self.rank)[piece] + 1) * q_BCHE.shape[1]
-            outs.append(core(q_BCHE, k_BSKE[:, :end], v_BSKE[:, :end], piece))
+            end = (self._places(self.rank)[piece] + 1) * q_BCHE.shape[1] if keys is None else keys[piece]
+            outs.append(core(q_BCHE, k_BSKE[:, :end], v_BSKV[:, :end], piece))
         return torch.cat(outs, dim=1)
 
-    def heads(self, x_H: Tensor) -> Tensor:
-        """See `SequenceCut`: all of them."""
-        return x_H
+    def _gather(self, k_BLKE: Tensor, v_BLKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole sequence, in one collective."""
+        sizes = [k_BLKE.shape[-1], v_BLKV.shape[-1]]
+        if sizes[0] == sizes[1]:
+            k_BSKE, v_BSKV = cast(Tensor, _Gather.apply(torch.stack((k_BLKE, v_BLKV)), self)).unbind()  # type: ignore[no-untyped-call]
+            return k_BSKE, v_BSKV
+        both = cast(Tensor, _Gather.apply(torch.cat((k_BLKE, v_BLKV), dim=-1)[None], self))  # type: ignore[no-untyped-call]
+        k_BSKE, v_BSKV = torch.split(both[0], sizes, dim=-1)
+        return k_BSKE, v_BSKV
 
     def _places(self, rank: int) -> tuple[int, int]:
         """The pieces of a rank, counted from the beginning of the sequence."""
@@ -136,8 +154,21 @@ class ExchangedHeads(_ContextAxis):
         """See `SequenceCut`: one, as without cp."""
         return ((0, length),)
 
-    def attend(self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, core: AttentionFn) -> Tensor:
+    def own_heads(self, x_H: Tensor) -> Tensor:
+        """See `SequenceCut`: piece r of cp."""
+        return x_H.chunk(self.size)[self.rank]
+
+    def attend(
+        self,
+        q_BLHE: Tensor,
+        k_BLKE: Tensor,
+        v_BLKV: Tensor,
+        core: AttentionFn,
+        keys: Sequence[int] | None = None,
+    ) -> Tensor:
         """See `SequenceCut`. Consecutive query heads share a key head, so that those of a rank stay with theirs."""
+        size, value_size = q_BLHE.shape[-1], v_BLKV.shape[-1]
+        q_BLHE, k_BLKE, v_BLKE = equal_heads(q_BLHE, k_BLKE, v_BLKV)
         if k_BLKE.shape[2] % self.size:
             assert self.size % k_BLKE.shape[2] == 0, f"{k_BLKE.shape[2]} key heads over cp {self.size}"
             copies = self.size // k_BLKE.shape[2]
@@ -146,11 +177,9 @@ class ExchangedHeads(_ContextAxis):
         by_rank = [self._pieces(x, 2) for x in (q_BLHE, k_BLKE, v_BLKE)]
         mixed = cast(Tensor, _Exchange.apply(torch.cat(by_rank, dim=3).flatten(2, 3), self, True))  # type: ignore[no-untyped-call]
         q_BSHE, k_BSKE, v_BSKE = torch.split(mixed, [x.shape[3] for x in by_rank], dim=2)
+        if size != value_size:
+            q_BSHE, k_BSKE, v_BSKE = q_BSHE[..., :size], k_BSKE[..., :size], v_BSKE[..., :value_size]
         return cast(Tensor, _Exchange.apply(core(q_BSHE, k_BSKE, v_BSKE, 0), self, False))  # type: ignore[no-untyped-call]
-
-    def heads(self, x_H: Tensor) -> Tensor:
-        """See `SequenceCut`: those of this rank."""
-        return x_H.chunk(self.size)[self.rank]
 
     def to_heads(self, x_BLHE: Tensor) -> Tensor:
         """All heads of a piece -> some heads [B, S, H / cp, E] of the sequence."""

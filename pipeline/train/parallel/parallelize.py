@@ -161,7 +161,8 @@ def _shard(part: Decoder, config: Config, mesh: Mesh) -> None:
 
 def attention_choice(config: Config, setup: Setup) -> KernelChoice:
     """The kernel that computes attention in a training, see `choose_on`."""
-    need = KernelRequirements.of(config.model, setup.spec, config.train, compiles(config, setup.device))
+    cut = config.parallel.cp > 1 and config.parallel.cp_method == "all_gather"
+    need = KernelRequirements.of(config.model, setup.spec, config.train, compiles(config, setup.device), cut)
     return choose_on(config.train.attention, need, setup.device)
 
 

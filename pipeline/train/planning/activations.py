@@ -24,7 +24,8 @@ from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
-from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.kernels.choice import spec_uses
+from pipeline.train.model.kernels.sdpa import Mask, Sdpa, Unmasked
 from pipeline.train.model.kernels.tiles import Tiles
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.optim.optimizers import Optimizers
@@ -155,7 +156,7 @@ def _measure(
     if device_type == "cuda":
         _use_gpu_kernels(model)
     for part in model.parts.values():
-        part.kernel = _kernel(config, device_type)
+        part.kernel = _kernel(config, spec, device_type)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.whole.to_empty(device=_CPU)
         optimizers = Optimizers(config, model)
@@ -345,7 +346,7 @@ def _use_gpu_kernels(model: ParallelModel) -> None:
             module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
 
 
-def _kernel(config: Config, device_type: DeviceType) -> Kernel:
+def _kernel(config: Config, spec: DecoderSpec, device_type: DeviceType) -> Kernel:
     """The attention kernel, as far as memory goes; on a GPU one of torch's own where none is named.
 
     A kernel keeps queries, keys, values, its output and an fp32 number of each query and head; where it needs a mask,
@@ -353,24 +354,31 @@ def _kernel(config: Config, device_type: DeviceType) -> Kernel:
     """
     train = config.train
     masks = train.attention.backend == "sdpa" or train.precision.compute == "fp32"
+    if any(use.soft_cap is not None for use in spec_uses(spec)):  # which no kernel with masks in memory takes
+        masks = False
     return _Masked(on_gpu=True) if device_type == "cuda" and masks else _Fused()
 
 
 class _Masked(Sdpa):
     """`Sdpa` on a GPU with flash kernels, whose pieces without documents need no mask."""
 
-    def prepare(self, sight: AttentionMask) -> Tensor | Tiles | None:
+    def prepare(self, mask: AttentionMask) -> Mask | Tiles:
         self._flash = True
-        return None if sight.causal else sight.mask()
+        if mask.full:
+            return Unmasked()
+        return None if mask.causal else mask.mask()
 
 
 class _Fused(Sdpa):
     """A kernel that needs no mask for what is not seen, on fake tensors, which say nothing of documents."""
 
-    def prepare(self, sight: AttentionMask) -> Tensor | Tiles | None:
-        if sight.causal:
+    def prepare(self, mask: AttentionMask) -> Mask | Tiles:
+        if mask.causal:
             return None
-        return Tiles(torch.empty(1, sight.queries, dtype=torch.int64), torch.empty(2, 6, dtype=torch.int64))
+        if mask.full:
+            return Unmasked()
+        low_1C, high_1C = torch.empty(2, 1, mask.queries, dtype=torch.int64)
+        return Tiles(low_1C, high_1C, torch.empty(2, 7, dtype=torch.int64))
 
 
 def _fused_norm(module: nn.RMSNorm, x: Tensor) -> Tensor:

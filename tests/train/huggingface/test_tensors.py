@@ -21,10 +21,11 @@ from pipeline.train.huggingface.names import TensorRule
 from pipeline.train.huggingface.tensors import TensorMapping, map_rules
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
+from pipeline.train.model.part_spec import Reach
 from pipeline.train.model.tensor_names import RowOrder, TensorNames, by_group, rope_pairs
 
 HEADS, KEY_HEADS, HEAD_DIM, WIDTH = 6, 3, 4, 5
-ATTENTION = AttentionSpec(WIDTH, HEADS, KEY_HEADS, HEAD_DIM, True, True, None, None, 1.0)
+ATTENTION = AttentionSpec(WIDTH, HEADS, KEY_HEADS, HEAD_DIM, True, True, None, Reach(), 1.0)
 MLP = MlpSpec("swiglu", WIDTH, 7, bias=False)
 
 

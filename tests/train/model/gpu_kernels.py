@@ -1,8 +1,11 @@
-"""Triton kernels of a layer for an H200, made without a GPU: `python -m tests.train.model.gpu_kernels varlen|flex`.
+"""Triton kernels of a layer for an H200, made without a GPU.
+
+    python -m tests.train.model.gpu_kernels varlen|flex [terms]
 
 A layer's forward and backward pass is traced on tensors without data; inductor lowers it for a device that it is told
 of, and Triton compiles what comes out for compute capability 9.0, to machine code that nothing here can run. It is a
-process of its own, as nothing in it may ask the driver. Prints how many kernels there are of which kind, as JSON.
+process of its own, as nothing in it may ask the driver. With terms the layer has sinks, and soft caps where the kernel
+has them. Prints how many kernels there are of which kind, as JSON.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from triton.runtime.driver import driver
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.kernels.attention_mask import Terms
 from pipeline.train.model.kernels.flex import Flex
 from pipeline.train.model.kernels.packed import Varlen
 
@@ -63,7 +67,7 @@ H200 = SimpleNamespace(
 )
 
 
-def layer(kernel: str) -> tuple[Callable[..., Sequence[Tensor]], list[Tensor]]:
+def layer(kernel: str, terms: bool = False) -> tuple[Callable[..., Sequence[Tensor]], list[Tensor]]:
     """The gradients of a layer in bf16, with documents and shared heads, and what they are of; on the meta device."""
     flex_attention._validate_device = lambda *_: None  # type: ignore[attr-defined]  # it knows GPUs by name
     shape = {"layers": 1, "dim": 256, "heads": 4, "kv_heads": 2, "vocab_multiple": 8}
@@ -71,6 +75,9 @@ def layer(kernel: str) -> tuple[Callable[..., Sequence[Tensor]], list[Tensor]]:
         model = Decoder(decoder_spec(ModelConfig.model_validate(shape), 61, LENGTH)).bfloat16()
     model.kernel = KERNELS[kernel]()
     block: Any = model.layers["0"]
+    if terms:
+        block.mixer.terms = Terms(block.mixer.terms.scale, 50.0 if kernel == "flex" else None)
+        block.mixer.sinks = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16, device="meta"))
     inputs: list[Any] = []
 
     def seen(x: Tensor, context: Context) -> Any:
@@ -165,5 +172,5 @@ def _told_of_a_gpu() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    kinds = Counter(name.split("_")[1] for name in triton_kernels(*layer(sys.argv[1])))
+    kinds = Counter(name.split("_")[1] for name in triton_kernels(*layer(sys.argv[1], terms="terms" in sys.argv)))
     print(json.dumps(kinds))

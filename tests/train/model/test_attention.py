@@ -11,7 +11,8 @@ from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
-from pipeline.train.model.kernels.attention_mask import attention_mask
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
+from pipeline.train.model.part_spec import Reach
 from tests.train.huggingface.hf_mapping import randomize
 from tests.train.models import FAMILIES, VOCAB
 
@@ -73,7 +74,9 @@ def test_positions_are_taken_as_given(family: str) -> None:
 @pytest.mark.parametrize("queries", [SEQUENCE, 1, 6])
 def test_mask_equals_its_definition(window: int | None, documents: bool, queries: int) -> None:
     bounds = bounds_of(STARTS, SEQUENCE)[:, -queries:] if documents else None
-    mask = attention_mask(bounds, window, queries, SEQUENCE, torch.device("cpu"))
+    piece, reach = (SEQUENCE - queries, SEQUENCE), Reach.window(window)
+    of_batch = Documents(bounds_of(STARTS, SEQUENCE)) if documents else None
+    mask = AttentionMask.of(2, piece, reach, torch.device("cpu"), of_batch).mask()
     expected = torch.zeros(2, 1, queries, SEQUENCE, dtype=torch.bool)
     for row in range(2):
         for index, q in enumerate(range(SEQUENCE - queries, SEQUENCE)):
@@ -89,10 +92,13 @@ def test_mask_equals_its_definition(window: int | None, documents: bool, queries
 
 
 def test_plain_causal_attention_needs_no_mask() -> None:
-    device = torch.device("cpu")
-    assert attention_mask(None, None, 8, 8, device) is None
-    assert attention_mask(None, 8, 8, 8, device) is None
-    assert attention_mask(None, 7, 8, 8, device) is not None
+    def mask(reach: Reach) -> Tensor | None:
+        return AttentionMask.of(1, (0, 8), reach, torch.device("cpu")).mask()
+
+    assert mask(Reach()) is None and mask(Reach(7)) is None
+    assert mask(Reach(6)) is not None
+    both = mask(Reach(None, None))
+    assert both is not None and both.all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,6 +135,32 @@ def test_cached_logits_equal_a_whole_forward_pass(family: str) -> None:
         pieces = [model(piece, Context(states=states)) for piece in tokens.split([6, 5, 1, 1, 7], dim=1)]
     assert states.lengths == [SEQUENCE, SEQUENCE]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cap", [None, 0.5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_cached_logits_have_sinks_and_caps(cap: float | None, sinks: bool) -> None:
+    """Rows of equal and of unequal lengths, prompts and single tokens."""
+    config = FAMILIES["llama"].config
+    plain, model = decoder(config), decoder(config.model_copy(update={"attention_soft_cap": cap, "sinks": sinks}))
+    model.load_state_dict(plain.state_dict(), strict=False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    tokens = draw_tokens(2, SEQUENCE)
+    with torch.no_grad():
+        whole = model(tokens, Context())
+        assert torch.allclose(whole, plain(tokens, Context()), atol=1e-4) == (cap is None and not sinks)
+        states = model.new_states(rows=2)
+        pieces = [model(piece, Context(states=states)) for piece in tokens.split([6, 5, 1, 1, 7], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
+        states = model.new_states(rows=2)
+        model(tokens[:, :6], Context(states=states, counts=[6, 3]))
+        one = model(torch.stack((tokens[0, 6:7], tokens[1, 3:4])), Context(states=states))
+        more = model(torch.stack((tokens[0, 7:11], tokens[1, 4:8])), Context(states=states))
+    found = torch.cat((one, more), 1)
+    torch.testing.assert_close(found[0], whole[0, 6:11], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], whole[1, 3:8], rtol=1e-4, atol=1e-4)
 
 
 def test_soft_cap() -> None:

@@ -32,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
                 "rope_share": 0.5,
                 "qk_norm": "full",
                 "output_gate": True,
+                "sinks": True,
                 "norm_place": "both",
                 "mlp": "geglu",
                 "bias": "attention",
@@ -44,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
                 "norm_place": "output",
                 "mlp": "relu2",
                 "attention_scale": 0.3,
+                "attention_soft_cap": 0.8,
             },
         },
     },
@@ -137,9 +139,15 @@ class Reference:
             q, k = self.turned(q, layer, size), self.turned(k, layer, size)
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
         scores = q @ k.transpose(-1, -2) * (layer.attention_scale or size**-0.5)
+        if layer.attention_soft_cap is not None:
+            scores = layer.attention_soft_cap * torch.tanh(scores / layer.attention_soft_cap)
         distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
         hidden = (distance < 0) | (distance >= (layer.sliding_window or LENGTH))
-        out = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if layer.sinks:  # a key more, whose value is 0
+            sink = self.weights[f"{name}sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
+            scores, v = torch.cat((scores, sink), -1), F.pad(v, (0, 0, 0, 1))
+        out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         if layer.output_gate:
             out = out * torch.sigmoid(self.linear(x, f"{name}wg"))
         return self.linear(out, f"{name}wo")

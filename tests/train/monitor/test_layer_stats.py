@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from pipeline.config.model import ModelConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.decoder import Context, Decoder
-from pipeline.train.model.kernels.attention_mask import attention_mask
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
 from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.part_spec import Reach
 from pipeline.train.monitor.layer_stats import largest_logits
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
@@ -146,7 +147,9 @@ def test_the_largest_logits_do_not_depend_on_the_rows_at_once(kv_heads: int, mas
     q = torch.randn(3, queries, 6, 4, generator=generator)
     k = torch.randn(3, keys, kv_heads, 4, generator=generator)
     bounds = torch.tensor([[0] * 4 + [4] * 7, [0] * 11, [0] * 10 + [10]]) if mask == "documents" else None
-    given = attention_mask(bounds, 3 if mask == "window" else None, queries, keys, CPU)
+    reach = Reach.window(3 if mask == "window" else None)
+    documents = None if bounds is None else Documents(bounds)
+    given = AttentionMask.of(3, (keys - queries, keys), reach, CPU, documents).mask()
     expected = torch.full((3,), -torch.inf)
     for sample in range(3):
         for query in range(queries):
@@ -156,7 +159,19 @@ def test_the_largest_logits_do_not_depend_on_the_rows_at_once(kv_heads: int, mas
             for head in range(6):
                 seen = k[sample, first : position + 1, head // (6 // kv_heads)]
                 expected[sample] = max(expected[sample], (seen @ q[sample, query, head]).max())
-    torch.testing.assert_close(largest_logits(q, k, given, at_once), expected)
+    torch.testing.assert_close(largest_logits(q, k, given, False, at_once), expected)
+
+
+def test_the_largest_logits_to_both_sides() -> None:
+    """Of a key behind the query, and of one of another sequence."""
+    q, k = torch.zeros(1, 4, 1, 2), torch.zeros(1, 6, 1, 2)
+    q[0, 1], k[0, 5] = 2.0, 3.0
+    mask = AttentionMask.of(1, (0, 4), Reach(None, None), CPU, length=6)
+    assert largest_logits(q, k, mask.mask(), mask.sees_ahead).tolist() == [12.0]
+    near = AttentionMask.of(1, (0, 4), Reach(None, 3), CPU, length=6)
+    assert largest_logits(q, k, near.mask(), near.sees_ahead).tolist() == [0.0]
+    across = AttentionMask.across(1, (0, 4), 6, CPU)
+    assert largest_logits(q, k, across.mask(), across.sees_ahead, at_once=1).tolist() == [12.0]
 
 
 def test_only_the_steps_asked_for_are_observed() -> None:

@@ -139,16 +139,27 @@ def test_less_budget_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recompute", tiers.first(1, ["none", "selective"], rest="guard"))
-@pytest.mark.parametrize("kernel", [partial(Sdpa, on_gpu=True), Varlen, Flex])
+@pytest.mark.parametrize(
+    ("kernel", "cap", "sinks"),
+    [
+        (partial(Sdpa, on_gpu=True), None, False),
+        (Varlen, None, False),
+        (Flex, None, False),
+        (partial(Sdpa, on_gpu=True), None, True),
+        (Varlen, None, True),
+        (Flex, 2.0, True),
+    ],
+)
 def test_a_layer_for_a_gpu_is_one_graph_for_all_documents(
-    monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], recompute: str
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], cap: float | None, sinks: bool, recompute: str
 ) -> None:
     """Forward and backward of layers with torch's kernels for GPUs, traced on tensors without data, in bf16."""
     monkeypatch.setattr(compile, "BACKEND", TRACED)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it knows GPUs by name
     shape = {"layers": 3, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_multiple": 8}
+    terms = {"attention_soft_cap": cap, "sinks": sinks}
     with torch.device("meta"):
-        model = Decoder(decoder_spec(ModelConfig.model_validate(shape), 61, 40)).bfloat16()
+        model = Decoder(decoder_spec(ModelConfig.model_validate(shape | terms), 61, 40)).bfloat16()
     model.kernel = kernel()
     compile_layers(model, RecomputeConfig())
     for block in model.layers.values():
@@ -168,11 +179,12 @@ def test_a_layer_for_a_gpu_is_one_graph_for_all_documents(
     torch.version.cuda is None or find_spec("triton") is None or torch.cuda.is_available(),
     reason="for a torch with CUDA on a machine without a GPU",
 )
+@pytest.mark.parametrize("terms", [[], ["terms"]])
 @pytest.mark.parametrize(("kernel", "templates"), [("varlen", 0), ("flex", 2)])
-def test_triton_compiles_a_layer_for_a_gpu(tmp_path: Path, kernel: str, templates: int) -> None:
+def test_triton_compiles_a_layer_for_a_gpu(tmp_path: Path, kernel: str, templates: int, terms: list[str]) -> None:
     """To machine code of an H200, which nothing here can run; FlexAttention is a template for each pass."""
     folders = {name: str(tmp_path) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    command = [sys.executable, "-m", "tests.train.model.gpu_kernels", kernel]
+    command = [sys.executable, "-m", "tests.train.model.gpu_kernels", kernel, *terms]
     done = subprocess.run(command, env=os.environ | folders, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     kinds = json.loads(done.stdout.splitlines()[-1])

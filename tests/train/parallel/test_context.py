@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
@@ -20,8 +19,9 @@ from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context, SequenceCut
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Terms
 from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.part_spec import Reach
 from pipeline.train.parallel.compile import compile_layers
 from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, sequence_shard
 from tests import tiers
@@ -43,12 +43,17 @@ class Case:
     kv_heads: int
     documents: bool
     window: int | None
+    ahead: int | None = 0
+    sinks: bool = False
+    value: int = HEAD
 
 
 CASES = [
     Case(heads, kv, documents, window)
     for (heads, kv), documents, window in product(((4, 4), (8, 4), (8, 2), (4, 1)), (False, True), (None, 7))
 ]
+CASES += [Case(8, 2, *others) for others in product((False, True), (None, 7), (None, 3))]
+CASES += [Case(8, 2, True, window, sinks=True, value=5) for window in (None, 7)]
 
 
 def bounds(length: int) -> Tensor:
@@ -64,8 +69,8 @@ def seen(case: Case, length: int) -> Tensor:
     mask = torch.zeros(SAMPLES, 1, length, length, dtype=torch.bool)
     for sample, query, key in product(range(SAMPLES), range(length), range(length)):
         mask[sample, 0, query, key] = (
-            key <= query
-            and (not case.documents or key >= first[sample, query])
+            (case.ahead is None or key <= query + case.ahead)
+            and (not case.documents or first[sample, key] == first[sample, query])
             and (case.window is None or key > query - case.window)
         )
     return mask
@@ -80,23 +85,39 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
     found = []
     for case in CASES:
         draw = torch.Generator().manual_seed(5)
-        shapes = [(SAMPLES, length, heads, HEAD) for heads in (case.heads, case.kv_heads, case.kv_heads)]
+        sizes = ((case.heads, HEAD), (case.kv_heads, HEAD), (case.kv_heads, case.value))
+        shapes = [(SAMPLES, length, heads, size) for heads, size in sizes]
         whole = [torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True) for shape in shapes]
-        factor = torch.randn(SAMPLES, length, case.heads, HEAD, generator=draw, dtype=torch.float64)
+        factor = torch.randn(SAMPLES, length, case.heads, case.value, generator=draw, dtype=torch.float64)
+        sinks = torch.randn(case.heads, generator=draw, dtype=torch.float64, requires_grad=True)
         q, k, v = (x.repeat_interleave(case.heads // x.shape[2], dim=2).transpose(1, 2) for x in whole)
-        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen(case, length)).transpose(1, 2)
+        scores = (q @ k.mT * HEAD**-0.5).masked_fill(~seen(case, length), -torch.inf)
+        of_sinks = sinks[:, None, None].expand(*scores.shape[:3], 1) + (0.0 if case.sinks else -torch.inf)
+        expected = (torch.cat((of_sinks, scores), dim=-1).softmax(-1)[..., 1:] @ v).transpose(1, 2)
         expected.backward(factor)
         mine = [cut.shard(x.detach()).requires_grad_() for x in whole]
         documents = Documents(bounds(length)) if case.documents else None
-        sights = [AttentionMask.of(SAMPLES, piece, case.window, CPU, documents) for piece in cut.pieces(length)]
+        reach = replace(Reach.window(case.window), ahead=case.ahead)
+        pieces = cut.pieces(length)
+        sights = [AttentionMask.of(SAMPLES, piece, reach, CPU, documents, length) for piece in pieces]
+        own = sinks.detach().requires_grad_()
+        used = [cut.own_heads(own)] if case.sinks else []
         work: list[int] = []
 
-        def core(q: Tensor, k: Tensor, v: Tensor, piece: int, sights: Any = sights, work: Any = work) -> Tensor:
+        def core(
+            q: Tensor, k: Tensor, v: Tensor, piece: int, sights: Any = sights, work: Any = work, used: Any = used
+        ) -> Tensor:
             work.append(q.shape[1] * k.shape[1] * q.shape[2])
-            return KERNEL(q, k, v, KERNEL.prepare(sights[piece]), HEAD**-0.5)
+            return KERNEL(q, k, v, KERNEL.prepare(sights[piece]), Terms(HEAD**-0.5), *used)
 
-        out = cut.attend(mine[0], mine[1], mine[2], core)
+        keys = None if case.ahead == 0 else [mask.keys for mask in sights]
+        out = cut.attend(mine[0], mine[1], mine[2], core, keys)
         out.backward(cut.shard(factor))
+        if case.sinks:
+            assert own.grad is not None and sinks.grad is not None
+            dist.all_reduce(own.grad)
+            if not torch.allclose(own.grad, sinks.grad, rtol=0, atol=1e-12):
+                found.append(f"rank {rank}: sinks of {case}")
         pairs = [("output", out, expected), *zip("qkv", [x.grad for x in mine], [x.grad for x in whole], strict=True)]
         for name, ours, theirs in pairs:
             assert ours is not None and theirs is not None
@@ -104,7 +125,7 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
                 found.append(f"rank {rank}: {name} of {case}")
         by_rank: list[Any] = [None] * world
         dist.all_gather_object(by_rank, sum(work))
-        if len(set(by_rank)) > 1:
+        if len(set(by_rank)) > 1 and case.ahead in (0, None):
             found.append(f"unequal work {by_rank} of {case}")
     return found
 
@@ -138,11 +159,10 @@ def pieces_of_one(compiled: bool) -> None:
 
     cut = GatheredKeys(group, 0, 1)
     model.kernel = kernel = Sdpa(on_gpu=True)
-    prepared = [kernel.prepare(AttentionMask.of(SAMPLES, piece, None, CPU)) for piece in cut.pieces(16)]
+    prepared = [kernel.prepare(AttentionMask.of(SAMPLES, piece, Reach(), CPU)) for piece in cut.pieces(16)]
     assert prepared[0] is None and isinstance(prepared[1], CausalBias)
-    assert not any(
-        isinstance(kernel.prepare(AttentionMask.of(2, piece, 3, CPU)), CausalBias) for piece in cut.pieces(16)
-    )
+    windows = [AttentionMask.of(2, piece, Reach.window(3), CPU) for piece in cut.pieces(16)]
+    assert not any(isinstance(kernel.prepare(mask), CausalBias) for mask in windows)
     if compiled:
         compile_layers(model, RecomputeConfig())
     found = model(tokens, Context(cut=cut))[..., :61]
@@ -157,8 +177,10 @@ def gather_bf16() -> None:
     for method in (GatheredKeys, ExchangedHeads):
         cut = method(group, dist.get_rank(), dist.get_world_size())
         x = [torch.randn(1, 8, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-        prepared = [KERNEL.prepare(AttentionMask.of(1, piece, None, CPU)) for piece in cut.pieces(16)]
-        out = cut.attend(*x, lambda q, k, v, piece, prepared=prepared: KERNEL(q, k, v, prepared[piece], HEAD**-0.5))
+        prepared = [KERNEL.prepare(AttentionMask.of(1, piece, Reach(), CPU)) for piece in cut.pieces(16)]
+        out = cut.attend(
+            *x, lambda q, k, v, piece, prepared=prepared: KERNEL(q, k, v, prepared[piece], Terms(HEAD**-0.5))
+        )
         assert out.dtype == torch.bfloat16
         out.sum().backward()
 

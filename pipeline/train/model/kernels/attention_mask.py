@@ -1,7 +1,9 @@
 """Masks of attention, and the interface of kernels that compute it.
 
-Shapes: B batch, S positions of the sequence, C queries of a piece of it, T keys up to the end of the piece, H query
-heads, K key and value heads, E head size.
+A query sees an interval of the keys: those that its reach allows, of its document.
+
+Shapes: B batch, S positions of the sequence, C queries of a piece of it, T keys of the piece, H query heads, K key and
+value heads, E head size, V size of a value head.
 """
 
 from __future__ import annotations
@@ -9,53 +11,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from pipeline.train.model.part_spec import Reach
 
-def attention_mask(
-    bounds_BS: Tensor | None, window: int | None, queries: int, keys: int, device: torch.device
-) -> Tensor | None:
-    """Mask of the keys that a query sees, bool [B or 1, 1, S, T]: bounds[q] <= k <= q and k > q - window.
-
-    The queries are the last of the keys. None where causality alone says the same: the kernel needs no mask then.
-    """
-    if bounds_BS is None and (window is None or window >= keys) and queries in (1, keys):
-        return None
-    q_S1 = torch.arange(keys - queries, keys, device=device)[:, None]
-    k_T = torch.arange(keys, device=device)
-    mask = (k_T <= q_S1)[None]
-    if bounds_BS is not None:
-        mask = mask & (k_T >= bounds_BS[:, :, None])
-    if window is not None:
-        mask = mask & (k_T > q_S1 - window)
-    return mask[:, None]
+_EVERYTHING = Reach(None, None)
 
 
-def mask_by_row(positions_BS: Tensor, window: int | None, keys: int) -> Tensor:
-    """`attention_mask` of rows with unequal pasts, whose queries are at `positions_BS`: bool [B, 1, S, T]."""
+def mask_by_row(positions_BS: Tensor, reach: Reach, keys: int) -> Tensor:
+    """`AttentionMask.mask` of rows with unequal pasts, whose queries are at `positions_BS`: bool [B, 1, S, T]."""
+    assert reach.ahead == 0, "what follows is not there yet"
     k_T = torch.arange(keys, device=positions_BS.device)
     q_BS1 = positions_BS[..., None]
     mask = k_T <= q_BS1
-    if window is not None:
-        mask = mask & (k_T > q_BS1 - window)
+    if reach.back is not None:
+        mask = mask & (k_T >= q_BS1 - reach.back)
     return mask[:, None]
 
 
 class Documents:
-    """First positions of the documents of a batch, on the device and on the host.
+    """Documents of a batch, on the device and on the host.
 
     Args:
         bounds_BS: For every position the first one of its document.
         starts: What `Batch.starts` is. None: it is taken from the bounds, for which the host waits if they are on a
             GPU.
+        prefix_BS: For every position the end of the prefix of its document: a causal query sees also the keys before
+            that, so that a prefix sees itself in both directions. None: there are no prefixes.
     """
 
-    def __init__(self, bounds_BS: Tensor, starts: Tensor | None = None) -> None:
+    def __init__(self, bounds_BS: Tensor, starts: Tensor | None = None, prefix_BS: Tensor | None = None) -> None:
         self.bounds_BS = bounds_BS
+        self.prefix_BS = prefix_BS
         self._starts = starts
+
+    @property
+    def length(self) -> int:
+        """Positions of the sequence."""
+        return self.bounds_BS.shape[1]
 
     @cached_property
     def by_row(self) -> list[list[int]]:
@@ -70,36 +66,96 @@ class Documents:
             by_row[start // length].append(start % length)
         return by_row
 
+    @cached_property
+    def numbers_BS(self) -> Tensor:
+        """For every position the number of its document in the row, from 0."""
+        positions_S = torch.arange(self.length, device=self.bounds_BS.device)
+        return (self.bounds_BS == positions_S).cumsum(1) - 1
+
+
+class Span(NamedTuple):
+    """A document, as far as queries of a piece are in it; positions of queries and of keys, from and to."""
+
+    first: int
+    behind: int
+    key: int
+    key_end: int
+
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The keys that a piece of the queries sees: of its document up to itself, and no more than `window` of them.
+    """The keys that a piece of the queries sees: of its document, within reach.
 
-    The keys of the piece are those of the sequence up to the piece's end.
+    The keys of the piece are the first `keys` ones of the sequence. Make it with `of`, or with `across` where keys are
+    those of another sequence.
     """
 
     samples: int
     start: int
     """Position of the first query."""
     end: int
-    """Position behind the last query, and so the number of keys."""
-    window: int | None
-    """Positions that a query attends to at most; None also if there are no more keys than that."""
+    """Position behind the last query."""
+    keys: int
+    """Number of keys that the piece needs: those from the first on; up to its end if it is causal."""
+    reach: Reach
+    """Without limits that hide nothing."""
     device: torch.device
     documents: Documents | None = None
+    """Of the keys."""
+    query_documents: Documents | None = None
+    """Of the queries, where those are another sequence: its document i sees document i of the keys."""
 
     @classmethod
     def of(
         cls,
         samples: int,
         piece: tuple[int, int],
-        window: int | None,
+        reach: Reach,
         device: torch.device,
         documents: Documents | None = None,
+        length: int | None = None,
     ) -> AttentionMask:
-        """The mask of a piece, given its positions from and to, and a window of any size."""
+        """The mask of a piece of a sequence that attends to itself.
+
+        Args:
+            samples: Rows of the batch.
+            piece: Positions of the queries, from and to.
+            reach: Of any size.
+            device: Where the tensors are.
+            documents: None: the sequence is one.
+            length: Positions of the sequence. None: they end with the piece.
+        """
         start, end = piece
-        return cls(samples, start, end, None if window is None or window >= end else window, device, documents)
+        length = end if length is None else length
+        prefixed = documents is not None and documents.prefix_BS is not None
+        assert not prefixed or reach.ahead == 0, "a prefix is that of causal queries"
+        back = None if reach.back is None or reach.back >= end - 1 else reach.back
+        ahead = reach.ahead
+        if ahead and ahead >= length - 1 - start:
+            ahead = None
+        keys = length if ahead is None or prefixed else min(length, end + ahead)
+        return cls(samples, start, end, keys, Reach(back, ahead), device, documents)
+
+    @classmethod
+    def across(
+        cls,
+        samples: int,
+        piece: tuple[int, int],
+        keys: int,
+        device: torch.device,
+        documents: tuple[Documents, Documents] | None = None,
+    ) -> AttentionMask:
+        """The mask of queries that attend to another sequence, of `keys` positions.
+
+        Args:
+            samples: Rows of the batch.
+            piece: Positions of the queries in theirs, from and to.
+            keys: Positions of the other sequence.
+            device: Where the tensors are.
+            documents: Of the queries and of the keys, equally many in each row. None: queries see all keys.
+        """
+        of_queries, of_keys = (None, None) if documents is None else documents
+        return cls(samples, *piece, keys, _EVERYTHING, device, of_keys, of_queries)
 
     @property
     def queries(self) -> int:
@@ -108,53 +164,128 @@ class AttentionMask:
 
     @property
     def causal(self) -> bool:
-        """True if a query sees all keys up to itself."""
-        return self.documents is None and self.window is None
+        """True if a query sees all keys up to itself, and only those."""
+        return self.documents is None and self.reach == Reach()
+
+    @property
+    def full(self) -> bool:
+        """True if a query sees all keys."""
+        return self.documents is None and self.reach == _EVERYTHING
+
+    @property
+    def prefixed(self) -> bool:
+        """True if documents have prefixes."""
+        return self.documents is not None and self.documents.prefix_BS is not None
+
+    @property
+    def sees_ahead(self) -> bool:
+        """True if a query sees keys behind itself."""
+        return self.prefixed or self.reach.ahead != 0
 
     @property
     def bounds_BC(self) -> Tensor | None:
         """For every query the first position of its document."""
         return None if self.documents is None else self.documents.bounds_BS[:, self.start : self.end]
 
-    def mask(self) -> Tensor | None:
-        """`attention_mask` of the piece, on its device."""
-        return attention_mask(self.bounds_BC, self.window, self.queries, self.end, self.device)
-
-    def spans(self) -> list[list[tuple[int, int, int]]]:
-        """Documents by row, of which queries are in the piece: first query, end of the queries, first key.
-
-        Positions are those of the sequence. Without documents there is one row, for all of them.
-        """
+    def interval(self) -> tuple[Tensor, Tensor]:
+        """The first key that each query sees, and the first one behind those, [B or 1, C] each; they do not descend."""
+        q_1C = torch.arange(self.start, self.end, device=self.device)[None]
+        back, ahead = self.reach.back, self.reach.ahead
+        low_BC = torch.zeros_like(q_1C) if back is None else (q_1C - back).clamp(min=0)
+        high_BC = torch.full_like(q_1C, self.keys) if ahead is None else (q_1C + ahead + 1).clamp(max=self.keys)
         if self.documents is None:
-            return [[(self.start, self.end, 0)]]
-        return [
-            [
-                (max(begin, self.start), min(behind, self.end), begin)
-                for begin, behind in pairwise([*starts, max(self.end, starts[-1] + 1)])
-                if behind > self.start and begin < self.end
-            ]
-            for starts in self.documents.by_row
-        ]
+            return low_BC, high_BC
+        place = slice(self.start, self.end)
+        if self.query_documents is not None:
+            numbers_BT = self.documents.numbers_BS
+            numbers_BC = self.query_documents.numbers_BS[:, place].contiguous()
+            ends_BC = torch.searchsorted(numbers_BT, numbers_BC, right=True)
+            return torch.searchsorted(numbers_BT, numbers_BC), ends_BC
+        bounds_BC = self.documents.bounds_BS[:, place].contiguous()
+        low_BC = bounds_BC if back is None else torch.maximum(low_BC, bounds_BC)
+        if self.documents.prefix_BS is not None:
+            high_BC = torch.maximum(high_BC, self.documents.prefix_BS[:, place])
+        elif ahead != 0:
+            ends_BC = torch.searchsorted(self.documents.bounds_BS, bounds_BC, right=True)
+            high_BC = torch.minimum(high_BC, ends_BC)
+        return low_BC, high_BC
+
+    def mask(self) -> Tensor | None:
+        """The keys that are seen, bool [B or 1, 1, C, T], on the device of the piece.
+
+        None where causality alone says the same, and a kernel needs no mask: the queries are all of the keys, or one,
+        which is the last of the keys.
+        """
+        if self.causal and self.queries in (1, self.keys):
+            return None
+        low_BC, high_BC = self.interval()
+        k_T = torch.arange(self.keys, device=self.device)
+        return ((k_T >= low_BC[..., None]) & (k_T < high_BC[..., None]))[:, None]
+
+    def spans(self) -> list[list[Span]]:
+        """Documents by row, of which queries are in the piece. Without documents there is one row, for all of them."""
+        if self.documents is None:
+            return [[Span(self.start, self.end, 0, self.keys)]]
+        return [[span for span in row if span.first < span.behind] for row in self.all_spans()]
+
+    def all_spans(self) -> list[list[Span]]:
+        """All documents of the keys, by row; what is before or behind the piece has no queries."""
+        assert self.documents is not None
+        of_keys = self.documents.by_row
+        of_queries = of_keys if self.query_documents is None else self.query_documents.by_row
+        length = (self.query_documents or self.documents).length
+        rows = []
+        for starts, key_starts in zip(of_queries, of_keys, strict=True):
+            queries, keys = pairwise([*starts, length]), pairwise([*key_starts, self.documents.length])
+            rows.append(
+                [
+                    Span(max(begin, self.start), max(self.start, min(behind, self.end)), key, min(key_end, self.keys))
+                    for (begin, behind), (key, key_end) in zip(queries, keys, strict=True)
+                    if key < self.keys
+                ]
+            )
+        return rows
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Terms of a softmax besides the mask."""
+
+    scale: float
+    """Factor on the products of queries and keys."""
+    soft_cap: float | None = None
+    """Scores become cap * tanh(scores / cap) before the mask."""
 
 
 class Kernel(Protocol):
     """A way to compute attention.
 
-    `prepare` is called once in a forward pass for each sight, outside of what is compiled, and layers share what it
+    `prepare` is called once in a forward pass for each mask, outside of what is compiled, and layers share what it
     returns. Nothing in it may wait for a GPU.
     """
 
-    def prepare(self, sight: AttentionMask) -> Any:
+    def prepare(self, mask: AttentionMask) -> Any:
         """Prepare a mask for `__call__`."""
 
-    def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Any, scale: float) -> Tensor:
-        """Every query's sum of the values that it sees, [B, C, H, E]."""
+    def __call__(
+        self,
+        q_BCHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKV: Tensor,
+        prepared: Any,
+        terms: Terms,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Every query's sum of the values that it sees, [B, C, H, V].
+
+        With sinks each head has a logit that takes part in the softmax and has no value.
+        """
 
 
 class Prepared:
     """Results of `Kernel.prepare`, of which that without documents is made once.
 
-    It is the same for every micro-batch, so that all that are under way share one. The last few sights are kept.
+    It is the same for every micro-batch, so that all that are under way share one. The last few masks are kept.
     """
 
     _KEPT = 16
@@ -162,13 +293,13 @@ class Prepared:
     def __init__(self) -> None:
         self._made: dict[tuple[Kernel, AttentionMask], Any] = {}
 
-    def __call__(self, kernel: Kernel, sight: AttentionMask) -> Any:
-        """`kernel.prepare(sight)`."""
-        if sight.documents is not None:
-            return kernel.prepare(sight)
-        key = kernel, sight
+    def __call__(self, kernel: Kernel, mask: AttentionMask) -> Any:
+        """`kernel.prepare(mask)`."""
+        if mask.documents is not None:
+            return kernel.prepare(mask)
+        key = kernel, mask
         if key not in self._made:
             for oldest in list(self._made)[: len(self._made) - self._KEPT + 1]:
                 del self._made[oldest]
-            self._made[key] = kernel.prepare(sight)
+            self._made[key] = kernel.prepare(mask)
         return self._made[key]

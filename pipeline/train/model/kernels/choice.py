@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -16,9 +16,11 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import AttentionConfig, TrainConfig
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.kernels.attention_mask import Kernel
-from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen, flash_function, followed
+from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen, flash_function, followed, takes_soft_caps
+from pipeline.train.model.kernels.packed_sinks import takes_sinks
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.kernels.te import TransformerEngine
+from pipeline.train.model.part_spec import KernelUse, Reach
 
 Backend = Literal["sdpa", "flex", "varlen", "flash", "te"]
 
@@ -64,25 +66,60 @@ class KernelRequirements:
     documents: bool
     """Tokens attend to those of their document alone."""
     windows: bool
+    """Some layer sees those near a token alone."""
     head_size: int
+    """Of the layer that demands most, see `hardest_size`."""
     compute: str
     """fp32, bf16 or fp16."""
     deterministic: bool = False
     compiled: bool = False
     """Within compiled layers."""
+    both: bool = False
+    """Some layer sees tokens behind a token."""
+    soft_cap: bool = False
+    sinks: bool = False
+    prefixes: bool = False
+    """Documents have prefixes, which see themselves in both directions."""
+    pieces: bool = False
+    """Kernels get pieces of a sequence, of which some layer sees windows to both sides."""
 
     @classmethod
-    def of(cls, model: ModelConfig, spec: DecoderSpec, train: TrainConfig, compiled: bool) -> KernelRequirements:
-        """That of a training."""
-        uses = [use for layer in spec.different_layers if layer.mixer and (use := layer.mixer.kernel)]
+    def of(
+        cls, model: ModelConfig, spec: DecoderSpec, train: TrainConfig, compiled: bool, cut: bool = False
+    ) -> KernelRequirements:
+        """That of a training, whose sequences are perhaps cut into pieces."""
+        uses = spec_uses(spec)
         return cls(
             model.document_attention,
-            any(use.reach.back is not None for use in uses),
-            max((use.head_dim for use in uses), default=0),
+            any(use.reach.back is not None or use.reach.ahead for use in uses),
+            hardest_size(uses),
             train.precision.compute,
             train.deterministic,
             compiled,
+            both=any(use.reach.ahead != 0 for use in uses),
+            soft_cap=any(use.soft_cap is not None for use in uses),
+            sinks=any(use.sinks for use in uses),
+            pieces=cut and any(windows_to_both(use.reach) for use in uses),
         )
+
+
+def spec_uses(spec: DecoderSpec) -> list[KernelUse]:
+    """The different demands of a model's layers on the kernel."""
+    return [use for layer in spec.different_layers if layer.mixer and (use := layer.mixer.kernel)]
+
+
+def windows_to_both(reach: Reach) -> bool:
+    """True if a token sees some of those behind it, and some that come before or behind are out of its reach."""
+    return reach.ahead != 0 and reach != Reach(None, None)
+
+
+def hardest_size(uses: Sequence[KernelUse]) -> int:
+    """The head size that fewest kernels take: one besides the multiples of `MULTIPLE`, or else the largest; or 0.
+
+    A kernel that wants values of the size of keys gets the smaller ones filled up.
+    """
+    sizes = [max(use.head_dim, use.value_dim) for use in uses]
+    return max(sizes, key=lambda size: (size % MULTIPLE > 0, size), default=0)
 
 
 @dataclass(frozen=True)
@@ -133,7 +170,7 @@ def choose(config: AttentionConfig, need: KernelRequirements, machine: DeviceCap
     """
     if config.backend == "auto":
         return _best(need, machine)
-    if config.backend != "sdpa" and (obstacle := _obstacle(config.backend, need, machine)):
+    if obstacle := _obstacle(config.backend, need, machine):
         raise UserError(f"train.attention.backend={config.backend} {obstacle}, or train.attention.backend=auto")
     version = _flash_version(need, machine) if config.backend == "flash" else None
     return KernelChoice(config.backend, "as the run file says", version)
@@ -161,6 +198,10 @@ def _unfit(version: int, need: KernelRequirements) -> str | None:
         return _not_imported(error)
     if need.compiled and not followed(version):
         return "is a build that torch.compile cannot follow"
+    if need.soft_cap and not takes_soft_caps(version):
+        return "has no soft caps, which came with 2.6"
+    if need.sinks and not takes_sinks(f"flash {version}"):
+        return "has no passes that sinks can be added to, which came with 2.7"
     return None
 
 
@@ -171,17 +212,24 @@ def _not_imported(error: Exception) -> str:
 def _best(need: KernelRequirements, machine: DeviceCaps) -> KernelChoice:
     if machine.device == "cpu":
         return KernelChoice("sdpa", "the device is a CPU")
-    if need.compute == "fp32":
+    if need.compute == "fp32" and not need.soft_cap:
         return KernelChoice("sdpa", "fp32 is computed by torch's own kernels alone")
-    if not need.documents and not need.windows:
-        return KernelChoice("sdpa", "tokens see all that come before, for which torch's own flash kernels need no mask")
-    what = " and ".join(["documents"] * need.documents + ["windows"] * need.windows)
+    hidden = ["documents"] * need.documents + ["windows"] * need.windows + ["prefixes"] * need.prefixes
+    if not hidden and not need.soft_cap:
+        seen = "others" if need.both else "that come before"
+        return KernelChoice("sdpa", f"tokens see all {seen}, for which torch's own flash kernels need no mask")
+    what = " and ".join(hidden + ["soft caps"] * need.soft_cap)
     order: tuple[Backend, ...] = ("flash", "varlen", "flex")
     for backend in order:
         if not _obstacle(backend, need, machine):
             version = _flash_version(need, machine) if backend == "flash" else None
             unfit = "".join(f"; flash-attn {number} {why}" for number, why in machine.unfit.items())
-            return KernelChoice(backend, f"{what} without a mask in memory{unfit}", version)
+            return KernelChoice(backend, f"{what} without {'a mask' if hidden else 'scores'} in memory{unfit}", version)
+    if need.soft_cap:
+        raise UserError(
+            "train.attention.backend=auto finds no kernel for the soft caps of this model's attention on a GPU of "
+            f"compute capability {_dotted(machine)}: use one from 8.0 on, or set launch.device=cpu"
+        )
     return KernelChoice(
         "sdpa",
         f"{what} as masks of sequence x sequence in memory, since no other backend takes a GPU of compute "
@@ -192,6 +240,12 @@ def _best(need: KernelRequirements, machine: DeviceCaps) -> KernelChoice:
 
 def _obstacle(backend: Backend, need: KernelRequirements, machine: DeviceCaps) -> str | None:
     """Why a backend is not possible and what to set instead; None: it is."""
+    if backend == "sdpa" and machine.device == "cpu":
+        return None
+    if term := unknown_term(backend, need):
+        return f"has no {term} on a GPU, which this model has: set train.attention.backend=flex"
+    if backend == "sdpa":
+        return None
     if machine.device != "cuda":
         return f"needs a CUDA device, but this run is on a {machine.device.upper()}: set train.attention.backend=sdpa"
     if backend in FUSED and need.compute == "fp32":
@@ -203,6 +257,11 @@ def _obstacle(backend: Backend, need: KernelRequirements, machine: DeviceCaps) -
         )
     if machine.capability < (8, 0):
         return f"needs compute capability 8.0, but this GPU has {_dotted(machine)}: set train.attention.backend=sdpa"
+    if backend in FUSED and need.pieces:
+        return (
+            "takes windows to both sides of whole sequences alone, but parallel.cp_method=all_gather cuts them: set "
+            "train.attention.backend=flex"
+        )
     if backend == "te" and need.compiled:
         return "cannot be followed by torch.compile: set train.compile=false"
     if backend == "te" and not machine.te:
@@ -219,6 +278,18 @@ def _obstacle(backend: Backend, need: KernelRequirements, machine: DeviceCaps) -
     return None
 
 
+def unknown_term(backend: str, need: KernelRequirements) -> str | None:
+    """A term of a model's attention that a backend does not compute on a GPU; None: it computes all.
+
+    torch's own kernels compute sinks as one more key, and kernels of packed documents by their passes.
+    """
+    if need.soft_cap and backend in ("sdpa", "varlen", "te"):
+        return "soft caps"
+    if need.sinks and backend == "te":
+        return "sinks"
+    return "prefixes" if need.prefixes and backend in FUSED else None
+
+
 def _flash_version(need: KernelRequirements, machine: DeviceCaps) -> int | None:
     """That for Hopper first, then the one that has been in use for years; None: there is none."""
     for version in (3, 2, 4):
@@ -226,6 +297,9 @@ def _flash_version(need: KernelRequirements, machine: DeviceCaps) -> int | None:
             continue
         # Version 4 makes its kernels when it is called, which torch.compile cannot follow.
         if version == 4 and (need.compiled or need.deterministic or need.head_size > _FLASH4_HEAD):
+            continue
+        # Its backward pass is not known to have soft caps, and cannot be called for sinks.
+        if version == 4 and (need.soft_cap or need.sinks):
             continue
         return version
     return None

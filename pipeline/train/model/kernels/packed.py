@@ -1,9 +1,10 @@
 """Kernels that take the documents of a batch as one sequence of tokens and the places where each begins.
 
-Those are torch's own (`varlen`) and those of the package flash-attn. Each aligns causality with the last of the keys,
-which a piece of a sequence needs. What ran on a GPU: docs/gpu-results.md.
+Those are torch's own (`varlen`) and those of the package flash-attn. Each counts distances from the last of
+the keys, which a causal piece of a sequence needs. What ran on a GPU: docs/gpu-results.md.
 
-Shapes: B batch, C queries, T keys, H query heads, K key and value heads, E head size, N documents.
+Shapes: B batch, C queries, T keys, H query heads, K key and value heads, E head size, V size of a value head, N
+documents.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.train.model.kernels.attention_mask import AttentionMask
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Terms
+from pipeline.train.model.kernels.heads import equal_heads
+from pipeline.train.model.kernels.packed_sinks import attend_with_sinks
 from pipeline.train.monitor.host_copy import to_device
 from pipeline.train.parallel.torch_compat.compiler import vary_length
 
@@ -34,38 +37,56 @@ class Packing:
     longest_queries: int
     """No document has more; the same for all batches, since compiled code is made for each value."""
     longest_keys: int
-    window: int | None
+    window: tuple[int, int]
+    """Keys before and behind a query that it sees, aligned with the last of the keys; -1: all."""
+
+    @property
+    def causal(self) -> bool:
+        """True if a query sees no key behind itself."""
+        return self.window[1] == 0
 
 
-def lengths(sight: AttentionMask) -> list[tuple[int, int]]:
-    """Queries and keys of each document of a batch, together all of them; what is before a piece has no queries."""
-    if sight.documents is None:
-        return [(sight.queries, sight.end)] * sight.samples
-    found = []
-    for row in sight.documents.by_row:
-        inside = [start for start in row if start < sight.end]
-        for begin, behind in pairwise([*inside, sight.end]):
-            found.append((max(0, behind - max(begin, sight.start)), behind - begin))
-    return found
+def lengths(mask: AttentionMask) -> list[tuple[int, int]]:
+    """Queries and keys of each document of a batch, together all of them.
+
+    What is before or behind a piece has no queries.
+    """
+    if mask.documents is None:
+        return [(mask.queries, mask.keys)] * mask.samples
+    spans = [span for row in mask.all_spans() for span in row]
+    return [(max(0, span.behind - span.first), span.key_end - span.key) for span in spans]
 
 
-def pack(sight: AttentionMask) -> Packing:
-    """Tell a sight; the host waits for nothing."""
-    queries, keys = zip(*lengths(sight), strict=True)
+def pack(mask: AttentionMask) -> Packing:
+    """A mask as these kernels are told of it; the host waits for nothing."""
+    assert not mask.prefixed, "kernels for packed documents have no prefixes"
+    back, ahead = mask.reach.back, mask.reach.ahead
+    # Distances are counted from the last of the keys, which has to be the last of the queries.
+    limited = back is not None or ahead is not None
+    assert not limited or mask.end == mask.keys, "windows to both sides need a sequence to its end"
+    window = (-1, -1)
+    if limited:
+        # Not all versions know a window that is open to one side alone, other than causality.
+        window = (-1 if back is None and ahead == 0 else _or(back, mask.keys), _or(ahead, mask.keys))
+    queries, keys = zip(*lengths(mask), strict=True)
     both = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
-    cumulative = [part.clone() for part in to_device(both, sight.device)]  # each with a length of its own
+    cumulative = [part.clone() for part in to_device(both, mask.device)]  # each with a length of its own
     for each in cumulative:
         vary_length(each)
     # Kernels leave a block beyond the end of its document at once.
-    return Packing(cumulative[0], cumulative[1], sight.queries, sight.end, sight.window)
+    return Packing(cumulative[0], cumulative[1], mask.queries, mask.keys, window)
+
+
+def _or(distance: int | None, everything: int) -> int:
+    return everything if distance is None else distance
 
 
 class PackedKernel:
-    """A kernel that takes a sight as a `Packing`."""
+    """A kernel that takes a mask as a `Packing`."""
 
-    def prepare(self, sight: AttentionMask) -> Packing:
+    def prepare(self, mask: AttentionMask) -> Packing:
         """See `Kernel`."""
-        return pack(sight)
+        return pack(mask)
 
 
 class Varlen(PackedKernel):
@@ -78,26 +99,40 @@ class Varlen(PackedKernel):
         # 2.11 has no such argument, and says nothing of shared keys.
         self._groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
-    def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Packing, scale: float) -> Tensor:
+    def __call__(
+        self,
+        q_BCHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKV: Tensor,
+        prepared: Packing,
+        terms: Terms,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """See `Kernel`."""
-        copies = q_BCHE.shape[2] // k_BTKE.shape[2]
+        assert terms.soft_cap is None, "varlen has no soft caps"
+        shape, size = q_BCHE.shape, v_BTKV.shape[-1]
+        q_BCHE, k_BTKE, v_BTKV = equal_heads(q_BCHE, k_BTKE, v_BTKV)
+        copies = shape[2] // k_BTKE.shape[2]
         how: dict[str, Any] = {}
         if copies > 1 and self._groups:
             how["enable_gqa"] = True
         elif copies > 1:
-            k_BTKE, v_BTKE = (x.repeat_interleave(copies, dim=2) for x in (k_BTKE, v_BTKE))
-        window = -1 if prepared.window is None else prepared.window - 1
-        out: Tensor = self._attend(
-            *(x.flatten(0, 1) for x in (q_BCHE, k_BTKE, v_BTKE)),
-            prepared.queries_N,
-            prepared.keys_N,
-            prepared.longest_queries,
-            prepared.longest_keys,
-            scale=scale,
-            window_size=(window, 0),
-            **how,
-        )
-        return out.view(q_BCHE.shape)
+            k_BTKE, v_BTKV = (x.repeat_interleave(copies, dim=2) for x in (k_BTKE, v_BTKV))
+        packed = [x.flatten(0, 1) for x in (q_BCHE, k_BTKE, v_BTKV)]
+        if sinks_H is not None:
+            out: Tensor = attend_with_sinks(packed, sinks_H, prepared, terms, "varlen")
+        else:
+            out = self._attend(
+                *packed,
+                prepared.queries_N,
+                prepared.keys_N,
+                prepared.longest_queries,
+                prepared.longest_keys,
+                scale=terms.scale,
+                window_size=prepared.window,
+                **how,
+            )
+        return out.view(*shape[:3], -1)[..., :size]
 
 
 class Flash(PackedKernel):
@@ -109,28 +144,58 @@ class Flash(PackedKernel):
     """
 
     def __init__(self, version: int, deterministic: bool) -> None:
+        self._version = version
         self._attend = flash_function(version)
         self._deterministic = deterministic
-        self._open = None if version == 4 else -1
-        """Value that says that there is no window."""
 
-    def __call__(self, q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, prepared: Packing, scale: float) -> Tensor:
+    def __call__(
+        self,
+        q_BCHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKV: Tensor,
+        prepared: Packing,
+        terms: Terms,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """See `Kernel`."""
-        window = (self._open, self._open) if prepared.window is None else (prepared.window - 1, 0)
+        shape, size = q_BCHE.shape, v_BTKV.shape[-1]
+        if self._version == 2 or (shape[-1], size) not in _UNEQUAL_HEADS:
+            q_BCHE, k_BTKE, v_BTKV = equal_heads(q_BCHE, k_BTKE, v_BTKV)
+        packed = [x.flatten(0, 1) for x in (q_BCHE, k_BTKE, v_BTKV)]
+        if sinks_H is not None:
+            name = f"flash {self._version}"
+            sunk = attend_with_sinks(packed, sinks_H, prepared, terms, name, self._deterministic)
+            return sunk.view(*shape[:3], -1)[..., :size]
+        window: tuple[int | None, int | None] = prepared.window
+        if window == (-1, 0):  # causality says it
+            window = (-1, -1)
+        if self._version == 4:
+            window = (_limit(window[0]), _limit(window[1]))
+        how: dict[str, Any] = {} if terms.soft_cap is None else {"softcap": terms.soft_cap}
         found = self._attend(
-            *(x.flatten(0, 1) for x in (q_BCHE, k_BTKE, v_BTKE)),
+            *packed,
             cu_seqlens_q=prepared.queries_N,
             cu_seqlens_k=prepared.keys_N,
             max_seqlen_q=prepared.longest_queries,
             max_seqlen_k=prepared.longest_keys,
-            softmax_scale=scale,
-            causal=True,
+            softmax_scale=terms.scale,
+            causal=prepared.causal,
             window_size=window,
             deterministic=self._deterministic,
+            **how,
         )
         # Some versions give the sums of exponentials too.
         out: Tensor = found[0] if isinstance(found, tuple) else found
-        return out.view(q_BCHE.shape)
+        return out.view(*shape[:3], -1)[..., :size]
+
+
+_UNEQUAL_HEADS = ((192, 128),)
+"""Sizes of key and value heads that versions 3 and 4 take as they are, those of DeepSeek-V3."""
+
+
+def _limit(distance: int | None) -> int | None:
+    """A distance as version 4 wants it."""
+    return None if distance == -1 else distance
 
 
 FLASH_MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute"}
@@ -144,10 +209,16 @@ def flash_function(version: int) -> Callable[..., Any]:
     return function
 
 
+def takes_soft_caps(version: int) -> bool:
+    """True if a version of flash-attn, which has been imported, has soft caps."""
+    return "softcap" in inspect.signature(flash_function(version)).parameters
+
+
 _OPERATIONS = (
     ("torch_attn", "_varlen_attn"),
     ("flash_attn", "_flash_attn_varlen_forward"),
     ("flash_attn_3", "_flash_attn_forward"),
+    ("pipeline", "packed_attention_with_sinks"),
 )
 
 

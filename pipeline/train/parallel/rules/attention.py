@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipeline.config import Config
-from pipeline.train.model.kernels.choice import FUSED, MOST, MULTIPLE
+from pipeline.train.model.kernels.choice import (
+    FUSED,
+    MOST,
+    MULTIPLE,
+    KernelRequirements,
+    spec_uses,
+    unknown_term,
+    windows_to_both,
+)
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rules.base import Rule, spec_of
 
@@ -32,15 +40,37 @@ def _head_size(config: Config, _: Layout) -> Iterator[str]:
     backend = config.train.attention.backend
     if backend not in FUSED:
         return
-    for size in dict.fromkeys(
-        use.head_dim for layer in spec_of(config).different_layers if layer.mixer and (use := layer.mixer.kernel)
-    ):
+    for size in dict.fromkeys(max(use.head_dim, use.value_dim) for use in spec_uses(spec_of(config))):
         if size % MULTIPLE or size > MOST:
             near = max(MULTIPLE, min(MOST, size // MULTIPLE * MULTIPLE))
             yield (
                 f"train.attention.backend={backend} takes head sizes that are multiples of {MULTIPLE} up to {MOST}, "
                 f"but this model's is {size}: set model.head_dim={near}, or train.attention.backend=auto"
             )
+
+
+def _terms(config: Config, _: Layout) -> Iterator[str]:
+    backend = config.train.attention.backend
+    if config.launch.device == "cpu" or (backend == "sdpa" and config.launch.device != "cuda"):
+        return
+    need = KernelRequirements.of(config.model, spec_of(config), config.train, compiled=False)
+    if term := unknown_term(backend, need):
+        yield (
+            f"train.attention.backend={backend} has no {term} on a GPU, which this model has: set "
+            "train.attention.backend=flex, or train.attention.backend=auto"
+        )
+
+
+def _pieces(config: Config, layout: Layout) -> Iterator[str]:
+    backend = config.train.attention.backend
+    if backend not in FUSED or layout.cp == 1 or config.parallel.cp_method != "all_gather":
+        return
+    if any(windows_to_both(use.reach) for use in spec_uses(spec_of(config))):
+        yield (
+            f"train.attention.backend={backend} takes windows to both sides of whole sequences alone, but "
+            f"parallel.cp={layout.cp} with parallel.cp_method=all_gather cuts them: set parallel.cp_method=ulysses, "
+            "or train.attention.backend=auto"
+        )
 
 
 def _compiled(config: Config, _: Layout) -> Iterator[str]:
@@ -90,6 +120,18 @@ ATTENTION_RULES: Sequence[Rule] = (
         ("train.attention.backend", "model.head_dim"),
         f"`varlen`, `flash` and `te` take head sizes that are multiples of {MULTIPLE} up to {MOST}.",
         _head_size,
+        of_training=True,
+    ),
+    Rule(
+        ("train.attention.backend",),
+        "Soft caps in attention need `flex` or `flash` on a GPU; sinks go with all backends but `te`.",
+        _terms,
+        of_training=True,
+    ),
+    Rule(
+        ("train.attention.backend", "parallel.cp", "parallel.cp_method"),
+        "Windows to both sides go with `cp` by `ulysses`, or with `sdpa` or `flex`.",
+        _pieces,
         of_training=True,
     ),
     Rule(

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,15 @@ import torch
 from pipeline.common.console import VERBOSE
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.config.train import AttentionConfig
+from pipeline.config.model import ModelConfig
+from pipeline.config.train import AttentionConfig, TrainConfig
 from pipeline.train.model.kernels.choice import DeviceCaps, KernelRequirements, choose, choose_on
 from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.part_spec import KernelUse, Reach
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from tests.train.runs import start
 
+STEPS = {"duration": "1 steps", "sequence_length": 8, "batch_size": 1}
 ALL = frozenset({2, 3, 4})
 NEED = KernelRequirements(documents=True, windows=False, head_size=128, compute="bf16")
 CPU = DeviceCaps("cpu")
@@ -57,10 +62,50 @@ def auto(need: KernelRequirements, machine: DeviceCaps) -> tuple[str, int | None
         (replace(BLACKWELL, flash=frozenset({3, 4})), {"deterministic": True}, ("varlen", None)),
         (replace(BLACKWELL, flash=frozenset({3, 4})), {"head_size": 192}, ("varlen", None)),
         (replace(BLACKWELL, flash=frozenset({3})), {}, ("varlen", None)),
+        (CPU, {"soft_cap": True, "sinks": True, "both": True, "prefixes": True}, ("sdpa", None)),
+        (AMPERE, {"documents": False, "both": True}, ("sdpa", None)),
+        (AMPERE, {"documents": False, "sinks": True}, ("sdpa", None)),
+        (AMPERE, {"sinks": True}, ("varlen", None)),
+        (AMPERE, {"soft_cap": True}, ("flex", None)),
+        (AMPERE, {"documents": False, "soft_cap": True}, ("flex", None)),
+        (AMPERE, {"soft_cap": True, "compute": "fp32"}, ("flex", None)),
+        (AMPERE, {"documents": False, "prefixes": True}, ("flex", None)),
+        (AMPERE, {"windows": True, "both": True}, ("varlen", None)),
+        (AMPERE, {"windows": True, "both": True, "pieces": True}, ("flex", None)),
+        (replace(HOPPER, flash=ALL), {"soft_cap": True, "sinks": True}, ("flash", 3)),
+        (replace(HOPPER, flash=ALL), {"prefixes": True}, ("flex", None)),
+        (replace(HOPPER, flash=frozenset({4})), {"soft_cap": True}, ("flex", None)),
+        (replace(HOPPER, flash=frozenset({4})), {"sinks": True}, ("varlen", None)),
     ],
 )
 def test_auto(machine: DeviceCaps, changes: dict[str, object], expected: tuple[str, int | None]) -> None:
     assert auto(replace(NEED, **changes), machine) == expected  # type: ignore[arg-type]
+
+
+def test_soft_caps_without_a_kernel_are_refused() -> None:
+    """Not computed without them, and not with all scores in memory."""
+    with pytest.raises(UserError, match=r"no kernel for the soft caps.*capability 7.0: use one from 8.0 on"):
+        choose(AttentionConfig(), replace(NEED, soft_cap=True), VOLTA)
+
+
+def test_all_layers_count() -> None:
+    """What any layer needs, the kernel has to have."""
+
+    def need(*uses: KernelUse, cut: bool = False) -> KernelRequirements:
+        layers = [SimpleNamespace(mixer=SimpleNamespace(kernel=use)) for use in uses]
+        spec: Any = SimpleNamespace(different_layers=layers)
+        return KernelRequirements.of(
+            ModelConfig(layers=1, dim=8, heads=1), spec, TrainConfig.model_validate(STEPS), compiled=False, cut=cut
+        )
+
+    plain = KernelUse(Reach(), 64, 64)
+    found = need(plain, KernelUse(Reach(), 64, 64, 50.0), KernelUse(Reach.window(8), 64, 64, sinks=True))
+    assert found.windows and found.soft_cap and found.sinks and not found.both
+    assert not need(plain).windows and need(plain, KernelUse(Reach(None, None), 64, 64)).both
+    assert need(KernelUse(Reach(), 192, 128), KernelUse(Reach(), 12, 12)).head_size == 12, "no multiple of 8"
+    assert need(KernelUse(Reach(), 64, 96), plain).head_size == 96
+    assert need(KernelUse(Reach(4, 4), 64, 64), cut=True).pieces
+    assert not need(KernelUse(Reach(None, None), 64, 64), KernelUse(Reach(4), 64, 64), cut=True).pieces
 
 
 def test_masks_in_memory_are_warned_of() -> None:
@@ -72,6 +117,13 @@ def test_masks_in_memory_are_warned_of() -> None:
 @pytest.mark.parametrize(
     ("backend", "machine", "changes", "message"),
     [
+        ("sdpa", AMPERE, {"soft_cap": True}, "has no soft caps on a GPU.* set train.attention.backend=flex"),
+        ("varlen", AMPERE, {"soft_cap": True}, "has no soft caps on a GPU.* set train.attention.backend=flex"),
+        ("te", replace(AMPERE, te=True), {"soft_cap": True}, "has no soft caps on a GPU"),
+        ("te", replace(AMPERE, te=True), {"sinks": True}, "has no sinks on a GPU.* set train.attention.backend=flex"),
+        ("flash", replace(AMPERE, flash=ALL), {"prefixes": True}, "has no prefixes on a GPU"),
+        ("varlen", AMPERE, {"pieces": True}, "parallel.cp_method=all_gather cuts them: set train.attention"),
+        ("flash", replace(HOPPER, flash=frozenset({4})), {"sinks": True}, "only 4: install version 2"),
         ("flex", CPU, {}, "needs a CUDA device, but this run is on a CPU: set train.attention.backend=sdpa"),
         ("flash", AMPERE, {}, r"needs the package flash-attn: install the extra flash"),
         ("te", AMPERE, {}, r"needs the package transformer-engine: install the extra te"),
@@ -142,6 +194,24 @@ def test_packages_as_they_are_found(
     choice = choose_on(AttentionConfig(), replace(NEED, compiled=compiled), torch.device("cuda"))
     assert (choice.backend, choice.version) == expected
     assert choice.reason == f"documents without a mask in memory{reason}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "function", "reason"),
+    [
+        ({"soft_cap": True}, FUNCTION, "flash-attn 2 has no soft caps"),
+        ({"soft_cap": True}, "def flash_attn_varlen_func(softcap=0.0): ...", None),
+        ({"sinks": True}, FUNCTION, "flash-attn 2 has no passes that sinks can be added to"),
+        ({"sinks": True}, FUNCTION + "\n_wrapped_flash_attn_varlen_backward = None", None),
+    ],
+)
+def test_what_a_version_takes_is_asked_of_it(
+    packages: Path, changes: dict[str, Any], function: str, reason: str | None
+) -> None:
+    write(packages, FLASH2 | {"flash_attn/flash_attn_interface.py": function})
+    choice = choose_on(AttentionConfig(), replace(NEED, **changes), torch.device("cuda"))
+    assert (choice.backend == "flash") == (reason is None)
+    assert reason is None or reason in choice.reason
 
 
 def test_a_named_package_that_cannot_be_imported(packages: Path) -> None:

@@ -7,11 +7,11 @@ size.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
-from pipeline.train.model.kernels.sdpa import masked_attention
+from pipeline.train.model.kernels.attention_mask import Terms
+from pipeline.train.model.kernels.sdpa import attend_once, masked_attention
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import apply_rope
@@ -29,6 +29,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.terms = Terms(spec.scale, spec.soft_cap)
         self.wq = nn.Linear(spec.dim, spec.heads * spec.head_dim, bias=spec.qkv_bias)
         self.wk = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
         self.wv = nn.Linear(spec.dim, spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
@@ -73,29 +74,21 @@ class Attention(nn.Module):
         self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, context: LayerContext, state: MixerState | None
     ) -> Tensor:
         """Outputs of the heads, [B, S, H, E]."""
-        scale, sinks_H = self.spec.scale, own_part(self.sinks) if self.spec.sinks else None
+        sinks_H = own_part(self.sinks) if self.spec.sinks else None
         if state is not None:
             assert isinstance(state, KVCache) and context.places is not None
             k_BTKE, v_BTKE = state.append(k_BSKE, v_BSKE, context.places)
-            if q_BSHE.shape[1] == 1:
-                return self._attend_once(q_BSHE, k_BTKE, v_BTKE, context.mask)
-            return masked_attention(q_BSHE, k_BTKE, v_BTKE, context.mask, scale)
+            attend = attend_once if q_BSHE.shape[1] == 1 else masked_attention
+            return attend(q_BSHE, k_BTKE, v_BTKE, context.mask, self.terms, sinks_H)
         cut = context.cut
         if cut is not None and sinks_H is not None:
-            sinks_H = cut.heads(sinks_H)
+            sinks_H = cut.own_heads(sinks_H)
 
-        def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
+        def attend_piece(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
             if context.observer is not None:
-                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[piece], scale)
-            return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[piece], scale)
+                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[piece], self.terms.scale)
+            return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[piece], self.terms, sinks_H)
 
-        return attend(q_BSHE, k_BSKE, v_BSKE, 0) if cut is None else cut.attend(q_BSHE, k_BSKE, v_BSKE, attend)
-
-    def _attend_once(self, q_B1HE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask: Tensor | None) -> Tensor:
-        """One query per row, at its last position: no mask means that it sees every key. [B, 1, H, E]."""
-        # The heads that share keys go in as queries of one head, so that no kernel has to repeat the keys.
-        q_BKGE = q_B1HE.reshape(len(q_B1HE), k_BTKE.shape[2], -1, self.spec.head_dim)
-        out_BKGE = F.scaled_dot_product_attention(
-            q_BKGE, k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), attn_mask=mask, scale=self.spec.scale
-        )
-        return out_BKGE.flatten(1, 2)[:, None]
+        if cut is None:
+            return attend_piece(q_BSHE, k_BSKE, v_BSKE, 0)
+        return cut.attend(q_BSHE, k_BSKE, v_BSKE, attend_piece, [mask.keys for mask in context.sights])
