@@ -66,8 +66,10 @@ class Attention(nn.Module):
             sinks_H = context.cut.own_heads(sinks_H)
 
         def attend(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
+            mask = context.sights[self.reach][piece]
+            assert k_BTKE.shape[1] == mask.keys, "a piece has the keys that it needs"
             if context.observer is not None:
-                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[self.reach][piece], spec.scale)
+                context.observer.attention(self, q_BCHE, k_BTKE, mask, spec.scale)
             prepared = context.prepared[self.reach][piece]
             return context.kernel(q_BCHE, k_BTKE, v_BTKE, prepared, self.terms, sinks_H)
 
