@@ -288,7 +288,8 @@ class Prepared:
     It is the same for every micro-batch, so that all that are under way share one. The last few masks are kept.
     """
 
-    _KEPT = 16
+    _KEPT = 12
+    """More than a pass has, with two pieces for each reach of the layers."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Kernel, AttentionMask], Any] = {}

@@ -55,20 +55,25 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Told], tupl
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, told: Told) -> tuple[Tensor, Tensor]:
     operation = torch.ops.torch_attn._varlen_attn.default
-    # 2.11 has no such argument, and is given the keys of each head.
-    groups = (q.shape[1] != k.shape[1],) if any(x.name == "enable_gqa" for x in operation._schema.arguments) else ()
-    numbers = (told.longest_queries, told.longest_keys, (told.back, told.ahead) == (-1, 0), told.scale)
-    found = operation(q, k, v, told.queries_N, told.keys_N, *numbers, [told.back, told.ahead], *groups)
+    how = _varlen_arguments(told)
+    if any(argument.name == "enable_gqa" for argument in operation._schema.arguments):
+        how["enable_gqa"] = q.shape[1] != k.shape[1]  # 2.11 has no such argument, and is given the keys of each head
+    found = operation(q, k, v, told.queries_N, told.keys_N, told.longest_queries, told.longest_keys, **how)
     return found[0], found[1]
+
+
+def _varlen_arguments(told: Told) -> dict[str, Any]:
+    window = [told.back, told.ahead]
+    return {"is_causal": window == [-1, 0], "scale": told.scale, "window_size": window}
 
 
 def _varlen_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, told: Told
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # there is no dropout
-    numbers = (told.longest_queries, told.longest_keys, (told.back, told.ahead) == (-1, 0), random, told.scale)
-    given = (gradient, q, k, v, out, sums, told.queries_N, told.keys_N)
-    found = torch.ops.torch_attn._varlen_attn_backward.default(*given, *numbers, [told.back, told.ahead])
+    given = (gradient, q, k, v, out, sums, told.queries_N, told.keys_N, told.longest_queries, told.longest_keys)
+    operation = torch.ops.torch_attn._varlen_attn_backward.default
+    found = operation(*given, rng_state=random, **_varlen_arguments(told))
     return cast(tuple[Tensor, Tensor, Tensor], tuple(found))
 
 
@@ -175,9 +180,7 @@ PASSES: dict[str, tuple[Forward, Backward]] = {
 
 
 def takes_sinks(kernel: str) -> bool:
-    """True if both passes of a kernel can be called, which has been imported: that of version 4 cannot."""
-    if kernel == "varlen":
-        return hasattr(torch.ops.torch_attn, "_varlen_attn_backward")
+    """True if both passes of a version of flash-attn can be called, which has been imported: not those of 4."""
     if kernel == "flash 2":  # the arguments are those from 2.7 on
         return hasattr(import_module("flash_attn.flash_attn_interface"), "_wrapped_flash_attn_varlen_backward")
     if kernel == "flash 3":  # older builds have a function that is no operation, and other arguments

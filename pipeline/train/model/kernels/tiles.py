@@ -156,6 +156,7 @@ def _attend(
     """Output [B, C, H, V], and logarithms of the sums of exponentials [B, C, H], those of the sinks among them."""
     out_BCHV, sums_BCH = _outputs(q_BCHE, v_BTKV)
     for rows, queries, keys, hidden, causal in _each(low_BC, high_BC, tiles_N7):
+        assert queries.stop <= q_BCHE.shape[1] and keys.stop <= k_BTKE.shape[1], "not those of the mask"
         q, k, v = _heads_first(q_BCHE[rows, queries], k_BTKE[rows, keys], v_BTKV[rows, keys])
         if soft_cap is None:
             out, sums = _forward(q, k, v, 0.0, causal, attn_mask=_bias(hidden, q), scale=scale)

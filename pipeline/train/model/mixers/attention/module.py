@@ -85,8 +85,10 @@ class Attention(nn.Module):
             sinks_H = cut.own_heads(sinks_H)
 
         def attend_piece(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
+            mask = context.sights[piece]
+            assert k_BTKE.shape[1] == mask.keys, "a piece has the keys that it needs"
             if context.observer is not None:
-                context.observer.attention(self, q_BCHE, k_BTKE, context.sights[piece], self.terms.scale)
+                context.observer.attention(self, q_BCHE, k_BTKE, mask, self.terms.scale)
             return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[piece], self.terms, sinks_H)
 
         if cut is None:
