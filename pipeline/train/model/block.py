@@ -42,11 +42,16 @@ class Block(nn.Module):
                     self.add_module(name, part.build())
                 elif name in spec.norms:
                     self.add_module(name, build_norm(spec.norm, spec.dim))
+        self._fp32_vectors = [
+            self.get_submodule(f"{place}.{name}") for place, part in spec.parts.items() for name in part.fp32_modules
+        ]
         self.recompute: Recompute | None = None
         self.compiled: Callable[[Tensor, LayerContext], tuple[Tensor, list[Attended]]] | None = None
 
     def forward(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
+        for unit in self._fp32_vectors:
+            unit()
         trains = self.training and torch.is_grad_enabled()
         if context.dropout is not None:
             # Here, as layers that differ in an index would not share what is compiled.

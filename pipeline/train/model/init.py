@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pipeline.config.model import InitConfig
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.part_spec import LayerPartSpec, Matrix, Vector
+from pipeline.train.model.part_spec import LayerPartSpec, Matrix, Normal, Uniform, Vector
 from pipeline.train.parallel.torch_compat.core import strided_shard
 
 _PART = re.compile(r"layers\.(\d+)\.(\w+)\.(.+)")
@@ -47,8 +47,7 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
         if vector := _vector(name, spec):
             rows, width = local_range(parameter, 0), math.prod(vector.shape[1:])
             # What has one dimension or several is drawn by rows, too.
-            _fill_normal(local.view(len(rows), width), vector.std, f"{seed}/{name}", rows, range(width), width)
-            local.add_(vector.mean)
+            _fill_vector(local.view(len(rows), width), vector.initial, f"{seed}/{name}", rows, width)
         elif name.endswith(".bias"):
             local.zero_()
         elif _NORM.fullmatch(name):
@@ -147,6 +146,30 @@ def _fill_normal(local: Tensor, std: float, key: str, rows: range, columns: rang
         part = rows[start : start + chunk]
         values = normal_rows(key, part.start, len(part), width)[:, columns.start : columns.stop]
         local[start : start + len(part)].copy_(torch.from_numpy(values * std))
+
+
+def _fill_vector(local: Tensor, initial: Normal | Uniform, key: str, rows: range, width: int) -> None:
+    """Writes rows of the whole [., width] named by `key` into `local`."""
+    if isinstance(initial, Normal):
+        _fill_normal(local, initial.std, key, rows, range(width), width)
+        local.add_(initial.mean)
+        return
+    values = initial.low + (initial.high - initial.low) * uniform_rows(key, rows.start, len(rows), width)
+    if initial.then == "log":
+        values = np.log(values)
+    elif initial.then == "inverse_softplus_of_exp":
+        steps = np.exp(values)
+        values = steps + np.log(-np.expm1(-steps))
+    local.copy_(torch.from_numpy(values))
+
+
+def uniform_rows(key: str, first_row: int, rows: int, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Draws from [0, 1) for some rows of a matrix, float64 [rows, width]; see `normal_rows`."""
+    blocks = -(-width // 4)  # a block of the generator is four words, each of them a value
+    digest = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=16).digest(), dtype="<u8")
+    words = np.random.Philox(key=digest, counter=first_row * blocks).random_raw(rows * blocks * 4)
+    values = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return values.reshape(rows, blocks * 4)[:, :width]
 
 
 def normal_rows(key: str, first_row: int, rows: int, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

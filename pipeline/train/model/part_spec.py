@@ -108,14 +108,31 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Normal:
+    """Normal initial values; equal ones with `std` 0."""
+
+    mean: float = 0.0
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Initial values that are equally likely between two bounds, or a function of such values."""
+
+    low: float
+    high: float
+    then: Literal["log", "inverse_softplus_of_exp"] | None = None
+    """`log` of them; or what has their exponential as its softplus: steps of time, uniform in their logarithm."""
+
+
+@dataclass(frozen=True)
 class Vector:
-    """A parameter of a part's module itself, in no `nn.Linear`: taps of a convolution, decays. tp cuts its rows."""
+    """A parameter that is in no `nn.Linear`: taps of a convolution, sinks, decays. tp cuts its rows."""
 
     name: str
+    """Within the part; with a dot that of a module within it."""
     shape: tuple[int, ...]
-    mean: float = 0.0
-    """Mean of the initial values, which are normal; equal ones with `std` 0."""
-    std: float = 0.0
+    initial: Normal | Uniform = Normal()
 
 
 @dataclass(frozen=True)
@@ -229,6 +246,11 @@ class LayerPartSpec(ABC):
     @property
     def vectors(self) -> tuple[Vector, ...]:
         """Parameters besides matrices, biases and norms."""
+        return ()
+
+    @property
+    def fp32_modules(self) -> tuple[str, ...]:
+        """Names of `Fp32Vectors` within the part, whose vectors stay in fp32 where others are used in 16 bits."""
         return ()
 
     @property

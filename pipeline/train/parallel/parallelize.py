@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -20,6 +20,7 @@ from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.context import SequenceCut
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.fp32_vectors import Fp32Vectors
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.choice import KernelChoice, KernelRequirements, choose_on
 from pipeline.train.model.loss import VocabShard
@@ -149,7 +150,12 @@ def _shard(part: Decoder, config: Config, mesh: Mesh) -> None:
         # It would also round what the context has in fp32: rotary tables, and how much each token counts.
         cast_forward_inputs=False,
     )
+    fp32 = replace(policy, param_dtype=torch.float32)
     for layer in part.layers.values():
+        for unit in layer.modules():
+            if isinstance(unit, Fp32Vectors):
+                # What a layer computes reads them after their own forward pass.
+                fully_shard(unit, mesh=params, mp_policy=fp32, reshard_after_forward=False)
         fully_shard(layer, mesh=params, mp_policy=policy, reshard_after_forward=reshard)
     # What the last layer used is what backward needs first.
     fully_shard(part, mesh=params, mp_policy=policy, reshard_after_forward=False)

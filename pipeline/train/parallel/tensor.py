@@ -106,8 +106,9 @@ def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: 
         else:
             module.set_submodule(norm.name, ShardedRMSNorm(norm, module.get_submodule(norm.name), mesh))
     for vector in part.vectors:
+        inner, _, name = vector.name.rpartition(".")
         whole = module.get_parameter(vector.name)
-        module.register_parameter(vector.name, _distributed(whole, mesh, Shard(0)))
+        module.get_submodule(inner).register_parameter(name, _distributed(whole, mesh, Shard(0)))
     return plan
 
 

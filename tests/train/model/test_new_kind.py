@@ -6,6 +6,7 @@ It is trained, cut over tp, pipelined, saved, planned and generated with, beside
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,15 +36,17 @@ from pipeline.train.model.config import MIXERS, MLPS, decoder_spec, layer_specs
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.model.fp32_vectors import Fp32Vectors
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
-from pipeline.train.model.part_spec import Division, LayerSpec, Matrix, MixerSpec, Vector
+from pipeline.train.model.part_spec import Division, LayerSpec, Matrix, MixerSpec, Normal, Uniform, Vector
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.model.states import MixerState
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.plan import plan
+from tests import tiers
 from tests.train.distributed import ranks
 from tests.train.distributed.ranks import Ranks
 from tests.train.parallel import layouts
@@ -86,7 +89,16 @@ class GatedConvolutionSpec(MixerSpec):
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        return (Vector("filters", (self.channels, self.taps), mean=0.25, std=0.1), Vector("shift", (self.channels,)))
+        return (
+            Vector("filters", (self.channels, self.taps), Normal(0.25, 0.1)),
+            Vector("decay.shift", (self.channels,)),
+            Vector("decay.rate", (self.channels,), Uniform(1, 16, "log")),
+            Vector("decay.step", (self.channels,), Uniform(-7.0, -2.0, "inverse_softplus_of_exp")),
+        )
+
+    @property
+    def fp32_modules(self) -> tuple[str, ...]:
+        return ("decay",)
 
     @property
     def divisions(self) -> tuple[Division, ...]:
@@ -141,7 +153,7 @@ class GatedConvolution(nn.Module):
         self.wg = nn.Linear(spec.dim, spec.channels, bias=False)
         self.wo = nn.Linear(spec.channels, spec.dim, bias=False)
         self.filters = nn.Parameter(torch.empty(spec.channels, spec.taps))
-        self.shift = nn.Parameter(torch.empty(spec.channels))
+        self.decay = Fp32Vectors(spec, "decay")
 
     def new_state(self, max_length: int | None) -> Tail:
         return Tail(self.taps)
@@ -153,16 +165,17 @@ class GatedConvolution(nn.Module):
         else:
             assert isinstance(state, Tail)
             whole = state.append(u_BSC, context.counts or [length] * len(u_BSC))
-        filters, shift = own(self.filters), own(self.shift)
-        y_BSC = shift.expand_as(u_BSC)
+        filters, shift, rate, step = map(own, (self.filters, self.decay.shift, self.decay.rate, self.decay.step))
+        assert shift.dtype == rate.dtype == torch.float32
+        y_BSC = (shift + torch.exp(-rate.exp() * F.softplus(step))).expand_as(u_BSC)
         for tap in range(self.taps):
             back = self.taps - 1 - tap
-            term = whole[:, tap : tap + length] * filters[:, tap]
+            term = (whole[:, tap : tap + length] * filters[:, tap]).float()
             if context.bounds_BS is not None:
                 seen_BS = torch.arange(length) - back >= context.bounds_BS
                 term = term * seen_BS[..., None]
             y_BSC = y_BSC + term
-        out: Tensor = self.wo(F.silu(self.wg(x_BSD)) * y_BSC)
+        out: Tensor = self.wo(F.silu(self.wg(x_BSD)) * y_BSC.to(u_BSC.dtype))
         return out
 
 
@@ -242,7 +255,11 @@ def test_numbers() -> None:
     assert flops_per_token(spec, 64, causal=True) == 3 * (2 * matrices + 2 * 2 * 32 * 4 + scores)
     values = model.get_parameter("layers.0.mixer.filters")
     assert abs(values.mean() - 0.25) < 0.05 and abs(values.std() - 0.1) < 0.03
-    assert not model.get_parameter("layers.0.mixer.shift").any()
+    assert not model.get_parameter("layers.0.mixer.decay.shift").any()
+    rate, step = (model.get_parameter(f"layers.0.mixer.decay.{name}") for name in ("rate", "step"))
+    assert 0 <= rate.min() < 1.5 and 2 < rate.max() <= math.log(16)
+    steps = F.softplus(step).log()
+    assert -7 <= steps.min() < -6 and -3 < steps.max() <= -2
     fp8 = fp8_matrices(Fp8Config(min_size=16), spec, tp=1)
     assert [each.name for each in fp8[0]] == ["mixer.wu", "mixer.wo", "mlp.w1", "mlp.w3", "mlp.w2"]
     selective = RecomputeConfig(mode="selective")
@@ -320,6 +337,17 @@ def test_trained_saved_and_resumed(root: Path) -> None:
     resumed = train(root, "resumed", *VALUES)
     assert exact(resumed) == exact(straight)[2:]
     assert weights_hash(resumed) == weights_hash(straight)
+
+
+@pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize(
+    "values", tiers.first(1, (("train.recompute.mode=full",), ("train.compile=true",)), rest="guard"), ids=str
+)
+def test_vectors_of_fp32_modules_stay_so_in_16_bits(root: Path, values: tuple[str, ...]) -> None:
+    """The module itself looks at them in every pass; their gradients are not rounded either."""
+    name = f"sixteen-{len(values[0])}"
+    run = train(root, name, *VALUES, "train.precision.compute=bf16", "train.duration=2 steps", *values)
+    assert all(row["grad_norm"] > 0 for row in exact(run))
 
 
 @pytest.mark.guard
