@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_SCORES_AT_ONCE = 2**18
-"""Scores of a block: with what is computed from them they stay in a cache."""
+_SCORES_AT_ONCE = 2**20
+"""Scores of a block: 4 MiB, of which and of what follows from them most stays in a cache."""
 
 
 def forward(

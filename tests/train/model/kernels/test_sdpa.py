@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
@@ -77,6 +79,24 @@ def test_sums_without_gradient_are_not_enough() -> None:
     off = [float((one - other).norm() / other.norm()) for one, other in zip(wrong, right, strict=True)]
     assert off[0] > 0.1 and off[1] > 0.1, off
     assert max(differences(case, Sdpa(), case.draw(torch.float64)).values()) < 1e-12
+
+
+def test_soft_caps_hold_the_scores_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 200 queries and keys, never all at once; in both passes."""
+    monkeypatch.setattr(capped, "_SCORES_AT_ONCE", 8 * 2 * 200)
+    largest: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            largest.extend(x.numel() for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    q, k, v = torch.randn(3, 1, 2, 200, 4)
+    with Sizes():
+        out, sums = capped.forward(q, k, v, None, True, 0.3, 2.0)
+        capped.backward(out, q, k, v, out, sums, None, True, 0.3, 2.0)
+    assert max(largest) == 8 * 2 * 200
 
 
 @pytest.mark.parametrize("sinks", [-30.0, 0.0, 30.0])
