@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.model import LayerConfig, ModelConfig, head_size
+from pipeline.config.train import RecomputeConfig
 from pipeline.train.checkpoint.fingerprint import LATER_KEYS
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
+from pipeline.train.parallel.compile import compile_layers
 
 VOCAB, LENGTH = 97, 24
 
@@ -246,3 +248,21 @@ def test_equal_layers_written_as_kinds_have_the_same_names_and_weights() -> None
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
     assert {"pattern", "kinds"} <= set(LATER_KEYS)
+
+
+@pytest.mark.guard
+def test_layers_of_a_kind_share_what_is_compiled() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = section("norms, windows, rope")
+    plain, model = built(config), built(config)
+    compile_layers(model, RecomputeConfig())
+    found, expected = (each(TOKENS, Context())[..., :VOCAB] for each in (model, plain))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    of_found, of_expected = (
+        torch.autograd.grad(logits.sin().sum(), list(each.parameters()))
+        for logits, each in ((found, model), (expected, plain))
+    )
+    for one, other in zip(of_found, of_expected, strict=True):
+        assert (one - other).abs().max() <= 1e-3 * other.abs().max() + 1e-5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(config.kinds)
