@@ -101,7 +101,7 @@ class Flash(PackedKernel):
     ) -> Tensor:
         """See `Kernel`."""
         shape, size = q_BCHE.shape, v_BTKV.shape[-1]
-        if self._version == 2 or (shape[-1], size) not in _UNEQUAL_HEADS:
+        if self._version != 3 or (shape[-1], size) != _UNEQUAL_HEADS:
             q_BCHE, k_BTKE, v_BTKV = equal_heads(q_BCHE, k_BTKE, v_BTKV)
         packed = [x.flatten(0, 1) for x in (q_BCHE, k_BTKE, v_BTKV)]
         if sinks_H is not None:
@@ -131,8 +131,8 @@ class Flash(PackedKernel):
         return out.view(*shape[:3], -1)[..., :size]
 
 
-_UNEQUAL_HEADS = ((192, 128),)
-"""Sizes of key and value heads that versions 3 and 4 take as they are, those of DeepSeek-V3."""
+_UNEQUAL_HEADS = (192, 128)
+"""Sizes of key and value heads that version 3 takes as they are, those of DeepSeek-V3."""
 
 
 def _limit(distance: int | None) -> int | None:
