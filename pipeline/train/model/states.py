@@ -3,7 +3,7 @@
 Rows have pasts of unequal lengths, come and go. Those that are there are always the first ones, so that a forward pass
 reads the memory as it lies and an idle row costs nothing.
 
-Shapes: B rows, S new positions, T positions, K key and value heads, E head size.
+Shapes: B rows, S new positions, T positions, K key and value heads, E head size, V size of a value head.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ class NoState:
 
 
 class KVCache:
-    """Keys and values, [rows, T, K, E] each, in memory that grows by doubling."""
+    """Keys and values, [rows, T, K, E] and [rows, T, K, V], in memory that grows by doubling."""
 
     def __init__(self, max_length: int | None) -> None:
         self._max_length = max_length
         self._memory: tuple[Tensor, Tensor] | None = None
 
-    def append(self, keys_BSKE: Tensor, values_BSKE: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Adds new positions to all rows; returns all positions [B, T, K, E], some of which are not of every row."""
+    def append(self, keys_BSKE: Tensor, values_BSKV: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Adds new positions to all rows; returns all positions, some of which are not of every row."""
         rows, queries = keys_BSKE.shape[:2]
-        memory = self._reserve(rows, places.keys, keys_BSKE)
+        memory = self._reserve(rows, places.keys, (keys_BSKE, values_BSKV))
         if places.past is not None:
-            for held, new in zip(memory, (keys_BSKE, values_BSKE), strict=True):
+            for held, new in zip(memory, (keys_BSKE, values_BSKV), strict=True):
                 held[:rows, places.past : places.past + queries] = new
         else:
             row_B1 = torch.arange(rows, device=keys_BSKE.device)[:, None]
-            for held, new in zip(memory, (keys_BSKE, values_BSKE), strict=True):
+            for held, new in zip(memory, (keys_BSKE, values_BSKV), strict=True):
                 held[row_B1, places.positions_BS] = new
         return memory[0][:rows, : places.keys], memory[1][:rows, : places.keys]
 
@@ -75,7 +75,7 @@ class KVCache:
         """See `MixerState`."""
         assert other._memory is not None
         first, longest = len(lengths), max(more)
-        memory = self._reserve(first + len(more), longest, other._memory[0])
+        memory = self._reserve(first + len(more), longest, other._memory)
         for held, new in zip(memory, other._memory, strict=True):
             held[first : first + len(more), :longest] = new[: len(more), :longest]
 
@@ -85,8 +85,8 @@ class KVCache:
         for held in self._memory:
             held[target, :length] = held[source, :length]
 
-    def _reserve(self, rows: int, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for at least `rows` rows and `positions` positions, of type and heads of `like` [.., .., K, E]."""
+    def _reserve(self, rows: int, positions: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Memory for at least `rows` rows and `positions` positions, of type and heads of `like`."""
         had_rows, had = (0, 0) if self._memory is None else self._memory[0].shape[:2]
         if rows <= had_rows and positions <= had:
             assert self._memory is not None
@@ -94,11 +94,11 @@ class KVCache:
         size = had
         if positions > had:
             size = max(positions, min(max(2 * had, _FIRST), self._max_length or 2 * positions))
-        shape = (had_rows if rows <= had_rows else max(rows, 2 * had_rows), size, *like.shape[2:])
+        more_rows = had_rows if rows <= had_rows else max(rows, 2 * had_rows)
         grown = []
-        for index in range(2):
+        for index, new in enumerate(like):
             # Zeros: what no query may see has weight 0, but 0 times what happens to be in memory can be NaN.
-            memory = like.new_zeros(shape)
+            memory = new.new_zeros(more_rows, size, *new.shape[2:])
             if self._memory is not None:
                 memory[:had_rows, :had] = self._memory[index]
             grown.append(memory)

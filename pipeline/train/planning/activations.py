@@ -23,7 +23,7 @@ from pipeline.config.parallel import PipelineConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Terms
 from pipeline.train.model.kernels.choice import spec_uses
 from pipeline.train.model.kernels.sdpa import Mask, Sdpa, Unmasked
 from pipeline.train.model.kernels.tiles import Tiles
@@ -367,6 +367,19 @@ class _Masked(Sdpa):
         if mask.full:
             return Unmasked()
         return None if mask.causal else mask.mask()
+
+    def __call__(
+        self,
+        q_BCHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKV: Tensor,
+        prepared: Mask | Tiles,
+        terms: Terms,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        # Causality with one more key takes no memory either, and cannot be made of fake tensors.
+        with_sinks = prepared is None and sinks_H is not None
+        return super().__call__(q_BCHE, k_BTKE, v_BTKV, Unmasked() if with_sinks else prepared, terms, sinks_H)
 
 
 class _Fused(Sdpa):

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import layer_matrices, layer_parameters, num_parameters
+from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Terms
+from pipeline.train.model.part_spec import Reach
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import StepShape
+from pipeline.train.planning.activations import _Fused, _Masked
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.memory import RankMemory, memory
 from tests import tiers, tiny
@@ -186,3 +191,19 @@ def test_parts_of_the_estimate() -> None:
     assert each.total == sum(
         (each.parameters, each.moments, each.gradients, each.unsharded, each.activations, each.working)
     )
+
+
+@pytest.mark.parametrize("kernel", [_Fused(), _Masked(on_gpu=True)])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("reach", [Reach(), Reach(None, None), Reach(6), Reach(3, 3)])
+def test_kernels_of_estimates_take_all_terms(kernel: Kernel, cap: float | None, reach: Reach) -> None:
+    """On fake tensors, with sinks and values of another size."""
+    mask = AttentionMask.of(2, (0, 64), reach, torch.device("cpu"))
+    shapes = ((2, 64, 4, 8), (2, 64, 2, 8), (2, 64, 2, 4))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        qkv = [torch.empty(shape, requires_grad=True) for shape in shapes]
+        sinks = torch.empty(4, requires_grad=True)
+        out = kernel(qkv[0], qkv[1], qkv[2], kernel.prepare(mask), Terms(0.3, cap), sinks)
+        assert out.shape == (2, 64, 4, 4)
+        gradients = torch.autograd.grad(out.sum(), [*qkv, sinks])
+    assert [x.shape for x in gradients] == [x.shape for x in (*qkv, sinks)]

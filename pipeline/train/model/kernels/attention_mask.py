@@ -73,7 +73,7 @@ class Documents:
         return (self.bounds_BS == positions_S).cumsum(1) - 1
 
 
-class Span(NamedTuple):
+class DocumentSpan(NamedTuple):
     """A document, as far as queries of a piece are in it; positions of queries and of keys, from and to."""
 
     first: int
@@ -222,13 +222,13 @@ class AttentionMask:
         k_T = torch.arange(self.keys, device=self.device)
         return ((k_T >= low_BC[..., None]) & (k_T < high_BC[..., None]))[:, None]
 
-    def spans(self) -> list[list[Span]]:
+    def spans(self) -> list[list[DocumentSpan]]:
         """Documents by row, of which queries are in the piece. Without documents there is one row, for all of them."""
         if self.documents is None:
-            return [[Span(self.start, self.end, 0, self.keys)]]
+            return [[DocumentSpan(self.start, self.end, 0, self.keys)]]
         return [[span for span in row if span.first < span.behind] for row in self.all_spans()]
 
-    def all_spans(self) -> list[list[Span]]:
+    def all_spans(self) -> list[list[DocumentSpan]]:
         """All documents of the keys, by row; what is before or behind the piece has no queries."""
         assert self.documents is not None
         of_keys = self.documents.by_row
@@ -236,14 +236,13 @@ class AttentionMask:
         length = (self.query_documents or self.documents).length
         rows = []
         for starts, key_starts in zip(of_queries, of_keys, strict=True):
-            queries, keys = pairwise([*starts, length]), pairwise([*key_starts, self.documents.length])
-            rows.append(
-                [
-                    Span(max(begin, self.start), max(self.start, min(behind, self.end)), key, min(key_end, self.keys))
-                    for (begin, behind), (key, key_end) in zip(queries, keys, strict=True)
-                    if key < self.keys
-                ]
-            )
+            row = []
+            keys = pairwise([*key_starts, self.documents.length])
+            for (begin, behind), (key, key_end) in zip(pairwise([*starts, length]), keys, strict=True):
+                first, last = max(begin, self.start), max(self.start, min(behind, self.end))
+                if key < self.keys:
+                    row.append(DocumentSpan(first, last, key, min(key_end, self.keys)))
+            rows.append(row)
         return rows
 
 

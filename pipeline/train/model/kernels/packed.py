@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,63 +20,7 @@ from torch import Tensor
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Terms
 from pipeline.train.model.kernels.heads import equal_heads
 from pipeline.train.model.kernels.packed_sinks import attend_with_sinks
-from pipeline.train.monitor.host_copy import to_device
-from pipeline.train.parallel.torch_compat.compiler import vary_length
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Arguments of these kernels for a mask."""
-
-    queries_N: Tensor
-    """[N + 1] int32, on the device: how many queries come before each document, and at last all."""
-    keys_N: Tensor
-    """[N + 1] int32: the same of keys."""
-    longest_queries: int
-    """No document has more; the same for all batches, since compiled code is made for each value."""
-    longest_keys: int
-    window: tuple[int, int]
-    """Keys before and behind a query that it sees, aligned with the last of the keys; -1: all."""
-
-    @property
-    def causal(self) -> bool:
-        """True if a query sees no key behind itself."""
-        return self.window[1] == 0
-
-
-def lengths(mask: AttentionMask) -> list[tuple[int, int]]:
-    """Queries and keys of each document of a batch, together all of them.
-
-    What is before or behind a piece has no queries.
-    """
-    if mask.documents is None:
-        return [(mask.queries, mask.keys)] * mask.samples
-    spans = [span for row in mask.all_spans() for span in row]
-    return [(max(0, span.behind - span.first), span.key_end - span.key) for span in spans]
-
-
-def pack(mask: AttentionMask) -> Packing:
-    """A mask as these kernels are told of it; the host waits for nothing."""
-    assert not mask.prefixed, "kernels for packed documents have no prefixes"
-    back, ahead = mask.reach.back, mask.reach.ahead
-    # Distances are counted from the last of the keys, which has to be the last of the queries.
-    limited = back is not None or ahead is not None
-    assert not limited or mask.end == mask.keys, "windows to both sides need a sequence to its end"
-    window = (-1, -1)
-    if limited:
-        # Not all versions know a window that is open to one side alone, other than causality.
-        window = (-1 if back is None and ahead == 0 else _or(back, mask.keys), _or(ahead, mask.keys))
-    queries, keys = zip(*lengths(mask), strict=True)
-    both = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
-    cumulative = [part.clone() for part in to_device(both, mask.device)]  # each with a length of its own
-    for each in cumulative:
-        vary_length(each)
-    # Kernels leave a block beyond the end of its document at once.
-    return Packing(cumulative[0], cumulative[1], mask.queries, mask.keys, window)
-
-
-def _or(distance: int | None, everything: int) -> int:
-    return everything if distance is None else distance
+from pipeline.train.model.kernels.packing import Packing, pack
 
 
 class PackedKernel:
@@ -159,7 +101,7 @@ class Flash(PackedKernel):
     ) -> Tensor:
         """See `Kernel`."""
         shape, size = q_BCHE.shape, v_BTKV.shape[-1]
-        if self._version == 2 or (shape[-1], size) not in _UNEQUAL_HEADS:
+        if self._version != 3 or (shape[-1], size) != _UNEQUAL_HEADS:
             q_BCHE, k_BTKE, v_BTKV = equal_heads(q_BCHE, k_BTKE, v_BTKV)
         packed = [x.flatten(0, 1) for x in (q_BCHE, k_BTKE, v_BTKV)]
         if sinks_H is not None:
@@ -189,8 +131,8 @@ class Flash(PackedKernel):
         return out.view(*shape[:3], -1)[..., :size]
 
 
-_UNEQUAL_HEADS = ((192, 128),)
-"""Sizes of key and value heads that versions 3 and 4 take as they are, those of DeepSeek-V3."""
+_UNEQUAL_HEADS = (192, 128)
+"""Sizes of key and value heads that version 3 takes as they are, those of DeepSeek-V3."""
 
 
 def _limit(distance: int | None) -> int | None:

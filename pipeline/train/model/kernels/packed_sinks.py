@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pipeline.train.model.kernels.attention_mask import Terms
+from pipeline.train.model.kernels.packing import Packing
 from pipeline.train.model.kernels.tiles import sink_gradient
-
-if TYPE_CHECKING:
-    from pipeline.train.model.kernels.packed import Packing
 
 
 @dataclass(frozen=True)

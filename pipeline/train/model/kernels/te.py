@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pipeline.train.model.kernels.attention_mask import Terms
 from pipeline.train.model.kernels.heads import equal_heads
-from pipeline.train.model.kernels.packed import PackedKernel, Packing
+from pipeline.train.model.kernels.packed import PackedKernel
+from pipeline.train.model.kernels.packing import Packing
 
 _MULTIPLE = 8
 """Head sizes that it takes are its multiples."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.train.model.kernels import capped
-from pipeline.train.model.kernels.attention_mask import AttentionMask, Span, Terms
+from pipeline.train.model.kernels.attention_mask import AttentionMask, DocumentSpan, Terms
 from pipeline.train.model.kernels.heads import equal_heads
 from pipeline.train.parallel.torch_compat.compiler import vary_length
 
@@ -70,7 +70,7 @@ def whole(samples: int, queries: int, keys: int, causal: bool) -> Tiles:
     return Tiles(torch.zeros_like(high_1C), high_1C, torch.tensor([tile], dtype=torch.int64))
 
 
-def _kind(span: Span, mask: AttentionMask) -> int:
+def _kind(span: DocumentSpan, mask: AttentionMask) -> int:
     """The kind of the tile that the queries of a document could be."""
     back, ahead = mask.reach.back, mask.reach.ahead
     if mask.prefixed or (back is not None and back < span.behind - 1 - span.key):
@@ -80,16 +80,16 @@ def _kind(span: Span, mask: AttentionMask) -> int:
     return FULL if ahead is None or ahead >= span.key_end - 1 - span.first else MASKED
 
 
-def _of_row(spans: list[Span], mask: AttentionMask) -> Iterator[tuple[int, ...]]:
+def _of_row(spans: list[DocumentSpan], mask: AttentionMask) -> Iterator[tuple[int, ...]]:
     """Queries from and to, counted from the first of the piece, keys from and to, and the kind of the tile."""
 
-    def masked(begin: int, end: int, of_begin: Span, of_end: Span) -> tuple[int, ...]:
+    def masked(begin: int, end: int, of_begin: DocumentSpan, of_end: DocumentSpan) -> tuple[int, ...]:
         # Intervals do not descend from query to query.
         keys = _lowest(of_begin, begin, mask), _behind(of_end, end - 1, mask)
         return begin - mask.start, end - mask.start, *keys, MASKED
 
     begin = end = 0  # of the tile that is being filled; none while both are equal
-    opening = closing = Span(0, 0, 0, 0)  # in which they are
+    opening = closing = DocumentSpan(0, 0, 0, 0)  # in which they are
     for span in spans:
         kind = _kind(span, mask)
         alone = kind != MASKED and span.behind - span.first >= ALONE
@@ -109,12 +109,12 @@ def _of_row(spans: list[Span], mask: AttentionMask) -> Iterator[tuple[int, ...]]
         yield masked(begin, end, opening, closing)
 
 
-def _lowest(span: Span, query: int, mask: AttentionMask) -> int:
+def _lowest(span: DocumentSpan, query: int, mask: AttentionMask) -> int:
     """The first key that a query of a document sees."""
     return span.key if mask.reach.back is None else max(span.key, query - mask.reach.back)
 
 
-def _behind(span: Span, query: int, mask: AttentionMask) -> int:
+def _behind(span: DocumentSpan, query: int, mask: AttentionMask) -> int:
     """The first key behind those that it sees; with prefixes, behind those that it may see."""
     ahead = mask.reach.ahead
     return span.key_end if ahead is None or mask.prefixed else min(span.key_end, query + ahead + 1)

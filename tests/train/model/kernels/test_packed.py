@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from pipeline.train.model.kernels import packed, packed_sinks
 from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen
 from pipeline.train.model.kernels.packed_sinks import Told
+from pipeline.train.model.kernels.packing import pack
 from pipeline.train.model.kernels.te import TransformerEngine
 from pipeline.train.model.part_spec import Reach
 from tests.train.model.kernels.cases import BOTH, SOME, Case, all_cases, cases, differences
@@ -182,9 +183,9 @@ def test_passes_are_called_as_torch_wants_it(back: int) -> None:
 
 def test_windows_to_both_sides_of_pieces_are_not_packed() -> None:
     with pytest.raises(AssertionError, match="to its end"):
-        packed.pack(Case(((40,),), True, 6, 10, 20, ahead=5).sight())
+        pack(Case(((40,),), True, 6, 10, 20, ahead=5).sight())
     with pytest.raises(AssertionError, match="prefixes"):
-        packed.pack(Case(((40,),), True, None, 0, 40, prefixed=True).sight())
+        pack(Case(((40,),), True, None, 0, 40, prefixed=True).sight())
 
 
 @settings(max_examples=60, deadline=None)
@@ -277,5 +278,5 @@ def test_numbers_that_code_is_compiled_for_are_those_of_the_piece() -> None:
     """Not those of its documents, with which layers would be compiled anew from batch to batch."""
     rows = (((40,),), ((20, 13, 7),), ((1,) * 40,), ((3,) * 13 + (1,),))
     for start, end in ((0, 40), (10, 30)):
-        made = [packed.pack(Case(row, True, None, start, end).sight()) for row in rows]
+        made = [pack(Case(row, True, None, start, end).sight()) for row in rows]
         assert {(one.longest_queries, one.longest_keys) for one in made} == {(end - start, end)}

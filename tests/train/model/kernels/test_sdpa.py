@@ -23,9 +23,10 @@ from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.kernels import capped, sdpa, tiles
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Terms
-from pipeline.train.model.kernels.sdpa import Sdpa, lower_right, masked_attention
+from pipeline.train.model.kernels.sdpa import Sdpa, attend_once, lower_right, masked_attention
 from pipeline.train.model.part_spec import Reach
 from pipeline.train.model.recompute import Recompute
+from pipeline.train.model.states import KVCache, Places
 from pipeline.train.parallel.compile import compile_layers
 from tests.train.model.kernels.cases import BOTH, CPU, SOME, TERMS, Case, all_cases, cases, differences, reference
 from tests.train.runs import exact, train, weights_hash
@@ -106,6 +107,20 @@ def test_sinks_of_all_sizes(sinks: float) -> None:
         inputs = case.draw(torch.float64)
         inputs[4] = torch.full_like(inputs[4], sinks)
         assert max(differences(case, Sdpa(), inputs).values()) < 1e-12
+
+
+@pytest.mark.parametrize("terms", [{}, *TERMS])
+@pytest.mark.parametrize("case", [Case(((40,), (40,)), False, None, 39, 40), Case(((40,), (40,)), False, 7, 39, 40)])
+def test_one_query_of_cached_keys(case: Case, terms: dict[str, Any]) -> None:
+    """The way of generation, from a cache with values of another size."""
+    case = replace(case, **terms)
+    q, k, v, _, *sinks = case.draw(torch.float64)
+    cache = KVCache(max_length=None)
+    for begin, end in ((0, 30), (30, 40)):
+        places = Places(begin, torch.arange(begin, end)[None], end)
+        cached = cache.append(k[:, begin:end], v[:, begin:end], places)
+    found = attend_once(q, *cached, case.sight().mask(), case.terms, *sinks)
+    torch.testing.assert_close(found, reference(case, q, k, v, *sinks))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
