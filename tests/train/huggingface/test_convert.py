@@ -74,7 +74,7 @@ def test_the_model_section_is_what_the_config_says(family: str) -> None:
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map.*needs its own code, and code .* is never run"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.*quantized weights cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' cannot be converted: only 'silu'"),
-        ({"attention_bias": True}, "attention_bias: True.*mlp_bias is False"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types: 'chunked_attention'.*only full_attention and"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: 'dynamic'.*linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "rope_scaling: 'mscale: 0.7'"),
         (
@@ -98,15 +98,28 @@ def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], messag
         from_hf_config({**base, **changes}, "config.json")
 
 
-def test_layers_of_two_kinds_are_refused() -> None:
-    base = {**FAMILIES["qwen3"].theirs().config.to_dict(), "use_sliding_window": True, "sliding_window": 8}
-    base |= {"max_window_layers": 1, "layer_types": None}
-    with pytest.raises(UserError, match="layer_types: .*all layers must have the same attention"):
-        from_hf_config(base, "config.json")
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_windows_in_some_layers_are_a_kind(kind: str) -> None:
+    base = {**FAMILIES[kind].theirs().config.to_dict(), "use_sliding_window": True, "sliding_window": 8}
+    base |= {"max_window_layers": 2, "layer_types": None, "num_hidden_layers": 5}
+    _, mixed = from_hf_config(base, "config.json")
+    assert [mixed.layer(name).sliding_window for name in mixed.layer_kinds] == [None, None, 8, 8, 8]
+    _, listed = from_hf_config(
+        {**base, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]}, "c"
+    )
+    assert listed.pattern == ["sliding_attention", "full_attention"]
     _, windowed = from_hf_config({**base, "max_window_layers": 0}, "config.json")
-    assert windowed.sliding_window == 8
-    _, same = from_hf_config(to_hf_config(windowed, VOCAB, 64)[1], "config.json")
-    assert same == windowed.model_copy(update={"vocab_size": VOCAB})
+    assert windowed.sliding_window == 8 and windowed.pattern is None
+    for model in (mixed, listed, windowed):
+        family, values = to_hf_config(model, VOCAB, 64)
+        assert family.model_type == kind
+        _, again = from_hf_config(values, "config.json")
+        assert again.pattern == model.pattern
+        assert decoder_spec(again, VOCAB, 64).layers == decoder_spec(model, VOCAB, 64).layers
+    two = {"pattern": ["a", "b"], "kinds": {"a": {"sliding_window": 8}, "b": {"sliding_window": 4}}}
+    unlike = ModelConfig.model_validate({**windowed.model_dump(), **two})
+    with pytest.raises(UserError, match=r"model.sliding_window differs.*has the same sliding_window in .* of a type"):
+        to_hf_config(unlike, VOCAB, 64)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ ROWS = {
     "llama": llama(),
     "llama-tied-full-heads": llama(tie_word_embeddings=True, num_key_value_heads=6, rope_theta=500.0),
     "llama-biases-wide-heads": llama(attention_bias=True, mlp_bias=True, head_dim=10),
+    "llama-biases-of-mlps": llama(mlp_bias=True),
     "llama-linear": scaled("linear", 4.0),
     # Contexts short enough that every branch of the scaling is taken by some of the frequencies.
     "llama3": scaled("llama3", 8.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0),
@@ -55,6 +56,15 @@ ROWS = {
     "qwen2": Row(Qwen2Config, {**SHAPE, "tie_word_embeddings": True}, NO_WINDOW),
     "qwen2-window": Row(
         Qwen2Config, {**SHAPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+    ),
+    "qwen2-some-windows": Row(
+        Qwen2Config, {**SHAPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
+    "qwen3-some-windows": Row(
+        Qwen3Config,
+        {**SHAPE, "use_sliding_window": True, "sliding_window": 6, "head_dim": 10}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        NO_WINDOW,
     ),
     "qwen3": Row(
         Qwen3Config, {**SHAPE, "num_key_value_heads": 1, "head_dim": 10, "tie_word_embeddings": True}, NO_WINDOW
