@@ -72,6 +72,9 @@ class Family:
     """Keys of `model:` that may differ between layers."""
     alike: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
     """By key of those, the type of a layer: layers of a type have the same value."""
+    special: Callable[[Sequence[ModelConfig]], bool] = lambda layers: True
+    """True of the kinds of layers of a model that is this family's: others are rather one of an earlier family, which
+    computes less, and do not have the `mark`."""
     prefix: str = "model."
     """Files of the model without its head lack it in their names."""
     ignored: tuple[str, ...] = ()
@@ -92,6 +95,7 @@ class Family:
             types = [type_of(each) for each in kinds]
             same = ([each for each, other in zip(kinds, types, strict=True) if other == one] for one in types)
             found += [key] * any(_differs(key, layers) for layers in same)
+        found += [] if self.special(kinds) else [self.mark]
         return list(dict.fromkeys(found))
 
     def _fits(self, layer: ModelConfig, key: str) -> bool:

@@ -231,7 +231,7 @@ def test_each_key_of_the_model_is_written_or_refused(key: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ({"sliding_window": 4}, "model.kinds.b.sliding_window is 4"),
+        ({"mlp": "gelu"}, "model.kinds.b.mlp is 'gelu'"),
         ({"sinks": True}, "model.kinds.b.sinks is True"),
         ({"mlp": "none"}, "model.kinds.b.mlp is 'none'"),
         ({"kv_heads": 2}, "model.kv_heads differs between layers"),

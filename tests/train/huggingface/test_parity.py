@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.registry import FAMILIES
@@ -34,6 +34,8 @@ def scaled(kind: str, factor: float, **more: Any) -> Row:
     return llama(rope_parameters={"rope_theta": 10000.0, "rope_type": kind, "factor": factor, **more})
 
 
+YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+YARN |= {"beta_fast": 24.0, "beta_slow": 2.0}
 # Of transformers' models whose windows are off, these are not read.
 NO_WINDOW = {"max_window_layers"}
 ROWS = {
@@ -69,6 +71,17 @@ ROWS = {
     "qwen3": Row(
         Qwen3Config, {**SHAPE, "num_key_value_heads": 1, "head_dim": 10, "tie_word_embeddings": True}, NO_WINDOW
     ),
+    "olmo2": Row(Olmo2Config, {**SHAPE, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "olmo2-biases": Row(Olmo2Config, {**SHAPE, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 10}),
+    "smollm3": Row(
+        SmolLM3Config, {**SHAPE, "num_hidden_layers": 5, "no_rope_layer_interval": 2}, {"no_rope_layer_interval"}
+    ),
+    "smollm3-window": Row(
+        SmolLM3Config,
+        {**SHAPE, "num_hidden_layers": 5, "mlp_bias": True, "use_sliding_window": True, "sliding_window": 6}
+        | {"no_rope_layers": [1, 0, 1, 1, 0], "rope_parameters": YARN, "tie_word_embeddings": True},
+    ),
+    "smollm3-no-rope": Row(SmolLM3Config, {**SHAPE, "no_rope_layers": [0, 0, 0]}),
 }
 
 
