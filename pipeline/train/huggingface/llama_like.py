@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.config.model import MAX_LAYERS, ModelConfig, RopeScalingConfig
-from pipeline.train.huggingface.config_rope import read_rope, write_rope
+from pipeline.train.huggingface.config_rope import ROPE_SHARE, read_rope, read_rope_share, write_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Need, anything, only
 from pipeline.train.huggingface.names import HEAD_RULE, Names, TensorRule
@@ -50,6 +50,7 @@ def read_llama_like(
     theta: float = 10000.0,
     tied: bool = False,
     eps: float = 1e-6,
+    share: float | None = None,
 ) -> Json:
     """Keys of `model:` that all of them have.
 
@@ -60,6 +61,7 @@ def read_llama_like(
         theta: the same of the rotary frequencies.
         tied: the same of tied embeddings.
         eps: the same of what the norms add.
+        share: the same of the part of a head that is turned; None: the family turns whole heads.
     """
     source.must_be("hidden_act", ("silu",), "silu")
     dim, heads = source.need("hidden_size"), source.need("num_attention_heads")
@@ -74,7 +76,8 @@ def read_llama_like(
         "norm": "rmsnorm",
         "norm_eps": source.get("rms_norm_eps", eps),
         "mlp": "swiglu",
-        **read_rope(source, theta),
+        **read_rope(source, theta, shared=share is not None),
+        **({} if share is None else {"rope_share": read_rope_share(source, ROPE_SHARE, share)}),
         "tie_embeddings": source.get("tie_word_embeddings", tied),
         "vocab_size": source.need("vocab_size"),
     }

@@ -70,7 +70,7 @@ def test_the_model_section_is_what_the_config_says(family: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "model_type: 'gemma2' cannot be converted; these can: gpt2, llama"),
+        ({"model_type": "gemma2"}, "model_type: 'gemma2' cannot be converted; these can: .*gpt2, .*llama"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map.*needs its own code, and code .* is never run"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.*quantized weights cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' cannot be converted: only 'silu'"),
@@ -142,6 +142,23 @@ def test_what_is_not_said_is_what_transformers_takes(
     assert (found.sliding_window, found.kv_heads) == (window, kv_heads)
     theirs = transformers.AutoConfig.for_model(kind, **{**base, **values})
     assert theirs.num_key_value_heads == kv_heads and theirs.sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling: 'longrope'"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: 'linear'.*none but longrope"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.75}, "says otherwise"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: .*entry for each of the 2 layers"),
+    ],
+)
+def test_what_families_refuse(kind: str, changes: dict[str, Any], message: str) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+    base = {"model_type": kind, "vocab_size": 99, "num_key_value_heads": 4, **shape}
+    from_hf_config(base, "config.json")
+    with pytest.raises(UserError, match=message):
+        from_hf_config({**base, **changes}, "config.json")
 
 
 def test_ignored_keys() -> None:

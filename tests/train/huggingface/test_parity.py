@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
+from transformers import (
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.registry import FAMILIES
@@ -38,6 +49,14 @@ YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max
 YARN |= {"beta_fast": 24.0, "beta_slow": 2.0}
 # Of transformers' models whose windows are off, these are not read.
 NO_WINDOW = {"max_window_layers"}
+NEOX = {
+    "hidden_size": 60,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 44,
+    "max_position_embeddings": parity.POSITIONS,
+}
+OF_LONGROPE = {"original_max_position_embeddings"}
 ROWS = {
     "gpt2": Row(
         GPT2Config,
@@ -82,6 +101,44 @@ ROWS = {
         | {"no_rope_layers": [1, 0, 1, 1, 0], "rope_parameters": YARN, "tie_word_embeddings": True},
     ),
     "smollm3-no-rope": Row(SmolLM3Config, {**SHAPE, "no_rope_layers": [0, 0, 0]}),
+    "phi3": Row(Phi3Config, {**SHAPE, "tie_word_embeddings": True}, OF_LONGROPE, exported_as="llama"),
+    "phi3-window": Row(Phi3Config, {**SHAPE, "sliding_window": 7}, OF_LONGROPE, exported_as="mistral"),
+    "phi3-partial-rope": Row(
+        Phi3Config,
+        {**SHAPE, "head_dim": 8, "sliding_window": 9}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
+        OF_LONGROPE,
+    ),
+    "granite": Row(
+        GraniteConfig,
+        {**SHAPE, "attention_bias": True, "embedding_multiplier": 6.0, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.15, "logits_scaling": 0.7},
+    ),
+    "granite-yarn": Row(
+        GraniteConfig, {**SHAPE, "mlp_bias": True, "attention_multiplier": 0.3, "rope_parameters": YARN}
+    ),
+    "gpt-neox": Row(
+        GPTNeoXConfig,
+        {**NEOX, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4}},
+    ),
+    "gpt-neox-sequential": Row(
+        GPTNeoXConfig,
+        {
+            **NEOX,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_fast",
+            "tie_word_embeddings": True,
+        }
+        | {
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            }
+        },
+    ),
 }
 
 
