@@ -11,18 +11,40 @@ _SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
 """Keys that decide the frequencies of a scaling."""
+ROPE_SHARE = "partial_rotary_factor"
 
 
-def read_rope(source: ConfigSource, theta: float = 10000.0) -> Json:
+def read_rope(
+    source: ConfigSource, theta: float = 10000.0, *, shared: bool = False, theta_key: str = "rope_theta"
+) -> Json:
     """`rope_theta` and `rope_scaling` of `model:`.
 
     Args:
         source: the file.
         theta: what transformers takes where the file has none.
+        shared: the family can turn a part of a head; see `read_rope_share`.
+        theta_key: what version 4 of transformers calls `rope_theta`.
     """
-    rope = _parameters(source, theta)
+    rope = _parameters(source, theta, theta_key)
+    if shared:
+        rope.pop(ROPE_SHARE, None)
     scaling = _read_scaling(source, rope, source.get("max_position_embeddings"))
     return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
+
+
+def read_rope_share(source: ConfigSource, key: str, default: float) -> float:
+    """`rope_share` of `model:`, in families that can turn a part of a head.
+
+    Args:
+        source: the file.
+        key: what version 4 of transformers calls it.
+        default: what transformers takes where the file has none.
+    """
+    inner = (source.get("rope_parameters", {}) or source.get("rope_scaling", {})).get(ROPE_SHARE)
+    found = {float(value) for value in (inner, source.get(ROPE_SHARE), source.get(key)) if value is not None}
+    if len(found) > 1:
+        source.refuse(key, source.get(key), f"{ROPE_SHARE} says otherwise: {sorted(found)}; remove one of them")
+    return found.pop() if found else default
 
 
 def write_rope(model: ModelConfig) -> Json:
@@ -30,9 +52,13 @@ def write_rope(model: ModelConfig) -> Json:
     return {"rope_theta": model.rope_theta, "rope_scaling": _write_scaling(model)}
 
 
-def _parameters(source: ConfigSource, default: float) -> Json:
+def _parameters(source: ConfigSource, default: float, theta_key: str) -> Json:
     """Both ways of writing it: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
     theta, scaling = source.get("rope_theta"), source.get("rope_scaling", {})
+    named = source.get(theta_key, theta)
+    if theta not in (None, named):
+        source.refuse("rope_theta", theta, f"{theta_key} is {named}; remove one of them")
+    theta = named
     parameters = source.get("rope_parameters", {})
     if scaling and parameters and scaling != parameters:
         source.refuse("rope_scaling", scaling, f"rope_parameters differs from it ({parameters}); remove one of them")

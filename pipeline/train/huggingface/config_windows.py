@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pipeline.config.model import ModelConfig
+from pipeline.train.huggingface.config_kinds import by_layer, layer_types, read_kinds
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of layers, and our names of these kinds."""
 DEFAULT_WINDOW = 4096
 """What transformers takes where the key is missing; null means no window."""
 
 
-def read_same_window(source: ConfigSource, layers: int, *, windowed: bool) -> int | None:
-    """`sliding_window` of `model:`, which all layers must have.
+def read_windows(source: ConfigSource, layers: int, *, windowed: bool) -> Json:
+    """`sliding_window` of `model:`, or `pattern` and `kinds` where only some layers have one (Qwen).
 
     Args:
         source: the file.
@@ -18,28 +23,39 @@ def read_same_window(source: ConfigSource, layers: int, *, windowed: bool) -> in
         windowed: the family can have windows; others only have the keys for them.
     """
     window = source.get_absent("sliding_window", DEFAULT_WINDOW)
-    kinds = source.get("layer_types")
     uses, first = source.get("use_sliding_window", False), source.get("max_window_layers", 28)
     if not windowed or not uses:
         window = None
-    if kinds is None:
-        kinds = [
-            "sliding_attention" if window is not None and layer >= first else "full_attention"
-            for layer in range(layers)
-        ]
-    found = set(kinds)
-    if len(found) > 1 or not found <= {"full_attention", "sliding_attention"}:
-        source.refuse("layer_types", kinds, "all layers must have the same attention, full or within one window")
-    return int(window) if found == {"sliding_attention"} and window is not None else None
+    names = layer_types(
+        source, layers, (FULL, SLIDING), lambda index: SLIDING if window is not None and index >= first else FULL
+    )
+    if window is None:
+        return {"sliding_window": None}
+    return read_kinds(names, {FULL: {}, SLIDING: {"sliding_window": int(window)}})
 
 
-def write_same_window(model: ModelConfig) -> Json:
-    """The same window in all layers, or none."""
-    window = model.sliding_window
-    kind = "full_attention" if window is None else "sliding_attention"
+def write_windows(model: ModelConfig) -> Json:
+    """One window, and which layers have it (Qwen)."""
+    windows = windows_of(model)
+    window = next((each for each in windows if each is not None), None)
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "max_window_layers": model.layers if window is None else 0,
-        "layer_types": [kind] * model.layers,
+        "max_window_layers": windows.index(window) if window is not None else model.layers,
+        "layer_types": types_of(model),
     }
+
+
+def windows_of(model: ModelConfig) -> list[int | None]:
+    """The window of each layer."""
+    return by_layer(model, lambda layer: layer.sliding_window)
+
+
+def types_of(model: ModelConfig) -> list[str]:
+    """The type of each layer."""
+    return [FULL if window is None else SLIDING for window in windows_of(model)]
+
+
+def has_window(layer: ModelConfig) -> Any:
+    """A type of layers for `Family.alike`: all windows are equal."""
+    return layer.sliding_window is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.model import LayerConfig, ModelConfig
@@ -70,6 +70,11 @@ class Family:
     names: Names
     varies: frozenset[str] = frozenset()
     """Keys of `model:` that may differ between layers."""
+    alike: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
+    """By key of those, the type of a layer: layers of a type have the same value."""
+    special: Callable[[Sequence[ModelConfig]], bool] = lambda layers: True
+    """True of the kinds of layers of a model that is this family's: others are rather one of an earlier family, which
+    computes less, and do not have the `mark`."""
     prefix: str = "model."
     """Files of the model without its head lack it in their names."""
     ignored: tuple[str, ...] = ()
@@ -86,6 +91,11 @@ class Family:
         keys = [*self.needs, *(key for key in _KEYS if key not in self.needs)]
         found = [key for key in keys if not all(self._fits(each, key) for each in kinds)]
         found += [key for key in LayerConfig.model_fields if key not in self.varies and _differs(key, kinds)]
+        for key, type_of in self.alike.items():
+            types = [type_of(each) for each in kinds]
+            same = ([each for each, other in zip(kinds, types, strict=True) if other == one] for one in types)
+            found += [key] * any(_differs(key, layers) for layers in same)
+        found += [] if self.special(kinds) else [self.mark]
         return list(dict.fromkeys(found))
 
     def _fits(self, layer: ModelConfig, key: str) -> bool:
@@ -96,7 +106,8 @@ class Family:
     def has(self, key: str) -> str:
         """Words for what the family has where a model does not fit."""
         if key in self.needs:
-            return f"{self.title} has {self.needs[key].has}"
+            same = f"the same {key} in all layers{' of a type' if key in self.varies else ''}"
+            return f"{self.title} has {self.needs[key].has or same}"
         default = ModelConfig.model_fields[key].default
         return f"{self.title} has {f'{key} {_text(default)}' if default else f'no {key}'}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.config.model import MAX_LAYERS, ModelConfig, RopeScalingConfig
-from pipeline.train.huggingface.config_rope import read_rope, write_rope
+from pipeline.train.huggingface.config_rope import ROPE_SHARE, read_rope, read_rope_share, write_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Need, anything, only
 from pipeline.train.huggingface.names import HEAD_RULE, Names, TensorRule
@@ -49,6 +49,8 @@ def read_llama_like(
     kv_heads: int | None = None,
     theta: float = 10000.0,
     tied: bool = False,
+    eps: float = 1e-6,
+    share: float | None = None,
 ) -> Json:
     """Keys of `model:` that all of them have.
 
@@ -58,6 +60,8 @@ def read_llama_like(
         kv_heads: the same; None: as many as heads.
         theta: the same of the rotary frequencies.
         tied: the same of tied embeddings.
+        eps: the same of what the norms add.
+        share: the same of the part of a head that is turned; None: the family turns whole heads.
     """
     source.must_be("hidden_act", ("silu",), "silu")
     dim, heads = source.need("hidden_size"), source.need("num_attention_heads")
@@ -70,12 +74,28 @@ def read_llama_like(
         "head_dim": source.get("head_dim", head_dim),
         "ffn_dim": source.need("intermediate_size"),
         "norm": "rmsnorm",
-        "norm_eps": source.get("rms_norm_eps", 1e-6),
+        "norm_eps": source.get("rms_norm_eps", eps),
         "mlp": "swiglu",
-        **read_rope(source, theta),
+        **read_rope(source, theta, shared=share is not None),
+        **({} if share is None else {"rope_share": read_rope_share(source, ROPE_SHARE, share)}),
         "tie_embeddings": source.get("tie_word_embeddings", tied),
         "vocab_size": source.need("vocab_size"),
     }
+
+
+BIASES = ("none", "attention", "mlp", "all")
+"""Values of `bias` in families with `attention_bias` and `mlp_bias`."""
+
+
+def read_bias(source: ConfigSource) -> str:
+    """`bias` of `model:` in such a family."""
+    attention, mlp = source.get("attention_bias", False), source.get("mlp_bias", False)
+    return ("all" if mlp else "attention") if attention else "mlp" if mlp else "none"
+
+
+def write_bias(model: ModelConfig) -> Json:
+    """The two keys."""
+    return {"attention_bias": model.bias in ("attention", "all"), "mlp_bias": model.bias in ("mlp", "all")}
 
 
 def write_llama_like(model: ModelConfig, positions: int, **more: Any) -> Json:

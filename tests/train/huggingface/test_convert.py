@@ -70,11 +70,11 @@ def test_the_model_section_is_what_the_config_says(family: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "model_type: 'gemma2' cannot be converted; these can: gpt2, llama"),
+        ({"model_type": "gemma2"}, "model_type: 'gemma2' cannot be converted; these can: .*gpt2, .*llama"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map.*needs its own code, and code .* is never run"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.*quantized weights cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' cannot be converted: only 'silu'"),
-        ({"attention_bias": True}, "attention_bias: True.*mlp_bias is False"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types: 'chunked_attention'.*only full_attention and"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: 'dynamic'.*linear, llama3, yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "rope_scaling: 'mscale: 0.7'"),
         (
@@ -98,15 +98,28 @@ def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], messag
         from_hf_config({**base, **changes}, "config.json")
 
 
-def test_layers_of_two_kinds_are_refused() -> None:
-    base = {**FAMILIES["qwen3"].theirs().config.to_dict(), "use_sliding_window": True, "sliding_window": 8}
-    base |= {"max_window_layers": 1, "layer_types": None}
-    with pytest.raises(UserError, match="layer_types: .*all layers must have the same attention"):
-        from_hf_config(base, "config.json")
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_windows_in_some_layers_are_a_kind(kind: str) -> None:
+    base = {**FAMILIES[kind].theirs().config.to_dict(), "use_sliding_window": True, "sliding_window": 8}
+    base |= {"max_window_layers": 2, "layer_types": None, "num_hidden_layers": 5}
+    _, mixed = from_hf_config(base, "config.json")
+    assert [mixed.layer(name).sliding_window for name in mixed.layer_kinds] == [None, None, 8, 8, 8]
+    _, listed = from_hf_config(
+        {**base, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]}, "c"
+    )
+    assert listed.pattern == ["sliding_attention", "full_attention"]
     _, windowed = from_hf_config({**base, "max_window_layers": 0}, "config.json")
-    assert windowed.sliding_window == 8
-    _, same = from_hf_config(to_hf_config(windowed, VOCAB, 64)[1], "config.json")
-    assert same == windowed.model_copy(update={"vocab_size": VOCAB})
+    assert windowed.sliding_window == 8 and windowed.pattern is None
+    for model in (mixed, listed, windowed):
+        family, values = to_hf_config(model, VOCAB, 64)
+        assert family.model_type == kind
+        _, again = from_hf_config(values, "config.json")
+        assert again.pattern == model.pattern
+        assert decoder_spec(again, VOCAB, 64).layers == decoder_spec(model, VOCAB, 64).layers
+    two = {"pattern": ["a", "b"], "kinds": {"a": {"sliding_window": 8}, "b": {"sliding_window": 4}}}
+    unlike = ModelConfig.model_validate({**windowed.model_dump(), **two})
+    with pytest.raises(UserError, match=r"model.sliding_window differs.*has the same sliding_window in .* of a type"):
+        to_hf_config(unlike, VOCAB, 64)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +142,23 @@ def test_what_is_not_said_is_what_transformers_takes(
     assert (found.sliding_window, found.kv_heads) == (window, kv_heads)
     theirs = transformers.AutoConfig.for_model(kind, **{**base, **values})
     assert theirs.num_key_value_heads == kv_heads and theirs.sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling: 'longrope'"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: 'linear'.*none but longrope"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.75}, "says otherwise"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: .*entry for each of the 2 layers"),
+    ],
+)
+def test_what_families_refuse(kind: str, changes: dict[str, Any], message: str) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+    base = {"model_type": kind, "vocab_size": 99, "num_key_value_heads": 4, **shape}
+    from_hf_config(base, "config.json")
+    with pytest.raises(UserError, match=message):
+        from_hf_config({**base, **changes}, "config.json")
 
 
 def test_ignored_keys() -> None:
@@ -218,7 +248,7 @@ def test_each_key_of_the_model_is_written_or_refused(key: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ({"sliding_window": 4}, "model.kinds.b.sliding_window is 4"),
+        ({"mlp": "gelu"}, "model.kinds.b.mlp is 'gelu'"),
         ({"sinks": True}, "model.kinds.b.sinks is True"),
         ({"mlp": "none"}, "model.kinds.b.mlp is 'none'"),
         ({"kv_heads": 2}, "model.kv_heads differs between layers"),

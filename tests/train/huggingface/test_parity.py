@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.registry import FAMILIES
@@ -34,8 +45,18 @@ def scaled(kind: str, factor: float, **more: Any) -> Row:
     return llama(rope_parameters={"rope_theta": 10000.0, "rope_type": kind, "factor": factor, **more})
 
 
+YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+YARN |= {"beta_fast": 24.0, "beta_slow": 2.0}
 # Of transformers' models whose windows are off, these are not read.
 NO_WINDOW = {"max_window_layers"}
+NEOX = {
+    "hidden_size": 60,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 44,
+    "max_position_embeddings": parity.POSITIONS,
+}
+OF_LONGROPE = {"original_max_position_embeddings"}
 ROWS = {
     "gpt2": Row(
         GPT2Config,
@@ -45,6 +66,7 @@ ROWS = {
     "llama": llama(),
     "llama-tied-full-heads": llama(tie_word_embeddings=True, num_key_value_heads=6, rope_theta=500.0),
     "llama-biases-wide-heads": llama(attention_bias=True, mlp_bias=True, head_dim=10),
+    "llama-biases-of-mlps": llama(mlp_bias=True),
     "llama-linear": scaled("linear", 4.0),
     # Contexts short enough that every branch of the scaling is taken by some of the frequencies.
     "llama3": scaled("llama3", 8.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0),
@@ -56,8 +78,66 @@ ROWS = {
     "qwen2-window": Row(
         Qwen2Config, {**SHAPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
     ),
+    "qwen2-some-windows": Row(
+        Qwen2Config, {**SHAPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
+    "qwen3-some-windows": Row(
+        Qwen3Config,
+        {**SHAPE, "use_sliding_window": True, "sliding_window": 6, "head_dim": 10}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        NO_WINDOW,
+    ),
     "qwen3": Row(
         Qwen3Config, {**SHAPE, "num_key_value_heads": 1, "head_dim": 10, "tie_word_embeddings": True}, NO_WINDOW
+    ),
+    "olmo2": Row(Olmo2Config, {**SHAPE, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "olmo2-biases": Row(Olmo2Config, {**SHAPE, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 10}),
+    "smollm3": Row(
+        SmolLM3Config, {**SHAPE, "num_hidden_layers": 5, "no_rope_layer_interval": 2}, {"no_rope_layer_interval"}
+    ),
+    "smollm3-window": Row(
+        SmolLM3Config,
+        {**SHAPE, "num_hidden_layers": 5, "mlp_bias": True, "use_sliding_window": True, "sliding_window": 6}
+        | {"no_rope_layers": [1, 0, 1, 1, 0], "rope_parameters": YARN, "tie_word_embeddings": True},
+    ),
+    "smollm3-no-rope": Row(SmolLM3Config, {**SHAPE, "no_rope_layers": [0, 0, 0]}),
+    "phi3": Row(Phi3Config, {**SHAPE, "tie_word_embeddings": True}, OF_LONGROPE, exported_as="llama"),
+    "phi3-window": Row(Phi3Config, {**SHAPE, "sliding_window": 7}, OF_LONGROPE, exported_as="mistral"),
+    "phi3-partial-rope": Row(
+        Phi3Config,
+        {**SHAPE, "head_dim": 8, "sliding_window": 9}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
+        OF_LONGROPE,
+    ),
+    "granite": Row(
+        GraniteConfig,
+        {**SHAPE, "attention_bias": True, "embedding_multiplier": 6.0, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.15, "logits_scaling": 0.7},
+    ),
+    "granite-yarn": Row(
+        GraniteConfig, {**SHAPE, "mlp_bias": True, "attention_multiplier": 0.3, "rope_parameters": YARN}
+    ),
+    "gpt-neox": Row(
+        GPTNeoXConfig,
+        {**NEOX, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4}},
+    ),
+    "gpt-neox-sequential": Row(
+        GPTNeoXConfig,
+        {
+            **NEOX,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_fast",
+            "tie_word_embeddings": True,
+        }
+        | {
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            }
+        },
     ),
 }
 

@@ -6,7 +6,7 @@ import orjson
 
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.huggingface.config_windows import read_same_window, write_same_window
+from pipeline.train.huggingface.config_windows import has_window, read_windows, write_windows
 from pipeline.train.huggingface.family import Family, anything, only, where
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, LLAMA_NEEDS, read_llama_like, write_llama_like
 
@@ -16,21 +16,21 @@ _SPLIT = orjson.dumps(r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]
 
 def _read_qwen2(source: ConfigSource) -> Json:
     found = read_llama_like(source, kv_heads=32)
-    return {**found, "bias": "qkv", "sliding_window": read_same_window(source, found["layers"], windowed=True)}
+    return {**found, "bias": "qkv", **read_windows(source, found["layers"], windowed=True)}
 
 
 def _read_qwen3(source: ConfigSource) -> Json:
     found = read_llama_like(source, head_dim=128, kv_heads=32)
     source.must_be("attention_bias", (False,), False)
-    return {**found, "qk_norm": True, "sliding_window": read_same_window(source, found["layers"], windowed=True)}
+    return {**found, "qk_norm": True, **read_windows(source, found["layers"], windowed=True)}
 
 
 def _write_qwen2(model: ModelConfig, positions: int) -> Json:
-    return write_llama_like(model, positions, **write_same_window(model))
+    return write_llama_like(model, positions, **write_windows(model))
 
 
 def _write_qwen3(model: ModelConfig, positions: int) -> Json:
-    return write_llama_like(model, positions, attention_bias=False, **write_same_window(model))
+    return write_llama_like(model, positions, attention_bias=False, **write_windows(model))
 
 
 def _splits_as_qwen(definition: str) -> bool:
@@ -45,7 +45,7 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     title="Qwen2",
-    what="`bias: qkv`, `sliding_window` or none",
+    what="`bias: qkv`, `sliding_window` in all, some or no layers",
     read=_read_qwen2,
     write=_write_qwen2,
     mark="bias",
@@ -55,6 +55,8 @@ QWEN2 = Family(
         "head_dim": where(lambda model: model.head_size * model.heads == model.dim, "dim / heads"),
         "sliding_window": anything(),
     },
+    varies=frozenset({"sliding_window"}),
+    alike={"sliding_window": has_window},
     names=LLAMA_NAMES,
     positions=("max_position_embeddings", 32768),
     splits_alike=_splits_as_qwen,
@@ -63,7 +65,7 @@ QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     title="Qwen3",
-    what="`qk_norm`, `sliding_window` or none",
+    what="`qk_norm`, `sliding_window` in all, some or no layers",
     read=_read_qwen3,
     write=_write_qwen3,
     mark="qk_norm",
@@ -73,6 +75,8 @@ QWEN3 = Family(
         "qk_norm": only(True),
         "sliding_window": anything(),
     },
+    varies=frozenset({"sliding_window"}),
+    alike={"sliding_window": has_window},
     names=LLAMA_NAMES,
     positions=("max_position_embeddings", 32768),
 )
