@@ -9,11 +9,8 @@ from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.huggingface.family import Family, is_default
+from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.registry import FAMILIES
-
-_WHY_NONE = {"logit_soft_cap": "only Gemma 2 has it, together with much that is not supported"}
-"""By key of `model:` that no family here has."""
 
 
 def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
@@ -67,9 +64,6 @@ def family_config(family: Family, model: ModelConfig, vocab_size: int, positions
 
 
 def _family_of(model: ModelConfig) -> Family:
-    for key, why in _WHY_NONE.items():
-        if not is_default(model, key):
-            raise _no_family(f"model.{key} is {getattr(model, key)!r}", why)
     if model.init.scheme == "mup":
         raise _no_family("model.init.scheme is 'mup'", "muP has factors on attention and logits")
     misfits = {name: family.misfits(model) for name, family in FAMILIES.items()}

@@ -70,6 +70,8 @@ class Family:
     names: Names
     varies: frozenset[str] = frozenset()
     """Keys of `model:` that may differ between layers."""
+    layer_type: Callable[[ModelConfig], str] | None = None
+    """By the section of a layer, what config.json calls its type; layers of one type are equal."""
     prefix: str = "model."
     """Files of the model without its head lack it in their names."""
     ignored: tuple[str, ...] = ()
@@ -86,6 +88,11 @@ class Family:
         keys = [*self.needs, *(key for key in _KEYS if key not in self.needs)]
         found = [key for key in keys if not all(self._fits(each, key) for each in kinds)]
         found += [key for key in LayerConfig.model_fields if key not in self.varies and _differs(key, kinds)]
+        if self.layer_type is not None:
+            types: dict[str, list[ModelConfig]] = {}
+            for each in kinds:
+                types.setdefault(self.layer_type(each), []).append(each)
+            found += [key for alike in types.values() for key in sorted(self.varies) if _differs(key, alike)]
         return list(dict.fromkeys(found))
 
     def _fits(self, layer: ModelConfig, key: str) -> bool:
