@@ -128,6 +128,50 @@ def test_a_model_that_gemma3_does_not_compute_is_refused_by_its_key(changes: dic
         to_hf_config(ModelConfig.model_validate(values), 100, 64)
 
 
+def test_gemma2_as_published() -> None:
+    """With both names of the activation, as its first files had it, and what is left out there."""
+    other = ("rope_local_base_freq", "rope_scaling", "sliding_window_pattern", "rope_theta")
+    published = {key: value for key, value in GEMMA3.items() if key not in other} | {
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 144,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "rope_theta": 10000.0,
+        "num_hidden_layers": 5,
+    }
+    found = read(published)
+    assert found.layer_kinds == [LOCAL, FULL, LOCAL, FULL, LOCAL]
+    assert (found.attention_scale, found.attention_soft_cap, found.logit_soft_cap) == (144**-0.5, 50, 30)
+    assert not found.qk_norm
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "rope_theta"):
+        assert read({name: value for name, value in published.items() if name != key}) == found
+    assert read(AutoConfig.for_model(**published).to_dict()) == found
+    assert read(to_hf_config(found, 100, 8192)[1]) == found
+    without = read({**published, "attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert without.attention_soft_cap is None and without.logit_soft_cap is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_soft_cap": 50.0}, "model.norm_offset is set and model.attention_soft_cap is 50.0"),
+        (
+            {
+                "attention_soft_cap": 50.0,
+                "qk_norm": False,
+                "output_gate": True,
+                "kinds": {LOCAL: {"sliding_window": 8}, FULL: {}},
+            },
+            "model.norm_offset is set and model.output_gate is True: .*Gemma 2 has no output_gate",
+        ),
+    ],
+)
+def test_gemma2_has_caps_and_gemma3_norms_of_queries_and_keys(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        to_hf_config(ModelConfig.model_validate(read(GEMMA3).model_dump() | changes), 100, 64)
+
+
 @torch.no_grad()
 def test_embeddings_in_16_bits_are_scaled_as_there() -> None:
     dim = 24  # whose root has more digits than bf16

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.registry import FAMILIES
@@ -33,6 +41,13 @@ def llama(**values: Any) -> Row:
 
 def scaled(kind: str, factor: float, **more: Any) -> Row:
     return llama(rope_parameters={"rope_theta": 10000.0, "rope_type": kind, "factor": factor, **more})
+
+
+def gemma2(unlike: Collection[str] = (), **values: Any) -> Row:
+    """Caps that the products and logits reach, and a window shorter than the texts."""
+    shape = SHAPE | {"num_hidden_layers": 5, "head_dim": 10, "query_pre_attn_scalar": 7, "tie_word_embeddings": True}
+    shape |= {"sliding_window": 6, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0}
+    return Row(Gemma2Config, {**shape, **values}, set(unlike), norm_offset=1.0)
 
 
 def gemma3(unlike: Collection[str] = (), **values: Any) -> Row:
@@ -71,6 +86,16 @@ ROWS = {
     ),
     "qwen3": Row(
         Qwen3Config, {**SHAPE, "num_key_value_heads": 1, "head_dim": 10, "tie_word_embeddings": True}, NO_WINDOW
+    ),
+    "gemma2": gemma2(rope_parameters={"rope_type": "default", "rope_theta": 300.0}),
+    "gemma2-untied-no-caps": gemma2(
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=10,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        num_hidden_layers=3,
+        layer_types=alternating(3, period=3),
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     ),
     "gemma3": gemma3(
         rope_parameters={

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): norms around mixer and mlp that count from 1, and layers with a window between the others."""
+"""Gemma 2 and 3 (text): norms around mixer and mlp that count from 1, and layers with a window between the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import orjson
 
 from pipeline.config.model import MAX_LAYERS, ModelConfig
 from pipeline.train.huggingface.config_kinds import by_layer, layer_types, read_kinds
-from pipeline.train.huggingface.config_rope import read_rope_by_type, write_rope
+from pipeline.train.huggingface.config_rope import read_rope, read_rope_by_type, write_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.config_windows import DEFAULT_WINDOW
 from pipeline.train.huggingface.family import Family, Need, anything, only, where
@@ -70,6 +70,19 @@ def _read_gemma3(source: ConfigSource) -> Json:
     return {**found, "qk_norm": True, "logit_soft_cap": cap, **read_kinds(types, kinds)}
 
 
+def _read_gemma2(source: ConfigSource) -> Json:
+    found = _read(source, heads=8, kv_heads=4)
+    types = _read_types(source, found["layers"], period=2)
+    kinds = {_WINDOW: {"sliding_window": _window(source, types)}, _FULL: {}}
+    return {
+        **found,
+        **read_rope(source),
+        "attention_soft_cap": source.get_absent("attn_logit_softcapping", 50.0),
+        "logit_soft_cap": source.get_absent("final_logit_softcapping", 30.0),
+        **read_kinds(types, kinds),
+    }
+
+
 def _window(source: ConfigSource, types: list[str]) -> int | None:
     window: int | None = source.get_absent("sliding_window", DEFAULT_WINDOW)
     if window is None and _WINDOW in types:
@@ -111,6 +124,11 @@ def _write_gemma3(model: ModelConfig, positions: int) -> Json:
     if _WINDOW in layers:
         found["rope_local_base_freq"] = layers[_WINDOW].rope_theta
     return found
+
+
+def _write_gemma2(model: ModelConfig, positions: int) -> Json:
+    cap = model.layer(model.layer_kinds[0]).attention_soft_cap
+    return {**_write(model, positions), **write_rope(model), "attn_logit_softcapping": cap}
 
 
 def _layer_type(layer: ModelConfig) -> str:
@@ -161,6 +179,22 @@ _NEEDS: dict[str, Need] = {
     "sliding_window": Need(lambda value, model: True, "one window, or none, for each layer"),
 }
 
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    title="Gemma 2",
+    what="`norm_place: both`, `norm_offset: 1`, `embedding_scale` sqrt(dim), `mlp: geglu`, `attention_soft_cap` and "
+    "`logit_soft_cap` or none; layers with a `sliding_window`",
+    read=_read_gemma2,
+    write=_write_gemma2,
+    mark="norm_offset",
+    needs={**_NEEDS, "attention_soft_cap": anything()},
+    names=_NAMES,
+    varies=frozenset({"sliding_window"}),
+    layer_type=_layer_type,
+    positions=("max_position_embeddings", 8192),
+    splits_alike=_splits_as_gemma,
+)
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
