@@ -10,7 +10,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Family
-from pipeline.train.huggingface.registry import FAMILIES
+from pipeline.train.huggingface.registry import FAMILIES, REFUSED
 
 
 def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
@@ -26,8 +26,9 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
     """
     model_type = values.get("model_type")
     if model_type not in FAMILIES:
+        why = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
         raise UserError(
-            f"{file}: model_type: {model_type!r} cannot be converted; these can: {', '.join(sorted(FAMILIES))}"
+            f"{file}: model_type: {model_type!r} cannot be converted{why}; these can: {', '.join(sorted(FAMILIES))}"
         )
     family, source = FAMILIES[model_type], ConfigSource(values, file)
     model = family.read(source)

@@ -17,3 +17,9 @@ from pipeline.train.huggingface.family import Family
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
 }
+
+REFUSED: dict[str, str] = {
+    "gpt_oss": "its mlps are mixtures of experts (num_local_experts), which are not supported yet",
+    "gemma3": "it reads images, too; its text model alone is a gemma3_text",
+}
+"""By `model_type` why a family is not here, where there is more to say than that."""
