@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 
@@ -45,6 +47,33 @@ def read_rope_share(source: ConfigSource, key: str, default: float) -> float:
     if len(found) > 1:
         source.refuse(key, source.get(key), f"{ROPE_SHARE} says otherwise: {sorted(found)}; remove one of them")
     return found.pop() if found else default
+
+
+def read_rope_by_type(source: ConfigSource, thetas: Mapping[str, tuple[str, float]]) -> dict[str, Json]:
+    """`rope_theta` and `rope_scaling` by type of layer: `rope_parameters` has them so in transformers 5.
+
+    In 4 each type has a key for its theta, and `rope_scaling` is that of the first type alone.
+
+    Args:
+        source: the file.
+        thetas: by type of layer the key of its theta in 4, and what transformers takes where nothing is said.
+    """
+    nested, scaling = source.get("rope_parameters", {}), source.get("rope_scaling", {})
+    unknown = {key: value for key, value in nested.items() if key not in thetas or not isinstance(value, dict)}
+    if unknown:
+        source.refuse("rope_parameters", unknown, f"it must have {' and '.join(thetas)}")
+    first = next(iter(thetas))
+    positions = source.get("max_position_embeddings")
+    found = {}
+    for name, (key, default) in thetas.items():
+        rope = dict(nested.get(name) or {})
+        of_type = scaling if name == first else {}
+        if of_type and len(rope.keys() - {"rope_theta"}) and {**rope, **of_type} != rope:
+            source.refuse("rope_scaling", scaling, f"rope_parameters differs from it ({rope}); remove one of them")
+        rope |= of_type
+        theta = rope.setdefault("rope_theta", source.get(key, default))
+        found[name] = {"rope_theta": float(theta), "rope_scaling": _read_scaling(source, rope, positions)}
+    return found
 
 
 def write_rope(model: ModelConfig) -> Json:

@@ -9,11 +9,8 @@ from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.huggingface.family import Family, is_default
-from pipeline.train.huggingface.registry import FAMILIES
-
-_WHY_NONE = {"logit_soft_cap": "only Gemma 2 has it, together with much that is not supported"}
-"""By key of `model:` that no family here has."""
+from pipeline.train.huggingface.family import Family
+from pipeline.train.huggingface.registry import FAMILIES, REFUSED
 
 
 def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
@@ -29,8 +26,9 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
     """
     model_type = values.get("model_type")
     if model_type not in FAMILIES:
+        why = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
         raise UserError(
-            f"{file}: model_type: {model_type!r} cannot be converted; these can: {', '.join(sorted(FAMILIES))}"
+            f"{file}: model_type: {model_type!r} cannot be converted{why}; these can: {', '.join(sorted(FAMILIES))}"
         )
     family, source = FAMILIES[model_type], ConfigSource(values, file)
     model = family.read(source)
@@ -70,9 +68,6 @@ def family_config(family: Family, model: ModelConfig, vocab_size: int, positions
 
 
 def _family_of(model: ModelConfig) -> Family:
-    for key, why in _WHY_NONE.items():
-        if not is_default(model, key):
-            raise _no_family(f"model.{key} is {getattr(model, key)!r}", why)
     if model.init.scheme == "mup":
         raise _no_family("model.init.scheme is 'mup'", "muP has factors on attention and logits")
     misfits = {name: family.misfits(model) for name, family in FAMILIES.items()}

@@ -7,6 +7,7 @@ special ones stand behind general ones.
 
 from __future__ import annotations
 
+from pipeline.train.huggingface.families.gemma import GEMMA2, GEMMA3
 from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.gpt_neox import GPT_NEOX
 from pipeline.train.huggingface.families.granite import GRANITE
@@ -20,5 +21,11 @@ from pipeline.train.huggingface.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, PHI3, GRANITE, GPT_NEOX)
+    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, PHI3, GRANITE, GPT_NEOX, GEMMA2, GEMMA3)
 }
+
+REFUSED: dict[str, str] = {
+    "gpt_oss": "its mlps are mixtures of experts (num_local_experts), which are not supported yet",
+    "gemma3": "it reads images, too; its text model alone is a gemma3_text",
+}
+"""By `model_type` why a family is not here, where there is more to say than that."""

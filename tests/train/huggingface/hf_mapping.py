@@ -55,8 +55,8 @@ def hf_tensor(tensors: dict[str, Tensor], name: str, dim: int) -> Tensor:
     return tensors[layer.replace("layers.", "model.layers.") + _LLAMA[part] + kind]
 
 
-def randomize(model: nn.Module, seed: int) -> None:
-    """Every parameter random, norms and biases too, so that none can be left out unnoticed."""
+def randomize(model: nn.Module, seed: int, norms: float = 1.0) -> None:
+    """Every parameter random, norms (around `norms`) and biases too, so that none can be left out unnoticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,7 +64,7 @@ def randomize(model: nn.Module, seed: int) -> None:
                 std=0.2 if parameter.ndim == 1 else 1.5 * parameter.shape[-1] ** -0.5, generator=generator
             )
             if parameter.ndim == 1 and name.endswith("weight"):
-                parameter.add_(1)
+                parameter.add_(norms)
 
 
 def twin(theirs: PreTrainedModel, config: ModelConfig, vocab_size: int, max_positions: int = 64) -> Decoder:

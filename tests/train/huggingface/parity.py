@@ -65,13 +65,15 @@ class Row:
     """Keys of config.json that we write otherwise, without an effect."""
     exported_as: str | None = None
     """The family that stands for it on export, if an earlier one computes the same."""
+    norm_offset: float = 0.0
+    """The weights of its norms count from this."""
 
     def build(self) -> PreTrainedModel:
         """A model with random weights."""
         common = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
         config = self.config(**{**common, **self.values})
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-        randomize(model, seed=3)
+        randomize(model, seed=3, norms=1 - self.norm_offset)
         return model.eval()
 
 

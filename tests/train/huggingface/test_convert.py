@@ -70,7 +70,9 @@ def test_the_model_section_is_what_the_config_says(family: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "model_type: 'gemma2' cannot be converted; these can: .*gpt2, .*llama"),
+        ({"model_type": "mamba"}, "model_type: 'mamba' cannot be converted; these can: .*.*gpt2, .*llama"),
+        ({"model_type": "gpt_oss"}, "model_type: 'gpt_oss' cannot be converted: its mlps are mixtures of experts"),
+        ({"model_type": "gemma3"}, "model_type: 'gemma3' cannot be converted: it reads images"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map.*needs its own code, and code .* is never run"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.*quantized weights cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' cannot be converted: only 'silu'"),
@@ -169,7 +171,7 @@ def test_ignored_keys() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"logit_soft_cap": 30.0}, "model.logit_soft_cap is 30.0"),
+        ({"logit_soft_cap": 30.0}, "model.positions is 'rope' and model.logit_soft_cap is 30.0"),
         ({"init": {"scheme": "mup", "mup_base_dim": 16}}, "model.init.scheme is 'mup'"),
         ({"norm": "layernorm"}, "model.positions is 'rope' and model.norm is 'layernorm'"),
         ({"mlp": "gelu"}, "model.mlp is 'gelu'"),

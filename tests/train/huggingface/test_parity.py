@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
@@ -45,6 +48,25 @@ def scaled(kind: str, factor: float, **more: Any) -> Row:
     return llama(rope_parameters={"rope_theta": 10000.0, "rope_type": kind, "factor": factor, **more})
 
 
+def gemma2(unlike: Collection[str] = (), **values: Any) -> Row:
+    """Caps that the products and logits reach, and a window shorter than the texts."""
+    shape = SHAPE | {"num_hidden_layers": 5, "head_dim": 10, "query_pre_attn_scalar": 7, "tie_word_embeddings": True}
+    shape |= {"sliding_window": 6, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0}
+    return Row(Gemma2Config, {**shape, **values}, set(unlike), norm_offset=1.0)
+
+
+def gemma3(unlike: Collection[str] = (), **values: Any) -> Row:
+    """Norms around both parts, a window shorter than the texts, two thetas, and a scale that is not the heads'."""
+    shape = SHAPE | {"num_hidden_layers": 5, "head_dim": 10, "query_pre_attn_scalar": 7, "tie_word_embeddings": True}
+    shape |= {"sliding_window": 6, "layer_types": alternating(5, period=3)}
+    return Row(Gemma3TextConfig, {**shape, **values}, set(unlike), norm_offset=1.0)
+
+
+def alternating(layers: int, period: int) -> list[str]:
+    return ["sliding_attention" if index % period < period - 1 else "full_attention" for index in range(layers)]
+
+
+BETAS = {"beta_fast": 24.0, "beta_slow": 2.0}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 YARN |= {"beta_fast": 24.0, "beta_slow": 2.0}
 # Of transformers' models whose windows are off, these are not read.
@@ -70,7 +92,7 @@ ROWS = {
     "llama-linear": scaled("linear", 4.0),
     # Contexts short enough that every branch of the scaling is taken by some of the frequencies.
     "llama3": scaled("llama3", 8.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0),
-    "llama-yarn": scaled("yarn", 4.0, original_max_position_embeddings=512, beta_fast=24.0, beta_slow=2.0),
+    "llama-yarn": scaled("yarn", 4.0, original_max_position_embeddings=512, **BETAS),
     "mistral": Row(
         MistralConfig, {**SHAPE, "sliding_window": 7, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     ),
@@ -139,6 +161,36 @@ ROWS = {
             }
         },
     ),
+    "gemma2": gemma2(rope_parameters={"rope_type": "default", "rope_theta": 300.0}),
+    "gemma2-untied-no-caps": gemma2(
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=10,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        num_hidden_layers=3,
+        layer_types=alternating(3, period=3),
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "gemma3": gemma3(
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+        final_logit_softcapping=8.0,
+    ),
+    "gemma3-untied-old-keys": gemma3(
+        {"_sliding_window_pattern", "sliding_window_pattern"},
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=10,
+        layer_types=None,
+        sliding_window_pattern=2,
+        num_hidden_layers=3,
+        rope_theta=300.0,
+        rope_local_base_freq=20.0,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, **BETAS},
+    ),
+    "gemma3-full": gemma3({"sliding_window"}, layer_types=["full_attention"] * 2, num_hidden_layers=2),
+    "gemma3-windows": gemma3(layer_types=["sliding_attention"] * 2, num_hidden_layers=2),
 }
 
 

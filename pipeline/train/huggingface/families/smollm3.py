@@ -37,7 +37,7 @@ def _read(source: ConfigSource) -> Json:
     for turned, kind in zip(turns, types, strict=False):
         windowed = kind == SLIDING and window is not None
         names.append(f"{'rope' if turned else 'no_rope'}{'_window' if windowed else ''}")
-        keys = {"sliding_window": int(window)} if windowed else {}
+        keys = {"sliding_window": window} if windowed else {}
         kinds[names[-1]] = keys | (rope if turned else {"positions": "none"})
     return {**found, "bias": read_bias(source), **read_kinds(names, kinds)}
 
