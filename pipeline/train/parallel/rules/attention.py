@@ -123,7 +123,7 @@ ATTENTION_RULES: Sequence[Rule] = (
         of_training=True,
     ),
     Rule(
-        ("train.attention.backend",),
+        ("train.attention.backend", "model.attention_soft_cap", "model.sinks"),
         "Soft caps in attention need `flex` or `flash` on a GPU; sinks go with all backends but `te`.",
         _terms,
         of_training=True,
