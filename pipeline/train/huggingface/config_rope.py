@@ -81,6 +81,24 @@ def write_rope(model: ModelConfig) -> Json:
     return {"rope_theta": model.rope_theta, "rope_scaling": _write_scaling(model)}
 
 
+def read_rope_values(source: ConfigSource, values: Json, theta: float) -> Json:
+    """The same from the values of one type of layers, which `rope_parameters` may have by type.
+
+    Args:
+        source: the file.
+        values: of this type.
+        theta: what transformers takes where they have none.
+    """
+    rope = {**values, "rope_theta": theta if values.get("rope_theta") is None else values["rope_theta"]}
+    scaling = _read_scaling(source, rope, source.get("max_position_embeddings"))
+    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
+
+
+def write_rope_values(layer: ModelConfig) -> Json:
+    """Values of the type of a layer."""
+    return {"rope_theta": layer.rope_theta, **(_write_scaling(layer) or {"rope_type": "default"})}
+
+
 def _parameters(source: ConfigSource, default: float, theta_key: str) -> Json:
     """Both ways of writing it: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
     theta, scaling = source.get("rope_theta"), source.get("rope_scaling", {})

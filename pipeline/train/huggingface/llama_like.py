@@ -51,6 +51,7 @@ def read_llama_like(
     tied: bool = False,
     eps: float = 1e-6,
     share: float | None = None,
+    rope: Json | None = None,
 ) -> Json:
     """Keys of `model:` that all of them have.
 
@@ -62,6 +63,7 @@ def read_llama_like(
         tied: the same of tied embeddings.
         eps: the same of what the norms add.
         share: the same of the part of a head that is turned; None: the family turns whole heads.
+        rope: keys of rope in a family that has them otherwise.
     """
     source.must_be("hidden_act", ("silu",), "silu")
     dim, heads = source.need("hidden_size"), source.need("num_attention_heads")
@@ -76,7 +78,7 @@ def read_llama_like(
         "norm": "rmsnorm",
         "norm_eps": source.get("rms_norm_eps", eps),
         "mlp": "swiglu",
-        **read_rope(source, theta, shared=share is not None),
+        **(read_rope(source, theta, shared=share is not None) if rope is None else rope),
         **({} if share is None else {"rope_share": read_rope_share(source, ROPE_SHARE, share)}),
         "tie_embeddings": source.get("tie_word_embeddings", tied),
         "vocab_size": source.need("vocab_size"),

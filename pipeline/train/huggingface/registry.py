@@ -7,6 +7,7 @@ special ones stand behind general ones.
 
 from __future__ import annotations
 
+from pipeline.train.huggingface.families.cohere2 import COHERE2
 from pipeline.train.huggingface.families.gemma import GEMMA2, GEMMA3
 from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.gpt_neox import GPT_NEOX
@@ -14,6 +15,7 @@ from pipeline.train.huggingface.families.granite import GRANITE
 from pipeline.train.huggingface.families.llama import LLAMA
 from pipeline.train.huggingface.families.mistral import MISTRAL
 from pipeline.train.huggingface.families.olmo2 import OLMO2
+from pipeline.train.huggingface.families.olmo3 import OLMO3
 from pipeline.train.huggingface.families.phi3 import PHI3
 from pipeline.train.huggingface.families.qwen import QWEN2, QWEN3
 from pipeline.train.huggingface.families.smollm3 import SMOLLM3
@@ -21,7 +23,10 @@ from pipeline.train.huggingface.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, PHI3, GRANITE, GPT_NEOX, GEMMA2, GEMMA3)
+    for family in (
+        *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3),
+        *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
+    )
 }
 
 REFUSED: dict[str, str] = {

@@ -152,12 +152,18 @@ def test_what_is_not_said_is_what_transformers_takes(
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling: 'longrope'"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: 'linear'.*none but longrope"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.75}, "says otherwise"),
+        ("olmo3", {"rope_theta": 1e4}, "rope_theta: 10000.0.*transformers 4 takes it for all layers, 5 not for"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "it must have full_attention and sliding_attention"),
+        ("olmo3", {"sliding_window": None}, "sliding_window: None.*sliding_attention need one"),
+        ("cohere2", {"use_parallel_block": False}, "use_parallel_block: False"),
+        ("cohere2", {"sliding_window": None}, "sliding_window: None.*sliding_attention need one"),
+        ("gpt_neox", {"rope_theta": 1e4, "rotary_emb_base": 500.0}, "rope_theta: 10000.0.*rotary_emb_base is 500.0"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: .*entry for each of the 2 layers"),
     ],
 )
 def test_what_families_refuse(kind: str, changes: dict[str, Any], message: str) -> None:
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
-    base = {"model_type": kind, "vocab_size": 99, "num_key_value_heads": 4, **shape}
+    base = {"model_type": kind, "vocab_size": 99, **shape}
     from_hf_config(base, "config.json")
     with pytest.raises(UserError, match=message):
         from_hf_config({**base, **changes}, "config.json")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -16,6 +17,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -78,6 +80,8 @@ NEOX = {
     "intermediate_size": 44,
     "max_position_embeddings": parity.POSITIONS,
 }
+COHERE = {key: value for key, value in SHAPE.items() if key not in ("rms_norm_eps", "tie_word_embeddings")}
+COHERE |= {"num_hidden_layers": 5}
 OF_LONGROPE = {"original_max_position_embeddings"}
 ROWS = {
     "gpt2": Row(
@@ -191,6 +195,33 @@ ROWS = {
     ),
     "gemma3-full": gemma3({"sliding_window"}, layer_types=["full_attention"] * 2, num_hidden_layers=2),
     "gemma3-windows": gemma3(layer_types=["sliding_attention"] * 2, num_hidden_layers=2),
+    "cohere2": Row(
+        Cohere2Config,
+        {**COHERE, "sliding_window": 6, "rope_parameters": YARN, "tie_word_embeddings": False, "logit_scale": 0.9},
+    ),
+    "cohere2-biases": Row(
+        Cohere2Config,
+        {
+            **COHERE,
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "head_dim": 10,
+            "logit_scale": 0.4,
+        }
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "olmo3": Row(Olmo3Config, {**SHAPE, "num_hidden_layers": 6, "sliding_window": 6}),
+    "olmo3-yarn": Row(
+        Olmo3Config,
+        {**SHAPE, "num_hidden_layers": 5, "sliding_window": 9, "attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"full_attention": {**YARN, "rope_theta": 500000.0}}},
+    ),
+    "olmo3-two-ropes": Row(
+        Olmo3Config,
+        {**SHAPE, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500.0}}},
+    ),
 }
 
 
