@@ -118,7 +118,8 @@ def measure_reading(reading: Reading, kinds: Sequence[str], rounds: int, pause: 
                     "rounds": rounds,
                     "mb_s": round(statistics.median(ours)),
                     "plain_mb_s": round(statistics.median(plain)),
-                    "share": round(statistics.median(a / b for a, b in zip(ours, plain, strict=True)), 2),
+                    "share": round(statistics.median(ours) / statistics.median(plain), 2),
+                    "mb_s_all": [round(rate) for rate in ours],
                     "plain_mb_s_all": [round(rate) for rate in plain],
                 }
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ CHUNK_BYTES = 2**24
 """Files are checked and copied in pieces of this size."""
 _HASHED_AT_ONCE = 2**20
 """Bytes; so few are still in the processor's cache when they are hashed."""
-_AHEAD = 2**25
-"""Bytes that the disk is asked for in advance, so that it works while a piece is hashed."""
 
 
 def key(*parts: str | int) -> int:
@@ -42,13 +39,9 @@ def file_hash(path: Path, advance: Callable[[int], None] = lambda size: None, *,
     """
     digest = xxhash.xxh3_64()
     buffer = memoryview(bytearray(_HASHED_AT_ONCE))
-    position = 0
     with storage.open_regular(path, symlinks=symlinks) as file:
         while size := file.readinto(buffer):
-            if position % _AHEAD < size:
-                os.posix_fadvise(file.fileno(), position + size, 2 * _AHEAD, os.POSIX_FADV_WILLNEED)
             digest.update(buffer[:size])
-            position += size
             advance(size)
     return digest.intdigest()
 

@@ -138,3 +138,16 @@ def _central_entries(data: bytearray) -> list[int]:
         places.append(place)
         place = data.find(b"PK\1\2", place + 1)
     return places
+
+
+def test_the_form_has_the_size_of_the_elements(tmp_path: Path) -> None:
+    """The same description with fewer elements than it speaks of."""
+    file = io.BytesIO()
+    torch.save(torch.randn(4, 3), file)
+    data = bytearray(file.getvalue())
+    for entry in _central_entries(data):
+        if data[entry + 46 :].startswith(b"archive/data/0"):
+            data[entry + 20 : entry + 28] = (40).to_bytes(4, "little") * 2  # instead of 48
+    metadata = saved(tmp_path, {"a": torch.randn(4, 3), "b": bytes(data), "c": torch.randn(4, 3)})
+    with pytest.raises(Exception, match="(?i)size|length|corrupt|record"):
+        read(tmp_path, metadata, {name: torch.zeros(4, 3) for name in "abc"})

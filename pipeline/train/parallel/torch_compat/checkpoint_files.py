@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from math import prod
 from operator import add
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import xxhash
@@ -200,7 +200,7 @@ class CheckpointReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read_tensor(self, file: IO[bytes], item: ReadItem, target: Tensor) -> None:
+    def _read_tensor(self, file: Any, item: ReadItem, target: Tensor) -> None:
         """Read a tensor, or the part of it that is asked for: straight into the target where its bytes lie as they are.
 
         `torch.load` would read it into memory of its own first. It is used for the first tensor of each form, which
@@ -212,7 +212,7 @@ class CheckpointReader(FileSystemReader):
         if known is not None and (begin := _first_byte(known, item, target)) is not None:
             file.seek(place.offset + saved.begin + begin)
             memory = target.reshape(-1).view(torch.uint8).numpy().data
-            if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
+            if file.readinto(memory) != len(memory):
                 raise self._forged(place)
             return
         tensor: Tensor = torch.load(super()._slice_file(file, place), map_location="cpu", weights_only=True)
@@ -223,7 +223,7 @@ class CheckpointReader(FileSystemReader):
             raise ValueError(f"{item.storage_index.fqn} has {tuple(part.shape)} in place of {tuple(target.shape)}")
         target.copy_(part)
 
-    def _saved(self, file: IO[bytes], place: Place) -> _Saved:
+    def _saved(self, file: Any, place: Place) -> _Saved:
         """What is in the part of a file that has a tensor, which `torch.save` wrote: not compressed, so no larger."""
         try:
             part = _Part(file, place.offset, place.length)
@@ -245,7 +245,7 @@ class _Saved(NamedTuple):
     """A tensor as `torch.save` wrote it."""
 
     form: tuple[tuple[str, bytes], ...]
-    """All but its elements: type, shape, strides, order of bytes. Empty where that is not known."""
+    """All but its elements: their size, type, shape, strides, order of bytes. Empty where that is not known."""
     begin: int
     """Place of the first element."""
     size: int
@@ -264,6 +264,8 @@ def _saved_in(part: _Part, entries: Sequence[zipfile.ZipInfo], length: int) -> _
         name = each.filename.partition("/")[2]
         if name == ".data/serialization_id":  # a hash, which differs
             continue
+        if each.header_offset < 0:  # which zipfile makes of a forged place
+            return _UNKNOWN
         header = _read_at(part, each.header_offset, _LOCAL_HEADER.size)
         signature, name_size, extra_size = _LOCAL_HEADER.unpack(header)
         begin = each.header_offset + _LOCAL_HEADER.size + name_size + extra_size
@@ -271,6 +273,7 @@ def _saved_in(part: _Part, entries: Sequence[zipfile.ZipInfo], length: int) -> _
             return _UNKNOWN
         if name == "data/0":
             places.append((begin, each.file_size))
+            form.append((name, str(each.file_size).encode()))
         elif name.startswith("data/") or each.file_size > _MOST_BYTES:
             return _UNKNOWN
         else:
