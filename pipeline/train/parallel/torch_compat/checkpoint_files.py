@@ -224,7 +224,7 @@ class CheckpointReader(FileSystemReader):
         target.copy_(part)
 
     def _saved(self, file: Any, place: Place) -> _Saved:
-        """What is in the part of a file that has a tensor, which `torch.save` wrote: not compressed, so no larger."""
+        """The part of a file that has a tensor, as `torch.save` wrote it: not compressed, so no larger than it is."""
         try:
             part = _Part(file, place.offset, place.length)
             with zipfile.ZipFile(part) as archive:
