@@ -1,4 +1,4 @@
-"""What a save costs: the share of it that training waits for, and its rate as a share of the disk's own.
+"""What a checkpoint costs: the share of a save that training waits for, and rates as shares of the disk's own.
 
     python benchmarks/checkpoint.py --work /tmp/checkpoint
 
@@ -11,6 +11,7 @@ with an fsync at the end. All are timed from a barrier to a barrier, and removed
               before it is committed: of the first save, for which memory is allocated, and the median of later ones
     rate      bytes of a checkpoint by the seconds from the call to the commit, and that by the disk's rate: medians
               over rounds; each round has its own disk, whose rate varies
+    load, verify, export: see `checkpoint_read.py`
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from checkpoint_read import READS, Reading, measure_reading, write_plainly
 from rich.console import Console
 
 from pipeline.config.load import load
+from pipeline.data.order.journal import Journal
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import barrier, of_environment
@@ -50,7 +53,8 @@ from pipeline.train.parallel.setup import set_up
 from pipeline.train.saving import Saver
 from pipeline.train.setup import init_rank
 
-CHUNK = 8 << 20
+STEPS = 1_000
+"""The step of the checkpoint that is read."""
 WORDS = ("the", "a", "sea", "boat", "wind", "sails", "north", "harbour", "of", "under", "light", "old", "night")
 
 
@@ -81,18 +85,22 @@ def write_run(work: Path, layers: int) -> Path:
     return file
 
 
-def rank(number: int, world: int, port: int, file: Path, name: str, rounds: int, pause: float) -> None:
+def rank(
+    number: int, world: int, port: int, file: Path, name: str, kinds: Sequence[str], rounds: int, pause: float
+) -> None:
     """One process of a group; the first one prints."""
     os.environ.update(RANK=str(number), WORLD_SIZE=str(world), LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     with ExitStack() as stack:
-        measure(file, [f"parallel.dp_shard={world}", f"run.dir={file.parent / name}"], stack, rounds, pause)
+        measure(file, [f"parallel.dp_shard={world}", f"run.dir={file.parent / name}"], stack, kinds, rounds, pause)
     barrier()
     os._exit(0)
 
 
-def measure(file: Path, overrides: list[str], stack: ExitStack, rounds: int, pause: float) -> None:
+def measure(
+    file: Path, overrides: list[str], stack: ExitStack, kinds: Sequence[str], rounds: int, pause: float
+) -> None:
     """All rounds, on every rank."""
     config, ranks = load(file, overrides), of_environment()
     check_layout(config, ranks.world_size)
@@ -108,7 +116,24 @@ def measure(file: Path, overrides: list[str], stack: ExitStack, rounds: int, pau
     for kind in ("sync", "async"):
         own = load(file, [*overrides, f"train.checkpoint.async_save={str(kind == 'async').lower()}"])
         savers[kind] = Saver(own, setup, plan, folder, watchdog, model, optimizers, None, Console(quiet=True))
-    source = memoryview(torch.randint(0, 255, (CHUNK,), dtype=torch.uint8).numpy())
+    lines = []
+    if "save" in kinds:
+        lines += measure_saves(savers, plan.journal, folder.path, rounds, pause)
+    if reads := [kind for kind in kinds if kind != "save"]:
+        savers["sync"].save(STEPS, plan.journal, {}, last=False, prune=False)
+        reading = Reading(config, model, checkpoints, checkpoints.committed(STEPS), file.parent)
+        lines += measure_reading(reading, reads, rounds, pause)
+    if ranks.rank == 0:
+        for line in lines:
+            print(json.dumps(line), flush=True)
+
+
+def measure_saves(
+    savers: dict[str, Saver], journal: Journal, run: Path, rounds: int, pause: float
+) -> list[dict[str, Any]]:
+    """Saves of both kinds and plain writes, on every rank; the lines of results."""
+    checkpoints, number_of_rank = Checkpoints.of_run(run), dist.get_rank()
+    plain = run / f"plain-{number_of_rank}"
     chance, step, size = random.Random(0), 0, 0
     seconds: dict[str, list[float]] = {"sync": [], "async": [], "disk": [], "blocked": []}
     for number in range(rounds + 1):
@@ -122,38 +147,26 @@ def measure(file: Path, overrides: list[str], stack: ExitStack, rounds: int, pau
             barrier()
             start = time.perf_counter()
             if kind == "disk":
-                write_plainly(folder.path / f"plain-{ranks.rank}", source, size)
+                write_plainly(plain, size)
             else:
-                savers[kind].save(step, plan.journal, {}, last=False, prune=False)
+                savers[kind].save(step, journal, {}, last=False, prune=False)
                 if kind == "async":
                     seconds["blocked"].append(slowest(time.perf_counter() - start))
                 savers[kind].wait()
             barrier()
             seconds[kind].append(time.perf_counter() - start)
             if kind != "disk":
-                mine = checkpoints.committed(step).path / f"__{ranks.rank}_0.distcp"
-                size = mine.stat().st_size
+                size = (checkpoints.committed(step).path / f"__{number_of_rank}_0.distcp").stat().st_size
             barrier()
-            if ranks.rank == 0:
+            if number_of_rank == 0:
                 problems = [report.failure for saver in savers.values() for report in saver.reports() if report.failure]
                 assert not problems, problems
-                if kind != "disk" and not (number == rounds and kind == kinds[-1]):
+                if kind != "disk":
                     shutil.rmtree(checkpoints.committed(step).path)
-            (folder.path / f"plain-{ranks.rank}").unlink(missing_ok=True)
+            plain.unlink(missing_ok=True)
     total = torch.tensor([float(size)])
     dist.all_reduce(total)
-    if ranks.rank == 0:
-        for line in results(ranks.world_size, total.item(), seconds):
-            print(json.dumps(line), flush=True)
-
-
-def write_plainly(path: Path, source: memoryview, size: int) -> None:
-    """So many bytes as fast as it goes, down to the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    while size > 0:
-        size -= os.write(descriptor, source[: min(size, len(source))])
-    os.fsync(descriptor)
-    os.close(descriptor)
+    return results(dist.get_world_size(), total.item(), seconds)
 
 
 def slowest(seconds: float) -> float:
@@ -223,6 +236,7 @@ def main() -> None:
         "--work", type=Path, required=True, help="a folder that does not exist, on the disk in question"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--kinds", nargs="+", choices=["save", *READS], default=["save", *READS])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--pause", type=float, default=2.0, help="seconds before each measurement, for disks with a burst"
@@ -232,7 +246,7 @@ def main() -> None:
     file = write_run(arguments.work, arguments.layers)
     for world in arguments.ranks:
         name = f"run-{world}"
-        run_ranks(rank, world, file, name, arguments.rounds, arguments.pause)
+        run_ranks(rank, world, file, name, arguments.kinds, arguments.rounds, arguments.pause)
         shutil.rmtree(arguments.work / name)
     shutil.rmtree(arguments.work)
 

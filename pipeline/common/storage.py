@@ -15,6 +15,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
 
@@ -125,7 +126,7 @@ def json_bytes(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
-def open_regular(path: Path, *, symlinks: bool = True) -> BinaryIO:
+def open_regular(path: Path, *, symlinks: bool = True) -> BufferedReader:
     """Open a file for reading that may come from a stranger: reading a device may never end, a pipe may never begin.
 
     Args:

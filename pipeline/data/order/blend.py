@@ -147,6 +147,9 @@ class Order:
         begin, end = self._time(start), self._time(start + count - 1) + 1
         before, until = self._due_before(begin), self._due_before(end)
         active = [k for k in range(len(self.names)) if until[k] > before[k]]
+        if len(active) == 1:  # it takes all turns, and there is nothing to sort
+            first = before[active[0]] + start - sum(before)
+            return np.full(count, active[0]), np.arange(first, first + count)
         drawn = np.array([until[k] - before[k] for k in active])
         # Due times relative to `begin`: (d * 2**32 + residue_k) / w_k for the d-th draw of k in the interval.
         residues = [before[k] * UNIT + self._offsets[k] - begin * self._weights[k] for k in active]

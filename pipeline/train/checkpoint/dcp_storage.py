@@ -31,7 +31,7 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.meta import on_meta
 from pipeline.train.optim.ema import Ema
-from pipeline.train.optim.optimizers import Optimizers
+from pipeline.train.optim.optimizers import Optimizers, make_states
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader, HashingWriter, first_cause
 from pipeline.train.parallel.torch_compat.core import plain
@@ -212,12 +212,9 @@ def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:
         )
         if optimizers is not None:
             stage = optimizers.by_stage[index]
-            new = [optimizer for optimizer in stage if not optimizer.state]
+            for optimizer in stage:
+                make_states(optimizer)
             state["optimizer"].update(get_optimizer_state_dict(part, stage, options=_FLAT))
-            # torch has made the states in a step of its own, which must not count as one of the run's: the first steps
-            # may have been skipped.
-            for values in (values for optimizer in new for values in optimizer.state.values()):
-                values["step"].zero_()
     return state
 
 

@@ -91,3 +91,20 @@ def _build(config: Config, part: Decoder, group: dist.ProcessGroup | None) -> tu
         else:
             optimizers.append(torch.optim.AdamW(of_adamw, betas=optimizer.betas, eps=optimizer.eps, fused=True))
     return tuple(optimizers)
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Moments of zero for an AdamW of torch that has made no step, as its first step would make them.
+
+    Where there are none, torch's checkpoints make them in a step of their own, with gradients of zero: that takes the
+    memory of all gradients, and counts as a step, though the first ones of the run may have been skipped. The other
+    optimizers have their states from the start.
+    """
+    if optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)} | {
+                moment: torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+                for moment in ("exp_avg", "exp_avg_sq")
+            }

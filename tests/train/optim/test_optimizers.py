@@ -19,10 +19,10 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.init import is_layer_matrix
 from pipeline.train.optim.bf16_adamw import Bf16AdamW
 from pipeline.train.optim.muon import orthogonalize
-from pipeline.train.optim.optimizers import Optimizers
+from pipeline.train.optim.optimizers import Optimizers, make_states
 from pipeline.train.optim.stochastic_rounding import Rounding
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
-from pipeline.train.parallel.torch_compat.core import with_local
+from pipeline.train.parallel.torch_compat.core import local_shard, with_local
 from tests import tiers
 from tests.train.one_process import config_of, setup_of
 from tests.train.runs import column, exact, start, train, weights_hash
@@ -312,3 +312,24 @@ def test_a_second_moment_that_falls_slowly_does_fall() -> None:
         )
     assert nearest > 2 * exact_moment
     assert ours.state[parameter]["exp_avg_sq"].float().mean().item() == pytest.approx(exact_moment.item(), rel=0.01)
+
+
+def test_states_are_made_as_the_first_step_of_torch_makes_them() -> None:
+    first, second = (Optimizers(config(), build()) for _ in range(2))
+    for optimizer in first.all():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    for optimizer in second.all():
+        make_states(optimizer)
+    for made, expected in zip(second.all(), first.all(), strict=True):
+        assert len(made.state) == len(expected.state) > 0
+        for values, others in zip(made.state.values(), expected.state.values(), strict=True):
+            assert values.keys() == others.keys()
+            for name, value in values.items():
+                other = others[name]
+                assert type(value) is type(other) and not value.requires_grad
+                assert (value.shape, value.dtype, value.device) == (other.shape, other.dtype, other.device)
+                local = local_shard(value)
+                assert local.stride() == local_shard(other).stride() and not local.any()

@@ -7,18 +7,24 @@ import errno
 import io
 import os
 import pickle
+import struct
+import sys
 import zipfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from math import prod
+from operator import add
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 import xxhash
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo as Place
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from pipeline.common import storage
@@ -156,7 +162,8 @@ class _RegularFiles(FileSystem):
 class CheckpointReader(FileSystemReader):
     """DCP's file reader, for a checkpoint that may be a stranger's: of its pickles none is read but tensors.
 
-    Tensors are read by `torch.load(weights_only=True)`, as torch's own reader has it.
+    Tensors are read by `torch.load(weights_only=True)`, as torch's own reader has it, or as bytes where one that was
+    described by the same bytes has shown what they are.
 
     Args:
         folder: of the checkpoint.
@@ -167,6 +174,7 @@ class CheckpointReader(FileSystemReader):
         super().__init__(folder)
         self.fs = _RegularFiles()
         self._metadata = metadata
+        self._forms: dict[tuple[tuple[str, bytes], ...], tuple[torch.Size, torch.dtype]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The list that was given; torch's would unpickle it."""
@@ -174,28 +182,140 @@ class CheckpointReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan names; a `UserError` if that is not a tensor, which torch would unpickle."""
+        by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 raise UserError(
                     f"{item.storage_index.fqn} in {self.path} is not a tensor but a pickle, which could run code and "
                     "is not read; do not trust the source of the checkpoint"
                 )
-        return super().read_data(plan, planner)
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as file:
+                for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
+                    target = planner.resolve_tensor(item).detach()
+                    self._read_tensor(file, item, target)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    def _slice_file(self, file: Any, sinfo: Place) -> IO[bytes]:
+    def _read_tensor(self, file: Any, item: ReadItem, target: Tensor) -> None:
+        """Read a tensor, or the part of it that is asked for: straight into the target where its bytes lie as they are.
+
+        `torch.load` would read it into memory of its own first. It is used for the first tensor of each form, which
+        shows what the form is, and for all whose bytes lie otherwise.
+        """
+        place: Place = self.storage_data[item.storage_index]
+        saved = self._saved(file, place)
+        known = self._forms.get(saved.form)
+        if known is not None and (begin := _first_byte(known, item, target)) is not None:
+            file.seek(place.offset + saved.begin + begin)
+            memory = target.reshape(-1).view(torch.uint8).numpy().data
+            if file.readinto(memory) != len(memory):
+                raise self._forged(place)
+            return
+        tensor: Tensor = torch.load(super()._slice_file(file, place), map_location="cpu", weights_only=True)
+        if saved.form and _is_plain(tensor, saved.size):
+            self._forms[saved.form] = tensor.shape, tensor.dtype
+        part = tensor[tuple(map(slice, item.storage_offsets, map(add, item.storage_offsets, item.lengths)))]
+        if part.shape != target.shape:
+            raise ValueError(f"{item.storage_index.fqn} has {tuple(part.shape)} in place of {tuple(target.shape)}")
+        target.copy_(part)
+
+    def _saved(self, file: Any, place: Place) -> _Saved:
         """The part of a file that has a tensor, as `torch.save` wrote it: not compressed, so no larger than it is."""
         try:
-            with zipfile.ZipFile(_Part(file, sinfo.offset, sinfo.length)) as archive:
-                plain = all(
-                    each.compress_type == zipfile.ZIP_STORED and each.file_size <= sinfo.length
-                    for each in archive.infolist()
-                )
-        except (zipfile.BadZipFile, ValueError, NotImplementedError):
-            plain = False
-        if not plain:
-            place = f"{self.path}/{sinfo.relative_path}"
-            raise UserError(f"{place} is damaged or forged: there is no tensor at byte {sinfo.offset:,}")
-        return super()._slice_file(file, sinfo)
+            part = _Part(file, place.offset, place.length)
+            with zipfile.ZipFile(part) as archive:
+                entries = archive.infolist()
+            if any(each.compress_type != zipfile.ZIP_STORED or each.file_size > place.length for each in entries):
+                raise self._forged(place)
+            return _saved_in(part, entries, place.length)
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error):
+            raise self._forged(place) from None
+
+    def _forged(self, place: Place) -> UserError:
+        return UserError(
+            f"{self.path}/{place.relative_path} is damaged or forged: there is no tensor at byte {place.offset:,}"
+        )
+
+
+class _Saved(NamedTuple):
+    """A tensor as `torch.save` wrote it."""
+
+    form: tuple[tuple[str, bytes], ...]
+    """All but its elements: their size, type, shape, strides, order of bytes. Empty where that is not known."""
+    begin: int
+    """Place of the first element."""
+    size: int
+    """Bytes of the elements."""
+
+
+_UNKNOWN = _Saved((), 0, 0)
+_MOST_BYTES = 4096
+"""Bytes of an entry beside the elements at most: what describes a tensor takes some hundreds."""
+
+
+def _saved_in(part: _Part, entries: Sequence[zipfile.ZipInfo], length: int) -> _Saved:
+    """The form of a tensor, and the place of its elements, from the entries of the archive."""
+    form, places = [], []
+    for each in entries:
+        name = each.filename.partition("/")[2]
+        if name == ".data/serialization_id":  # a hash, which differs
+            continue
+        if each.header_offset < 0:  # which zipfile makes of a forged place
+            return _UNKNOWN
+        header = _read_at(part, each.header_offset, _LOCAL_HEADER.size)
+        signature, name_size, extra_size = _LOCAL_HEADER.unpack(header)
+        begin = each.header_offset + _LOCAL_HEADER.size + name_size + extra_size
+        if signature != b"PK\3\4" or begin + each.file_size > length:
+            return _UNKNOWN
+        if name == "data/0":
+            places.append((begin, each.file_size))
+            form.append((name, str(each.file_size).encode()))
+        elif name.startswith("data/") or each.file_size > _MOST_BYTES:
+            return _UNKNOWN
+        else:
+            form.append((name, _read_at(part, begin, each.file_size)))
+    if len(places) != 1 or ("byteorder", sys.byteorder.encode()) not in form:
+        return _UNKNOWN
+    return _Saved(tuple(form), *places[0])
+
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+"""Of an entry of a zip archive: signature, then sizes of the name and of the extra field that follow."""
+
+
+def _read_at(part: _Part, begin: int, size: int) -> bytes:
+    part.seek(begin)
+    return part.read(size) or b""
+
+
+def _is_plain(tensor: Tensor, size: int) -> bool:
+    """True if the elements of a tensor are all that is in its storage of `size` bytes, in order."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() == size > 0
+    )
+
+
+def _first_byte(known: tuple[torch.Size, torch.dtype], item: ReadItem, target: Tensor) -> int | None:
+    """Place of what an item asks for among the elements; None where it does not lie in one piece, as in the target."""
+    shape, dtype = known
+    whole = not any(item.storage_offsets[1:]) and item.lengths[1:] == shape[1:]
+    fits = target.is_cpu and target.dtype == dtype and target.shape == item.lengths and target.is_contiguous()
+    if not (whole and fits) or target.numel() == 0 or len(item.lengths) != len(shape):
+        return None
+    if not shape:
+        return 0
+    first, rows = item.storage_offsets[0], item.lengths[0]
+    if first < 0 or first + rows > shape[0]:
+        return None
+    return first * prod(shape[1:]) * dtype.itemsize
 
 
 class _Part(io.RawIOBase):
