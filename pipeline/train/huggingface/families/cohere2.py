@@ -77,6 +77,7 @@ COHERE2 = Family(
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
     title="Cohere 2",
+    pads=True,
     what="`norm: layernorm`, `norm_bias: false`, `residual: parallel_shared`, `logit_scale`, layers with rope and "
     "`sliding_window` or neither, `bias: none` or `attention`",
     read=_read,

@@ -111,8 +111,6 @@ def _write(model: ModelConfig, positions: int) -> Json:
         # transformers wants a number even where no layer has a window.
         "sliding_window": windows[0] if windows else DEFAULT_WINDOW,
         "layer_types": by_layer(model, _layer_type),
-        # The default is 0, whose row would then get no gradient.
-        "pad_token_id": None,
     }
 
 
@@ -183,6 +181,7 @@ GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     title="Gemma 2",
+    pads=True,
     what="`norm_place: both`, `norm_offset: 1`, `embedding_scale` sqrt(dim), `mlp: geglu`, `attention_soft_cap` and "
     "`logit_soft_cap` or none; layers with a `sliding_window`",
     read=_read_gemma2,
@@ -199,6 +198,7 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     title="Gemma 3",
+    pads=True,
     what="`norm_place: both`, `norm_offset: 1`, `embedding_scale` sqrt(dim), `mlp: geglu`, `qk_norm`; layers with a "
     "`sliding_window` and a `rope_theta` of their own",
     read=_read_gemma3,

@@ -67,6 +67,7 @@ OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     title="OLMo 3",
+    pads=True,
     what="as OLMo 2, with `sliding_window` in all or some layers, and a rope of those and one of the others",
     read=_read,
     write=_write,

@@ -36,6 +36,7 @@ PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     title="Phi-3",
+    pads=True,
     what="`rope_share`, `sliding_window` or none, no `rope_scaling`",
     read=_read,
     write=_write,

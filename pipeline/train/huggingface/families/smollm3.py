@@ -60,6 +60,7 @@ SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     title="SmolLM3",
+    pads=True,
     what="layers with `positions: rope` or `none`, `sliding_window` or none; `bias` as Llama",
     read=_read,
     write=_write,
