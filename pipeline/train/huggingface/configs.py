@@ -62,10 +62,9 @@ def family_config(family: Family, model: ModelConfig, vocab_size: int, positions
         "tie_word_embeddings": model.tie_embeddings,
         "initializer_range": model.init.std,
         "use_cache": True,
-        # Else transformers takes that of the family's first model, which may be no row here, or one that then has no
-        # gradient.
-        "pad_token_id": None,
     }
+    if family.pads:
+        common["pad_token_id"] = None
     return common | family.write(model, positions)
 
 

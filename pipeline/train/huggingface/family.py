@@ -81,6 +81,9 @@ class Family:
     """Patterns of names of buffers that files of old versions have, and that are computed today."""
     positions: tuple[str, int] = ("max_position_embeddings", 2048)
     """The key that has the longest context, and what transformers takes where it is not there."""
+    pads: bool = False
+    """Where the file names no padding token, transformers takes that of the family's first model: perhaps no row of a
+    model, and else one that has no gradient."""
     splits_alike: Callable[[str], bool] | None = None
     """For a family whose texts AutoTokenizer splits in one way, whatever the files say: true of the tokenizers (their
     `tokenizer.json`) that split so."""

@@ -110,4 +110,5 @@ COHERE2 = Family(
         },
     ),
     positions=("max_position_embeddings", 8192),
+    pads=True,
 )

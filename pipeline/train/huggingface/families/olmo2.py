@@ -42,4 +42,5 @@ OLMO2 = Family(
     mark="norm_place",
     needs=OLMO_NEEDS,
     names=OLMO_NAMES,
+    pads=True,
 )

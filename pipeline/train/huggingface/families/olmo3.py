@@ -76,4 +76,5 @@ OLMO3 = Family(
     alike=dict.fromkeys(("sliding_window", "rope_theta", "rope_scaling"), has_window),
     special=_is_special,
     names=OLMO_NAMES,
+    pads=True,
 )

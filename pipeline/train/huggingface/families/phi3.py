@@ -56,4 +56,5 @@ PHI3 = Family(
         },
     ),
     positions=("max_position_embeddings", 4096),
+    pads=True,
 )

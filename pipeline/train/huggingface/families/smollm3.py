@@ -75,4 +75,5 @@ SMOLLM3 = Family(
     special=_is_special,
     names=LLAMA_NAMES,
     positions=("max_position_embeddings", 32768),
+    pads=True,
 )
