@@ -61,9 +61,9 @@ def family_config(family: Family, model: ModelConfig, vocab_size: int, positions
         "initializer_range": model.init.std,
         "use_cache": True,
     }
-    # Else transformers takes that of the family's first model, which may be no row here, or one that gets no gradient.
-    padding = {"pad_token_id": None} if family.pads else {}
-    return common | padding | family.write(model, positions)
+    if family.pads:
+        common["pad_token_id"] = None
+    return common | family.write(model, positions)
 
 
 def _family_of(model: ModelConfig) -> Family:

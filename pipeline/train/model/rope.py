@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021) and its scalings for longer contexts.
 
-Dimension i of a head is paired with dimension i + dims / 2, the order of Hugging Face checkpoints, so that
-converting needs no permutation of rows.
+Dimension i of a head is paired with dimension i + dims / 2, the order of most Hugging Face checkpoints, so
+that converting them needs no permutation of rows.
 """
 
 from __future__ import annotations

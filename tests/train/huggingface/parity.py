@@ -33,7 +33,7 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.huggingface.config_source import NEUTRAL_KEYS
-from pipeline.train.huggingface.configs import family_config
+from pipeline.train.huggingface.configs import family_config, from_hf_config
 from pipeline.train.huggingface.convert import describe, from_hf, to_hf
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.huggingface.names import HEAD
@@ -182,11 +182,13 @@ def _check_pieces(found: HuggingFaceFolder, name: str, value: Tensor) -> None:
 
 
 def check_config(pair: Pair, folder: Path) -> None:
-    """transformers reads from our config.json what it wrote itself."""
+    """transformers reads from our config.json what it wrote itself, and we read the same model."""
     found = pair.found
     assert pair.row.exported_as or not found.family.misfits(found.model)
     values = family_config(found.family, found.model, VOCAB, found.positions)
     storage.put_json(folder / "config.json", values)
+    _, again = from_hf_config(values, "config.json")
+    assert decoder_spec(again, VOCAB, found.model.max_positions or found.positions) == pair.ours.spec
     written = AutoConfig.from_pretrained(folder).to_dict()
     for key, value in pair.theirs.config.to_dict().items():
         if key not in NEUTRAL_KEYS and key not in pair.row.unlike:

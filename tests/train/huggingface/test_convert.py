@@ -169,6 +169,57 @@ def test_what_families_refuse(kind: str, changes: dict[str, Any], message: str) 
         from_hf_config({**base, **changes}, "config.json")
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "wanted"),
+    [
+        (
+            "smollm3",
+            {"max_window_layers": 28, "no_rope_layer_interval": 4, "sliding_window": None, "rope_theta": 5e6},
+            {"pattern": ["rope", "rope", "rope", "no_rope"], "rope_theta": 5e6, "tie_embeddings": True},
+        ),
+        (
+            "cohere2",
+            {"use_parallel_block": True, "position_embedding_type": "rope_gptj", "layer_switch": 4, "rotary_pct": 1.0}
+            | {"cache_implementation": "hybrid", "sliding_window_pattern": 4, "logit_scale": 0.25},
+            {"pattern": ["sliding_attention"] * 3 + ["full_attention"], "logit_scale": 0.25, "norm_bias": False},
+        ),
+        (
+            "gpt_neox",
+            {"hidden_act": "gelu_fast", "rotary_emb_base": 500, "rotary_pct": 0.5, "attention_probs_dropout_prob": 0},
+            {"mlp": "gelu", "rope_theta": 500.0, "rope_share": 0.5, "residual": "parallel", "bias": "all"},
+        ),
+        ("gpt_neox", {}, {"mlp": "gelu_exact", "rope_theta": 10000.0, "rope_share": 0.25}),
+        ("olmo2", {}, {"norm_eps": 1e-5, "bias": "none", "qk_norm": "full"}),
+        ("olmo3", {"rope_theta": 500000}, {"pattern": ["sliding_attention"] * 3 + ["full_attention"]}),
+        ("phi3", {"sliding_window": 2047, "embd_pdrop": 0.0}, {"sliding_window": 2047, "norm_eps": 1e-5}),
+        (
+            "granite",
+            {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0},
+            {"attention_scale": 0.0078125, "embedding_scale": 12.0, "logit_scale": 1 / 16, "residual_scale": 1.0},
+        ),
+    ],
+)
+def test_keys_that_published_files_have(kind: str, values: dict[str, Any], wanted: dict[str, Any]) -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6, "intermediate_size": 64}
+    _, found = from_hf_config({"model_type": kind, "vocab_size": 99, **shape, **values}, "config.json")
+    assert {key: getattr(found, key) for key in wanted} == wanted
+
+
+def test_yarn_of_olmo_3_is_in_full_layers_alone() -> None:
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 64}
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2}
+    for rope in (
+        {"rope_theta": 500000, "rope_scaling": yarn},
+        {"rope_parameters": {"full_attention": {**yarn, "rope_theta": 500000}, "sliding_attention": {}}},
+    ):
+        _, model = from_hf_config({"model_type": "olmo3", "vocab_size": 99, **shape, **rope}, "config.json")
+        found = [model.layer(name) for name in model.layer_kinds]
+        assert [layer.rope_scaling is not None for layer in found] == [False, False, False, True]
+        assert {layer.rope_theta for layer in found} == {500000.0}
+        written = to_hf_config(model, 99, 64)[1]
+        assert written["rope_scaling"]["factor"] == 8.0 and "rope_parameters" not in written
+
+
 def test_ignored_keys() -> None:
     values = {**FAMILIES["llama"].theirs().config.to_dict(), "some_new_gate": 7}
     from_hf_config(values, "config.json", ignore=["some_new_gate"])

@@ -77,7 +77,6 @@ COHERE2 = Family(
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
     title="Cohere 2",
-    pads=True,
     what="`norm: layernorm`, `norm_bias: false`, `residual: parallel_shared`, `logit_scale`, layers with rope and "
     "`sliding_window` or neither, `bias: none` or `attention`",
     read=_read,
@@ -111,4 +110,5 @@ COHERE2 = Family(
         },
     ),
     positions=("max_position_embeddings", 8192),
+    pads=True,
 )

@@ -36,11 +36,11 @@ OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     title="OLMo 2",
-    pads=True,
     what="`norm_place: output`, `qk_norm: full`, `bias: none` or `attention`",
     read=read_olmo,
     write=_write,
     mark="norm_place",
     needs=OLMO_NEEDS,
     names=OLMO_NAMES,
+    pads=True,
 )

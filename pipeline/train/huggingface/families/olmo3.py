@@ -67,7 +67,6 @@ OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     title="OLMo 3",
-    pads=True,
     what="as OLMo 2, with `sliding_window` in all or some layers, and a rope of those and one of the others",
     read=_read,
     write=_write,
@@ -77,4 +76,5 @@ OLMO3 = Family(
     alike=dict.fromkeys(("sliding_window", "rope_theta", "rope_scaling"), has_window),
     special=_is_special,
     names=OLMO_NAMES,
+    pads=True,
 )

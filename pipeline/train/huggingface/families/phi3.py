@@ -36,7 +36,6 @@ PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     title="Phi-3",
-    pads=True,
     what="`rope_share`, `sliding_window` or none, no `rope_scaling`",
     read=_read,
     write=_write,
@@ -57,4 +56,5 @@ PHI3 = Family(
         },
     ),
     positions=("max_position_embeddings", 4096),
+    pads=True,
 )

@@ -27,7 +27,8 @@ def _read(source: ConfigSource) -> Json:
     turns = source.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
     if not isinstance(turns, list) or len(turns) < layers:
         source.refuse("no_rope_layers", turns, f"it must be a list with an entry for each of the {layers} layers")
-    window = source.get_absent("sliding_window", None) if source.get("use_sliding_window", False) else None
+    source.get("max_window_layers")  # which transformers does not read here
+    window = source.get("sliding_window") if source.get("use_sliding_window", False) else None
     # transformers gives the window to the layers without rope, if the file has no list.
     types = layer_types(
         source, layers, (FULL, SLIDING), lambda index: FULL if window is None or turns[index] else SLIDING
@@ -35,9 +36,8 @@ def _read(source: ConfigSource) -> Json:
     kinds: dict[str, Json] = {}
     names = []
     for turned, kind in zip(turns, types, strict=False):
-        windowed = kind == SLIDING and window is not None
-        names.append(f"{'rope' if turned else 'no_rope'}{'_window' if windowed else ''}")
-        keys = {"sliding_window": window} if windowed else {}
+        keys = {"sliding_window": window} if kind == SLIDING and window is not None else {}
+        names.append(f"{'rope' if turned else 'no_rope'}{'_window' if keys else ''}")
         kinds[names[-1]] = keys | (rope if turned else {"positions": "none"})
     return {**found, "bias": read_bias(source), **read_kinds(names, kinds)}
 
@@ -60,7 +60,6 @@ SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     title="SmolLM3",
-    pads=True,
     what="layers with `positions: rope` or `none`, `sliding_window` or none; `bias` as Llama",
     read=_read,
     write=_write,
@@ -76,4 +75,5 @@ SMOLLM3 = Family(
     special=_is_special,
     names=LLAMA_NAMES,
     positions=("max_position_embeddings", 32768),
+    pads=True,
 )
