@@ -10,8 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.config.load import load, packaged_configs
+from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.huggingface.configs import from_hf_config
+from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
@@ -43,6 +45,28 @@ _QWEN = {
     "head_dim": 128,
     "max_position_embeddings": 32768,
     "vocab_size": 151936,
+}
+_OLMO2 = {
+    "model_type": "olmo2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000,
+    "attention_bias": False,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "rope_local_base_freq": 10000,
+    "query_pre_attn_scalar": 256,
+    "sliding_window_pattern": 6,
+    "attention_bias": False,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
 }
 
 
@@ -82,6 +106,41 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "qwen3-0.6b": (_QWEN | _sizes(28, 1024, 16, 3072) | {"tie_word_embeddings": True}, 596_049_920),
     "qwen3-8b": (_QWEN | _sizes(36, 4096, 32, 12288) | {"tie_word_embeddings": False}, 8_190_735_360),
+    "qwen3-4b": (_QWEN | _sizes(36, 2560, 32, 9728) | {"tie_word_embeddings": True}, 4_022_468_096),
+    "qwen3-32b": (_QWEN | _sizes(64, 5120, 64, 25600) | {"tie_word_embeddings": False}, 32_762_123_264),
+    "olmo2-1b": (_OLMO2 | _sizes(16, 2048, 16, 8192) | {"num_key_value_heads": 16}, 1_484_916_736),
+    "olmo2-7b": (_OLMO2 | _sizes(32, 4096, 32, 11008) | {"num_key_value_heads": 32}, 7_298_617_344),
+    # As published, but with the theta of the stage before the long contexts.
+    "smollm3-3b": (
+        {
+            "model_type": "smollm3",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 50000.0,
+            "no_rope_layer_interval": 4,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+            "vocab_size": 128256,
+            **_sizes(36, 2048, 16, 11008),
+        },
+        3_075_098_624,
+    ),
+    "gemma3-1b": (
+        _GEMMA3
+        | _sizes(26, 1152, 4, 6912)
+        | {"num_key_value_heads": 1, "sliding_window": 512, "max_position_embeddings": 32768, "vocab_size": 262144},
+        999_885_952,
+    ),
+    # The text part of what is published, without the scaling that came with contexts of 128K.
+    "gemma3-4b": (
+        _GEMMA3
+        | _sizes(34, 2560, 8, 10240)
+        | {"num_key_value_heads": 4, "sliding_window": 1024, "max_position_embeddings": 32768, "vocab_size": 262208},
+        3_880_263_168,
+    ),
     "mistral-7b": (
         {
             "model_type": "mistral",
@@ -110,20 +169,30 @@ def test_every_file_is_known() -> None:
 def test_architecture(path: Path) -> None:
     published, parameters = PUBLISHED[path.stem]
     config = load(path)
-    model = from_hf_config(published, "config.json")[1]
-    for field in type(model).model_fields.keys() - {"init", "document_attention", "vocab_multiple"}:
-        mine, theirs = getattr(config.model, field), getattr(model, field)
-        if field in ("kv_heads", "head_dim") and mine is None:  # the default says the same
-            mine = config.model.heads if field == "kv_heads" else config.model.dim // config.model.heads
-            theirs = theirs or mine
-        assert mine == theirs, field
-
+    if published["model_type"] in FAMILIES:
+        _equal(config.model, from_hf_config(published, "config.json")[1])
     spec = decoder_spec(config.model, 1, config.max_positions)
     tables = 1 if spec.tie_embeddings else 2
     assert num_parameters(spec) - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim == parameters
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**published))
     assert sum(value.numel() for value in theirs.parameters()) == parameters
+
+
+def _equal(mine: ModelConfig, theirs: ModelConfig) -> None:
+    """The same keys, layer by layer: their kinds may have other names."""
+    own = ModelConfig.model_fields.keys() - LayerConfig.model_fields.keys()
+    for field in own - {"pattern", "kinds", "init", "document_attention", "vocab_multiple"}:
+        assert getattr(mine, field) == getattr(theirs, field), field
+    for index, kinds in enumerate(zip(mine.layer_kinds, theirs.layer_kinds, strict=True)):
+        here, there = mine.layer(kinds[0]), theirs.layer(kinds[1])
+        for field in LayerConfig.model_fields:
+            if field == "kv_heads":  # the default says the same
+                assert (here.kv_heads or here.heads) == (there.kv_heads or there.heads)
+            elif field == "head_dim":
+                assert here.head_size == there.head_size
+            elif not (here.positions == there.positions == "none" and field.startswith("rope_")):
+                assert getattr(here, field) == getattr(there, field), f"{field} of layer {index}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
