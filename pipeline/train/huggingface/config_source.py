@@ -27,7 +27,10 @@ NEUTRAL_KEYS = {
     *("max_length", "do_sample", "temperature", "top_p", "top_k", "is_llama_config"),
 }
 """Keys that do not change what the weights compute, in any family."""
-_DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+_DROPOUT = (
+    *("attention_dropout", "residual_dropout", "embedding_dropout"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+)
 
 
 class ConfigSource:

@@ -11,6 +11,7 @@ from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.llama import LLAMA
 from pipeline.train.huggingface.families.mistral import MISTRAL
 from pipeline.train.huggingface.families.qwen import QWEN2, QWEN3
+from pipeline.train.huggingface.families.starcoder2 import STARCODER2
 from pipeline.train.huggingface.family import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, STARCODER2, LLAMA, MISTRAL, QWEN2, QWEN3)}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Starcoder2Config
 
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.registry import FAMILIES
@@ -14,16 +14,15 @@ from tests import tiers
 from tests.train.huggingface import parity
 from tests.train.huggingface.parity import Pair, Row
 
-SHAPE = {
+SIZES = {
     "hidden_size": 24,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "intermediate_size": 44,
     "max_position_embeddings": parity.POSITIONS,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
 }
+SHAPE = {**SIZES, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 
 
 def llama(**values: Any) -> Row:
@@ -59,6 +58,10 @@ ROWS = {
     "qwen3": Row(
         Qwen3Config, {**SHAPE, "num_key_value_heads": 1, "head_dim": 10, "tie_word_embeddings": True}, NO_WINDOW
     ),
+    "starcoder2": Row(
+        Starcoder2Config, {**SIZES, "norm_epsilon": 1e-4, "sliding_window": 7, "tie_word_embeddings": False}
+    ),
+    "starcoder2-tied-no-biases": Row(Starcoder2Config, {**SIZES, "use_bias": False}),
 }
 
 
