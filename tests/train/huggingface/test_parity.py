@@ -74,6 +74,11 @@ def test_every_family_has_a_row() -> None:
     assert {row.config.model_type for row in ROWS.values()} == FAMILIES.keys()
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_keys(name: str) -> None:
+    parity.check_keys(ROWS[name])
+
+
 def test_conversion(pair: Pair, tmp_path: Path) -> None:
     parity.check_conversion(pair, tmp_path)
 
