@@ -70,7 +70,7 @@ def from_hf(
         bool, typer.Option("--dry-run", help="Only check all names and shapes, and print the sections for a run file.")
     ] = False,
 ) -> None:
-    """Convert GPT-2, Llama 2/3, Mistral, Qwen2 or Qwen3 weights, to train on from them (`train.init_from.path`)."""
+    """Convert the weights of a downloaded model, to train on from them (`train.init_from.path`)."""
     from pipeline.common.console import say
     from pipeline.common.errors import UserError
     from pipeline.train.huggingface import convert

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from pipeline.config.base import Section
 
@@ -122,10 +122,10 @@ class LayerKindConfig(LayerConfig):
 
     described_at: ClassVar = "model"
 
-    @model_serializer(mode="wrap")
-    def _set_alone(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if key in self.model_fields_set}
+    @model_serializer
+    def _set_alone(self) -> dict[str, Any]:
+        # A value that is a key's default may differ from that of `model:`, so that it is never left out.
+        return {key: getattr(self, key) for key in type(self).model_fields if key in self.model_fields_set}
 
 
 class ModelConfig(LayerConfig, _Size):

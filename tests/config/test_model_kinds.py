@@ -31,10 +31,12 @@ def test_a_pattern_repeats_and_a_kind_changes_its_keys_alone() -> None:
 
 
 def test_the_values_of_a_kind_are_written_as_they_were_given() -> None:
-    keys = {"pattern": ["a", "b"], "kinds": {"a": {"sliding_window": None}, "b": {}}}
-    found = model(**keys)
-    assert found.model_dump(mode="json")["kinds"] == keys["kinds"]
-    assert ModelConfig.model_validate(found.model_dump(mode="json")) == found
+    scaling = {"type": "linear", "factor": 2.0}
+    keys = {"pattern": ["a", "b"], "kinds": {"a": {"sliding_window": None}, "b": {"rope_scaling": scaling}}}
+    found = model(sliding_window=16, **keys)
+    assert found.model_dump(mode="json")["kinds"]["a"] == {"sliding_window": None}
+    for how in ({}, {"exclude_defaults": True}, {"exclude_unset": True}):
+        assert ModelConfig.model_validate(found.model_dump(mode="json", **how)) == found
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,10 @@ NEUTRAL_KEYS = {
     *("max_length", "do_sample", "temperature", "top_p", "top_k", "is_llama_config"),
 }
 """Keys that do not change what the weights compute, in any family."""
-_DROPOUT = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+_DROPOUT = (
+    *("attention_dropout", "residual_dropout", "embedding_dropout"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+)
 
 
 class ConfigSource:
@@ -73,12 +76,15 @@ class ConfigSource:
         """Raise an error: this value is nothing that we compute."""
         raise UserError(f"{self._file}: {key}: {value!r} cannot be converted: {why}")
 
+    def overlooked(self) -> list[str]:
+        """Keys that may change the result and that nobody has looked at."""
+        return [key for key in self._values if key not in {*self._seen, *NEUTRAL_KEYS, *_DROPOUT}]
+
     def finish(self, ignore: Collection[str]) -> None:
-        """Refuse what nobody has looked at."""
-        for key, value in self._values.items():
-            if key in self._seen or key in NEUTRAL_KEYS or key in _DROPOUT or key in ignore:
-                continue
-            if value in (None, False, [], {}):
+        """Refuse what nobody has looked at, if it is set."""
+        for key in self.overlooked():
+            value = self._values[key]
+            if key in ignore or value in (None, False, [], {}):
                 continue
             why = "it is not supported"
             if key == "auto_map":

@@ -56,14 +56,15 @@ class Family:
     title: str
     """Name of it in messages."""
     what: str
-    """Description of it by the keys of `model:`, for the docs."""
+    """Keys of `model:` that differ from Llama's, for the docs."""
     read: Callable[[ConfigSource], Json]
     """Values of `model:` that compute what a config.json describes. It looks at every key that changes the result."""
     write: Callable[[ModelConfig, int], Json]
     """Keys of config.json that are this family's, of a model without `misfits` and the longest context it is trained
     with."""
     mark: str
-    """The key of `model:` by which a model that no family computes is taken for one of this."""
+    """The key of `model:` that sets the family apart. Where no family computes a model, the message is about one whose
+    `mark` fits."""
     needs: Mapping[str, Need]
     """By key of `model:`. A key that is neither here nor one that all have must be at its default: so a key that is
     added to `model:` is refused by all families that do not know it."""
@@ -141,4 +142,6 @@ def _differs(key: str, kinds: Sequence[ModelConfig]) -> bool:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
     return repr(value) if isinstance(value, str) else "none" if value is None else "set"

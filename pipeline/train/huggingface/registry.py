@@ -19,12 +19,13 @@ from pipeline.train.huggingface.families.olmo3 import OLMO3
 from pipeline.train.huggingface.families.phi3 import PHI3
 from pipeline.train.huggingface.families.qwen import QWEN2, QWEN3
 from pipeline.train.huggingface.families.smollm3 import SMOLLM3
+from pipeline.train.huggingface.families.starcoder2 import STARCODER2
 from pipeline.train.huggingface.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3),
+        *(GPT2, STARCODER2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3),
         *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
     )
 }

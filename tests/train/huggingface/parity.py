@@ -26,15 +26,17 @@ from transformers import (
 )
 
 from pipeline.common import storage
+from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.loading.loader import open_loader
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.weight_source import open_weights
-from pipeline.train.huggingface.config_source import NEUTRAL_KEYS
+from pipeline.train.huggingface.config_source import NEUTRAL_KEYS, ConfigSource
 from pipeline.train.huggingface.configs import family_config, from_hf_config
 from pipeline.train.huggingface.convert import describe, from_hf, to_hf
+from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.huggingface.names import HEAD
 from pipeline.train.huggingface.registry import FAMILIES
@@ -179,6 +181,29 @@ def _check_pieces(found: HuggingFaceFolder, name: str, value: Tensor) -> None:
             wanted = value[(rows, *others)]
             assert not wanted[0 if piece is None else len(piece) :].any(), name  # padding
             assert piece is None or torch.equal(piece, wanted[: len(piece)]), name
+
+
+def check_keys(row: Row) -> None:
+    """`read` looks at every key, whatever its value, and takes what transformers takes where a key is missing."""
+    values = row.config(**{"vocab_size": VOCAB, **row.values}).to_dict()
+    family = FAMILIES[values["model_type"]]
+    source = ConfigSource(values, "config.json")
+    family.read(source)
+    assert not source.overlooked(), f"`read` of {family.model_type} looks at none of these"
+    for key in values.keys() - {"model_type"}:
+        rest = {name: value for name, value in values.items() if name != key}
+        try:
+            ours = _said(family, rest)
+        except UserError:
+            continue  # refused, not guessed
+        assert ours == _said(family, row.config.from_dict(rest).to_dict()), f"without {key}"
+
+
+def _said(family: Family, values: dict[str, Any]) -> dict[str, Any]:
+    key, default = family.positions
+    found = family.read(ConfigSource(values, "config.json"))
+    found["head_dim"] = found.get("head_dim") or found["dim"] // found["heads"]
+    return {**found, "positions there": values.get(key, default)}
 
 
 def check_config(pair: Pair, folder: Path) -> None:

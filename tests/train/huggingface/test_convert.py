@@ -239,7 +239,7 @@ def test_ignored_keys() -> None:
         ),
         ({"positions": "learned"}, "model.positions is 'learned' and model.norm is 'rmsnorm'"),
         ({"qk_norm": True, "bias": "qkv"}, "model.qk_norm is true and model.bias is 'qkv'"),
-        ({"bias": "all", "sliding_window": 4}, "model.sliding_window is set and model.bias is 'all'"),
+        ({"bias": "all", "sliding_window": 4}, "model.sliding_window is 4 and model.bias is 'all'"),
         ({"bias": "qkv", "head_dim": 16}, "model.bias is 'qkv' and model.head_dim is 16"),
     ],
 )

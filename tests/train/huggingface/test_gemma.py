@@ -100,7 +100,7 @@ def test_what_gemma3_does_not_compute_is_refused_by_name(changes: dict[str, Any]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mlp": "swiglu"}, "model.norm_offset is set and model.mlp is 'swiglu'"),
+        ({"mlp": "swiglu"}, "model.norm_offset is 1.0 and model.mlp is 'swiglu'"),
         ({"norm_place": "pre"}, "model.norm_place is 'pre'"),
         ({"embedding_scale": 7.0}, r"model.embedding_scale is 7.0: .*Gemma 3 has embedding_scale sqrt\(dim\)"),
         ({"attention_scale": 0.17}, "model.attention_scale is 0.17: .*Gemma 3 has 1 / sqrt of a whole number"),
@@ -155,7 +155,7 @@ def test_gemma2_as_published() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_soft_cap": 50.0}, "model.norm_offset is set and model.attention_soft_cap is 50.0"),
+        ({"attention_soft_cap": 50.0}, "model.norm_offset is 1.0 and model.attention_soft_cap is 50.0"),
         (
             {
                 "attention_soft_cap": 50.0,
@@ -163,7 +163,7 @@ def test_gemma2_as_published() -> None:
                 "output_gate": True,
                 "kinds": {LOCAL: {"sliding_window": 8}, FULL: {}},
             },
-            "model.norm_offset is set and model.output_gate is True: .*Gemma 2 has no output_gate",
+            "model.norm_offset is 1.0 and model.output_gate is True: .*Gemma 2 has no output_gate",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -30,16 +31,15 @@ from tests import tiers
 from tests.train.huggingface import parity
 from tests.train.huggingface.parity import Pair, Row
 
-SHAPE = {
+SIZES = {
     "hidden_size": 24,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "intermediate_size": 44,
     "max_position_embeddings": parity.POSITIONS,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
 }
+SHAPE = {**SIZES, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 
 
 def llama(**values: Any) -> Row:
@@ -222,6 +222,10 @@ ROWS = {
         {**SHAPE, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500.0}}},
     ),
+    "starcoder2": Row(
+        Starcoder2Config, {**SIZES, "norm_epsilon": 1e-4, "sliding_window": 7, "tie_word_embeddings": False}
+    ),
+    "starcoder2-tied-no-biases": Row(Starcoder2Config, {**SIZES, "use_bias": False}),
 }
 
 
@@ -232,6 +236,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_family_has_a_row() -> None:
     assert {row.config.model_type for row in ROWS.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_keys(name: str) -> None:
+    parity.check_keys(ROWS[name])
 
 
 def test_conversion(pair: Pair, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def _read(source: ConfigSource, *, heads: int, kv_heads: int) -> Json:
     """Keys of `model:` that are read alike in all of them: all but windows and rotary frequencies."""
     source.must_be("hidden_activation", (_GELU,), _GELU)
     source.must_be("attention_bias", (False,), False)
+    source.must_be("use_bidirectional_attention", (False,), False)
     for key in ("hidden_act", "cache_implementation"):
         source.get(key)  # transformers reads another key, and the kind of a cache
     head_dim, dim = source.get("head_dim", 256), source.need("hidden_size")
