@@ -79,7 +79,9 @@ class MicroBatchStage(PipelineStage):
                 self._release(self._inputs(fwd_chunk_id))
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._compute(self._micro_batch, *args)
+        output = self._compute(self._micro_batch, *args)
+        # A backward pass of two halves detaches it in place, which a view refuses: that of a norm over tp at the end.
+        return output if self.is_last or not output._is_view() else output.clone()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
