@@ -17,6 +17,7 @@ from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
 from pipeline.train.parallel.compile import compile_layers
+from tests.train.parallel.layouts import FAMILIES
 
 VOCAB, LENGTH = 97, 24
 
@@ -28,17 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "residual_scale": 0.7,
         "pattern": ["near", "far", "far"],
         "kinds": {
-            "near": {
-                "sliding_window": 5,
-                "rope_theta": 300.0,
-                "rope_share": 0.5,
-                "qk_norm": "full",
-                "output_gate": True,
-                "sinks": True,
-                "norm_place": "both",
-                "mlp": "geglu",
-                "bias": "attention",
-            },
+            "near": FAMILIES["mixed"]["model.kinds"]["near"],
             "far": {
                 "positions": "none",
                 "kv_heads": 1,
