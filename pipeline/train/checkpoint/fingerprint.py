@@ -53,6 +53,10 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
     if config.model.positions == "learned":
         # By default the longest windows decide, and a phase with longer ones may be appended.
         keys["max_positions"] = config.max_positions
+    for kind in keys["kinds"].values():
+        # A kind may write out what it would have all the same.
+        for key in [key for key, value in kind.items() if value == keys[key]]:
+            del kind[key]
     for name in LATER_KEYS:
         _leave_out_default(keys, config.model, name)
     return keys

@@ -58,6 +58,20 @@ def test_a_model_may_be_written_in_several_ways() -> None:
     assert differences("model", found[0], found[2]) == [("model.kinds.b.sliding_window", None, 8)]
 
 
+def test_a_kind_may_write_out_what_it_has_from_the_model(tmp_path: Path) -> None:
+    kinds = {
+        "model.rope_theta": 500.0,
+        "model.pattern": ["a", "b"],
+        "model.kinds": {"a": {"sliding_window": 8}, "b": {}},
+    }
+    file = write_run(tmp_path, kinds)
+    usual = model_fingerprint(load(file))
+    written_out = ["model.kinds.b={sliding_window: null, rope_theta: 500, bias: none}", "model.kinds.a.rope_theta=500"]
+    assert model_fingerprint(load(file, written_out)) == usual
+    other = model_fingerprint(load(file, ["model.kinds.b.rope_theta=400"]))
+    assert differences("model", usual, other) == [("model.kinds.b.rope_theta", None, 400.0)]
+
+
 def test_keys_of_later_versions_count_with_their_defaults(tmp_path: Path) -> None:
     config = load(write_run(tmp_path))
     spec = decoder_spec(config.model, 97, 64)
