@@ -104,6 +104,28 @@ def computing_keys(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
     return whole | {"pattern": names, "kinds": kinds}
 
 
+def computing_differences(old: dict[str, Any], new: dict[str, Any], spec: DecoderSpec) -> list[tuple[str, Any, Any]]:
+    """Differences of two `model:` in what weights of the shapes of `spec` compute, see `differences`.
+
+    Kinds of layers may have other names, or be as many as the layers, if each layer is the same.
+    """
+    found = [computing_keys(each, spec) for each in (old, new)]
+    of_layers = [_by_layer(each) for each in found]
+    if of_layers[0] == of_layers[1]:
+        found = [
+            {key: value for key, value in each.items() if key not in ("pattern", "kinds", *LayerConfig.model_fields)}
+            for each in found
+        ]
+    return differences("model", *found)
+
+
+def _by_layer(keys: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of `computing_keys`, those of each layer."""
+    if "pattern" in keys:
+        return [keys["kinds"][name] for name in keys["pattern"]]
+    return [{key: value for key, value in keys.items() if key in LayerConfig.model_fields}] * int(keys["layers"])
+
+
 def _same_meaning(layer: LayerSpec, keys: dict[str, Any]) -> dict[str, Any]:
     return {key: value for part in layer.parts.values() for key, value in part.same_meaning(keys).items()}
 
