@@ -99,7 +99,7 @@ class LayerConfig(Section):
     qk_norm: bool | Literal["full"] = False
     """RMSNorm of queries and keys before the rotary embedding: true, over each head (Qwen3); `full`, over all heads
     together (OLMo 2)."""
-    sliding_window: int | None = Field(default=None, ge=1)
+    sliding_window: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """A token attends to itself and the sliding_window - 1 tokens before it (Mistral)."""
     attention_scale: float | None = Field(default=None, gt=0)
     """Factor on the products of queries and keys; by default 1 / sqrt(head_dim)."""
