@@ -120,7 +120,7 @@ def computing_differences(old: dict[str, Any], new: dict[str, Any], spec: Decode
 
 
 def _by_layer(keys: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of `computing_keys`, those of each layer."""
+    """Keys of each layer, of `computing_keys`."""
     if "pattern" in keys:
         return [keys["kinds"][name] for name in keys["pattern"]]
     return [{key: value for key, value in keys.items() if key in LayerConfig.model_fields}] * int(keys["layers"])
