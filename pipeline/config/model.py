@@ -99,7 +99,7 @@ class LayerConfig(Section):
     qk_norm: bool | Literal["full"] = False
     """RMSNorm of queries and keys before the rotary embedding: true, over each head (Qwen3); `full`, over all heads
     together (OLMo 2)."""
-    sliding_window: int | None = Field(default=None, ge=1)
+    sliding_window: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """A token attends to itself and the sliding_window - 1 tokens before it (Mistral)."""
     attention_scale: float | None = Field(default=None, gt=0)
     """Factor on the products of queries and keys; by default 1 / sqrt(head_dim)."""
@@ -219,6 +219,12 @@ def head_size(layer: LayerConfig, dim: int) -> int:
     return layer.head_dim or dim // layer.heads
 
 
+def turned_dims(layer: LayerConfig, dim: int) -> float:
+    """Dimensions of a head that the rotary embedding turns; no whole number where the share is none."""
+    # A product like 0.07 * 200 is not whole by its last bits.
+    return round(layer.rope_share * head_size(layer, dim), 6)
+
+
 def _check_layer(layer: LayerConfig, model: ModelConfig, where: str) -> None:
     """Raise a `ValueError` where keys of a layer do not fit each other."""
     if layer.mixer == layer.mlp == "none":
@@ -235,7 +241,7 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str) -> None:
         )
     if layer.heads % (layer.kv_heads or layer.heads):
         raise ValueError(f"{where}heads {layer.heads} must be a multiple of kv_heads {layer.kv_heads}")
-    if layer.positions == "rope" and (turned := layer.rope_share * head_size(layer, model.dim)) % 2:
+    if layer.positions == "rope" and (turned := turned_dims(layer, model.dim)) % 2:
         if layer.rope_share == 1:
             raise ValueError(f"{where}rope needs an even head_dim")
         raise ValueError(f"{where}rope_share {layer.rope_share} of a head is {turned:g}, which must be an even number")

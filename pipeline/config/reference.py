@@ -117,8 +117,8 @@ def markdown(section: type[Section] = Config, path: str = "") -> str:
     """A heading, the docstring and a table of keys for `section`, then the same for the sections below it."""
     below = []
     for name, (_, field) in written_keys(section).items():
-        found, many = subsection(field.annotation)
-        inner = ".".join(part for part in (path, name, "N" if many else "") if part)
+        found, entry = subsection(field.annotation)
+        inner = ".".join(part for part in (path, name, entry) if part)
         if found is not None:
             below.append(markdown(found, inner))
     if not path:
@@ -127,7 +127,7 @@ def markdown(section: type[Section] = Config, path: str = "") -> str:
     text = " ".join((inspect.getdoc(section) or "").split())
     if section.described_at is not None:
         names = ", ".join(f"`{key}`" for key in written_keys(section))
-        return f"### `{path}.NAME`\n\n{text} Keys: {names}. See `{section.described_at}`.\n"
+        return f"### `{path}`\n\n{text} Keys: {names}. See `{section.described_at}`.\n"
     return "\n".join([f"### `{path}`\n", f"{text}\n", table(section), "", *below])
 
 
@@ -142,9 +142,9 @@ def table(section: type[Section]) -> str:
 
 def allowed(field: FieldInfo) -> str:
     """The type of a key and the bounds of its value, in words."""
-    section, many = subsection(field.annotation)
+    section, entry = subsection(field.annotation)
     if section is not None:
-        return "list of sections" if many else "section"
+        return {"N": "list of sections", "NAME": "sections by name"}.get(entry, "section")
     return _type(field.annotation, field.metadata)
 
 

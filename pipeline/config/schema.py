@@ -18,6 +18,7 @@ from pipeline.config.base import Section, Value
 
 KeyPath = tuple[str | int, ...]
 
+_ENTRIES: dict[Any, str] = {list: "N", dict: "NAME"}
 _SHORT = 5
 """Letters of a name that is like too many others."""
 
@@ -32,15 +33,18 @@ class Key:
     field: FieldInfo
 
 
-def subsection(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section that a key holds, if it holds one, and whether it is a list of them."""
+def subsection(annotation: Any) -> tuple[type[Section] | None, str]:
+    """The section that a key holds, if it holds one, and what stands for an entry in paths, if it holds several.
+
+    That is `N` in a list, and `NAME` where they have names.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return (None, False) if issubclass(annotation, Value) else (annotation, False)
+        return (None, "") if issubclass(annotation, Value) else (annotation, "")
     for argument in get_args(annotation):
         found, _ = subsection(argument)
         if found is not None:
-            return found, get_origin(annotation) is list
-    return None, False
+            return found, _ENTRIES.get(get_origin(annotation), "")
+    return None, ""
 
 
 def written_keys(section: type[Section]) -> dict[str, tuple[str, FieldInfo]]:
@@ -56,9 +60,9 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
     for key, (name, field) in written_keys(section).items():
         path = f"{prefix}{key}"
         yield Key(path, section, name, field)
-        below, many = subsection(field.annotation)
+        below, entry = subsection(field.annotation)
         if below is not None:
-            yield from keys(below, f"{path}.N." if many else f"{path}.")
+            yield from keys(below, f"{path}.{entry}." if entry else f"{path}.")
 
 
 def meaning(section: type[Section], name: str) -> str:
@@ -87,15 +91,17 @@ def keys_like(section: type[Section], name: str) -> list[str]:
 
 
 def section_at(root: type[Section], path: KeyPath) -> type[Section] | None:
-    """The section class at `path`, list indices included; None if there is no section."""
+    """The section class at `path`, indices and names of entries included; None if there is no section."""
     section: type[Section] | None = root
+    entry = ""
     for part in path:
-        if isinstance(part, int):
+        if isinstance(part, int) or entry == "NAME":
+            entry = ""
             continue
         known = {} if section is None else written_keys(section)
         if part not in known:
             return None
-        section, _ = subsection(known[part][1].annotation)
+        section, entry = subsection(known[part][1].annotation)
     return section
 
 

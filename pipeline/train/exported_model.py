@@ -14,7 +14,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.dcp_storage import first_misfit
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, ExportedWeights
 from pipeline.train.checkpoint.exported_loading import VerifiedWeights, verified_export
-from pipeline.train.checkpoint.fingerprint import computing_keys, differences, shown
+from pipeline.train.checkpoint.fingerprint import computing_differences, differences, shown
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.distributed.process_group import broadcast_from_rank0
@@ -90,7 +90,7 @@ def check_exported(config: Config, weights: VerifiedWeights, spec: DecoderSpec) 
     )
     saved, now = of_weights.model_dump(mode="json"), config.model.model_dump(mode="json")
     misfit = first_misfit(weights.shapes, spec, folder)
-    found = differences("model", computing_keys(saved, spec), computing_keys(now, spec))
+    found = computing_differences(saved, now, spec)
     if misfit:
         found += _differences(saved, now, "vocab_size", "vocab_multiple", "max_positions")
         found = found or _differences(saved, now, "ffn_dim")  # its default is another spelling of a number

@@ -19,7 +19,7 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights
 from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, verified_export
-from pipeline.train.checkpoint.fingerprint import computing_keys, differences, model_fingerprint
+from pipeline.train.checkpoint.fingerprint import computing_differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.checkpoint.tensors import stored
@@ -169,10 +169,9 @@ def _check_export(source: ExportedWeights, config: Config, tokenizer: Tokenizer,
 
 def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> list[str]:
     """Warnings for keys of the model that were others when the weights were trained, though the weights fit."""
-    saved, now = (computing_keys(values, spec) for values in (saved, model_fingerprint(config)))
     return [
         f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
-        for name, old, new in differences("model", saved, now)
+        for name, old, new in computing_differences(saved, model_fingerprint(config), spec)
     ]
 
 

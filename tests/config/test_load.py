@@ -131,6 +131,7 @@ corpus: x
         ("vocab_size=1", "did you mean model.vocab_size or tokenizer.train.vocab_size?"),
         ("trian.batch_size=1", "did you mean train?"),
         ("model.init.sdt=1", "did you mean model.init.std?"),
+        ("model.kinds.near.sliding_windo=1", "did you mean model.kinds.near.sliding_window?"),
         ("eval.zzz=1", "eval has the keys split, batch_size"),
         ("model.moe=1", "model.moe: unknown key; model has the keys "),
         ("train.warmpu=1", "did you mean train.schedule.warmup?"),

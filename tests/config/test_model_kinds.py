@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.config.model import ModelConfig
+from pipeline.train.model.config import decoder_spec
 
 SHAPE: dict[str, Any] = {"layers": 5, "dim": 64, "heads": 4}
 
@@ -67,3 +68,9 @@ def test_the_values_of_a_kind_are_written_as_they_were_given() -> None:
 def test_what_does_not_fit_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         model(**keys)
+
+
+def test_a_share_of_a_head_is_whole_but_for_its_last_bits() -> None:
+    found = model(head_dim=200, rope_share=0.07)
+    mixer = decoder_spec(found, 97, 64).layers[0].mixer
+    assert mixer and mixer.rope and mixer.rope.dims == 14  # 0.07 * 200 > 14 as a float

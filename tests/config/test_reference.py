@@ -34,6 +34,7 @@ def test_keys_are_shown_by_path_section_and_last_part() -> None:
     ]
     section = [line.split(":")[0] for line in key_lines("train.optimizer") if not line.startswith(" ")]
     assert section == [key.path for key in keys(Config) if f"{key.path}.".startswith("train.optimizer.")]
+    assert any(line.startswith("model.kinds.NAME.sinks: ") for line in key_lines("kinds"))
     assert any(line.startswith("train: section") for line in key_lines())
     assert all(len(line) <= 100 for line in key_lines("model") if line.startswith(" "))
     assert [line for line in key_lines("learning_rate") if line.startswith("train.optimizer.lr: ")]

@@ -53,6 +53,10 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
     if config.model.positions == "learned":
         # By default the longest windows decide, and a phase with longer ones may be appended.
         keys["max_positions"] = config.max_positions
+    for kind in keys["kinds"].values():
+        # A kind may write out what it would have all the same.
+        for key in [key for key, value in kind.items() if value == keys[key]]:
+            del kind[key]
     for name in LATER_KEYS:
         _leave_out_default(keys, config.model, name)
     return keys
@@ -98,6 +102,28 @@ def computing_keys(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
     for name, layer in dict(zip(names, spec.layers, strict=False)).items():  # one of the two may have more layers
         kinds[name] |= _same_meaning(layer, whole | kinds[name])
     return whole | {"pattern": names, "kinds": kinds}
+
+
+def computing_differences(old: dict[str, Any], new: dict[str, Any], spec: DecoderSpec) -> list[tuple[str, Any, Any]]:
+    """Differences of two `model:` in what weights of the shapes of `spec` compute, see `differences`.
+
+    Kinds of layers may have other names, or be as many as the layers, if each layer is the same.
+    """
+    found = [computing_keys(each, spec) for each in (old, new)]
+    of_layers = [_by_layer(each) for each in found]
+    if of_layers[0] == of_layers[1]:
+        found = [
+            {key: value for key, value in each.items() if key not in ("pattern", "kinds", *LayerConfig.model_fields)}
+            for each in found
+        ]
+    return differences("model", *found)
+
+
+def _by_layer(keys: dict[str, Any]) -> list[dict[str, Any]]:
+    """Keys of each layer, of `computing_keys`."""
+    if "pattern" in keys:
+        return [keys["kinds"][name] for name in keys["pattern"]]
+    return [{key: value for key, value in keys.items() if key in LayerConfig.model_fields}] * int(keys["layers"])
 
 
 def _same_meaning(layer: LayerSpec, keys: dict[str, Any]) -> dict[str, Any]:

@@ -259,7 +259,7 @@ class LayerPartSpec(ABC):
         return ()
 
     def tp_sums(self, tp: int) -> int:
-        """fp32 numbers of a token that tp adds up within the part, in one all-reduce; 0: there is none."""
+        """All-reduces over tp within the part's forward pass, each of one fp32 number of a token."""
         return 0
 
     @property

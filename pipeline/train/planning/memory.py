@@ -104,7 +104,8 @@ def _measure_stages(
             wanted.add((start, few + (count - few) % period if count > more else count))
             wanted |= {(0, few), (0, more)} if count > more and not slope else set()
         runs[ends] = _run(config, layout, spec, shape, ends, sorted(wanted), device_type)
-        slope = slope or (runs[ends] if (0, more) in wanted else {})
+        if {(0, few), (0, more)} <= wanted:
+            slope = slope or runs[ends]
         for start, count in by_ends[ends] - runs[ends].keys():
             first = few + (count - few) % period
             whole = runs[ends][start, first].plus((count - first) / period, slope[0, few], slope[0, more])

@@ -10,6 +10,7 @@ from pipeline.config.model import ModelConfig, RopeScalingConfig
 from pipeline.config.train import OBJECTIVE_KEYS, ObjectiveConfig
 from pipeline.train.checkpoint.fingerprint import (
     LATER_KEYS,
+    computing_differences,
     computing_keys,
     differences,
     model_fingerprint,
@@ -56,6 +57,38 @@ def test_a_model_may_be_written_in_several_ways() -> None:
     found = [computing_keys(each.model_dump(mode="json"), spec) for each in (whole, short, other)]
     assert differences("model", found[0], found[1]) == []
     assert differences("model", found[0], found[2]) == [("model.kinds.b.sliding_window", None, 8)]
+
+
+def test_kinds_may_have_other_names() -> None:
+    shape = {"layers": 3, "dim": 32, "heads": 4}
+    near, far = {"sliding_window": 8}, {"positions": "none"}
+    usual = ModelConfig(**shape, pattern=["a", "b"], kinds={"a": near, "b": far})
+    renamed = ModelConfig(**shape, pattern=["x", "b", "y"], kinds={"x": near, "b": far, "y": near})
+    other = ModelConfig(**shape, pattern=["x", "b"], kinds={"x": {"sliding_window": 9}, "b": far})
+    equal = ModelConfig(**shape | near)
+    one_kind = ModelConfig(**shape, pattern=["a"], kinds={"a": near})
+    spec = decoder_spec(usual, 97, 64)
+
+    def found(old: ModelConfig, new: ModelConfig) -> list[str]:
+        sections = (each.model_dump(mode="json") for each in (old, new))
+        return [name for name, _, _ in computing_differences(*sections, spec)]
+
+    assert found(usual, renamed) == found(equal, one_kind) == []
+    assert found(usual, other) == ["model.kinds.a", "model.kinds.x", "model.pattern"]
+
+
+def test_a_kind_may_write_out_what_it_has_from_the_model(tmp_path: Path) -> None:
+    kinds = {
+        "model.rope_theta": 500.0,
+        "model.pattern": ["a", "b"],
+        "model.kinds": {"a": {"sliding_window": 8}, "b": {}},
+    }
+    file = write_run(tmp_path, kinds)
+    usual = model_fingerprint(load(file))
+    written_out = ["model.kinds.b={sliding_window: null, rope_theta: 500, bias: none}", "model.kinds.a.rope_theta=500"]
+    assert model_fingerprint(load(file, written_out)) == usual
+    other = model_fingerprint(load(file, ["model.kinds.b.rope_theta=400"]))
+    assert differences("model", usual, other) == [("model.kinds.b.rope_theta", None, 400.0)]
 
 
 def test_keys_of_later_versions_count_with_their_defaults(tmp_path: Path) -> None:

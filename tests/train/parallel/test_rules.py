@@ -195,6 +195,28 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
         "cp_method=ulysses: set model.kv_heads=3, or parallel.cp_method=all_gather$",
     ),
     (
+        2,
+        (
+            *("parallel.cp=2", "parallel.cp_method=ulysses", "model.pattern=[a,b]"),
+            "model.kinds={a: {heads: 1, kv_heads: 1}, b: {}}",
+        ),
+        "model.kinds.a.heads=1 cannot be cut over parallel.tp=1 x parallel.cp=2 with cp_method=ulysses: set "
+        "model.kinds.a.heads=2, or parallel.cp_method=all_gather$",
+    ),
+    (
+        8,
+        (
+            *("parallel.cp=8", "parallel.cp_method=ulysses", "model.heads=4", "model.head_dim=16"),
+            *("model.pattern=[a,b]", "model.kinds={a: {rope_theta: 500}, b: {}}"),
+        ),
+        "model.heads=4 cannot be cut over parallel.tp=1 x parallel.cp=8 with cp_method=ulysses: set model.heads=8, or ",
+    ),
+    (
+        2,
+        ("parallel.tp=2", "model.pattern=[a,b]", "model.kinds={a: {ffn_dim: 63}, b: {}}"),
+        "model.kinds.a.ffn_dim=63 cannot be cut over parallel.tp=2: set model.kinds.a.ffn_dim=62 or 64",
+    ),
+    (
         8,
         ("parallel.pp=2", "parallel.tp=2", "parallel.sequence_parallel=false", "parallel.pipeline.schedule=gpipe"),
         r"\(pp with gpipe, dp_shard without resharding, tp without sequence_parallel\) is not tested, .* the nearest "

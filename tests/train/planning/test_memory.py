@@ -126,6 +126,22 @@ def test_the_layers_that_are_not_run_are_as_those_that_are(monkeypatch: pytest.M
     assert few == each
 
 
+def test_stages_of_unequal_lengths() -> None:
+    """That in the middle is run as it is, with the larger of the two numbers of layers that others follow from."""
+    config = case_config(
+        "one process",
+        model__layers=11,
+        train__batch_size=3,
+        train__micro_batch_size=1,
+        parallel={"pp": 3, "pipeline": {"layers_per_stage": [4, 3, 4]}},
+    )
+    first, middle, last = _estimate(config)
+    _, spec, _ = of_case(config)
+    ends = spec.vocab_padded * spec.dim
+    layer = layer_parameters(spec.layers[0], 1)
+    assert [first.count, middle.count, last.count] == [4 * layer + ends, 3 * layer, 4 * layer + ends + spec.dim]
+
+
 def test_nothing_stays_behind() -> None:
     for size in (1, 2, 64):
         with fake_mesh(Layout(dp_shard=size), size - 1) as mesh:

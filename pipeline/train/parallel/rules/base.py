@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.part_spec import Division, LayerPartSpec
 from pipeline.train.parallel.layout import Layout
 
 Check = Callable[[Config, Layout], Iterable[str]]
@@ -15,6 +16,14 @@ Check = Callable[[Config, Layout], Iterable[str]]
 def spec_of(config: Config) -> DecoderSpec:
     """The model, for rules to which its vocabulary does not matter."""
     return decoder_spec(config.model, config.model.vocab_size or 1, config.max_positions)
+
+
+def key_of(config: Config, part: LayerPartSpec, division: Division) -> str:
+    """The key that sets a number of a part: that of the kind of layers which has it, or of `model:`."""
+    layers = zip(config.model.layer_kinds, spec_of(config).layers, strict=True)
+    kind = next(name for name, layer in layers if part in layer.parts.values())
+    of_kind = kind is not None and division.key in config.model.kinds[kind].model_fields_set
+    return f"model.kinds.{kind}.{division.key}" if of_kind else f"model.{division.key}"
 
 
 @dataclass(frozen=True)

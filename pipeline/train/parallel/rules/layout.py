@@ -19,7 +19,7 @@ from pipeline.train.model.part_spec import Division, LayerPartSpec, MixerSpec
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
-from pipeline.train.parallel.rules.base import Rule, spec_of
+from pipeline.train.parallel.rules.base import Rule, key_of, spec_of
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
 from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_without_effect
 from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
@@ -99,22 +99,21 @@ def _divisions(config: Config, layout: Layout) -> Iterator[str]:
     parts = _parts(config)
     for label in dict.fromkeys(part.label for part in parts if part.divisions is None and layout.tp > 1):
         yield f"parallel.tp={layout.tp}: {label} cannot be cut over processes: set parallel.tp=1"
-    for division in dict.fromkeys(each for part in parts for each in part.divisions or ()):
-        if not division.fits(layout.tp):
-            yield from _undivided(division, layout.tp)
+    uncut = [(part, each) for part in parts for each in part.divisions or () if not each.fits(layout.tp)]
+    # Kinds of layers may have the same numbers.
+    yield from dict.fromkeys(_undivided(key_of(config, *each), each[1], layout.tp) for each in uncut)
 
 
-def _undivided(division: Division, tp: int) -> Iterator[str]:
-    key, size, sharers = f"model.{division.key}", division.size, division.shared_by
+def _undivided(key: str, division: Division, tp: int) -> str:
+    size, sharers = division.size, division.shared_by
     if sharers is None:
-        yield (
+        return (
             f"{key}={size} cannot be cut over parallel.tp={tp}: set {key}={_nearest_multiples(size, tp)}, or "
             f"parallel.tp={_nearest_degrees(tp, division.fits, size)}"
         )
-        return
     allowed = [n for n in range(1, sharers + 1) if sharers % n == 0 and not (n % tp and tp % n)]
     near = sorted(sorted(allowed, key=lambda n: abs(n - size))[:2])
-    yield (
+    return (
         f"{key}={size} can neither be cut nor copied evenly over parallel.tp={tp}: set "
         f"{key}={' or '.join(map(str, near))}, or parallel.tp={_nearest_degrees(tp, division.fits, sharers)}"
     )
@@ -275,15 +274,15 @@ def _mixers(config: Config) -> list[MixerSpec]:
 
 def _exchanged_heads(config: Config, layout: Layout) -> Iterator[str]:
     if layout.cp > 1 and config.parallel.cp_method == "ulysses":
-        for mixer in _mixers(config):
-            if mixer.fits(layout.tp):  # which has a rule of its own
-                yield from itertools.islice(_not_exchanged(mixer, layout.tp, layout.cp), 1)
+        fitting = (mixer for mixer in _mixers(config) if mixer.fits(layout.tp))  # which has a rule of its own
+        first = (itertools.islice(_not_exchanged(config, mixer, layout.tp, layout.cp), 1) for mixer in fitting)
+        yield from dict.fromkeys(itertools.chain.from_iterable(first))
 
 
-def _not_exchanged(mixer: MixerSpec, tp: int, cp: int) -> Iterator[str]:
+def _not_exchanged(config: Config, mixer: MixerSpec, tp: int, cp: int) -> Iterator[str]:
     over = f"parallel.tp={tp} x parallel.cp={cp} with cp_method=ulysses"
     for division in mixer.divisions or ():
-        key, size = f"model.{division.key}", division.size
+        key, size = key_of(config, mixer, division), division.size
         own = max(1, size // tp)
         instead = f"set {key}={_nearest_multiples(size, tp * cp)}, or parallel.cp_method=all_gather"
         if division.shared_by is None and size % (tp * cp):

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from pipeline.config.model import LayerConfig, ModelConfig, head_size
+from pipeline.config.model import LayerConfig, ModelConfig, head_size, turned_dims
 from pipeline.train.model.part_spec import (
     CpTransfer,
     Division,
@@ -69,7 +69,7 @@ class AttentionSpec(MixerSpec):
         """That of the layers with these keys."""
         head_dim, window = head_size(layer, model.dim), layer.sliding_window
         scale = head_dim**-0.5 if model.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim
-        rope = RopeSpec(int(layer.rope_share * head_dim), layer.rope_theta, layer.rope_scaling)
+        rope = RopeSpec(int(turned_dims(layer, model.dim)), layer.rope_theta, layer.rope_scaling)
         return cls(
             dim=model.dim,
             heads=layer.heads,
