@@ -209,8 +209,12 @@ class ModelConfig(LayerConfig, _Size):
     def _shapes(self) -> ModelConfig:
         if self.norm_offset != 0 and self.norm != "rmsnorm":
             raise ValueError(f"norm_offset needs norm: rmsnorm, and norm is {self.norm}")
-        for name in [None, *self.kinds]:
-            _check_layer(self.layer(name), self, "" if name is None else f"kinds.{name}: ")
+        if self.pattern is None:
+            _check_layer(self, self, "", scales=self.rope_scaling is not None)
+        for name, kind in self.kinds.items():
+            # Layers without rope may have the scaling of `model:`, which is for the others.
+            scales = kind.rope_scaling is not None
+            _check_layer(self.layer(name), self, f"kinds.{name}: ", scales=scales)
         return self
 
 
@@ -225,8 +229,15 @@ def turned_dims(layer: LayerConfig, dim: int) -> float:
     return round(layer.rope_share * head_size(layer, dim), 6)
 
 
-def _check_layer(layer: LayerConfig, model: ModelConfig, where: str) -> None:
-    """Raise a `ValueError` where keys of a layer do not fit each other."""
+def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, *, scales: bool) -> None:
+    """Raise a `ValueError` where keys of a layer do not fit each other.
+
+    Args:
+        layer: The keys.
+        model: All of the section.
+        where: Which kind it is, for messages.
+        scales: Whether `rope_scaling` is meant for it.
+    """
     if layer.mixer == layer.mlp == "none":
         raise ValueError(f"{where}mixer and mlp are both none; a layer needs one of them")
     if layer.mixer == "none" and layer.residual != "sequential":
@@ -245,7 +256,7 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str) -> None:
         if layer.rope_share == 1:
             raise ValueError(f"{where}rope needs an even head_dim")
         raise ValueError(f"{where}rope_share {layer.rope_share} of a head is {turned:g}, which must be an even number")
-    if layer.positions != "rope" and layer.rope_scaling is not None:
+    if layer.positions != "rope" and scales:
         raise ValueError(f"{where}rope_scaling needs positions: rope")
     if layer.attention_scale is not None and model.init.scheme == "mup":
         raise ValueError(f"{where}attention_scale and init.scheme: mup both set the factor on attention; leave one out")

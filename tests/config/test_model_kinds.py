@@ -40,6 +40,13 @@ def test_the_values_of_a_kind_are_written_as_they_were_given() -> None:
         assert ModelConfig.model_validate(found.model_dump(mode="json", **how)) == found
 
 
+def test_what_no_layer_has_is_not_checked() -> None:
+    scaling = {"type": "linear", "factor": 2}
+    found = model(rope_scaling=scaling, pattern=["a", "b"], kinds={"a": {}, "b": {"positions": "none"}})
+    assert found.layer("b").positions == "none"
+    assert model(heads=3, pattern=["a"], kinds={"a": {"heads": 4}}).layer("a").heads == 4
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

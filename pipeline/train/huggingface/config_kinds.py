@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
+from pipeline.train.model.config import period_of
 
 
 def read_kinds(names: Sequence[str], kinds: Mapping[str, Json]) -> Json:
@@ -19,8 +20,7 @@ def read_kinds(names: Sequence[str], kinds: Mapping[str, Json]) -> Json:
     used = dict.fromkeys(names)
     if len(used) == 1:
         return dict(kinds[names[0]])
-    period = next(step for step in range(1, len(names) + 1) if names[step:] == names[: len(names) - step])
-    return {"pattern": list(names[:period]), "kinds": {name: dict(kinds[name]) for name in used}}
+    return {"pattern": list(names[: period_of(names)]), "kinds": {name: dict(kinds[name]) for name in used}}
 
 
 def layer_types(source: ConfigSource, layers: int, known: Sequence[str], default: Callable[[int], str]) -> list[str]:

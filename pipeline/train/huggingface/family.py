@@ -91,7 +91,7 @@ class Family:
     def misfits(self, model: ModelConfig) -> list[str]:
         """Keys of `model:` whose values this family does not compute; none if it computes the model."""
         kinds = [model.layer(name) for name in dict.fromkeys(model.layer_kinds)]
-        keys = [*self.needs, *(key for key in _KEYS if key not in self.needs)]
+        keys = list(dict.fromkeys(("mixer", *self.needs, *_KEYS)))
         found = [key for key in keys if not all(self._fits(each, key) for each in kinds)]
         found += [key for key in LayerConfig.model_fields if key not in self.varies and _differs(key, kinds)]
         for key, type_of in self.alike.items():

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -50,8 +50,12 @@ class DecoderSpec:
     @property
     def period(self) -> int:
         """Layers after which the kinds repeat; all of them where they do not."""
-        layers = self.layers
-        return next(step for step in range(1, len(layers) + 1) if layers[step:] == layers[: len(layers) - step])
+        return period_of(self.layers)
+
+
+def period_of(items: Sequence[object]) -> int:
+    """Number of items after which they repeat; all of them where they do not."""
+    return next(step for step in range(1, len(items) + 1) if items[step:] == items[: len(items) - step])
 
 
 MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {"attention": AttentionSpec.of}

@@ -69,7 +69,9 @@ class AttentionSpec(MixerSpec):
         """That of the layers with these keys."""
         head_dim, window = head_size(layer, model.dim), layer.sliding_window
         scale = head_dim**-0.5 if model.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim
-        rope = RopeSpec(int(turned_dims(layer, model.dim)), layer.rope_theta, layer.rope_scaling)
+        rope = None
+        if layer.positions == "rope":
+            rope = RopeSpec(int(turned_dims(layer, model.dim)), layer.rope_theta, layer.rope_scaling)
         return cls(
             dim=model.dim,
             heads=layer.heads,
@@ -79,9 +81,9 @@ class AttentionSpec(MixerSpec):
             output_bias=layer.bias in ("attention", "all"),
             qk_norm=NormSpec("rmsnorm", model.norm_eps, offset=model.norm_offset) if layer.qk_norm else None,
             reach=Reach(None if window is None else window - 1),
-            scale=(layer.attention_scale or scale) * softmax_factor(layer.rope_scaling),
+            scale=(layer.attention_scale or scale) * softmax_factor(rope.scaling if rope else None),
             wide_qk_norm=layer.qk_norm == "full",
-            rope_of_heads=rope if layer.positions == "rope" else None,
+            rope_of_heads=rope,
             soft_cap=layer.attention_soft_cap,
             sinks=layer.sinks,
             gate=layer.output_gate,
@@ -100,7 +102,7 @@ class AttentionSpec(MixerSpec):
         return (
             Matrix("wq", queries, self.dim, "rows", self.qkv_bias),
             *(Matrix(name, keys, self.dim, "rows", self.qkv_bias, heads=self.kv_heads) for name in ("wk", "wv")),
-            *[Matrix("wg", queries, self.dim, "rows")] * self.gate,
+            *((Matrix("wg", queries, self.dim, "rows"),) if self.gate else ()),
             Matrix("wo", self.dim, queries, "columns", self.output_bias, to_residual=True),
         )
 
