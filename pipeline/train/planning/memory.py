@@ -9,6 +9,7 @@ from math import lcm
 
 from pipeline.config import Config
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES
@@ -89,12 +90,19 @@ def _measure_stages(
 ) -> Mapping[tuple[Ends, Layers], StageMemory]:
     """By ends and layers, all different stages there are."""
     ahead = layers_ahead(config.parallel.overlap) if LayoutKind.of(config.parallel, layout).reshard else 0
-    period = lcm(config.train.recompute.every, spec.period)
+    every = config.train.recompute.every
+    period = lcm(every, spec.period)
     few, more = _runs(period, ahead)
     by_ends: dict[Ends, set[Layers]] = defaultdict(set)
+    found: dict[tuple[Ends, Layers], StageMemory] = {}
     for stage in stages:
         ends, layers = _piece(stage, spec)
-        by_ends[ends].add(layers)
+        kinds = [spec.layers[index] for index in stage.part.layers]
+        # Which layers are computed again may go with their kinds, so that a sum would not know of it.
+        if every == 1 and spec.period > _LONG_PERIOD and len(kinds) > few + 2 + len(set(kinds)):
+            found[ends, layers] = _sum_over_kinds(config, layout, spec, shape, ends, kinds, few, device_type)
+        else:
+            by_ends[ends].add(layers)
     runs: dict[Ends, dict[Layers, StageMemory]] = {}
     slope: dict[Layers, StageMemory] = {}
     # Those in the middle first: a period more is the same in all of them.
@@ -110,15 +118,37 @@ def _measure_stages(
             first = few + (count - few) % period
             whole = runs[ends][start, first].plus((count - first) / period, slope[0, few], slope[0, more])
             runs[ends][start, count] = whole
-    return {(ends, layers): one for ends, found in runs.items() for layers, one in found.items()}
+    return found | {(ends, layers): one for ends, some in runs.items() for layers, one in some.items()}
+
+
+def _sum_over_kinds(
+    config: Config,
+    layout: Layout,
+    spec: DecoderSpec,
+    shape: Shape,
+    ends: Ends,
+    layers: Sequence[LayerSpec],
+    few: int,
+    device_type: DeviceType,
+) -> StageMemory:
+    """A stage whose kinds do not repeat: its first layers and its last ones, and what each other layer makes more."""
+    short = (*layers[:few], *layers[-2:])
+    found = _run(config, layout, replace(spec, layers=short), shape, ends, [(0, few + 2)], device_type)[0, few + 2]
+    for kind in dict.fromkeys(layers):
+        equal = replace(spec, layers=(kind,))
+        slope = _run(config, layout, equal, shape, ends, [(0, few), (0, few + 1)], device_type)
+        missing = layers.count(kind) - short.count(kind)
+        found = found.plus(missing, slope[0, few], slope[0, few + 1])
+    return found
 
 
 def _runs(period: int, ahead: int) -> tuple[int, int]:
     """Two numbers of layers that are run in place of many, the second one a period larger.
 
-    They have a first layer and a last one, and `ahead` between: the layers that FSDP gathers ahead of the one at work.
+    They have a first layer, a second and a last one, and `ahead` between: the layers that FSDP gathers ahead of the one
+    at work.
     """
-    few = 2 + ahead
+    few = 3 + ahead
     return few, few + period
 
 
@@ -167,6 +197,8 @@ def _settings(config: Config, layout: Layout) -> str:
     return parallel + config.model.model_dump_json() + train
 
 
+_LONG_PERIOD = 12
+"""Layers above which a pattern is not run as a whole."""
 _measured: dict[tuple[str, Layout, DecoderSpec, Shape, Ends, DeviceType, Layers], StageMemory] = {}
 """Memory by all that a stage's depends on, its layers last; whoever compares layouts asks for the same
 stages again and again."""

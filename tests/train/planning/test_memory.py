@@ -126,6 +126,22 @@ def test_the_layers_that_are_not_run_are_as_those_that_are(monkeypatch: pytest.M
     assert few == each
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_pattern_that_does_not_repeat_is_a_sum_over_kinds(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """As running all of its layers says."""
+    pattern = ["wide"] * 3 + ["near", "wide", "near", "near", "near", "wide", "near"]
+    config = case_config(
+        "layers of two kinds", model__layers=10, model__pattern=pattern, train__recompute={"mode": mode}
+    )
+    monkeypatch.setattr("pipeline.train.planning.memory._LONG_PERIOD", 10)
+    (each,) = _estimate(config)
+    monkeypatch.setattr("pipeline.train.planning.memory._LONG_PERIOD", 4)
+    (few,) = _estimate(config)
+    assert (few.count, few.parameters, few.moments) == (each.count, each.parameters, each.moments)
+    assert few.total == pytest.approx(each.total, rel=1e-3)
+    assert few.activations == pytest.approx(each.activations, rel=0.01)
+
+
 def test_stages_of_unequal_lengths() -> None:
     """That in the middle is run as it is, with the larger of the two numbers of layers that others follow from."""
     config = case_config(
