@@ -54,6 +54,8 @@ LENGTHS = (1, 13, 60)
 DOCUMENTS = (9, 1, 21)
 ROUNDING = 1e-6
 """Gradients are 0 where they are less than this share of the model's largest."""
+RATE = 1e-3
+"""Learning rate: with a higher one rounding grows in some of the models."""
 TOLERANCE = 1e-4
 """Difference of logits and gradients in fp32, relative to the largest value of a tensor."""
 
@@ -297,12 +299,12 @@ def check_training(row: Row, root: Path, name: str) -> None:
     everything |= {"model": part["model"], "train": everything["train"] | part["train"]}
     (root / f"{name}.yaml").write_text(yaml.safe_dump(everything))
     steps = ("train.duration=20 steps", "train.schedule.type=constant", "train.schedule.warmup=0 steps")
-    settings = ("train.precision.compute=fp32", *steps, "train.optimizer.lr=3e-3")
+    settings = ("train.precision.compute=fp32", *steps, f"train.optimizer.lr={RATE}")
     run = train(root, name, *settings, file=f"{name}.yaml")
     config = load(root / f"{name}.yaml", [f"run.dir={run}", *settings])
     losses = _losses_of_transformers(folder, open_loader(config, open_datasets(config, "train")))
     ours = column(run, "loss")
-    assert len(ours) == 20 and losses[-1] < losses[0] - 1
+    assert len(ours) == 20 and losses[-1] < losses[0] - 0.2
     assert max(abs(one - other) for one, other in zip(ours, losses, strict=True)) < 1e-5
 
 
@@ -311,7 +313,7 @@ def _losses_of_transformers(folder: Path, loader: Any) -> list[float]:
     matrices = [value for value in model.parameters() if value.ndim > 1]
     vectors = [value for value in model.parameters() if value.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for step in range(20):
         batches = loader.batches(step).micro_batches
