@@ -30,8 +30,7 @@ def read_rope(
     rope = _parameters(source, theta, theta_key)
     if shared:
         rope.pop(ROPE_SHARE, None)
-    scaling = _read_scaling(source, rope, source.get("max_position_embeddings"))
-    return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
+    return read_rope_values(source, rope, theta)
 
 
 def read_rope_share(source: ConfigSource, key: str, default: float) -> float:
@@ -63,16 +62,13 @@ def read_rope_by_type(source: ConfigSource, thetas: Mapping[str, tuple[str, floa
     if unknown:
         source.refuse("rope_parameters", unknown, f"it must have {' and '.join(thetas)}")
     first = next(iter(thetas))
-    positions = source.get("max_position_embeddings")
     found = {}
     for name, (key, default) in thetas.items():
         rope = dict(nested.get(name) or {})
         of_type = scaling if name == first else {}
         if of_type and len(rope.keys() - {"rope_theta"}) and {**rope, **of_type} != rope:
             source.refuse("rope_scaling", scaling, f"rope_parameters differs from it ({rope}); remove one of them")
-        rope |= of_type
-        theta = rope.setdefault("rope_theta", source.get(key, default))
-        found[name] = {"rope_theta": float(theta), "rope_scaling": _read_scaling(source, rope, positions)}
+        found[name] = read_rope_values(source, rope | of_type, source.get(key, default))
     return found
 
 

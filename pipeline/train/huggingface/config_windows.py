@@ -34,6 +34,21 @@ def read_windows(source: ConfigSource, layers: int, *, windowed: bool) -> Json:
     return read_kinds(names, {FULL: {}, SLIDING: {"sliding_window": int(window)}})
 
 
+def read_periodic(source: ConfigSource, layers: int, period: int) -> tuple[list[str], int | None]:
+    """Type of each layer, and the window of those that have one (Cohere 2, Gemma, OLMo 3).
+
+    Args:
+        source: the file.
+        layers: number of layers.
+        period: number of layers of which the last one sees everything, where the file has no list.
+    """
+    types = layer_types(source, layers, (FULL, SLIDING), lambda index: SLIDING if (index + 1) % period else FULL)
+    window: int | None = source.get_absent("sliding_window", DEFAULT_WINDOW)
+    if window is None and SLIDING in types:
+        source.refuse("sliding_window", window, f"layers of the type {SLIDING} need one")
+    return types, window
+
+
 def write_windows(model: ModelConfig) -> Json:
     """One window, and which layers have it (Qwen)."""
     windows = windows_of(model)

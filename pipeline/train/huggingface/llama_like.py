@@ -100,8 +100,8 @@ def write_bias(model: ModelConfig) -> Json:
     return {"attention_bias": model.bias in ("attention", "all"), "mlp_bias": model.bias in ("mlp", "all")}
 
 
-def write_llama_like(model: ModelConfig, positions: int, **more: Any) -> Json:
-    """Keys of config.json that all of them have, and `more`."""
+def write_shape(model: ModelConfig, positions: int) -> Json:
+    """Keys of config.json for the numbers of things and their sizes."""
     return {
         "num_hidden_layers": model.layers,
         "hidden_size": model.dim,
@@ -109,9 +109,16 @@ def write_llama_like(model: ModelConfig, positions: int, **more: Any) -> Json:
         "num_key_value_heads": model.kv_heads or model.heads,
         "head_dim": model.head_size,
         "intermediate_size": model.ffn_dim or default_ffn_dim(model.mlp, model.dim),
+        "max_position_embeddings": positions,
+    }
+
+
+def write_llama_like(model: ModelConfig, positions: int, **more: Any) -> Json:
+    """Keys of config.json that all of them have, and `more`."""
+    return {
+        **write_shape(model, positions),
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
-        "max_position_embeddings": positions,
         "attention_dropout": 0.0,
         **write_rope(model),
         **more,

@@ -7,9 +7,17 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.huggingface.config_kinds import layer_types, read_kinds
+from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.huggingface.config_windows import DEFAULT_WINDOW, FULL, SLIDING, has_window, types_of, windows_of
+from pipeline.train.huggingface.config_windows import (
+    DEFAULT_WINDOW,
+    FULL,
+    SLIDING,
+    has_window,
+    read_periodic,
+    types_of,
+    windows_of,
+)
 from pipeline.train.huggingface.family import Family, anything, only, where
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, LLAMA_NEEDS, read_llama_like, write_llama_like
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
@@ -36,12 +44,7 @@ def _read(source: ConfigSource) -> Json:
         source.get(key)
     found = read_llama_like(source, tied=True)
     period = source.get("sliding_window_pattern", 4)
-    types = layer_types(
-        source, found["layers"], (FULL, SLIDING), lambda index: SLIDING if (index + 1) % period else FULL
-    )
-    window = source.get_absent("sliding_window", DEFAULT_WINDOW)
-    if window is None and SLIDING in types:
-        source.refuse("sliding_window", window, f"layers of the type {SLIDING} need one")
+    types, window = read_periodic(source, found["layers"], period)
     kinds = {
         FULL: {"positions": "none"},
         SLIDING: {"sliding_window": window, "rope_scaling": found.pop("rope_scaling")},

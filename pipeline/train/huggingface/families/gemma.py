@@ -8,16 +8,22 @@ from dataclasses import replace
 import orjson
 
 from pipeline.config.model import MAX_LAYERS, ModelConfig
-from pipeline.train.huggingface.config_kinds import by_layer, layer_types, read_kinds
+from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_rope import read_rope, read_rope_by_type, write_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.huggingface.config_windows import DEFAULT_WINDOW
+from pipeline.train.huggingface.config_windows import (
+    DEFAULT_WINDOW,
+    FULL,
+    SLIDING,
+    has_window,
+    read_periodic,
+    types_of,
+    windows_of,
+)
 from pipeline.train.huggingface.family import Family, Need, anything, only, where
-from pipeline.train.huggingface.llama_like import LLAMA_NAMES, LLAMA_NEEDS
-from pipeline.train.model.mlps.dense.spec import default_ffn_dim
+from pipeline.train.huggingface.llama_like import LLAMA_NAMES, LLAMA_NEEDS, write_shape
 
-_FULL, _WINDOW = "full_attention", "sliding_attention"
-_THETAS = {_FULL: ("rope_theta", 1e6), _WINDOW: ("rope_local_base_freq", 1e4)}
+_THETAS = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
 """Of Gemma 3, by type of layer; `rope_scaling` is that of the first."""
 _GELU = "gelu_pytorch_tanh"
 
@@ -50,31 +56,26 @@ def _read(source: ConfigSource, *, heads: int, kv_heads: int) -> Json:
     }
 
 
-def _read_types(source: ConfigSource, layers: int, period: int) -> list[str]:
-    """Type of each layer; every `period`th sees everything where nothing else is said."""
-    return layer_types(source, layers, (_WINDOW, _FULL), lambda index: _WINDOW if (index + 1) % period else _FULL)
-
-
 def _read_gemma3(source: ConfigSource) -> Json:
     found = _read(source, heads=8, kv_heads=4)
     # Files of transformers 4.5x have the period under two names, and only the first is read.
     period = source.get("sliding_window_pattern", 6)
     source.get("_sliding_window_pattern")
-    types = _read_types(source, found["layers"], period)
+    types, window = read_periodic(source, found["layers"], period)
     ropes = read_rope_by_type(source, _THETAS)
-    if scaling := ropes[_WINDOW]["rope_scaling"]:
-        source.refuse("rope_parameters", scaling, f"frequencies of {_WINDOW} are not scaled in Gemma 3")
+    if scaling := ropes[SLIDING]["rope_scaling"]:
+        source.refuse("rope_parameters", scaling, f"frequencies of {SLIDING} are not scaled in Gemma 3")
     if source.get("attn_logit_softcapping") is not None:
         source.refuse("attn_logit_softcapping", source.get("attn_logit_softcapping"), "Gemma 3 has none")
-    kinds = {_WINDOW: {"sliding_window": _window(source, types), **ropes[_WINDOW]}, _FULL: ropes[_FULL]}
+    kinds = {SLIDING: {"sliding_window": window, **ropes[SLIDING]}, FULL: ropes[FULL]}
     cap = source.get("final_logit_softcapping")
     return {**found, "qk_norm": True, "logit_soft_cap": cap, **read_kinds(types, kinds)}
 
 
 def _read_gemma2(source: ConfigSource) -> Json:
     found = _read(source, heads=8, kv_heads=4)
-    types = _read_types(source, found["layers"], period=2)
-    kinds = {_WINDOW: {"sliding_window": _window(source, types)}, _FULL: {}}
+    types, window = read_periodic(source, found["layers"], period=2)
+    kinds = {SLIDING: {"sliding_window": window}, FULL: {}}
     return {
         **found,
         **read_rope(source),
@@ -84,54 +85,36 @@ def _read_gemma2(source: ConfigSource) -> Json:
     }
 
 
-def _window(source: ConfigSource, types: list[str]) -> int | None:
-    window: int | None = source.get_absent("sliding_window", DEFAULT_WINDOW)
-    if window is None and _WINDOW in types:
-        source.refuse("sliding_window", None, f"layers of {_WINDOW} need one")
-    return window
-
-
 def _write(model: ModelConfig, positions: int) -> Json:
     """Keys of config.json that are written alike for all of them."""
-    windows = [each for each in by_layer(model, lambda layer: layer.sliding_window) if each is not None]
     layer = model.layer(model.layer_kinds[0])
     return {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.dim,
-        "num_attention_heads": layer.heads,
-        "num_key_value_heads": layer.kv_heads or layer.heads,
-        "head_dim": layer.head_size,
-        "intermediate_size": layer.ffn_dim or default_ffn_dim(layer.mlp, model.dim),
+        **write_shape(layer, positions),
         "hidden_activation": _GELU,
         "rms_norm_eps": model.norm_eps,
         "query_pre_attn_scalar": _squared(layer),
-        "max_position_embeddings": positions,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "final_logit_softcapping": model.logit_soft_cap,
         # transformers wants a number even where no layer has a window.
-        "sliding_window": windows[0] if windows else DEFAULT_WINDOW,
-        "layer_types": by_layer(model, _layer_type),
+        "sliding_window": next(filter(None, windows_of(model)), DEFAULT_WINDOW),
+        "layer_types": types_of(model),
     }
 
 
 def _write_gemma3(model: ModelConfig, positions: int) -> Json:
-    layers = {_layer_type(layer): layer for layer in map(model.layer, dict.fromkeys(model.layer_kinds))}
+    layers = {has_window(layer): layer for layer in map(model.layer, dict.fromkeys(model.layer_kinds))}
     found = _write(model, positions)
-    if _FULL in layers:
-        found |= write_rope(layers[_FULL])
-    if _WINDOW in layers:
-        found["rope_local_base_freq"] = layers[_WINDOW].rope_theta
+    if False in layers:
+        found |= write_rope(layers[False])
+    if True in layers:
+        found["rope_local_base_freq"] = layers[True].rope_theta
     return found
 
 
 def _write_gemma2(model: ModelConfig, positions: int) -> Json:
     cap = model.layer(model.layer_kinds[0]).attention_soft_cap
     return {**_write(model, positions), **write_rope(model), "attn_logit_softcapping": cap}
-
-
-def _layer_type(layer: ModelConfig) -> str:
-    return _FULL if layer.sliding_window is None else _WINDOW
 
 
 def _squared(layer: ModelConfig) -> int:
@@ -191,7 +174,7 @@ GEMMA2 = Family(
     needs={**_NEEDS, "attention_soft_cap": anything()},
     names=_NAMES,
     varies=frozenset({"sliding_window"}),
-    alike={"sliding_window": _layer_type},
+    alike={"sliding_window": has_window},
     positions=("max_position_embeddings", 8192),
     splits_alike=_splits_as_gemma,
 )
@@ -217,7 +200,7 @@ GEMMA3 = Family(
     },
     names=_NAMES,
     varies=frozenset({"sliding_window", "rope_theta", "rope_scaling"}),
-    alike=dict.fromkeys(("sliding_window", "rope_theta", "rope_scaling"), _layer_type),
+    alike=dict.fromkeys(("sliding_window", "rope_theta", "rope_scaling"), has_window),
     positions=("max_position_embeddings", 131_072),
     splits_alike=_splits_as_gemma,
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.huggingface.config_kinds import layer_types, read_kinds
+from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_rope import read_rope_values, write_rope, write_rope_values
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.huggingface.config_windows import DEFAULT_WINDOW, FULL, SLIDING, has_window, types_of, windows_of
+from pipeline.train.huggingface.config_windows import FULL, SLIDING, has_window, read_periodic, types_of, windows_of
 from pipeline.train.huggingface.families.olmo2 import OLMO_NAMES, OLMO_NEEDS, read_olmo
 from pipeline.train.huggingface.family import Family, anything
 from pipeline.train.huggingface.llama_like import write_llama_like
@@ -20,10 +20,7 @@ def _read(source: ConfigSource) -> Json:
     full, sliding = _read_ropes(source)
     same = {key: value for key, value in full.items() if sliding[key] == value}
     found = read_olmo(source, same)
-    types = layer_types(source, found["layers"], (FULL, SLIDING), lambda index: SLIDING if (index + 1) % 4 else FULL)
-    window = source.get_absent("sliding_window", DEFAULT_WINDOW)
-    if window is None and SLIDING in types:
-        source.refuse("sliding_window", window, f"layers of the type {SLIDING} need one")
+    types, window = read_periodic(source, found["layers"], period=4)
     of_full, of_sliding = ({key: rope[key] for key in rope if key not in same} for rope in (full, sliding))
     return {**found, **read_kinds(types, {FULL: of_full, SLIDING: {"sliding_window": window, **of_sliding}})}
 
