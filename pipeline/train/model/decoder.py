@@ -22,7 +22,7 @@ from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.norm import build_norm
-from pipeline.train.model.part_spec import Reach, RopeSpec
+from pipeline.train.model.part_spec import Reach
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.states import NoState, Places, States
 
@@ -154,28 +154,27 @@ class Decoder(nn.Module):
             places=places,
             dropout=None if context.dropout is None else self._place_dropout(context.dropout, context.cut, keys),
         )
-        of_layers = [cast(Block, block).spec.mixer for block in self.layers.values()]
-        reaches = dict.fromkeys(mixer.kernel.reach for mixer in of_layers if mixer and mixer.kernel)
-        seen: dict[Reach | None, LayerContext] = {None: common}
+        # Layers of a kind have one spec, and one context.
+        mixers = [cast(Block, block).spec.mixer for block in self.layers.values()]
+        different = {id(mixer): mixer for mixer in mixers if mixer is not None}
+        uses = {key: mixer.kernel for key, mixer in different.items()}
+        reaches = dict.fromkeys(use.reach for use in uses.values() if use is not None)
         if places is not None:
             assert context.cut is None, "states hold whole texts"
-            seen |= {each: replace(common, mask=_mask_of_states(places, each, device)) for each in reaches}
+            seen = {each: replace(common, mask=_mask_of_states(places, each, device)) for each in reaches}
         else:
             documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
-            seen |= {each: self._look(common, documents, each, x.shape[0], keys, device) for each in reaches}
+            seen = {each: self._look(common, documents, each, x.shape[0], keys, device) for each in reaches}
         if context.cut is not None:
             positions = context.cut.shard(positions)
-        ropes = dict.fromkeys(mixer.rope for mixer in of_layers if mixer and mixer.rope)
+        ropes = dict.fromkeys(mixer.rope for mixer in different.values() if mixer.rope is not None)
         tables = {spec: rope_tables(spec, positions) for spec in ropes}
-        found: dict[tuple[Reach | None, RopeSpec | None], LayerContext] = {}
-        contexts = []
-        for mixer in of_layers:
-            use = mixer.kernel if mixer else None
-            key = use.reach if use else None, mixer.rope if mixer else None
-            if key not in found:
-                found[key] = replace(seen[key[0]], rope=tables[key[1]]) if key[1] else seen[key[0]]
-            contexts.append(found[key])
-        return positions, common.dropout, contexts
+        contexts = {id(None): common}
+        for key, mixer in different.items():
+            use, rope = uses[key], mixer.rope
+            looking = common if use is None else seen[use.reach]
+            contexts[key] = looking if rope is None else replace(looking, rope=tables[rope])
+        return positions, common.dropout, [contexts[id(mixer)] for mixer in mixers]
 
     def _place_dropout(self, dropout: Dropout, cut: SequenceCut | None, length: int) -> PlacedDropout:
         """Dropout of a pass for the rows of the residual stream that this process has."""

@@ -42,7 +42,7 @@ class AttentionSpec(MixerSpec):
     _: KW_ONLY
     wide_qk_norm: bool = False
     """`qk_norm` is over all heads together."""
-    rope_of_heads: RopeSpec | None = None
+    rope: RopeSpec | None = None
     soft_cap: float | None = None
     """Scores become cap * tanh(scores / cap)."""
     sinks: bool = False
@@ -83,7 +83,7 @@ class AttentionSpec(MixerSpec):
             reach=Reach(None if window is None else window - 1),
             scale=(layer.attention_scale or scale) * softmax_factor(rope.scaling if rope else None),
             wide_qk_norm=layer.qk_norm == "full",
-            rope_of_heads=rope,
+            rope=rope,
             soft_cap=layer.attention_soft_cap,
             sinks=layer.sinks,
             gate=layer.output_gate,
@@ -139,11 +139,6 @@ class AttentionSpec(MixerSpec):
     def kernel(self) -> KernelUse:
         """See `MixerSpec`."""
         return KernelUse(self.reach, self.head_dim, self.head_dim, self.soft_cap, self.sinks)
-
-    @property
-    def rope(self) -> RopeSpec | None:
-        """See `MixerSpec`."""
-        return self.rope_of_heads
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """Scores and their sum over values."""
