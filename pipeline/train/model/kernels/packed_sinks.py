@@ -128,17 +128,23 @@ def _flash3(q: Tensor, k: Tensor, v: Tensor, told: Told) -> tuple[Tensor, Tensor
         q,
         k,
         v,
-        cu_seqlens_q=told.queries_N,
-        cu_seqlens_k=told.keys_N,
-        max_seqlen_q=told.longest_queries,
-        max_seqlen_k=told.longest_keys,
-        softmax_scale=told.scale,
         causal=told.causal,
-        window_size_left=told.window[0],
-        window_size_right=told.window[1],
-        softcap=told.soft_cap,
+        **_flash3_arguments(told),
     )
     return found[0], found[1]
+
+
+def _flash3_arguments(told: Told) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": told.queries_N,
+        "cu_seqlens_k": told.keys_N,
+        "max_seqlen_q": told.longest_queries,
+        "max_seqlen_k": told.longest_keys,
+        "softmax_scale": told.scale,
+        "window_size_left": told.window[0],
+        "window_size_right": told.window[1],
+        "softcap": told.soft_cap,
+    }
 
 
 def _flash3_backward(
@@ -152,19 +158,12 @@ def _flash3_backward(
         v,
         out,
         sums,
-        cu_seqlens_q=told.queries_N,
-        cu_seqlens_k=told.keys_N,
-        max_seqlen_q=told.longest_queries,
-        max_seqlen_k=told.longest_keys,
         dq=found[0],
         dk=found[1],
         dv=found[2],
-        softmax_scale=told.scale,
         is_causal=told.causal,
-        window_size_left=told.window[0],
-        window_size_right=told.window[1],
-        softcap=told.soft_cap,
         deterministic=told.deterministic,
+        **_flash3_arguments(told),
     )
     return found
 
