@@ -50,7 +50,7 @@ class SequenceCut(Protocol):
         k_BLKE: Tensor,
         v_BLKV: Tensor,
         core: AttentionFn,
-        keys: Sequence[int] | None = None,
+        keys: Sequence[int],
     ) -> Tensor:
         """Attention of this process's queries to the whole sequence, [B, L, H, V]; every process calls this.
 
@@ -59,7 +59,7 @@ class SequenceCut(Protocol):
             k_BLKE: Keys.
             v_BLKV: Values.
             core: Attention itself.
-            keys: Keys that each piece needs, see `AttentionMask`; None: those up to its end.
+            keys: Keys that each piece needs, see `AttentionMask`.
         """
 
 

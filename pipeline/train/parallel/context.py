@@ -83,13 +83,13 @@ class GatheredKeys(_ContextAxis):
         k_BLKE: Tensor,
         v_BLKV: Tensor,
         core: AttentionFn,
-        keys: Sequence[int] | None = None,
+        keys: Sequence[int],
     ) -> Tensor:
         """See `SequenceCut`."""
         k_BSKE, v_BSKV = self._gather(k_BLKE, v_BLKV)
         outs = []
         for piece, q_BCHE in enumerate(q_BLHE.chunk(2, dim=1)):
-            end = (self._places(self.rank)[piece] + 1) * q_BCHE.shape[1] if keys is None else keys[piece]
+            end = keys[piece]
             outs.append(core(q_BCHE, k_BSKE[:, :end], v_BSKV[:, :end], piece))
         return torch.cat(outs, dim=1)
 
@@ -164,7 +164,7 @@ class ExchangedHeads(_ContextAxis):
         k_BLKE: Tensor,
         v_BLKV: Tensor,
         core: AttentionFn,
-        keys: Sequence[int] | None = None,
+        keys: Sequence[int],
     ) -> Tensor:
         """See `SequenceCut`. Consecutive query heads share a key head, so that those of a rank stay with theirs."""
         size, value_size = q_BLHE.shape[-1], v_BLKV.shape[-1]

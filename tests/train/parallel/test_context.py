@@ -110,8 +110,7 @@ def compare(method: type[GatheredKeys] | type[ExchangedHeads], length: int) -> l
             work.append(q.shape[1] * k.shape[1] * q.shape[2])
             return KERNEL(q, k, v, KERNEL.prepare(sights[piece]), Terms(HEAD**-0.5), *used)
 
-        keys = None if case.ahead == 0 else [mask.keys for mask in sights]
-        out = cut.attend(mine[0], mine[1], mine[2], core, keys)
+        out = cut.attend(mine[0], mine[1], mine[2], core, [mask.keys for mask in sights])
         out.backward(cut.shard(factor))
         if case.sinks:
             assert own.grad is not None and sinks.grad is not None
@@ -177,10 +176,13 @@ def gather_bf16() -> None:
     for method in (GatheredKeys, ExchangedHeads):
         cut = method(group, dist.get_rank(), dist.get_world_size())
         x = [torch.randn(1, 8, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-        prepared = [KERNEL.prepare(AttentionMask.of(1, piece, Reach(), CPU)) for piece in cut.pieces(16)]
-        out = cut.attend(
-            *x, lambda q, k, v, piece, prepared=prepared: KERNEL(q, k, v, prepared[piece], Terms(HEAD**-0.5))
-        )
+        masks = [AttentionMask.of(1, piece, Reach(), CPU) for piece in cut.pieces(16)]
+        prepared = [KERNEL.prepare(mask) for mask in masks]
+
+        def core(q: Tensor, k: Tensor, v: Tensor, piece: int, prepared: Any = prepared) -> Tensor:
+            return KERNEL(q, k, v, prepared[piece], Terms(HEAD**-0.5))
+
+        out = cut.attend(*x, core, [mask.keys for mask in masks])
         assert out.dtype == torch.bfloat16
         out.sum().backward()
 
