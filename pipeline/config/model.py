@@ -12,6 +12,7 @@ from pipeline.config.base import Section
 MAX_LAYERS = 4096
 MAX_WIDTH = 2**20
 MAX_ROWS = 2**28
+MAX_EXPERTS = 2**14
 """Far above any model: a config.json of somebody else's may say a billion layers, each built before any is read."""
 
 
@@ -62,6 +63,70 @@ class InitConfig(Section):
         return self
 
 
+class ExpertsConfig(Section):
+    """Mixture of experts: each token goes through some of many small mlps, which a router chooses."""
+
+    count: int = Field(ge=1, le=MAX_EXPERTS)
+    """Experts."""
+    top_k: int = Field(ge=1)
+    """Experts of each token."""
+    ffn_dim: int = Field(ge=1, le=MAX_WIDTH)
+    """Hidden size of an expert."""
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """`swiglu`: silu(w1 x) * w3 x. `clamped_swiglu`: g * sigmoid(alpha * g) * (u + 1) with g = min(w1 x, clamp) and u =
+    w3 x between -clamp and clamp (GPT-OSS)."""
+    clamp: float = Field(default=7.0, gt=0)
+    """clamped_swiglu: see activation."""
+    alpha: float = Field(default=1.702, gt=0)
+    """clamped_swiglu: see activation."""
+    bias: bool = False
+    """The products of the experts have a bias (GPT-OSS)."""
+    shared_ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
+    """Hidden size of an mlp beside the experts that every token goes through; several shared experts are one of their
+    size together (DeepSeek, GLM)."""
+    shared_gate: bool = False
+    """The result of the shared mlp is multiplied by sigmoid(wg x) (Qwen2-MoE, Qwen3-Next)."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts from the router's logits: over all experts (Mixtral, Qwen3), or each by itself
+    (DeepSeek-V3)."""
+    normalize: bool = True
+    """The weights of the chosen experts are their scores divided by their sum; false: the scores themselves (OLMoE)."""
+    scale: float = Field(default=1.0, gt=0)
+    """Factor on these weights (DeepSeek-V3: 2.5)."""
+    groups: int | None = Field(default=None, ge=1)
+    """Groups of equally many experts, of which only some may be chosen from (DeepSeek). Needs top_groups."""
+    top_groups: int | None = Field(default=None, ge=1)
+    """Groups that the experts of a token are chosen from."""
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    """Score of a group: the sum of its two best experts (DeepSeek-V3), or its best one (DeepSeek-V2)."""
+    score_bias: bool = False
+    """Each expert has a number that is added to its score where experts are chosen, and nowhere else. It is not trained
+    by gradients: train.balance.bias_rate moves it until all experts have equally much to do (DeepSeek-V3)."""
+    router_bias: bool = False
+    """The router's logits have a trained bias (GPT-OSS)."""
+
+    @model_validator(mode="after")
+    def _choice(self) -> ExpertsConfig:
+        if self.top_k > self.count:
+            raise ValueError(f"top_k {self.top_k} is more than count {self.count}")
+        if (self.groups is None) != (self.top_groups is None):
+            raise ValueError("groups and top_groups need each other")
+        if self.groups is not None and self.top_groups is not None:
+            if self.count % self.groups:
+                raise ValueError(f"count {self.count} must be a multiple of groups {self.groups}")
+            size, least = self.count // self.groups, 2 if self.group_score == "top2_sum" else 1
+            if size < least:
+                raise ValueError(f"groups {self.groups} leave {size} expert in each, and group_score needs {least}")
+            if self.top_groups > self.groups or self.top_k > self.top_groups * size:
+                raise ValueError(
+                    f"top_k {self.top_k} experts cannot be chosen from top_groups {self.top_groups} of "
+                    f"{self.groups} groups of {size}"
+                )
+        if self.shared_gate and self.shared_ffn_dim is None:
+            raise ValueError("shared_gate needs shared_ffn_dim")
+        return self
+
+
 class _Size(Section):
     layers: int = Field(ge=1, le=MAX_LAYERS)
     """Number of blocks."""
@@ -82,9 +147,12 @@ class LayerConfig(Section):
     """Hidden size of the mlp; by default 4 * dim without a gate and 8/3 * dim, rounded up to a multiple of 64, with."""
     mixer: Literal["attention", "none"] = "attention"
     """Part of a layer that moves information between positions; `none`: the layer is an mlp alone."""
-    mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2", "none"] = "swiglu"
+    mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2", "experts", "none"] = "swiglu"
     """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2); `gelu_exact`: without it (Pythia).
-    `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu2`: relu(w1 x)^2 (Nemotron). `none`: no mlp."""
+    `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu2`: relu(w1 x)^2 (Nemotron). `experts`: a
+    mixture of experts, see experts. `none`: no mlp."""
+    experts: ExpertsConfig | None = None
+    """With mlp: experts, these."""
     bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
     """Linear layers that have a bias: none (Llama 3), query/key/value (Qwen2), those of attention or of the mlp, or all
     (GPT-2)."""
@@ -244,6 +312,11 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, *, scales: 
         raise ValueError(f"{where}residual: {layer.residual} needs a mixer")
     if layer.residual != "sequential" and (layer.mlp == "none" or layer.norm_place != "pre"):
         raise ValueError(f"{where}residual: {layer.residual} needs an mlp and norm_place: pre")
+    if layer.mlp == "experts":
+        if layer.experts is None:
+            raise ValueError(f"{where}mlp: experts needs the section experts, with count, top_k and ffn_dim")
+        if layer.residual != "sequential":
+            raise ValueError(f"{where}mlp: experts needs residual: sequential, not {layer.residual}")
     if layer.mixer == "none":
         return
     if layer.head_dim is None and model.dim % layer.heads:

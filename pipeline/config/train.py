@@ -113,6 +113,24 @@ class LossConfig(Section):
         return self.chunk_tokens or max(_CHUNK_TOKENS, _CHUNK_LOGITS // columns // _CHUNK_STEP * _CHUNK_STEP)
 
 
+class BalanceConfig(Section):
+    """Balance of experts: what keeps a router from sending all tokens to a few. Nothing of it depends on the layout."""
+
+    loss: float = Field(default=0.01, ge=0)
+    """Coefficient of the balance loss of each layer, which is 1 where all experts have equally much to do. Layers add
+    up. DeepSeek-V3, whose bias does most of it: 0.0001."""
+    over: Literal["sequence", "batch"] = "sequence"
+    """The balance loss multiplies how often an expert was chosen with its mean score: in each window (`sequence`), or
+    how often it was chosen in the whole batch of the step before (`batch`)."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the mean square of the log-partition function of the router's logits (ST-MoE: 0.001)."""
+    bias_rate: float = Field(default=0.001, ge=0)
+    """Change of model.experts.score_bias in a step: up for experts with less than their share, down for the others."""
+    force: bool = False
+    """Deal tokens to experts in turn, whatever the router says. For measurements of speed alone: such a model learns
+    nothing of use."""
+
+
 class ObjectiveConfig(Section):
     """Objective of the training."""
 
@@ -416,6 +434,8 @@ class TrainConfig(Section):
     """Objective of the training."""
     loss: LossConfig = LossConfig()
     """Loss."""
+    balance: BalanceConfig = BalanceConfig()
+    """Balance of experts."""
     precision: PrecisionConfig = PrecisionConfig()
     """Number formats."""
     attention: AttentionConfig = AttentionConfig()

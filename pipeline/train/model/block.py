@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.dropout import PlacedDropout, dropped
 from pipeline.train.model.kernels.attention_mask import AttentionMask
+from pipeline.train.model.mlps.experts.routing import Routed
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.recompute import Recompute
+from pipeline.train.model.states import MixerState
 
 Attended = tuple[Tensor, Tensor, AttentionMask, float]
 """Queries, keys, what is seen and the scale of an attention: what an `ActivationObserver` gets, without gradients."""
+
+Compute = Callable[[Tensor, LayerContext], tuple[Any, list[Attended]]]
+"""What computes a layer, or a piece of one."""
 
 
 class Block(nn.Module):
@@ -30,6 +35,7 @@ class Block(nn.Module):
     Attributes:
         recompute: How a training pass keeps less than everything for backward; None: it keeps everything.
         compiled: What a training pass calls in place of `compute`, if it is compiled.
+        in_pieces: It is computed in pieces, see `_in_pieces`.
     """
 
     def __init__(self, spec: LayerSpec, index: int) -> None:
@@ -45,19 +51,25 @@ class Block(nn.Module):
         self._fp32_vectors = [
             self.get_submodule(f"{place}.{name}") for place, part in spec.parts.items() for name in part.fp32_modules
         ]
+        self.in_pieces = spec.mlp is not None and bool(spec.mlp.stacks)
         self.recompute: Recompute | None = None
-        self.compiled: Callable[[Tensor, LayerContext], tuple[Tensor, list[Attended]]] | None = None
+        self.compiled: Compute | None = None
 
     def forward(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         for unit in self._fp32_vectors:
             unit()
-        trains = self.training and torch.is_grad_enabled()
         if context.dropout is not None:
             # Here, as layers that differ in an index would not share what is compiled.
             context = replace(context, dropout=context.dropout.within(f"layers.{self.index}"))
-        compute = self.compiled if trains and self.compiled is not None else self.compute
-        out_BSD, attended = compute(x_BSD, context)
+        routed: list[Routed] = []
+        if self.in_pieces:
+            out_BSD, attended, routed = self._in_pieces(x_BSD, context)
+        else:
+            out_BSD, attended = self._trained(self.compute)(x_BSD, context)
+        if context.on_routed is not None:
+            for choices in routed:
+                context.on_routed(self.index, choices)
         if context.observer is not None:
             # Here and not within, where backward may come by again and a compiler would follow.
             for queries, keys, mask, scale in attended:
@@ -65,36 +77,82 @@ class Block(nn.Module):
             context.observer.output(self, out_BSD)
         return out_BSD
 
-    def compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
-        """The output, and what there is to watch if somebody does."""
-        if self.recompute is None or not (self.training and torch.is_grad_enabled()):
-            return self._compute(x_BSD, context)
-        return self.recompute(lambda x: self._compute(x, context), x_BSD)
+    def compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Any, list[Attended]]:
+        """The output, and what there is to watch if somebody does; of a layer in pieces, of its first piece."""
+        compute = self._first_piece if self.in_pieces else self._compute
+        if self.recompute is None or not self._trains or (self.in_pieces and self.recompute.keep is None):
+            return compute(x_BSD, context)
+        return self.recompute(lambda x: compute(x, context), x_BSD)
+
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _trained(self, compute: Compute) -> Compute:
+        """What computes in place of `compute`: in a training pass what was compiled, if it was."""
+        return self.compiled if self._trains and self.compiled is not None else compute
+
+    def _in_pieces(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended], list[Routed]]:
+        """The layer as what is before the mlp, the mlp, and their sum.
+
+        An mlp that waits for the host, and has weights that come and go apart, can neither be compiled together with
+        the rest nor repeated for selected results.
+        """
+        if self.recompute is not None and self.recompute.keep is None and self._trains:
+            # All together is. What tokens choose is not chosen again, whatever the repetition rounds.
+            repeated = replace(context, chosen=[])
+            return self.recompute(lambda x: self._pieces(x, repeated), x_BSD)
+        return self._pieces(x_BSD, context)
+
+    def _pieces(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended], list[Routed]]:
+        routed: list[Routed] = []
+        # What the first piece does not read is not compiled into it.
+        first = replace(context, routing=None, on_routed=None, chosen=None)
+        (x_BSD, input_BSD), attended = self._trained(self.compute)(x_BSD, first)
+        out_BSD = self.get_submodule("mlp")(input_BSD, replace(context, routed=routed))
+        return self._add(x_BSD, "mlp", out_BSD, context.dropout), attended, routed
+
+    def _first_piece(self, x_BSD: Tensor, context: LayerContext) -> tuple[tuple[Tensor, Tensor], list[Attended]]:
+        """The stream behind the mixer, and the input of the mlp."""
+        attended: list[Attended] = []
+        if self.spec.mixer is not None:
+            x_BSD = self._mix(x_BSD, self._watched(context, attended))
+        return (x_BSD, self._input(x_BSD, "mlp")), attended
 
     def _compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
-        state = None if context.states is None else context.states.layers[self.index]
         attended: list[Attended] = []
-        if context.observer is not None:
-            context = replace(context, observer=_Recorder(attended))
-        spec = self.spec
+        context, spec, module = self._watched(context, attended), self.spec, self.get_submodule
         if spec.residual != "sequential":
-            module = self.get_submodule
             input_BSD = module("mixer_norm")(x_BSD)
             of_mlp_BSD = input_BSD if spec.residual == "parallel_shared" else module("mlp_norm")(x_BSD)
-            of_mixer_BSD = dropped(module("mixer")(input_BSD, context, state), "mixer", context.dropout)
+            of_mixer_BSD = dropped(module("mixer")(input_BSD, context, self._state(context)), "mixer", context.dropout)
             branches_BSD = of_mixer_BSD + dropped(module("mlp")(of_mlp_BSD), "mlp", context.dropout)
             return x_BSD + self._scaled(branches_BSD), attended
         if spec.mixer is not None:
-            x_BSD = self._add(x_BSD, "mixer", context.dropout, context, state)
+            x_BSD = self._mix(x_BSD, context)
         if spec.mlp is not None:
-            x_BSD = self._add(x_BSD, "mlp", context.dropout)
+            x_BSD = self._add(x_BSD, "mlp", module("mlp")(self._input(x_BSD, "mlp")), context.dropout)
         return x_BSD, attended
 
-    def _add(self, x_BSD: Tensor, place: str, dropout: PlacedDropout | None, *more: Any) -> Tensor:
-        """The stream and what a part makes of it, with the norms of the part."""
+    def _watched(self, context: LayerContext, attended: list[Attended]) -> LayerContext:
+        return context if context.observer is None else replace(context, observer=_Recorder(attended))
+
+    def _state(self, context: LayerContext) -> MixerState | None:
+        return None if context.states is None else context.states.layers[self.index]
+
+    def _mix(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
+        """The stream behind the mixer."""
+        out_BSD = self.get_submodule("mixer")(self._input(x_BSD, "mixer"), context, self._state(context))
+        return self._add(x_BSD, "mixer", out_BSD, context.dropout)
+
+    def _input(self, x_BSD: Tensor, place: str) -> Tensor:
+        """The input of a part, with its norm."""
+        name = f"{place}_norm"
+        return self.get_submodule(name)(x_BSD) if name in self.spec.norms else x_BSD
+
+    def _add(self, x_BSD: Tensor, place: str, out_BSD: Tensor, dropout: PlacedDropout | None) -> Tensor:
+        """The stream and what a part made of it, with the norms behind the part."""
         norms, module = self.spec.norms, self.get_submodule
-        input_BSD = module(f"{place}_norm")(x_BSD) if f"{place}_norm" in norms else x_BSD
-        out_BSD = module(place)(input_BSD, *more)
         if f"{place}_out_norm" in norms:
             out_BSD = module(f"{place}_out_norm")(out_BSD)
         sum_BSD: Tensor = x_BSD + self._scaled(dropped(out_BSD, place, dropout))

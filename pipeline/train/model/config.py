@@ -14,6 +14,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.dense.spec import DenseKind, MlpSpec
+from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, MixerSpec, NormSpec
 
 
@@ -48,6 +49,11 @@ class DecoderSpec:
         return list(dict.fromkeys({id(layer): layer for layer in self.layers}.values()))
 
     @property
+    def expert_layers(self) -> dict[int, ExpertsSpec]:
+        """Index -> mixture of experts, of the layers that have one."""
+        return {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, ExpertsSpec)}
+
+    @property
     def period(self) -> int:
         """Layers after which the kinds repeat; all of them where they do not."""
         return period_of(self.layers)
@@ -60,7 +66,10 @@ def period_of(items: Sequence[object]) -> int:
 
 MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {"attention": AttentionSpec.of}
 """By value of `model.mixer`, what makes the spec of the mixer."""
-MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = dict.fromkeys(get_args(DenseKind), MlpSpec.of)
+MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = {
+    **dict.fromkeys(get_args(DenseKind), MlpSpec.of),
+    "experts": ExpertsSpec.of,
+}
 """By value of `model.mlp`, what makes the spec of the mlp."""
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipeline.train.model.dropout import Dropout, PlacedDropout
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
 from pipeline.train.model.loss import Criterion
+from pipeline.train.model.mlps.experts.routing import Routed, Routing
 from pipeline.train.model.states import MixerState, Places, States
 
 
@@ -26,6 +27,10 @@ class ActivationObserver(Protocol):
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:
         """The residual stream behind a block."""
+
+
+RoutingObserver = Callable[[int, Routed], None]
+"""Is shown the index of a layer and what its tokens chose in a forward pass."""
 
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -82,6 +87,8 @@ class Context:
         observer: Is shown what the layers compute.
         cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
         dropout: What is dropped; None: nothing, as outside of training steps.
+        routing: What routers of experts are trained for; None: nothing, as outside of training steps.
+        on_routed: Is shown what tokens chose, with `routing` or without.
     """
 
     bounds_BS: Tensor | None = None
@@ -95,6 +102,8 @@ class Context:
     observer: ActivationObserver | None = None
     cut: SequenceCut | None = None
     dropout: Dropout | None = None
+    routing: Routing | None = None
+    on_routed: RoutingObserver | None = None
 
 
 @dataclass
@@ -102,7 +111,7 @@ class LayerContext:
     """Arguments of a layer besides its input. Layers that look at the same keys by the same positions share one.
 
     Attributes:
-        bounds_BS: See `Context`, as are `states`, `counts`, `observer` and `cut`.
+        bounds_BS: See `Context`, as are `states`, `counts`, `observer`, `cut`, `routing` and `on_routed`.
         kernel: What computes attention, where there are no states.
         rope: cos and sin of the positions, if they are rotary.
         sights: Which keys are seen; with a cut for each piece, else one. Empty with states and without attention.
@@ -110,6 +119,8 @@ class LayerContext:
         mask: With states, which keys are seen, see `AttentionMask.mask`.
         places: Where the new positions go in the states.
         dropout: What is dropped in this pass, at the places of the part of the model, or within one layer.
+        routed: What the tokens of a layer chose goes here; None: nobody asks.
+        chosen: What a pass of a layer chose that backward repeats; empty before it.
     """
 
     bounds_BS: Tensor | None
@@ -124,6 +135,10 @@ class LayerContext:
     mask: Tensor | None = None
     places: Places | None = None
     dropout: PlacedDropout | None = None
+    routing: Routing | None = None
+    on_routed: RoutingObserver | None = None
+    routed: list[Routed] | None = None
+    chosen: list[Any] | None = None
 
 
 class Mixer(Protocol):

@@ -49,8 +49,8 @@ class ModelPart:
 class Decoder(nn.Module):
     """A decoder-only transformer, or a part of one under the parameter names of the whole.
 
-    It holds parameters and no buffers, so that it can be built on the meta device, sharded, and only then be given
-    memory; what depends on positions is computed in every forward pass.
+    It holds parameters and the buffers of routers, which begin at 0, so that it can be built on the meta device,
+    sharded, and only then be given memory; what depends on positions is computed in every forward pass.
 
     With tied embeddings the last part of several has a table `embedding.weight` of its own, equal to the first one's.
 
@@ -153,6 +153,8 @@ class Decoder(nn.Module):
             self.kernel,
             places=places,
             dropout=None if context.dropout is None else self._place_dropout(context.dropout, context.cut, keys),
+            routing=context.routing,
+            on_routed=context.on_routed,
         )
         # Layers of a kind have one spec, and one context.
         mixers = [cast(Block, block).spec.mixer for block in self.layers.values()]

@@ -16,6 +16,7 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
     - attention's output:    2 * H * E * D a layer,
     - scores and their sum over values: 2 * (2 * H * E * keys) a layer, `keys` being the keys a query meets,
     - mlp:                   2 * 3 * D * F a layer (swiglu), 2 * 2 * D * F (gelu),
+    - experts:               2 * 3 * D * F for each expert that a token goes to, 2 * D * E for a router of E experts,
     - head:                  2 * D * V, tied or not.
 
     The backward pass computes two products for each of these, the gradients of both factors: in all 3 * forward.
@@ -34,8 +35,9 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
 
 def layer_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
     """FLOPs of one token in the forward pass of a layer; conventions as in `flops_per_token`."""
-    products = 2.0 * sum(matrix.elements for matrix in layer.matrices.values())
-    return products + extra_flops(layer, sequence_length, causal=causal)
+    products = sum(matrix.elements for matrix in layer.matrices.values())
+    products += sum(stack.used_elements for stack in layer.stacks.values())
+    return 2.0 * products + extra_flops(layer, sequence_length, causal=causal)
 
 
 def extra_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
@@ -52,6 +54,12 @@ def num_parameters(spec: DecoderSpec) -> int:
     """Parameters as stored: a tied head once, the vocabulary with its padding."""
     tables = spec.vocab_padded * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0)
     return spec.dim * tables + sum(spec.norm.parameters(spec.dim)) + sum(map(layer_parameters, spec.layers))
+
+
+def active_parameters(spec: DecoderSpec) -> int:
+    """Parameters that a token meets: all, but of experts those that it goes to."""
+    idle = sum(stack.elements - stack.used_elements for layer in spec.layers for stack in layer.stacks.values())
+    return num_parameters(spec) - idle
 
 
 def layer_parameters(layer: LayerSpec, tp: int = 1) -> int:

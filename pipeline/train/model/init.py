@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pipeline.config.model import InitConfig
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.part_spec import LayerPartSpec, Matrix, Normal, Uniform, Vector
+from pipeline.train.model.part_spec import LayerPartSpec, Matrix, Normal, Stack, Uniform, Vector
 from pipeline.train.parallel.torch_compat.core import strided_shard
 
 _PART = re.compile(r"layers\.(\d+)\.(\w+)\.(.+)")
@@ -42,16 +42,24 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
         init: The `model.init:` section.
         seed: The run's seed.
     """
+    for buffer in model.buffers():
+        buffer.zero_()
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        stack = _stack(name, spec)
         if vector := _vector(name, spec):
             rows, width = local_range(parameter, 0), math.prod(vector.shape[1:])
             # What has one dimension or several is drawn by rows, too.
             _fill_vector(local.view(len(rows), width), vector.initial, f"{seed}/{name}", rows, width)
-        elif name.endswith(".bias"):
+        elif name.endswith(".bias") or (stack is not None and parameter.ndim == 2):
             local.zero_()
         elif _NORM.fullmatch(name):
             local.fill_(1 - spec.norm.offset)
+        elif stack is not None:
+            std = weight_std(name, spec, init)
+            rows, columns = local_range(parameter, 1), local_range(parameter, 2)
+            for place, expert in enumerate(local_range(parameter, 0)):
+                _fill_normal(local[place], std, f"{seed}/{name}.{expert}", rows, columns, stack.columns)
         else:
             rows, columns = local_range(parameter, 0), local_range(parameter, 1)
             _fill_normal(local, weight_std(name, spec, init), f"{seed}/{name}", rows, columns, parameter.shape[1])
@@ -70,7 +78,7 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     """
     if name in _TABLES:
         return init.std
-    matrix = _matrix(name, spec)
+    matrix = _matrix(name, spec) or _stack(name, spec)
     assert matrix is not None, f"no rule for the initial weights of {name}"
     std = init.std
     if init.scheme != "normal" and matrix.to_residual:
@@ -81,13 +89,19 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
 
 
 def is_layer_matrix(name: str, spec: DecoderSpec) -> bool:
-    """True for a matrix of a layer, False for embedding, position embedding and head."""
-    return _matrix(name, spec) is not None
+    """True for a matrix of a layer, or those of its experts; False for embedding, position embedding and head."""
+    stack = _stack(name, spec)
+    return _matrix(name, spec) is not None or (stack is not None and name.endswith(stack.name))
 
 
 def _matrix(name: str, spec: DecoderSpec) -> Matrix | None:
     part, own = _part(name, spec)
     return None if part is None else part.matrix(own)
+
+
+def _stack(name: str, spec: DecoderSpec) -> Stack | None:
+    part, own = _part(name, spec)
+    return None if part is None else part.stack(own)
 
 
 def _vector(name: str, spec: DecoderSpec) -> Vector | None:

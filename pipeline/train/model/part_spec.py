@@ -68,10 +68,10 @@ class Matrix:
     """Outputs."""
     columns: int
     """Inputs."""
-    cut: Literal["rows", "columns"]
+    cut: Literal["rows", "columns", "positions"]
     """Dimension that tp cuts. By rows: each rank has the whole input and computes some of the outputs. By columns: each
     rank has some of the input, and the results are added up over tp. So a matrix whose input comes from one that is cut
-    by rows is cut by columns."""
+    by rows is cut by columns. By positions: each rank has all of the matrix, and multiplies some of the tokens."""
     bias: bool = False
     heads: int | None = None
     """Number of heads in the rows; several tp ranks may share one head. None: tp divides the rows."""
@@ -94,17 +94,67 @@ class Matrix:
         if self.shared(tp):
             assert self.heads is not None
             return self.rows // self.heads, self.columns
+        if self.cut == "positions":
+            return self.rows, self.columns
         return (self.rows // tp, self.columns) if self.cut == "rows" else (self.rows, self.columns // tp)
+
+    def whole(self, tp: int) -> bool:
+        """True if every rank of tp has all of it."""
+        return self.cut == "positions" or self.shared(tp)
 
     def parameters(self, tp: int) -> int:
         """Elements that a rank of tp has, without the bias."""
-        return self.elements if self.shared(tp) else self.elements // tp
+        return self.elements if self.whole(tp) else self.elements // tp
 
     def bias_parameters(self, tp: int) -> int:
         """Elements of the bias that a rank of tp has."""
         if not self.bias:
             return 0
-        return self.rows if self.cut == "columns" or self.shared(tp) else self.rows // tp
+        return self.rows if self.cut == "columns" or self.whole(tp) else self.rows // tp
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of experts, one parameter [count, rows, columns]; a token is multiplied with some of them.
+
+    tp does not cut them: its ranks are places with other tokens, as those of dp_shard and cp are.
+    """
+
+    name: str
+    """Name of the parameter within the part, like `experts.w1`."""
+    count: int
+    """Experts."""
+    used: int
+    """Those that a token is multiplied with."""
+    rows: int
+    """Outputs of one."""
+    columns: int
+    """Inputs of one."""
+    bias: bool = False
+    """Each has a bias; `bias_name` is a parameter [count, rows]."""
+    to_residual: bool = False
+    """See `Matrix`."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of all."""
+        return self.count * self.rows * self.columns
+
+    @property
+    def used_elements(self) -> int:
+        """Elements that a token is multiplied with."""
+        return self.used * self.rows * self.columns
+
+    @property
+    def bias_name(self) -> str:
+        """Name of the parameter of the biases within the part: `experts.b1` of `experts.w1`."""
+        module, _, name = self.name.rpartition(".")
+        return f"{module}.b{name[1:]}"
+
+    @property
+    def parameters(self) -> int:
+        """Elements with biases."""
+        return self.elements + (self.count * self.rows if self.bias else 0)
 
 
 @dataclass(frozen=True)
@@ -244,9 +294,19 @@ class LayerPartSpec(ABC):
         """In the order of the forward pass."""
 
     @property
-    def vectors(self) -> tuple[Vector, ...]:
-        """Parameters besides matrices, biases and norms."""
+    def stacks(self) -> tuple[Stack, ...]:
+        """Matrices of experts, in the order of the forward pass."""
         return ()
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """Parameters besides matrices, stacks, biases and norms."""
+        return ()
+
+    @property
+    def tp_inputs(self) -> tuple[str, ...]:
+        """Names of the modules within the part whose input tp collects; `""`: the part itself."""
+        return ("",)
 
     @property
     def fp32_modules(self) -> tuple[str, ...]:
@@ -298,16 +358,24 @@ class LayerPartSpec(ABC):
         module, _, kind = name.rpartition(".")
         return next((each for each in self.matrices if kind == "weight" and each.name == module), None)
 
+    def stack(self, name: str) -> Stack | None:
+        """The stack that a parameter within the part is, or has the biases of."""
+        return next((each for each in self.stacks if name in (each.name, each.bias_name)), None)
+
     def parameters(self, tp: int = 1) -> int:
         """Parameters on one rank of tp."""
         biases = sum(matrix.bias_parameters(tp) for matrix in self.matrices)
         norms = sum(norm.parameters(tp) for norm in self.head_norms)
         vectors = sum(prod(vector.shape) // tp for vector in self.vectors)
-        return self.matrix_parameters(tp) + biases + norms + vectors
+        return self.matrix_parameters(tp) + biases + norms + vectors + self.stack_parameters(tp)
 
     def matrix_parameters(self, tp: int = 1) -> int:
         """Those of them that are in matrices."""
         return sum(matrix.parameters(tp) for matrix in self.matrices)
+
+    def stack_parameters(self, tp: int = 1) -> int:
+        """Parameters of experts on one rank of tp, whose ranks have shards of them as those of dp_shard and cp have."""
+        return sum(stack.parameters for stack in self.stacks) // tp
 
     def partial_gradients(self, tp: int) -> Iterator[int]:
         """Sizes of the parameters that all ranks of tp have and of whose gradients each knows a part."""
@@ -315,7 +383,7 @@ class LayerPartSpec(ABC):
             if norm.heads is None:
                 yield from norm.spec.parameters(norm.head_dim)
         for matrix in self.matrices:
-            if matrix.shared(tp):
+            if matrix.whole(tp):
                 yield matrix.elements
                 if matrix.bias:
                     yield matrix.rows
@@ -387,6 +455,11 @@ class LayerSpec:
     def matrices(self) -> dict[str, Matrix]:
         """By name of the module within the layer, in the order of the forward pass."""
         return {f"{place}.{each.name}": each for place, part in self.parts.items() for each in part.matrices}
+
+    @cached_property
+    def stacks(self) -> dict[str, Stack]:
+        """By name of the parameter within the layer."""
+        return {f"{place}.{each.name}": each for place, part in self.parts.items() for each in part.stacks}
 
     @cached_property
     def norm_sizes(self) -> list[int]:

@@ -1,0 +1,147 @@
+"""Rows of tokens in the order of their experts, and back.
+
+Shapes: T tokens, D width, K experts of each, N = T K rows, E experts, B samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Rows of tokens, one for each of their experts, in the order of the experts."""
+
+    order_N: Tensor
+    """Row -> place in [T, K], flat."""
+    inverse_N: Tensor
+    """The reverse."""
+    counts_BE: Tensor
+    """int64, how often the tokens of a sample chose an expert."""
+    top_k: int
+
+    @classmethod
+    def of(cls, ids_TK: Tensor, samples: int, experts: int) -> RowOrder:
+        """The order for choices of tokens of some samples, which have equally many."""
+        choices, top_k = ids_TK.numel(), ids_TK.shape[1]
+        sorted_N, order_N = torch.sort(ids_TK.flatten(), stable=True)
+        inverse_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(choices, device=order_N.device))
+        # Rows of an expert are in the order of the tokens, so these are ascending; bincount would wait for the host.
+        samples_N = torch.div(order_N, max(1, choices // max(1, samples)), rounding_mode="floor")
+        keys = torch.arange(experts * samples + 1, device=order_N.device)
+        ends = torch.searchsorted(sorted_N * samples + samples_N, keys)
+        counts_BE = ends.diff().view(experts, samples).T.contiguous()
+        return cls(order_N, inverse_N, counts_BE, top_k)
+
+    def rows(self, x_TD: Tensor) -> Tensor:
+        """The rows [N, D] of tokens."""
+        return cast(Tensor, _Rows.apply(x_TD, self))  # type: ignore[no-untyped-call]
+
+    def gates(self, gates_TK: Tensor) -> Tensor:
+        """Their weights [N]."""
+        return permuted(gates_TK.flatten(), self.order_N, self.inverse_N)
+
+    def summed(self, rows_ND: Tensor) -> Tensor:
+        """The sum over the rows of each token [T, D], added in fp32."""
+        return cast(Tensor, _Summed.apply(rows_ND, self))  # type: ignore[no-untyped-call]
+
+
+class Sizes(Protocol):
+    """Numbers of rows of an exchange, with which its repetition sends the same."""
+
+    ends_E: Tensor
+    """int32, of the experts that this process has: rows up to the end of each."""
+    rows: int
+    """Rows for the experts that this process has."""
+
+
+class Exchange(Protocol):
+    """Way of rows to the processes that have their experts."""
+
+    def sizes(self, counts_E: Tensor, rows: int) -> Sizes:
+        """Of an exchange, from how many rows each expert gets from here; every process calls this."""
+
+    def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """Rows and weights of this process's experts, in their order; both may be on their way until `arrived`."""
+
+    def arrived(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """What `there` gave, when it is there."""
+
+    def back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
+        """The reverse of both for rows: their results, in the order in which they were sent."""
+
+
+@dataclass(frozen=True)
+class _OwnSizes:
+    ends_E: Tensor
+    rows: int
+
+
+class AllHere:
+    """No exchange: each process has all experts."""
+
+    def sizes(self, counts_E: Tensor, rows: int) -> Sizes:
+        """See `Exchange`."""
+        return _OwnSizes(counts_E.cumsum(0).int(), rows)
+
+    def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """See `Exchange`."""
+        return rows_ND, gates_N
+
+    arrived = there
+
+    def back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
+        """See `Exchange`."""
+        return rows_ND
+
+
+def permuted(x: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+    """x[order], whose gradient is gathered by the inverse: no sums whose order is left to chance."""
+    return cast(Tensor, _Permuted.apply(x, order_N, inverse_N))  # type: ignore[no-untyped-call]
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_N)
+        return x.index_select(0, order_N)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_N,) = ctx.saved_tensors
+        return gradients[0].index_select(0, inverse_N), None, None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order: RowOrder) -> Tensor:
+        ctx.order = order
+        return _of_tokens(x_TD, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradients[0], ctx.order), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, order: RowOrder) -> Tensor:
+        ctx.order = order
+        return _sum(rows_ND, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _of_tokens(gradients[0], ctx.order), None
+
+
+def _of_tokens(x_TD: Tensor, order: RowOrder) -> Tensor:
+    return x_TD.index_select(0, torch.div(order.order_N, order.top_k, rounding_mode="floor"))
+
+
+def _sum(rows_ND: Tensor, order: RowOrder) -> Tensor:
+    by_token_TKD = rows_ND.index_select(0, order.inverse_N).unflatten(0, (-1, order.top_k))
+    return by_token_TKD.sum(1, dtype=torch.float32).to(rows_ND.dtype)
