@@ -382,7 +382,11 @@ RULES: Sequence[Rule] = (
         "multiple of `cp`, or `cp` is a multiple of them: then they are sent to several ranks.",
         _exchanged_heads,
     ),
-    Rule(("parallel.cp",), "Every mixer can compute on shards of sequences. Attention can.", _whole_sequences),
+    Rule(
+        ("parallel.cp",),
+        "Every mixer can compute on shards of sequences. Attention and latent attention can.",
+        _whole_sequences,
+    ),
     *RECOMPUTE_RULES,
     *ATTENTION_RULES,
     *FP8_RULES,
