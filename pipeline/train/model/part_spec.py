@@ -58,7 +58,8 @@ def yarn_factor(scaling: RopeScalingConfig, mscale: float) -> float:
 
 def default_scale(head_dim: int, *, mup: bool) -> float:
     """Factor on the products of queries and keys: 1 / root of the size of a head, or with muP one over the size."""
-    return _MUP_HEAD_DIM**0.5 / head_dim if mup else head_dim**-0.5
+    scale: float = _MUP_HEAD_DIM**0.5 / head_dim if mup else head_dim**-0.5
+    return scale
 
 
 def softmax_factor(scaling: RopeScalingConfig | None) -> float:

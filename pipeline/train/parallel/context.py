@@ -195,7 +195,9 @@ class ExchangedHeads(_ContextAxis):
         by_rank = [self._pieces(x, 2).flatten(3) for x in three]
         mixed = cast(Tensor, _Exchange.apply(torch.cat(by_rank, dim=3).flatten(2), self, True))  # type: ignore[no-untyped-call]
         parts = torch.split(mixed, [x.shape[3] for x in by_rank], dim=2)
-        q_BSHE, k_BSKE, v_BSKV = (part.unflatten(2, (-1, x.shape[3])) for part, x in zip(parts, three, strict=True))
+        q_BSHE, k_BSKE, v_BSKV = (
+            part.reshape(*part.shape[:2], -1, x.shape[3]) for part, x in zip(parts, three, strict=True)
+        )
         return cast(Tensor, _Exchange.apply(core(q_BSHE, k_BSKE, v_BSKV, 0), self, False))  # type: ignore[no-untyped-call]
 
     def attend_latent(

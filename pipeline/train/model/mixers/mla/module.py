@@ -54,13 +54,12 @@ class LatentAttention(nn.Module):
     def _queries(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
         """[B, S, H, E], of which the last R dimensions are turned."""
         spec, module = self.spec, self.get_submodule
-        if spec.q_rank is None:
-            q_BSHE = module("wq")(x_BSD).unflatten(-1, (-1, spec.head_dim))
-        else:
-            q_BSHE = module("wqb")(module("q_norm")(module("wqa")(x_BSD))).unflatten(-1, (-1, spec.head_dim))
+        direct = spec.q_rank is None
+        q: Tensor = module("wq")(x_BSD) if direct else module("wqb")(module("q_norm")(module("wqa")(x_BSD)))
+        q_BSHE = q.reshape(*q.shape[:2], -1, spec.head_dim)
         if context.rope is None:
             return q_BSHE
-        q_BSHN, q_BSHR = torch.split(q_BSHE, (spec.nope_dim, spec.rope_dim), dim=-1)
+        q_BSHN, q_BSHR = torch.split(q_BSHE, [spec.nope_dim, spec.rope_dim], dim=-1)
         return torch.cat((q_BSHN, apply_rope(q_BSHR, *context.rope)), dim=-1)
 
     def _latents(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
@@ -104,7 +103,7 @@ class LatentAttention(nn.Module):
             return attend_piece(q_BSHE, *self._keys_values(c_BSC, r_BSR), 0)
 
         def expand(g_BTG: Tensor) -> tuple[Tensor, Tensor]:
-            return self._keys_values(*torch.split(g_BTG, (self.spec.kv_rank, self.spec.rope_dim), dim=-1))
+            return self._keys_values(*torch.split(g_BTG, [self.spec.kv_rank, self.spec.rope_dim], dim=-1))
 
         g_BLG = torch.cat((c_BSC, r_BSR), dim=-1)
         return cut.attend_latent(q_BSHE, g_BLG, expand, attend_piece, [mask.keys for mask in context.sights])
