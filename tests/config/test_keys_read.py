@@ -62,7 +62,14 @@ VARIANTS: list[dict[str, Any]] = [
         "train.batch_ramp": {"start": 2, "increment": 1, "tokens": 64},
         "train.objective": {"type": "fim"},
         "model.pattern": ["near", "far"],
-        "model.kinds": {"near": {"sliding_window": 8}, "far": {"positions": "none"}},
+        "model.kinds": {
+            "near": {"sliding_window": 8},
+            "far": {
+                "positions": "none",
+                "mixer": "mla",
+                "mla": {"kv_rank": 8, "q_rank": 8, "nope_dim": 4, "rope_dim": 4, "value_dim": 4},
+            },
+        },
         "blend": {
             "phases": [
                 {"name": "a", "until": "1 steps", "slices": {"sea": [0, "30 documents"]}, "temperature": 2},

@@ -13,6 +13,7 @@ from typing import get_args
 from pipeline.common.errors import UserError
 from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.mlps.dense.spec import DenseKind, MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, MixerSpec, NormSpec
@@ -64,7 +65,10 @@ def period_of(items: Sequence[object]) -> int:
     return next(step for step in range(1, len(items) + 1) if items[step:] == items[: len(items) - step])
 
 
-MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {"attention": AttentionSpec.of}
+MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {
+    "attention": AttentionSpec.of,
+    "mla": MlaSpec.of,
+}
 """By value of `model.mixer`, what makes the spec of the mixer."""
 MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = {
     **dict.fromkeys(get_args(DenseKind), MlpSpec.of),

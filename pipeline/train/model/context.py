@@ -67,6 +67,24 @@ class SequenceCut(Protocol):
             keys: Keys that each piece needs, see `AttentionMask`.
         """
 
+    def attend_latent(
+        self,
+        q_BLHE: Tensor,
+        g_BLG: Tensor,
+        expand: Callable[[Tensor], tuple[Tensor, Tensor]],
+        core: AttentionFn,
+        keys: Sequence[int],
+    ) -> Tensor:
+        """The same of keys and values that are made of a latent; sent is the latent, where that is possible.
+
+        Args:
+            q_BLHE: Queries.
+            g_BLG: Latents.
+            expand: Makes keys [B, T, H, E] and values [B, T, H, V] of latents [B, T, G].
+            core: See `attend`.
+            keys: See `attend`.
+        """
+
 
 @dataclass(frozen=True)
 class Context:

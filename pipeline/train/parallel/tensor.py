@@ -46,7 +46,10 @@ from pipeline.train.model.head import Head
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.part_spec import HeadNorm, LayerPartSpec, Matrix
 from pipeline.train.parallel.experts import PositionsOfRanks, mixtures
-from pipeline.train.parallel.torch_compat.core import all_reduce
+from pipeline.train.parallel.torch_compat.core import all_reduce, with_parts_of_gradient
+
+_OWN = Shard(0)
+"""Layout of what each rank has for itself, heads or a gradient's part, as if it had samples of its own."""
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -111,12 +114,15 @@ def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: 
         elif matrix.shared(mesh.size()):
             linear = cast(nn.Linear, module.get_submodule(matrix.name))
             module.set_submodule(matrix.name, SharedHeads(linear, _shared_rows(matrix, mesh), mesh))
+        elif matrix.cut == "whole":
+            plan[matrix.name] = _WholeParameters(_OWN)
+        elif matrix.cut == "columns":
+            plan[matrix.name] = RowwiseParallel(output_layouts=stream)
         else:
-            columns = matrix.cut == "columns"
-            plan[matrix.name] = RowwiseParallel(output_layouts=stream) if columns else ColwiseParallel()
+            plan[matrix.name] = _RowsOfWhole() if matrix.of_whole else ColwiseParallel()
     for norm in part.head_norms:
         if norm.heads is None:
-            plan[norm.name] = _WholeParameters(Shard(2))  # each rank has heads of [B, S, H, E]
+            plan[norm.name] = _WholeParameters(_OWN)
         else:
             module.set_submodule(norm.name, ShardedRMSNorm(norm, module.get_submodule(norm.name), mesh))
     for vector in part.vectors:
@@ -160,6 +166,9 @@ class _WholeParameters(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_module: nn.Module, inputs: tuple[Tensor]) -> DTensor:
+            if isinstance(inputs[0], DTensor):  # the input of a mixer, the same on all ranks
+                own = inputs[0].to_local(grad_placements=[Partial()])
+                return DTensor.from_local(own, device_mesh, [self._layout], run_check=False)
             whole = DTensor.from_local(inputs[0], device_mesh, [self._comes_as], run_check=False)
             return whole.redistribute(placements=[self._layout])
 
@@ -170,6 +179,20 @@ class _WholeParameters(ParallelStyle):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
         return module
+
+
+class _RowsOfWhole(ColwiseParallel):
+    """`ColwiseParallel` of an input that all ranks have made for themselves: each keeps its part of the gradient.
+
+    What made it, see `Matrix.cut`, takes the sum once, over gradients of weights, and not in each pass.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_module: nn.Module, inputs: tuple[Tensor]) -> DTensor:
+            return with_parts_of_gradient(inputs[0], device_mesh)
+
+        module.register_forward_pre_hook(enter)
+        return super()._apply(module, device_mesh)
 
 
 class _VocabParallelHead(ParallelStyle):

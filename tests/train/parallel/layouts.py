@@ -106,8 +106,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "post": {"mixer": "none", "norm_place": "post", "ffn_dim": 64},
         },
     },
+    "latent": {
+        "model.document_attention": True,
+        "model.mixer": "mla",
+        "model.pattern": ["wide", "near"],
+        "model.kinds": {
+            "wide": {
+                "mla": {"kv_rank": 24, "q_rank": 20, "nope_dim": 8, "rope_dim": 4, "value_dim": 6},
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4,
+                    "original_max_positions": 16,
+                    "beta_fast": 4,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.7,
+                },
+            },
+            "near": {
+                "mla": {"kv_rank": 12, "nope_dim": 4, "rope_dim": 6, "value_dim": 12},
+                "sliding_window": 7,
+                "sinks": True,
+            },
+        },
+    },
 }
-"""GPT-2-like, Llama-like, one with what those two do not have, and two whose layers are of several kinds."""
+"""GPT-2-like, Llama-like, one with what those two do not have, and three whose layers are of several kinds."""
 
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {
@@ -143,7 +166,7 @@ for _keys in EXPERT_FAMILIES.values():
     _keys["train.batch_size"] = 15
 FAMILIES |= EXPERT_FAMILIES
 
-CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null"}
+CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null", "latent": 29}
 CHUNK_TOKENS |= {"mixtral": 37, "deepseek": "null", "gpt_oss": 16}
 """What the layouts compute their loss in; the one process does so in one piece."""
 

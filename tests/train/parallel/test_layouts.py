@@ -46,8 +46,16 @@ SLOW = (
 """Of the others those that are: each is much like a quick one."""
 
 
+LATENT = (
+    *("tp2", "tp2-no_sp", "fsdp2-reshard-tp2", "pp2-1f1b", "fsdp2-reshard-compiled"),
+    *("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp2-all_gather-tp2", "reshard-cp2-ulysses-tp2"),
+    *("tp2-full", "tp2-selective", "tp2-selective-compiled", "reshard-cp2-all_gather-selective"),
+)
+"""Rows that latent attention is tried with besides; without a mark the first."""
+
+
 def cases() -> Iterator[Any]:
-    """Every row with two families, of equal layers or of several kinds.
+    """Every row with two families, of equal layers or of several kinds; some with latent attention too.
 
     Quick are those of two processes with one family, and each second one of four.
     """
@@ -60,6 +68,9 @@ def cases() -> Iterator[Any]:
             marks = [pytest.mark.slow] if not quick else [] if row.name in COVERING else [pytest.mark.guard]
             marks = [*layouts.trains(row.kind.schedule or ""), *marks]
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
+        if row.name in LATENT:
+            marks = [] if row.name == LATENT[0] else [pytest.mark.guard]
+            yield pytest.param(row, "latent", id=f"{row.name}-latent", marks=marks)
 
 
 @pytest.mark.parametrize(("row", "family"), list(cases()))

@@ -79,6 +79,11 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("mixed", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "full"}),
     ("branches", 2, {"tp": 2}, {"recompute.mode": "full"}),
     ("branches", 4, {"pp": 2, "dp_shard": 2}, {}),
+    # Latents that are sent in place of keys and values, and matrices that all ranks of tp have.
+    ("latent", 2, {"tp": 2}, {"recompute": {"mode": "selective", "keep": ["matmul", "communication"]}}),
+    ("latent", 2, {"cp": 2}, {"recompute.mode": "full"}),
+    ("latent", 2, {"cp": 2, "cp_method": "ulysses"}, {}),
+    ("latent", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "selective"}),
     # More stages on a rank than torch keeps whole at a time.
     (
         "llama",
@@ -94,7 +99,7 @@ def cases() -> Iterator[Any]:
         words = [family, *(f"{key}_{value}" for key, value in parallel.items() if isinstance(value, int | str)), *train]
         for section in ("pipeline", "overlap"):
             words += [str(value) for value in parallel.get(section, {}).values()]
-        marks = ([], pytest.mark.guard, pytest.mark.slow)[min(number, 2)]
+        marks = ([], pytest.mark.guard, pytest.mark.slow)[1 if family == "latent" else min(number, 2)]
         yield pytest.param(family, world, parallel, train, id="-".join(words), marks=marks)
 
 
