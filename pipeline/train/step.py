@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
-from pipeline.train.model.context import ActivationObserver, Context, SequenceCut
+from pipeline.train.model.context import ActivationObserver, Ahead, Context, SequenceCut
 from pipeline.train.model.dropout import Dropout
 from pipeline.train.model.loss import Criterion, TokenLosses
 from pipeline.train.monitor.host_copy import HostCopy, to_device
@@ -40,6 +40,7 @@ def make_context(
     observer: ActivationObserver | None = None,
     cut: SequenceCut | None = None,
     dropout: Dropout | None = None,
+    ahead: Ahead | None = None,
 ) -> Context:
     """The context of a batch: all that the model needs besides the tokens.
 
@@ -50,6 +51,7 @@ def make_context(
         observer: Is shown what the layers compute.
         cut: Which share of the sequences it gets.
         dropout: What a training drops.
+        ahead: Targets of multi-token prediction, of what it gets.
     """
     bounds, starts = (batch.bounds, batch.starts) if document_attention else (None, None)
     length = batch.tokens.shape[1]
@@ -61,6 +63,7 @@ def make_context(
         observer=observer,
         cut=cut,
         dropout=dropout,
+        ahead=ahead,
     )
 
 
@@ -90,6 +93,8 @@ class StepResult:
     """Observations by layer, if this step was observed."""
     loss_scale: Tensor | None
     """fp32 scalar: the factor on the loss, with fp16."""
+    of_depths: Tensor | None = None
+    """[depths] fp64, mean cross entropy of each depth of multi-token prediction."""
 
     def to_host(self) -> Callable[[], StepResult]:
         """Begin to copy all of it to the host; called, what this gives waits for that and for nothing issued later."""
@@ -144,6 +149,7 @@ class Stepper:
         valid_targets: int,
         lr: float,
         *,
+        valid_ahead: Sequence[int] = (),
         step: int = 0,
         data_hash: int = 0,
         wish: Callable[[], StopRequest] = lambda: StopRequest(False, False),
@@ -155,6 +161,7 @@ class Stepper:
             micro_batches: this rank's share of it.
             valid_targets: of the global batch over all ranks; the loss is a token sum divided by it.
             lr: learning rate of this step.
+            valid_ahead: of the global batch, by depth of multi-token prediction.
             step: its number, from 1; decides whether it is observed.
             data_hash: of this rank's samples.
             wish: what this rank is asked for, looked at when all has been issued; all learn of it from the result.
@@ -164,20 +171,26 @@ class Stepper:
             whole = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
             batches = [sequence_shard(batch, self._model.cut) for batch in whole]
             self._observer.begin(step)
-            contexts = [self._context(*pair, valid_targets) for pair in zip(whole, batches, strict=True)]
+            contexts = [self._context(*pair, valid_targets, valid_ahead) for pair in zip(whole, batches, strict=True)]
             sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
+            of_depths = torch.zeros(len(valid_ahead), dtype=torch.float64, device=self._device)
         with span("forward and backward"):
             self._model.prepare_passes()
-            self.runner.train(batches, contexts, self._objective(sums))
+            self.runner.train(batches, contexts, self._objective(sums, of_depths, valid_ahead))
         with span("reduce"):
             self._gradients.sum_tied()
             self._observer.gradients(self._gradients)
             # One sum over all ranks for everything that they have to agree on.
-            parts = [self._gradients.sum_of_squares()[None], *self._facts(data_hash, wish(), work), sums.flatten()]
+            parts = [
+                self._gradients.sum_of_squares()[None],
+                *self._facts(data_hash, wish(), work),
+                sums.flatten(),
+                of_depths,
+            ]
             everything = torch.cat(parts)
             dist.all_reduce(everything)
         with span("clip"):
-            squares, wishes, words, works, flat = torch.split(everything, [part.numel() for part in parts])
+            squares, wishes, words, works, flat, ahead = torch.split(everything, [part.numel() for part in parts])
             nats, targets = flat.view_as(sums)
             norm, scale = squares[0].sqrt(), self.loss_scale
             if scale is not None:
@@ -195,23 +208,32 @@ class Stepper:
                 self.ema.update(updated)
         loss_scale = None if scale is None else scale.scale
         observed = self._observer.finish(loss_scale)
-        result = StepResult(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale)
+        result = StepResult(
+            *(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale),
+            of_depths=ahead if valid_ahead else None,
+        )
         if scale is not None:
             scale.update(finite)
         return result
 
-    def _context(self, whole: Batch, batch: Batch, valid_targets: int) -> Context:
+    def _context(self, whole: Batch, batch: Batch, valid_targets: int, valid_ahead: Sequence[int]) -> Context:
         """The context of a micro-batch in training, which minimizes cross entropy over the step's valid targets.
 
         Args:
             whole: With all of its sequences.
             batch: With this rank's share of them.
             valid_targets: Of the global batch.
+            valid_ahead: Of the global batch, by depth of multi-token prediction.
         """
-        weight = batch.weight / max(1, valid_targets)
-        if self.loss_scale is not None:
-            weight = weight * self.loss_scale.scale
-        loss = self._config.train.loss
+        loss, scale = self._config.train.loss, self.loss_scale
+        weight, ahead = batch.weight / max(1, valid_targets), None
+        if scale is not None:
+            weight = weight * scale.scale
+        if batch.ahead_targets is not None and batch.ahead_weight is not None:
+            factors = [loss.mtp_weight / len(valid_ahead) / max(1, count) for count in valid_ahead]
+            pairs = zip(batch.ahead_weight.unbind(1), factors, strict=True)
+            weight_BNS = torch.stack([weight_BS * factor for weight_BS, factor in pairs], dim=1)
+            ahead = Ahead(batch.ahead_targets, weight_BNS if scale is None else weight_BNS * scale.scale)
         shard = self._model.vocab_shard
         criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.tokens_at_once(self._model.vocab_columns))
         return make_context(
@@ -221,6 +243,7 @@ class Stepper:
             self._observer.watch(batch),
             self._model.cut,
             self._dropout(whole),
+            ahead,
         )
 
     def _dropout(self, batch: Batch) -> Dropout | None:
@@ -231,8 +254,10 @@ class Stepper:
         assert batch.samples is not None, "dropout goes by the numbers of the samples"
         return Dropout(rate, self._config.run.seed, batch.samples)
 
-    def _objective(self, sums: Tensor) -> Callable[[TokenLosses, Batch], Tensor]:
-        """Books the sums by source."""
+    def _objective(
+        self, sums: Tensor, of_depths: Tensor, valid_ahead: Sequence[int]
+    ) -> Callable[[TokenLosses, Batch], Tensor]:
+        """Books the sums by source, and the means of the depths of multi-token prediction."""
 
         def objective(losses: TokenLosses, batch: Batch) -> Tensor:
             if self._mesh.rank("tp") == 0:  # the others have the same sums
@@ -241,6 +266,10 @@ class Stepper:
                     index = batch.sources.clamp(min=0)
                     sums[0].index_add_(0, index, (losses.loss_BS * batch.weight).sum(dim=1, dtype=torch.float64))
                     sums[1].index_add_(0, index, batch.weight.sum(dim=1, dtype=torch.float64))
+                    if batch.ahead_weight is not None:
+                        for depth, (loss_BS, count) in enumerate(zip(losses.of_depths, valid_ahead, strict=True)):
+                            nats = (loss_BS * batch.ahead_weight[:, depth]).sum(dtype=torch.float64)
+                            of_depths[depth] += nats / max(1, count)
             return losses.total
 
         return objective

@@ -122,6 +122,8 @@ def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
         "skipped": spike or not result.finite.item(),
         "data_hash": f"{result.data_hash():016x}",
     }
+    if result.of_depths is not None:
+        values["mtp_loss"] = result.of_depths.tolist()
     if result.zscores is not None:
         values["spike"] = spike
         zscores = zip(("loss_zscore", "grad_norm_zscore"), result.zscores.tolist(), strict=True)

@@ -129,6 +129,7 @@ class Trainer:
                             data.micro_batches,
                             data.valid_targets,
                             issued.lr,
+                            valid_ahead=data.valid_ahead,
                             step=step,
                             data_hash=data.data_hash,
                             wish=self._wish,

@@ -64,6 +64,17 @@ class SequenceCut(Protocol):
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Targets of multi-token prediction for N depths, cut as the input of the model is."""
+
+    targets_BNS: Tensor
+    """int64 ids: at d - 1 those d + 1 places ahead of each position. A depth's are the input of the next one, as the
+    model's own targets are that of the first."""
+    weight_BNS: Tensor
+    """fp32, see `Criterion`."""
+
+
+@dataclass(frozen=True)
 class Context:
     """Arguments of a forward pass besides its input.
 
@@ -82,6 +93,7 @@ class Context:
         observer: Is shown what the layers compute.
         cut: The input is a share of the sequence; bounds, positions and length are the whole's. Not with states.
         dropout: What is dropped; None: nothing, as outside of training steps.
+        ahead: With a criterion: targets of multi-token prediction; None: it is left out.
     """
 
     bounds_BS: Tensor | None = None
@@ -95,6 +107,7 @@ class Context:
     observer: ActivationObserver | None = None
     cut: SequenceCut | None = None
     dropout: Dropout | None = None
+    ahead: Ahead | None = None
 
 
 @dataclass

@@ -46,7 +46,10 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
     if cut is None:
         return batch
     tokens, targets, weight = (cut.shard(x) for x in (batch.tokens, batch.targets, batch.weight))
-    return replace(batch, tokens=tokens, targets=targets, weight=weight, starts=batch.starts[:0])
+    ahead = {
+        name: cut.shard(x, 2) for name in ("ahead_targets", "ahead_weight") if (x := getattr(batch, name)) is not None
+    }
+    return replace(batch, tokens=tokens, targets=targets, weight=weight, starts=batch.starts[:0], **ahead)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "post": {"mixer": "none", "norm_place": "post", "ffn_dim": 64},
         },
     },
+    "ahead": {
+        "model.kv_heads": 4,
+        "model.document_attention": True,
+        "model.embedding_scale": 8.0,
+        "model.mtp": {"depth": 2},
+        "train.loss.z_loss": 1e-3,
+    },
+    "ahead_tied": {
+        "model.kv_heads": 4,
+        "model.tie_embeddings": True,
+        "model.pattern": ["near", "far"],
+        "model.kinds": {"near": {"sliding_window": 7}, "far": {"positions": "none", "norm_place": "output"}},
+        "model.dropout": 0.1,
+        "model.mtp": {"depth": 1},
+        "train.loss.mtp": 0.5,
+    },
 }
-"""GPT-2-like, Llama-like, one with what those two do not have, and two whose layers are of several kinds."""
+"""GPT-2-like, Llama-like, one with what those two do not have, two whose layers are of several kinds, and two with
+multi-token prediction."""
 
-CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null"}
+CHUNK_TOKENS = {
+    "ahead": 41,
+    "ahead_tied": "null",
+    "llama": 37,
+    "gpt2": "null",
+    "qwen3": 16,
+    "mixed": 21,
+    "branches": "null",
+}
 """What the layouts compute their loss in; the one process does so in one piece."""
 
 COMMON: dict[str, Any] = {
@@ -132,7 +158,7 @@ COMMON: dict[str, Any] = {
 def write(root: Path) -> None:
     """A corpus, its datasets, and a run file for each family."""
     for name, keys in FAMILIES.items():
-        file = tiny.write_run(root, {**COMMON, **keys}, f"{name}.yaml")
+        file = tiny.write_run(root, {**deepcopy(COMMON), **keys}, f"{name}.yaml")
     preprocess(load(file))
 
 
@@ -186,6 +212,9 @@ def differences(run: Path, one: Path) -> list[str]:
         for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("validation_loss", 1e-5)):
             if key in other and not abs(row[key] - other[key]) <= tolerance * abs(other[key]):
                 found.append(f"step {row['step']}: {key} {row[key]} instead of {other[key]}")
+        for depth, (mine, its) in enumerate(zip(row.get("mtp_loss", []), other.get("mtp_loss", []), strict=True)):
+            if not abs(mine - its) <= 1e-5 * its:
+                found.append(f"step {row['step']}: mtp_loss of depth {depth} {mine} instead of {its}")
         if row["loss_by_source"].keys() != other["loss_by_source"].keys():
             found.append(f"step {row['step']}: loss_by_source {row['loss_by_source']}")
     return found
