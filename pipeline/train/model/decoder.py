@@ -5,7 +5,7 @@ Shapes: B batch, S positions, D width, V padded vocabulary, or the share of it t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -21,7 +21,7 @@ from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel, Prepared, mask_by_row
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
-from pipeline.train.model.mtp import MtpLayer, losses_of_all
+from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec, Reach
 from pipeline.train.model.rope import rope_tables
@@ -118,6 +118,10 @@ class Decoder(nn.Module):
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
             x = dropped(x, "embedding", dropout)
+        weight, ahead = self._head_weight(), [self._embed(tokens_BS) for tokens_BS in self._tokens_ahead(context)]
+        if ahead and not part.first:
+            x, *ahead = joined(x, *ahead, *([weight] if spec.tie_embeddings else []))
+            weight = ahead.pop() if spec.tie_embeddings else weight
         for block, of_layer in zip(self.layers.values(), contexts, strict=False):
             x = block(x, of_layer)
         if context.states is not None:
@@ -127,10 +131,13 @@ class Decoder(nn.Module):
                 last_B = torch.tensor([count - 1 for count in counts], device=x.device)
                 x = x[torch.arange(len(counts), device=x.device), last_B][:, None]
         if part.last:
-            weight = self.embedding.weight if spec.tie_embeddings else self.head.weight
             x = self.norm(x)
             if context.ahead is not None:
-                return self._losses_of_all(x, weight, context, contexts[len(self.layers) :])
+                assert context.criterion is not None and weight is not None
+                streams = [x]
+                for layer, embedded, of_layer in zip(self.mtp_layers, ahead, contexts[len(self.layers) :], strict=True):
+                    streams.append(layer(embedded, streams[-1], of_layer))
+                return losses_of_all(self.head, streams, weight, context.criterion, context.ahead)
             losses_or_logits: Tensor | TokenLosses = self.head(x, weight, context.criterion)
             return losses_or_logits
         return x
@@ -141,16 +148,19 @@ class Decoder(nn.Module):
         # Rounded to the type of the weights, as published models of 16 bits were trained.
         return x_BSD if scale == 1 else x_BSD * torch.full((), scale, dtype=x_BSD.dtype, device=x_BSD.device)
 
-    def _losses_of_all(
-        self, x_BSD: Tensor, weight: Tensor, context: Context, contexts: Sequence[LayerContext]
-    ) -> TokenLosses:
-        """Losses with those of multi-token prediction, from the stream behind the last norm."""
-        assert context.criterion is not None and context.ahead is not None
-        tokens = [context.criterion.targets_BS, *context.ahead.targets_BNS.unbind(1)[:-1]]
-        streams = [x_BSD]
-        for layer, tokens_BS, of_layer in zip(self.mtp_layers, tokens, contexts, strict=True):
-            streams.append(layer(self._embed(tokens_BS), streams[-1], of_layer))
-        return losses_of_all(self.head, streams, weight, context.criterion, context.ahead)
+    def _tokens_ahead(self, context: Context) -> list[Tensor]:
+        """Tokens [B, S] that each depth of multi-token prediction reads, where it is trained."""
+        if context.ahead is None or not self.part.last:
+            return []
+        assert context.criterion is not None
+        return [context.criterion.targets_BS, *context.ahead.targets_BNS.unbind(1)[:-1]]
+
+    def _head_weight(self) -> Tensor | None:
+        """The head's weight, if it is here."""
+        if not self.part.last:
+            return None
+        weight: Tensor = self.embedding.weight if self.spec.tie_embeddings else self.head.weight
+        return weight
 
     def new_states(self, rows: int, max_length: int | None = None) -> States:
         """Empty states, for `Context.states`.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,3 +83,26 @@ def losses_of_all(
     total, loss = head(torch.cat(list(streams_BSD)), weight, whole)[:2]
     loss_BS, *of_depths = loss.chunk(len(streams_BSD))
     return TokenLosses(total, loss_BS, tuple(of_depths))
+
+
+def joined(*tensors: Tensor) -> list[Tensor]:
+    """The same tensors, whose gradients go on when those of all are there.
+
+    A schedule that splits backward passes begins the gradient of a parameter where its paths meet those of the stage's
+    input. The embedding would meet them in each depth, one behind the other, and torch would go through all between
+    again. Joined with the input, all of its uses meet it in one place.
+    """
+    return list(cast(tuple[Tensor, ...], _Joined.apply(*tensors)))  # type: ignore[no-untyped-call]
+
+
+class _Joined(torch.autograd.Function):
+    """Identity of several tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients

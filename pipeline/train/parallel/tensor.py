@@ -95,7 +95,9 @@ def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
 
 def _cut_mtp(layer: MtpLayer, mesh: DeviceMesh, stream: Placement) -> None:
     """Cut what a depth of multi-token prediction has besides its block."""
-    norms = {name: _WholeParameters(stream) for name, child in layer.named_children() if name.endswith("norm")}
+    norms: dict[str, ParallelStyle] = {
+        name: _WholeParameters(stream) for name, child in layer.named_children() if name.endswith("norm")
+    }
     parallelize_module(layer, mesh, norms)
     for name, child in layer.named_children():
         if isinstance(child, nn.Linear):

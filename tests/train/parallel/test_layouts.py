@@ -76,6 +76,7 @@ _AHEAD = {
     **dict.fromkeys(("fsdp2-reshard-tp2", "pp2-1f1b-keep-cp2-all_gather", "pp2-zbv-keep-cp2-ulysses"), "slow"),
     **dict.fromkeys(("fsdp2-reshard-full", "pp2-zbv-full", "tp2-selective", "pp2-1f1b-fsdp2-keep-compiled"), "slow"),
     **dict.fromkeys(("pp4-1f1b-layers_0_3_1_0", "pp2-interleaved_1f1b-tp2", "hsdp2x2-keep", "pp4-zbv"), "slow"),
+    **dict.fromkeys(("pp2-zbv-tp2", "pp2-dualpipev-fsdp2-keep"), "slow"),
     **dict.fromkeys(("fsdp2-keep-forward_prefetch_2-backward_prefetch_3-reduce_last",), "slow"),
 }
 """Rows with multi-token prediction, and their tier."""
