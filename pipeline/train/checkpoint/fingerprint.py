@@ -89,10 +89,10 @@ def computing_keys(model: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
     """The keys of `model` that decide what weights of the shapes of `spec` compute; those of layers once per kind."""
     later = {key: _default(ModelConfig, key) for key in LATER_KEYS if "." not in key}
     model = _with_later_keys(later | model)
-    # The tensors have shown what the vocabulary is and how deep multi-token prediction, and nothing is dropped but in
-    # training. Of how the weights were drawn, the base width of muP alone matters later: for attention and logits.
-    apart = ("max_positions", "vocab_size", "vocab_multiple", "dropout", "mtp", "pattern", "kinds")
-    whole = {key: value for key, value in model.items() if key not in (*apart, *LayerConfig.model_fields)}
+    # The tensors have shown what the vocabulary is, and nothing is dropped but in training. Of how the weights were
+    # drawn, the base width of muP alone matters later: it scales attention and logits.
+    apart = ("max_positions", "vocab_size", "vocab_multiple", "dropout", "pattern", "kinds", *LayerConfig.model_fields)
+    whole = {key: value for key, value in model.items() if key not in apart}
     whole["init"] = {"mup_base_dim": model["init"].get("mup_base_dim")}
     pattern, shared = model["pattern"], {key: model[key] for key in LayerConfig.model_fields if key in model}
     if not pattern:
