@@ -123,7 +123,9 @@ def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
         "data_hash": f"{result.data_hash():016x}",
     }
     if result.of_depths is not None:
-        values["mtp_loss"] = result.of_depths.tolist()
+        of_depths = result.of_depths.tolist()
+        values["mtp_loss"] = sum(of_depths) / len(of_depths)
+        values["mtp_loss_by_depth"] = {str(depth): loss for depth, loss in enumerate(of_depths, 1)}
     if result.zscores is not None:
         values["spike"] = spike
         zscores = zip(("loss_zscore", "grad_norm_zscore"), result.zscores.tolist(), strict=True)

@@ -212,9 +212,9 @@ def differences(run: Path, one: Path) -> list[str]:
         for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("validation_loss", 1e-5)):
             if key in other and not abs(row[key] - other[key]) <= tolerance * abs(other[key]):
                 found.append(f"step {row['step']}: {key} {row[key]} instead of {other[key]}")
-        for depth, (mine, its) in enumerate(zip(row.get("mtp_loss", []), other.get("mtp_loss", []), strict=True)):
-            if not abs(mine - its) <= 1e-5 * its:
-                found.append(f"step {row['step']}: mtp_loss of depth {depth} {mine} instead of {its}")
+        mine, its = (each.get("mtp_loss_by_depth", {}) for each in (row, other))
+        if mine.keys() != its.keys() or any(not abs(mine[depth] - its[depth]) <= 1e-5 * its[depth] for depth in its):
+            found.append(f"step {row['step']}: mtp_loss_by_depth {mine} instead of {its}")
         if row["loss_by_source"].keys() != other["loss_by_source"].keys():
             found.append(f"step {row['step']}: loss_by_source {row['loss_by_source']}")
     return found
