@@ -151,6 +151,17 @@ class ExpertsConfig(Section):
         return self
 
 
+class MtpConfig(Section):
+    """Multi-token prediction (DeepSeek-V3): layers behind the model that predict tokens after the next one.
+
+    Layer d predicts the token d + 1 places ahead, from the stream of the layer before it and the embedding of the token
+    d places ahead. Its loss is `train.loss.mtp`. Validation, evaluation and generation leave these layers out.
+    """
+
+    depth: int = Field(default=1, ge=1, le=16)
+    """Number of these layers, each like the model's last one, and so of tokens predicted after the next one."""
+
+
 class _Size(Section):
     layers: int = Field(ge=1, le=MAX_LAYERS)
     """Number of blocks."""
@@ -263,6 +274,8 @@ class ModelConfig(LayerConfig, _Size):
     """Share of the embedding and of the output of each mixer and mlp that a training step sets to 0, before it is added
     to the residual stream (GPT-2's resid_pdrop and embd_pdrop). Probabilities of attention are never dropped: no kernel
     does it. What is dropped depends on the seed and the sample alone, whatever the layout."""
+    mtp: MtpConfig | None = None
+    """Multi-token prediction."""
     init: InitConfig = InitConfig()
     """Initial weights."""
 

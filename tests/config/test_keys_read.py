@@ -45,6 +45,8 @@ VARIANTS: list[dict[str, Any]] = [
     {
         "model.rope_scaling": {"type": "linear", "factor": 2},
         "model.document_attention": True,
+        "model.mtp": {"depth": 2},
+        "train.loss.mtp": 0.2,
         "train.profile": {"steps": [1, 1]},
         "train.precision.compute": "fp16",
         "train.optimizer": {"type": "muon", "states": "bf16", "groups": [{"match": "*norm*", "weight_decay": 0.1}]},

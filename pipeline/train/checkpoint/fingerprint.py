@@ -24,8 +24,8 @@ _OF_SHAPES = ("model.layers", "model.dim")
 LATER_KEYS = (
     *("vocab_size", "pattern", "kinds", "mixer", "mla", "experts", "rope_share", "attention_scale"),
     *("attention_soft_cap", "sinks", "output_gate", "norm_place", "residual", "norm_bias", "norm_offset"),
-    *("embedding_scale", "residual_scale"),
-    *("logit_scale", "dropout", "rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),
+    *("embedding_scale", "residual_scale", "logit_scale", "dropout", "mtp"),
+    *("rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),
 )
 """Keys of `model:` that checkpoints of earlier versions do not have, with dots below a section. With its default such a
 key is left out, so the default has to compute what those versions computed."""

@@ -71,8 +71,9 @@ def to_hf(
     free_folder(to)
     found = open_weights(source, step, weights)
     vocab_size = found.model.vocab_size or found.tokenizer.vocab_size
-    family, values = to_hf_config(found.model, vocab_size, found.positions)
-    mapping = map_tensors(family, decoder_spec(found.model, vocab_size, found.model.max_positions or found.positions))
+    model, mtp = found.model.model_copy(update={"mtp": None}), found.model.mtp
+    family, values = to_hf_config(model, vocab_size, found.positions)
+    mapping = map_tensors(family, decoder_spec(model, vocab_size, model.max_positions or found.positions))
     kinds = {name: found.tensors[rule.ours[0]].dtype for name, rule in mapping.theirs.items()}
     tensors = {
         name: Stored(shape, _DTYPES[dtype] if dtype else kinds[name]) for name, shape in mapping.their_shapes.items()
@@ -89,6 +90,7 @@ def to_hf(
         found.tokenizer.save(tmp)
         _add_nothing(tmp / TOKENIZER_FILE)
         storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
+    left_out = "" if mtp is None else f"\nleft out: the {mtp.depth} layers of multi-token prediction (model.mtp)"
     warning = ""
     if family.splits_alike is not None and not family.splits_alike(found.tokenizer.definition):
         warning = (
@@ -98,7 +100,7 @@ def to_hf(
     return (
         f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "
         f"{sum(each.numel for each in tensors.values()):,} parameters in {name}, {total:,} bytes in {len(shards)} "
-        f"file{'s' if len(shards) > 1 else ''}{warning}"
+        f"file{'s' if len(shards) > 1 else ''}{left_out}{warning}"
     )
 
 

@@ -87,6 +87,17 @@ class SequenceCut(Protocol):
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Targets of multi-token prediction for N depths, cut as the input of the model is."""
+
+    targets_BNS: Tensor
+    """int64 ids: at d - 1 those d + 1 places ahead of each position. A depth's are the input of the next one, as the
+    model's own targets are that of the first."""
+    weight_BNS: Tensor
+    """fp32, see `Criterion`."""
+
+
+@dataclass(frozen=True)
 class Context:
     """Arguments of a forward pass besides its input.
 
@@ -107,6 +118,7 @@ class Context:
         dropout: What is dropped; None: nothing, as outside of training steps.
         routing: What routers of experts are trained for; None: nothing, as outside of training steps.
         on_routed: Is shown what tokens chose, with `routing` or without.
+        ahead: With a criterion: targets of multi-token prediction; None: it is left out.
     """
 
     bounds_BS: Tensor | None = None
@@ -122,6 +134,7 @@ class Context:
     dropout: Dropout | None = None
     routing: Routing | None = None
     on_routed: RoutingObserver | None = None
+    ahead: Ahead | None = None
 
 
 @dataclass

@@ -22,7 +22,8 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.part_spec import LayerPartSpec, Matrix, Normal, Stack, Uniform, Vector
 from pipeline.train.parallel.torch_compat.core import strided_shard
 
-_PART = re.compile(r"layers\.(\d+)\.(\w+)\.(.+)")
+_PART = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.(\w+)\.(.+)")
+_MTP = re.compile(r"mtp\.(\d+)\.(\w+)\.weight")
 _TABLES = ("embedding.weight", "position_embedding.weight", "head.weight")
 _NORM = re.compile(r"(?:.*\.)?\w*norm\.weight")
 
@@ -89,14 +90,19 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
 
 
 def is_layer_matrix(name: str, spec: DecoderSpec) -> bool:
-    """True for a matrix of a layer, or those of its experts; False for embedding, position embedding and head."""
+    """True for a matrix, or matrices, of a layer or of multi-token prediction; False for embeddings and head."""
     stack = _stack(name, spec)
     return _matrix(name, spec) is not None or (stack is not None and name.endswith(stack.name))
 
 
 def _matrix(name: str, spec: DecoderSpec) -> Matrix | None:
     part, own = _part(name, spec)
-    return None if part is None else part.matrix(own)
+    if part is not None:
+        return part.matrix(own)
+    if (match := _MTP.fullmatch(name)) is None:
+        return None
+    depth, own = match.groups()
+    return next((each for each in spec.mtp[int(depth)].inputs if each.name == own), None)
 
 
 def _stack(name: str, spec: DecoderSpec) -> Stack | None:
@@ -113,8 +119,9 @@ def _part(name: str, spec: DecoderSpec) -> tuple[LayerPartSpec | None, str]:
     """The part of a layer that a parameter is in, and its name there."""
     if (match := _PART.fullmatch(name)) is None:
         return None, name
-    index, place, own = match.groups()
-    return spec.layers[int(index)].parts.get(place), own
+    index, depth, place, own = match.groups()
+    layer = spec.mtp[int(depth)].layer if index is None else spec.layers[int(index)]
+    return layer.parts.get(place), own
 
 
 def lr_scale(name: str, spec: DecoderSpec, init: InitConfig) -> float:

@@ -80,7 +80,7 @@ class Matrix:
     cut: Literal["rows", "columns", "whole", "positions"]
     """Dimension that tp cuts. By rows: each rank has the whole input and computes some of the outputs. By columns: each
     rank has some of the input, and the results are added up over tp. So a matrix whose input comes from one that is cut
-    by rows is cut by columns. Of the others each rank has all, and the gradient is a sum over tp. Whole: it computes all
+    by rows is cut by columns. Of others each rank has all, and gradients are sums over tp. Whole: it computes all
     outputs, which it uses for some heads. By positions: it multiplies some of the tokens."""
     bias: bool = False
     heads: int | None = None
@@ -491,3 +491,28 @@ class LayerSpec:
     def fits(self, tp: int) -> bool:
         """True if tp can cut all parts."""
         return all(part.fits(tp) for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class MtpSpec:
+    """A depth of multi-token prediction, see `MtpLayer`: two matrices, a block and three norms."""
+
+    layer: LayerSpec
+    norm: NormSpec
+
+    @cached_property
+    def dim(self) -> int:
+        """Width of the residual stream."""
+        return self.layer.dim
+
+    @cached_property
+    def inputs(self) -> tuple[Matrix, Matrix]:
+        """Matrices before the block, which every rank of tp has whole."""
+        return tuple(  # type: ignore[return-value]
+            Matrix(name, self.dim, self.dim, cut="rows", fp8=False) for name in ("of_embedding", "of_stream")
+        )
+
+    @cached_property
+    def norm_sizes(self) -> list[int]:
+        """Sizes of the parameters of the norms besides those of the block."""
+        return self.norm.parameters(self.dim) * 3

@@ -45,7 +45,18 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
     if cut is None:
         return batch
     tokens, targets, weight = (cut.shard(x) for x in (batch.tokens, batch.targets, batch.weight))
-    return replace(batch, tokens=tokens, targets=targets, weight=weight, starts=batch.starts[:0])
+    ahead_targets, ahead_weight = (
+        None if x is None else cut.shard(x, 2) for x in (batch.ahead_targets, batch.ahead_weight)
+    )
+    return replace(
+        batch,
+        tokens=tokens,
+        targets=targets,
+        weight=weight,
+        starts=batch.starts[:0],
+        ahead_targets=ahead_targets,
+        ahead_weight=ahead_weight,
+    )
 
 
 @dataclass(frozen=True)

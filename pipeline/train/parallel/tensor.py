@@ -44,6 +44,7 @@ from pipeline.train.model.block import Block
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.head import Head
 from pipeline.train.model.loss import Criterion
+from pipeline.train.model.mtp import MtpLayer
 from pipeline.train.model.part_spec import HeadNorm, LayerPartSpec, Matrix
 from pipeline.train.parallel.experts import PositionsOfRanks, mixtures
 from pipeline.train.parallel.torch_compat.core import all_reduce, with_parts_of_gradient
@@ -64,8 +65,10 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
         sequence_parallel: Cut the residual stream along the sequence.
     """
     stream = Shard(1) if sequence_parallel else Replicate()
-    for block in model.layers.values():
-        _cut_block(cast(Block, block), mesh, stream)
+    for block in model.blocks:
+        _cut_block(block, mesh, stream)
+    for layer in model.mtp_layers:
+        _cut_mtp(layer, mesh, stream)
     if sequence_parallel:
         model.stream_shard = lambda positions: positions.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
     if hasattr(model, "embedding"):
@@ -102,6 +105,17 @@ def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
         _distribute(mixture.router, mesh, Replicate())
         if stream.is_replicate():
             mixture.share = PositionsOfRanks(mesh.get_group())
+
+
+def _cut_mtp(layer: MtpLayer, mesh: DeviceMesh, stream: Placement) -> None:
+    """Cut what a depth of multi-token prediction has besides its block."""
+    norms: dict[str, ParallelStyle] = {
+        name: _WholeParameters(stream) for name, child in layer.named_children() if name.endswith("norm")
+    }
+    parallelize_module(layer, mesh, norms)
+    for name, child in layer.named_children():
+        if isinstance(child, nn.Linear):
+            layer.set_submodule(name, WholeLinear(child, mesh, stream))
 
 
 def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: Placement) -> dict[str, ParallelStyle]:
@@ -193,6 +207,22 @@ class _RowsOfWhole(ColwiseParallel):
 
         module.register_forward_pre_hook(enter)
         return super()._apply(module, device_mesh)
+
+
+class WholeLinear(nn.Module):
+    """A matrix that every rank has whole, for its own piece of the stream, or for all of it.
+
+    Of `nn.Linear` on DTensors torch cannot cut the sequence where there are several samples.
+    """
+
+    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, stream: Placement) -> None:
+        super().__init__()
+        self._gradient = Replicate() if stream.is_replicate() else Partial()
+        self.weight = _distributed(linear.weight, mesh, Replicate())
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D], both local."""
+        return F.linear(x_BSD, cast(DTensor, self.weight).to_local(grad_placements=[self._gradient]))
 
 
 class _VocabParallelHead(ParallelStyle):

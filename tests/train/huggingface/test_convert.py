@@ -286,6 +286,7 @@ NOT_CONVERTED = {
     "max_positions": "not read with rope",
     "document_attention": "a text alone is computed alike",
     "dropout": "of training alone",
+    "mtp": "left out, which the result says",
     "pattern": "see the test of layers of several kinds",
     "kinds": "the same",
     "vocab_size": "given as an argument",

@@ -84,6 +84,13 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("latent", 2, {"cp": 2}, {"recompute.mode": "full"}),
     ("latent", 2, {"cp": 2, "cp_method": "ulysses"}, {}),
     ("latent", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "selective"}),
+    # Multi-token prediction.
+    ("ahead", 2, {"tp": 2}, {"loss.chunk_tokens": 37, "recompute.mode": "full"}),
+    ("ahead", 2, {"tp": 2, "sequence_parallel": False}, {"recompute.mode": "selective"}),
+    ("ahead", 4, {"pp": 2, "dp_shard": 2}, {}),
+    ("ahead_tied", 4, {"pp": 2, "dp_shard": 2, "pipeline": {"schedule": "zbv"}}, {}),
+    ("ahead", 4, {"cp": 2, "tp": 2}, {}),
+    ("ahead_tied", 4, {"dp_shard": 2, "tp": 2}, {}),
     # More stages on a rank than torch keeps whole at a time.
     (
         "llama",
