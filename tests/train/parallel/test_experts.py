@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -50,10 +49,9 @@ def exchanged(dtype: torch.dtype, only: int | None) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("only", [None, 0, 5])
 @pytest.mark.parametrize("world", [2, 3])
-def test_rows_go_to_the_process_of_their_expert_and_back(
-    processes: Callable[[int], Ranks], world: int, dtype: torch.dtype, only: int | None
-) -> None:
-    processes(world).call(exchanged, dtype, only)
+def test_rows_go_to_the_process_of_their_expert_and_back(world: int) -> None:
+    with Ranks(world, connect=True) as ranks:
+        for dtype in (torch.float32, torch.bfloat16):
+            for only in (None, 0, 5):
+                ranks.call(exchanged, dtype, only)
