@@ -95,11 +95,23 @@ def layer_parameters(layer: LayerSpec, tp: int = 1) -> int:
 
 
 def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:
-    """Those of `layer_parameters` that are in matrices."""
-    return sum(part.matrix_parameters(tp) for part in layer.parts.values())
+    """Those of `layer_parameters` that are in matrices, those of experts among them."""
+    experts = sum(stack.elements for stack in layer.stacks.values()) // tp
+    return sum(part.matrix_parameters(tp) for part in layer.parts.values()) + experts
 
 
 def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
-    """FLOPs of Newton-Schulz iterations, for each matrix of a layer: three products in each iteration."""
-    sides = [sorted((matrix.rows, matrix.columns)) for matrix in layer.matrices.values()]
-    return [steps * 2.0 * short**2 * (2 * long + short) for short, long in sides]
+    """FLOPs of Newton-Schulz iterations, for each matrix of a layer besides those of experts."""
+    return [_orthogonal_flops(matrix.rows, matrix.columns, steps) for matrix in layer.matrices.values()]
+
+
+def expert_orthogonal_flops(layer: LayerSpec, steps: int, shards: int) -> float:
+    """FLOPs of the same for experts, on the process with the most of them, if they are dealt to N = `shards`."""
+    stacks = layer.stacks.values()
+    return sum(-(-each.count // shards) * _orthogonal_flops(each.rows, each.columns, steps) for each in stacks)
+
+
+def _orthogonal_flops(rows: int, columns: int, steps: int) -> float:
+    """FLOPs for one matrix: three products in each iteration."""
+    short, long = sorted((rows, columns))
+    return steps * 2.0 * short**2 * (2 * long + short)

@@ -47,7 +47,7 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
         buffer.zero_()
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-        stack = _stack(name, spec)
+        stack = stack_of(name, spec)
         if vector := _vector(name, spec):
             rows, width = local_range(parameter, 0), math.prod(vector.shape[1:])
             # What has one dimension or several is drawn by rows, too.
@@ -79,7 +79,7 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     """
     if name in _TABLES:
         return init.std
-    matrix = _matrix(name, spec) or _stack(name, spec)
+    matrix = _matrix(name, spec) or stack_of(name, spec)
     assert matrix is not None, f"no rule for the initial weights of {name}"
     std = init.std
     if init.scheme != "normal" and matrix.to_residual:
@@ -91,7 +91,7 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
 
 def is_layer_matrix(name: str, spec: DecoderSpec) -> bool:
     """True for a matrix, or matrices, of a layer or of multi-token prediction; False for embeddings and head."""
-    stack = _stack(name, spec)
+    stack = stack_of(name, spec)
     return _matrix(name, spec) is not None or (stack is not None and name.endswith(stack.name))
 
 
@@ -105,7 +105,8 @@ def _matrix(name: str, spec: DecoderSpec) -> Matrix | None:
     return next((each for each in spec.mtp[int(depth)].inputs if each.name == own), None)
 
 
-def _stack(name: str, spec: DecoderSpec) -> Stack | None:
+def stack_of(name: str, spec: DecoderSpec) -> Stack | None:
+    """The stack of experts' matrices that a parameter is, or has the biases of."""
     part, own = _part(name, spec)
     return None if part is None else part.stack(own)
 

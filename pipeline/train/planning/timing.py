@@ -16,7 +16,14 @@ from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
-from pipeline.train.model.flops import extra_flops, head_flops, input_flops, layer_flops, orthogonal_flops
+from pipeline.train.model.flops import (
+    expert_orthogonal_flops,
+    extra_flops,
+    head_flops,
+    input_flops,
+    layer_flops,
+    orthogonal_flops,
+)
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, end_parameters, layer_sizes
 from pipeline.train.parallel.layout import Layout
@@ -282,7 +289,10 @@ def _stage_work(
 
 
 def _muon_seconds(config: Config, layout: Layout, spec: DecoderSpec, device: Device, stages: Sequence[Stage]) -> float:
-    """Seconds in which the pp rank with the most layers orthogonalizes matrices, each on one process of the stage."""
+    """Seconds in which the pp rank with the most layers orthogonalizes matrices, each on one process of the stage.
+
+    Experts are where their shards are, and with copies of the model each copy's are orthogonalized.
+    """
     optimizer = config.train.optimizer
     if optimizer.type != "muon":
         return 0.0
@@ -292,7 +302,9 @@ def _muon_seconds(config: Config, layout: Layout, spec: DecoderSpec, device: Dev
         layers = [layer for stage in stages if stage.rank == rank for _, layer in stage.part.blocks(spec)]
         flops = [each for layer in layers for each in orthogonal_flops(layer, optimizer.muon.steps)]
         # As many at once as there are processes, of which the slowest counts.
-        most = max(most, sum(sorted(flops, reverse=True)[::processes]))
+        alone = sum(sorted(flops, reverse=True)[::processes])
+        shards = layout.shards * layout.tp
+        most = max(most, alone + sum(expert_orthogonal_flops(each, optimizer.muon.steps, shards) for each in layers))
     return most / (device.flops["bf16"] * device.shares.products)
 
 
