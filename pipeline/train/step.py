@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
-from pipeline.train.balance import Balance, StepRouting, rows_by_rank
+from pipeline.train.balance import Balance, StepRouting
 from pipeline.train.model.context import ActivationObserver, Ahead, Context, RoutingObserver, SequenceCut
 from pipeline.train.model.dropout import Dropout
 from pipeline.train.model.loss import Criterion, TokenLosses
@@ -115,8 +115,10 @@ class StepResult:
         def wait() -> StepResult:
             values = iter(copy.wait())
             mine, *theirs = [{name: next(values) for name in group} for group in groups]
-            copied = {name: replace(part, **of) for (name, part), of in zip(within.items(), theirs, strict=True)}
-            return replace(self, **mine, **copied)
+            copied: dict[str, Any] = {
+                name: replace(part, **of) for (name, part), of in zip(within.items(), theirs, strict=True)
+            }
+            return replace(self, **(mine | copied))
 
         return wait
 
@@ -208,8 +210,7 @@ class Stepper:
                 of_depths,
             ]
             if self._balance is not None:
-                rows = torch.tensor(rows_by_rank(self._balance.rows), dtype=torch.float64)
-                parts += [self._balance.sums, to_device(rows, self._device)]
+                parts += self._balance.told()
             everything = torch.cat(parts)
             dist.all_reduce(everything)
         with span("clip"):
@@ -231,7 +232,7 @@ class Stepper:
             self._optimizers.step(lr, updated)
             if self.ema is not None:
                 self.ema.update(updated)
-            routing = None if self._balance is None else self._balance.update(step, *chosen, updated)
+            routing = None if self._balance is None else self._balance.update(step, chosen, updated)
         loss_scale = None if scale is None else scale.scale
         observed = self._observer.finish(loss_scale)
         result = StepResult(
@@ -268,9 +269,9 @@ class Stepper:
         criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.tokens_at_once(self._model.vocab_columns))
         routing, balance = None, self._balance
         if balance is not None:
-            scale = None if self.loss_scale is None else self.loss_scale.scale
             windows, length = whole.tokens.shape
-            routing = balance.routing(windows if whole.real is None else whole.real, samples, length, scale)
+            real, factor = windows if whole.real is None else whole.real, None if scale is None else scale.scale
+            routing = balance.routing(real, samples, length, factor)
         return make_context(
             whole,
             self._config.model.document_attention,

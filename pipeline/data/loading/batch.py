@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -75,7 +76,9 @@ class Batch:
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: str | None = None) -> Batch:
         """With all tensors changed, but for those of a field."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != but}
-        changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **changed, extras={name: change(value) for name, value in self.extras.items()})
 
 

@@ -17,7 +17,6 @@ from pipeline.common.format import duration
 from pipeline.config import Config
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.parallel.experts import mixtures
 from pipeline.train.parallel.torch_compat.compiler import prepare_compiler
 
 BACKEND = "inductor"
@@ -103,6 +102,8 @@ def compile_layers(part: Decoder, recompute: RecomputeConfig) -> None:
 
     Equal layers share what is compiled. It is made anew for each shape of a micro-batch, and for observed steps.
     """
+    from pipeline.train.parallel.experts import mixtures  # and that DTensor, which the launcher does without
+
     prepare_compiler(recompute.budget if recompute.mode == "budget" else 1.0)
     for block in part.blocks:
         block.compiled = torch.compile(block.compute, fullgraph=True, dynamic=False, backend=BACKEND)

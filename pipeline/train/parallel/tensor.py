@@ -123,8 +123,8 @@ def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: 
     plan: dict[str, ParallelStyle] = {}
     for matrix in part.matrices:
         if matrix.cut == "positions":
-            if isinstance(module.get_submodule(matrix.name), nn.Linear):
-                plan[matrix.name] = _WholeParameters(stream)
+            if isinstance(linear := module.get_submodule(matrix.name), nn.Linear):
+                module.set_submodule(matrix.name, WholeLinear(linear, mesh, stream))
         elif matrix.shared(mesh.size()):
             linear = cast(nn.Linear, module.get_submodule(matrix.name))
             module.set_submodule(matrix.name, SharedHeads(linear, _shared_rows(matrix, mesh), mesh))

@@ -177,15 +177,15 @@ def _batches(shape: Shape, count: int, depth: int) -> list[Batch]:
     size, ahead = (shape.samples, shape.length), (shape.samples, depth, shape.length)
     return [
         Batch(
-            torch.empty(size, dtype=torch.int64),
-            torch.empty(size, dtype=torch.int64),
-            torch.empty(size),
-            torch.empty(shape.samples, dtype=torch.int32),
-            torch.empty(shape.samples, dtype=torch.int64),
-            {},
-            torch.empty(shape.samples, dtype=torch.int64),
-            torch.empty(ahead, dtype=torch.int64) if depth else None,
-            torch.empty(ahead) if depth else None,
+            tokens=torch.empty(size, dtype=torch.int64),
+            targets=torch.empty(size, dtype=torch.int64),
+            weight=torch.empty(size),
+            starts=torch.empty(shape.samples, dtype=torch.int32),
+            sources=torch.empty(shape.samples, dtype=torch.int64),
+            extras={},
+            samples=torch.empty(shape.samples, dtype=torch.int64),
+            ahead_targets=torch.empty(ahead, dtype=torch.int64) if depth else None,
+            ahead_weight=torch.empty(ahead) if depth else None,
         )
         for _ in range(count)
     ]

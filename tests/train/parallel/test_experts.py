@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.train.model.mlps.experts.dispatch import AllHere, Exchange, RowOrder
+from pipeline.train.model.mlps.experts.dispatch import AllHere, DispatchOrder, Exchange
 from pipeline.train.parallel.experts import AllToAll
 from tests.train.distributed.ranks import Ranks
 
@@ -21,7 +21,7 @@ EXPERTS, WIDTH = 6, 4
 def computed(exchange: Exchange, first: int, ids_TK: Tensor, x_TD: Tensor, gates_TK: Tensor) -> list[Tensor]:
     """The sum over experts of gate * (number of the expert + 1) * row, and its gradients."""
     x_TD, gates_TK = x_TD.clone().requires_grad_(), gates_TK.clone().requires_grad_()
-    order = RowOrder.of(ids_TK, 1, EXPERTS)
+    order = DispatchOrder.of(ids_TK, 1, EXPERTS)
     sizes = exchange.sizes(order.counts_BE.sum(0), ids_TK.numel())
     rows_ND, gates_N = exchange.arrived(exchange.there(order.rows(x_TD), order.gates(gates_TK), sizes), sizes)
     assert len(rows_ND) == sizes.rows == int(sizes.ends_E[-1])

@@ -26,7 +26,7 @@ EXPERTS_NAMES = (
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a token chooses its experts, and what their results count; see `ExpertsConfig` for the keys."""
+    """Choice of the experts of a token, and the weights of their results; see `ExpertsConfig` for the keys."""
 
     count: int
     top_k: int
