@@ -241,6 +241,8 @@ class CpTransfer:
     calls: int
     numbers: int
     """Numbers sent in all calls, for each token of a rank."""
+    repeated_flops: float = 0.0
+    """FLOPs in the forward pass, for each token of a rank, that each rank does for all tokens, less those counted."""
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,9 @@ def _stage_work(
         share = 2 * sum(matrix.elements for matrix in rounded) / multiplied
         products += rates.products(multiplied, share)
         attention += rates.attention(scores)
+        sent = layer.mixer.cp_transfer(config.parallel.cp_method, layout.tp, layout.cp) if layer.mixer else None
+        repeated = 0.0 if sent is None else sent.repeated_flops
+        products += rates.products(repeated)
         # A third of them is in the forward pass: inputs are rounded there and again for gradients of weights.
         passed = rates.passes(layer) + rates.memory(
             _ROUND_BYTES * sum(2 * matrix.columns + matrix.rows for matrix in rounded) / 3
@@ -263,6 +266,7 @@ def _stage_work(
         if is_recomputed(recompute, index):
             twice, scores_twice = _again(recompute, layer, length, causal=causal)
             again += rates.products(twice, share) + rates.attention(scores_twice) + passed
+            again += rates.products(repeated) if twice else 0.0
     logits = 0.0
     if stage.part.last:
         times = 1 + len(spec.mtp)

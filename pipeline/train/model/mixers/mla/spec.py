@@ -177,7 +177,8 @@ class MlaSpec(MixerSpec):
     def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer:
         """See `MixerSpec`."""
         if method != "ulysses":  # collected is what all ranks have together; keys and values are made of it then
-            return CpTransfer("latents and rotary keys", 1, cp * (self.kv_rank + self.rope_dim))
+            made = 2.0 * self.heads * (self.nope_dim + self.value_dim) * self.kv_rank
+            return CpTransfer("latents and rotary keys", 1, cp * (self.kv_rank + self.rope_dim), (cp - 1) * made)
         numbers = 2 * (self.heads // tp) * (self.head_dim + self.value_dim)
         return CpTransfer("queries, keys, values, outputs", 2, numbers)
 
