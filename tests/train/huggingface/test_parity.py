@@ -316,3 +316,9 @@ def test_packed_documents(pair: Pair) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_twenty_steps(root: Path, name: str) -> None:
     parity.check_training(ROWS[name], root, name)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3-moe-some-dense", "qwen2-moe", "glm4-moe-two-dense"])
+def test_twenty_steps_with_the_same_experts(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    parity.check_replayed_training(parity.pair_of(ROWS[name], tmp_path, tokenizer))
