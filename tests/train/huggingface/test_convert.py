@@ -406,3 +406,16 @@ def test_names_without_the_prefix_of_the_head(tmp_path: Path, tokenizer: Tokeniz
     from_hf(tmp_path / "theirs", tmp_path / "other", console=QUIET)
     one, other = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "other")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_multi_token_prediction_is_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    theirs_in(tmp_path / "theirs", "llama", tokenizer)
+    from_hf(tmp_path / "theirs", tmp_path / "ours", end_of_document="<|endoftext|>", console=QUIET)
+    plain = to_hf(tmp_path / "ours", tmp_path / "plain", console=QUIET)
+    about = json.loads((tmp_path / "ours" / "export.json").read_bytes())
+    about["fingerprints"]["model"]["mtp"] = {"depth": 2}
+    storage.put_json(tmp_path / "ours" / "export.json", about)
+    said = to_hf(tmp_path / "ours", tmp_path / "again", console=QUIET)
+    assert "2 layers of multi-token prediction" in said and "multi-token" not in plain
+    before, after = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "again")
+    assert before.keys() == after.keys() and all(torch.equal(value, after[name]) for name, value in before.items())
