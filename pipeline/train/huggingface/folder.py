@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from safetensors import safe_open
+import torch
 from torch import Tensor
 
 from pipeline.common import storage
@@ -19,8 +19,9 @@ from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.exported import HF_CONFIG
 from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
-from pipeline.train.checkpoint.weight_source import read_tensors, tensors_in
+from pipeline.train.huggingface.config_source import ConfigSource
 from pipeline.train.huggingface.configs import from_hf_config
+from pipeline.train.huggingface.quantized import KEY, FolderTensors, read_quantization
 from pipeline.train.huggingface.tensors import TensorMapping, map_tensors, names_in_files
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 
@@ -54,6 +55,8 @@ class HuggingFaceFolder:
         changes = {} if vocab_multiple is None else {"vocab_multiple": vocab_multiple}
         self.model: ModelConfig = model.model_copy(update=changes)
         """The `model:` section that computes the same."""
+        self.quantization = None if KEY in ignore else read_quantization(ConfigSource(self.values, str(file)))
+        """How its files are quantized; they are read as the numbers that they stand for."""
 
     @property
     def positions(self) -> int:
@@ -73,32 +76,29 @@ class HuggingFaceFolder:
         return map_tensors(self.family, self.spec)
 
     @cached_property
-    def _found(self) -> tuple[dict[str, str], dict[str, Stored]]:
-        """File and kind of each tensor, by the names in the files."""
+    def _found(self) -> FolderTensors:
+        """Tensors by the names in the files."""
         names = self._weight_files()
         for path in (self.folder / name for name in names):
             if not path.is_file():
                 raise UserError(f"{path} is missing, though {INDEX} names it; is the download complete?")
-        return tensors_in(self.folder, names)
+        return FolderTensors(self.folder, names, self.quantization, self._decoded_dtype())
 
     @cached_property
     def _names(self) -> dict[str, str]:
         """The names that the files have for those of the plan."""
-        shapes = {name: each.shape for name, each in self._found[1].items()}
+        shapes = {name: each.shape for name, each in self._found.tensors.items()}
         return names_in_files(self.family, self.mapping, shapes, str(self.folder))
 
     def _check_copy(self, embedding: str) -> None:
         """A file may have the head beside a tied embedding: then they must be the same."""
         name = self.family.names.head
-        files, kinds = self._found
-        with (
-            safe_open(self.folder / files[name], framework="pt") as of_head,
-            safe_open(self.folder / files[embedding], framework="pt") as of_embedding,
-        ):
-            head, other = of_head.get_slice(name), of_embedding.get_slice(embedding)
-            same = kinds[name] == kinds[embedding] and all(
-                head[row : row + _ROWS].equal(other[row : row + _ROWS]) for row in range(0, kinds[name].shape[0], _ROWS)
-            )
+        found = self._found
+        rows = found.tensors[name].shape[0]
+        same = found.tensors[name] == found.tensors[embedding] and all(
+            found.read(name, part).equal(found.read(embedding, part))
+            for part in ((slice(row, row + _ROWS),) for row in range(0, rows, _ROWS))
+        )
         if not same:
             raise UserError(
                 f"{self.folder}: {name} differs from {embedding}, though config.json ties them; set "
@@ -109,18 +109,18 @@ class HuggingFaceFolder:
     def tensors(self) -> dict[str, Stored]:
         """Ours, by name: of the type that theirs have. Whoever asks for them has all that can be checked checked."""
         head = self.family.names.head
-        if head in self._found[1] and head not in self.mapping.theirs:
+        if head in self._found.tensors and head not in self.mapping.theirs:
             self._check_copy(self._names[self.mapping.ours["embedding.weight"].theirs])
         return {
-            name: Stored(self.mapping.our_shapes[name], self._found[1][self._names[part.theirs]].dtype)
+            name: Stored(self.mapping.our_shapes[name], self._found.tensors[self._names[part.theirs]].dtype)
             for name, part in self.mapping.ours.items()
         }
 
     def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Some of ours, whole."""
-        files, kinds = self._found
-        wanted = {self._names[self.mapping.ours[name].theirs]: name for name in tensors}
-        theirs = read_tensors(self.folder, files, {name: kinds[name] for name in wanted})
+        theirs = {
+            each: self._found.read(each) for each in {self._names[self.mapping.ours[name].theirs] for name in tensors}
+        }
         return {
             name: self.mapping.to_ours(name, theirs[self._names[self.mapping.ours[name].theirs]]) for name in tensors
         }
@@ -131,9 +131,7 @@ class HuggingFaceFolder:
         piece = part.cut(rows, *others)
         if piece is None:
             return None
-        there = self._names[part.theirs]
-        with safe_open(self.folder / self._found[0][there], framework="pt") as opened:
-            return piece.of(opened.get_slice(there)[piece.there])
+        return piece.of(self._found.read(self._names[part.theirs], piece.there))
 
     def tokenizer(self, config: TokenizerConfig | None = None) -> Tokenizer:
         """Its tokenizer.
@@ -167,6 +165,11 @@ class HuggingFaceFolder:
             f"neither {TOKENIZER_CONFIG_FILE} (eos_token) nor {CONFIG_FILE} (eos_token_id) of {self.folder} says which "
             "token ends a document; name it with --end-of-document"
         )
+
+    def _decoded_dtype(self) -> torch.dtype:
+        """Type of quantized tensors: that of config.json, if it is one of the two that have all their values."""
+        named = self.values.get("dtype") or self.values.get("torch_dtype")
+        return torch.float32 if named == "float32" else torch.bfloat16
 
     def _weight_files(self) -> list[str]:
         if (self.folder / SINGLE).is_file():  # before an index, which may be of an earlier save, as transformers does
