@@ -218,10 +218,7 @@ def _from_hf(
     found = opened()
     with torch.no_grad():
         for name, rows, others, local in local_shards(model):
-            local.zero_()
-            piece = found.read_piece(name, rows, *others)
-            if piece is not None:
-                local[: len(piece)].copy_(piece)
+            found.read_into(local, name, rows, *others)
     first = (
         f"start from the {found.family.architecture} in {folder}: steps, the optimizer's moments, the learning rate "
         "schedule and the order of the data start from scratch"

@@ -108,30 +108,49 @@ class HuggingFaceFolder:
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """Ours, by name: of the type that theirs have. Whoever asks for them has all that can be checked checked."""
-        head = self.family.names.head
-        if head in self._found.tensors and head not in self.mapping.theirs:
-            self._check_copy(self._names[self.mapping.ours["embedding.weight"].theirs])
+        head, mapping = self.family.names.head, self.mapping
+        if head in self._found.tensors and head not in mapping.theirs:
+            self._check_copy(self._names[mapping.ours["embedding.weight"].theirs])
         return {
-            name: Stored(self.mapping.our_shapes[name], self._found.tensors[self._names[part.theirs]].dtype)
-            for name, part in self.mapping.ours.items()
+            name: Stored(mapping.our_shapes[name], torch.float32 if name in mapping.buffers else self._dtype(name))
+            for name in mapping.ours
         }
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """The type of all tensors of theirs that have one of ours."""
+        theirs = self.mapping.ours[name].names(self.mapping.our_shapes[name][0])
+        found = {each: self._found.tensors[self._names[each]].dtype for each in theirs}
+        other = next((each for each, dtype in found.items() if dtype != found[theirs[0]]), None)
+        if other is not None:
+            raise UserError(
+                f"{self.folder}: {other} is of {found[other]} and {theirs[0]} of {found[theirs[0]]}; they are one "
+                "tensor here, so they must have the same type"
+            )
+        return found[theirs[0]]
 
     def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Some of ours, whole."""
-        theirs = {
-            each: self._found.read(each) for each in {self._names[self.mapping.ours[name].theirs] for name in tensors}
-        }
-        return {
-            name: self.mapping.to_ours(name, theirs[self._names[self.mapping.ours[name].theirs]]) for name in tensors
-        }
+        return {name: self.read_rows(name, slice(0, each.shape[0])) for name, each in tensors.items()}
 
-    def read_piece(self, name: str, rows: slice, *others: slice) -> Tensor | None:
-        """These rows and columns of one of ours; fewer where the rest of the rows is padding, None where all are."""
-        part = self.mapping.ours[name]
-        piece = part.cut(rows, *others)
-        if piece is None:
-            return None
-        return piece.of(self._found.read(self._names[part.theirs], piece.there))
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """These rows of one of ours, of the type of `tensors`; padding of the vocabulary is 0."""
+        stored = self.tensors[name]
+        _, *others = stored.shape
+        value = torch.empty((rows.stop - rows.start, *others), dtype=stored.dtype)
+        self.read_into(value, name, rows, *(slice(0, size) for size in others))
+        return value
+
+    def read_into(self, target: Tensor, name: str, rows: slice, *others: slice) -> None:
+        """Fill a tensor with these rows and columns of one of ours, in its own type; padding is 0.
+
+        Experts are read one by one, so that little beside the target is in memory.
+        """
+        filled = 0
+        with self._found.opened() as read:
+            for theirs, piece, here in self.mapping.ours[name].pieces(rows, *others):
+                target[here].copy_(piece.of(read(self._names[theirs], piece.there)))
+                filled = here + 1 if isinstance(here, int) else here.stop
+        target[filled:].zero_()
 
     def tokenizer(self, config: TokenizerConfig | None = None) -> Tokenizer:
         """Its tokenizer.

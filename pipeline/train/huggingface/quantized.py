@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -41,10 +42,12 @@ _WAY_OUT = (
     "AutoModelForCausalLM.from_pretrained(DIR).dequantize() and save_pretrained, where it has that for this method"
 )
 
-Index = tuple[slice, ...]
-"""A range of each dimension."""
-Parts = Callable[[str, Index], Tensor]
-"""Reads a range of a tensor that is in the files."""
+Range = tuple[slice, ...]
+"""Numbers of each dimension, from and to."""
+Index = tuple[slice | int, ...]
+"""The same, or one number, without the dimension then."""
+Read = Callable[[str, Index], Tensor]
+"""Reads a range of a tensor by its name."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,11 @@ class _Encoded(ABC):
     """Shape of what they stand for."""
 
     @abstractmethod
-    def pieces(self, index: Index) -> Iterator[Index]:
+    def pieces(self, index: Range) -> Iterator[Range]:
         """The range in small ranges."""
 
     @abstractmethod
-    def decode(self, parts: Parts, index: Index) -> tuple[Tensor, Tensor]:
+    def decode(self, parts: Read, index: Range) -> tuple[Tensor, Tensor]:
         """A range in fp32, and the scales that were used."""
 
 
@@ -106,13 +109,13 @@ class _Mxfp4(_Encoded):
 
     ends: ClassVar = ("_blocks", "_scales")
 
-    def pieces(self, index: Index) -> Iterator[Index]:
+    def pieces(self, index: Range) -> Iterator[Range]:
         experts, columns, rows = index
         for expert in range(experts.start, experts.stop):
             for part in _cut(rows, columns.stop - columns.start):
                 yield slice(expert, expert + 1), columns, part
 
-    def decode(self, parts: Parts, index: Index) -> tuple[Tensor, Tensor]:
+    def decode(self, parts: Read, index: Range) -> tuple[Tensor, Tensor]:
         experts, columns, rows = index
         groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
         blocks, exponents = (parts(name, (experts, rows, groups)) for name in self.names)
@@ -131,12 +134,12 @@ class _Fp8(_Encoded):
 
     end: ClassVar = "_scale_inv"
 
-    def pieces(self, index: Index) -> Iterator[Index]:
+    def pieces(self, index: Range) -> Iterator[Range]:
         rows, columns = index
         for part in _cut(rows, columns.stop - columns.start):
             yield part, columns
 
-    def decode(self, parts: Parts, index: Index) -> tuple[Tensor, Tensor]:
+    def decode(self, parts: Read, index: Range) -> tuple[Tensor, Tensor]:
         numbers = [torch.arange(part.start, part.stop) // size for part, size in zip(index, self.block, strict=True)]
         needed = tuple(slice(int(each[0]), int(each[-1]) + 1) for each in numbers)
         values, scales = parts(self.names[0], index).float(), parts(self.names[1], needed).float()
@@ -169,28 +172,35 @@ class FolderTensors:
         self.tensors = {name: each for name, each in stored.items() if name not in parts} | decoded
         """Shapes and types, by name."""
 
-    def read(self, name: str, index: Index = ()) -> Tensor:
-        """A range of a tensor; of dimensions without one everything.
+    @contextmanager
+    def opened(self) -> Iterator[Read]:
+        """A function that reads a range of a tensor; of dimensions without one everything. Files stay open meanwhile.
 
         Raises:
             UserError: a quantized tensor has values that are not finite.
         """
-        encoded = self._encoded.get(name)
         with ExitStack() as stack:
-            parts = _Opened(stack, self._folder, self._files)
-            if encoded is None:
-                return parts(name, index)
-            shape = encoded.shape
-            index = (*index, *(slice(0, size) for size in shape[len(index) :]))
-            ranges = [slice(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
-            out = torch.empty([each.stop - each.start for each in ranges], dtype=self.tensors[name].dtype)
-            for piece in encoded.pieces(tuple(ranges)) if out.numel() else ():
-                values, scales = encoded.decode(parts, piece)
-                here = out[tuple(_shifted(part, each.start) for part, each in zip(piece, ranges, strict=True))]
-                here.copy_(values)
-                if not here.isfinite().all():
-                    self._fail(encoded.names, scales)
-            return out
+            yield partial(self._read, _Parts(stack, self._folder, self._files))
+
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        """A range of one tensor, see `opened`."""
+        with self.opened() as read:
+            return read(name, index)
+
+    def _read(self, parts: Read, name: str, index: Index = ()) -> Tensor:
+        encoded = self._encoded.get(name)
+        if encoded is None:
+            return parts(name, index)
+        index = (*index, *(slice(0, size) for size in encoded.shape[len(index) :]))
+        ranges = [_range(each, size) for each, size in zip(index, encoded.shape, strict=True)]
+        out = torch.empty([each.stop - each.start for each in ranges], dtype=self.tensors[name].dtype)
+        for piece in encoded.pieces(tuple(ranges)) if out.numel() else ():
+            values, scales = encoded.decode(parts, piece)
+            here = out[tuple(_shifted(part, each.start) for part, each in zip(piece, ranges, strict=True))]
+            here.copy_(values)
+            if not here.isfinite().all():
+                self._fail(encoded.names, scales)
+        return out[tuple(0 if isinstance(each, int) else slice(None) for each in index)]
 
     def _find(self, stored: dict[str, Stored], quantization: Quantization) -> dict[str, _Encoded]:
         return self._mxfp4(stored) if quantization.method == "mxfp4" else self._fp8(stored, quantization.block)
@@ -255,19 +265,19 @@ class FolderTensors:
         return f"{self._folder / self._files[name]}: {name}"
 
 
-class _Opened:
-    """`Parts` of a folder, whose files stay open until the stack ends."""
+class _Parts:
+    """Reads ranges of tensors that are in the files, which stay open until the stack ends."""
 
     def __init__(self, stack: ExitStack, folder: Path, files: dict[str, str]) -> None:
         self._stack, self._folder, self._files = stack, folder, files
-        self._slices: dict[str, Any] = {}
+        self._opened: dict[str, Any] = {}
 
     def __call__(self, name: str, index: Index) -> Tensor:
-        if name not in self._slices:
-            opened = self._stack.enter_context(safe_open(self._folder / self._files[name], framework="pt"))
-            self._slices[name] = opened.get_slice(name) if index else opened
-        found = self._slices[name]
-        value: Tensor = found[index] if index else found.get_tensor(name)
+        file = self._files[name]
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
+        found = self._opened[file]
+        value: Tensor = found.get_slice(name)[index] if index else found.get_tensor(name)
         return value
 
 
@@ -280,6 +290,13 @@ def _cut(rows: slice, columns: int) -> Iterator[slice]:
     step = max(1, _AT_ONCE // columns)
     for start in range(rows.start, rows.stop, step):
         yield slice(start, min(start + step, rows.stop))
+
+
+def _range(part: slice | int, size: int) -> slice:
+    if isinstance(part, int):
+        return slice(part, part + 1)
+    start, stop, _ = part.indices(size)
+    return slice(start, stop)
 
 
 def _shifted(part: slice, by: int) -> slice:

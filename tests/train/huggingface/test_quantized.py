@@ -98,6 +98,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, dtype: torch.dty
     for index in ranges(*wanted.shape):
         assert torch.equal(found.read("experts.down_proj", index), wanted[index])
     assert torch.equal(found.read("experts.down_proj", (slice(1, 2),)), wanted[1:2])
+    assert torch.equal(found.read("experts.down_proj", (2, slice(3, 40), slice(5, 9))), wanted[2, 3:40, 5:9])
     assert torch.equal(found.read("norm.weight"), torch.ones(3))
     assert torch.equal(found.read("norm.weight", (slice(1, 2),)), torch.ones(1))
 
@@ -138,7 +139,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tensors, quantization = (mxfp4(), MXFP4) if kind == "mxfp4" else (fp8(), FP8)
     found = opened(tmp_path, tensors, quantization)
     sizes = list[int]()
-    read = quantized._Opened.__call__
+    read = quantized._Parts.__call__
 
     def counted(self: Any, name: str, index: Any) -> Tensor:
         value = read(self, name, index)
@@ -146,7 +147,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             sizes.append(value.numel())
         return value
 
-    monkeypatch.setattr(quantized._Opened, "__call__", counted)
+    monkeypatch.setattr(quantized._Parts, "__call__", counted)
     monkeypatch.setattr(quantized, "_AT_ONCE", 64)
     if kind == "mxfp4":
         found.read("experts.down_proj", (slice(1, 2), slice(40, 50), slice(3, 6)))
@@ -210,8 +211,10 @@ def test_a_quantized_folder_is_converted_and_read_by_pieces(tmp_path: Path, toke
     folders = [HuggingFaceFolder(each) for each in (packed, plain)]
     name = "layers.1.mlp.w2.weight"
     for index in ranges(*folders[0].tensors[name].shape):
-        pieces = [each.read_piece(name, *index) for each in folders]
-        assert pieces[0] is not None and pieces[1] is not None and torch.equal(*pieces)
+        pieces = [torch.empty([each.stop - each.start for each in index]) for _ in folders]
+        for each, piece in zip(folders, pieces, strict=True):
+            each.read_into(piece, name, *index)
+        assert torch.equal(*pieces)
     to_hf(tmp_path / "ours", tmp_path / "back", console=QUIET)
     back, full = tensors_of(tmp_path / "back"), tensors_of(plain)
     assert back.keys() == full.keys() and all(torch.equal(value, full[name]) for name, value in back.items())
