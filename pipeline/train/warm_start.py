@@ -22,7 +22,7 @@ from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, ver
 from pipeline.train.checkpoint.fingerprint import computing_differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
-from pipeline.train.checkpoint.tensors import stored
+from pipeline.train.checkpoint.tensors import stored_weights
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.config import DecoderSpec
@@ -140,7 +140,7 @@ def _check_fit(
 
 
 def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:
-    found = stored(checkpoint).get(weights)
+    found = stored_weights(checkpoint, weights)
     if not found:
         raise UserError(
             f"train.init_from.weights: {weights} is not in {checkpoint.path}, whose run had no train.ema then; use "

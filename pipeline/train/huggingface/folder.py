@@ -128,17 +128,15 @@ class HuggingFaceFolder:
             )
         return found[theirs[0]]
 
-    def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Some of ours, whole."""
-        return {name: self.read_rows(name, slice(0, each.shape[0])) for name, each in tensors.items()}
-
-    def read_rows(self, name: str, rows: slice) -> Tensor:
-        """These rows of one of ours, of the type of `tensors`; padding of the vocabulary is 0."""
-        stored = self.tensors[name]
-        _, *others = stored.shape
-        value = torch.empty((rows.stop - rows.start, *others), dtype=stored.dtype)
-        self.read_into(value, name, rows, *(slice(0, size) for size in others))
-        return value
+    def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
+        """Some of ours, with `rows` these rows of each; padding of the vocabulary is 0."""
+        found = {}
+        for name, each in tensors.items():
+            count, *others = each.shape
+            of_this = rows or slice(0, count)
+            found[name] = torch.empty((of_this.stop - of_this.start, *others), dtype=each.dtype)
+            self.read_into(found[name], name, of_this, *(slice(0, size) for size in others))
+        return found
 
     def read_into(self, target: Tensor, name: str, rows: slice, *others: slice) -> None:
         """Fill a tensor with these rows and columns of one of ours, in its own type; padding is 0.

@@ -127,6 +127,11 @@ class TensorMapping:
     buffers: frozenset[str] = field(default_factory=frozenset)
     """Those of ours that are no parameters; they stay in fp32, whatever the weights are."""
 
+    @property
+    def uncast(self) -> frozenset[str]:
+        """Their names of the buffers."""
+        return frozenset(self.ours[name].theirs for name in self.buffers)
+
     def to_theirs(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A tensor of theirs from those of ours that it is made of."""
         rule = self.theirs[name]

@@ -10,7 +10,7 @@ from pipeline.train.model.meta import on_meta
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by name."""
-_LOADS = ".router.loads"
+_BIAS, _LOADS = ".router.score_bias", ".router.loads"
 
 
 class StateShapes(NamedTuple):
@@ -34,6 +34,11 @@ def state_shapes(spec: DecoderSpec) -> StateShapes:
         {name: tuple(value.shape) for name, value in model.named_parameters()},
         {name: tuple(value.shape) for name, value in model.named_buffers()},
     )
+
+
+def is_buffer(name: str) -> bool:
+    """True of tensors that are no parameters: they are in fp32 always, and no average of the weights has them."""
+    return name.endswith((_BIAS, _LOADS))
 
 
 def is_count(name: str) -> bool:
