@@ -11,6 +11,7 @@ from pipeline.train.huggingface.families.cohere2 import COHERE2
 from pipeline.train.huggingface.families.gemma import GEMMA2, GEMMA3
 from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.gpt_neox import GPT_NEOX
+from pipeline.train.huggingface.families.gpt_oss import GPT_OSS
 from pipeline.train.huggingface.families.granite import GRANITE
 from pipeline.train.huggingface.families.llama import LLAMA
 from pipeline.train.huggingface.families.mistral import MISTRAL
@@ -26,12 +27,11 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(GPT2, STARCODER2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3),
-        *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
+        *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3, GPT_OSS),
     )
 }
 
 REFUSED: dict[str, str] = {
-    "gpt_oss": "its mlps are mixtures of experts (num_local_experts), which are not supported yet",
     "gemma3": "it reads images, too; its text model alone is a gemma3_text",
 }
 """By `model_type` why a family is not here, where there is more to say than that."""

@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -62,6 +63,13 @@ def gemma3(unlike: Collection[str] = (), **values: Any) -> Row:
     shape = SHAPE | {"num_hidden_layers": 5, "head_dim": 10, "query_pre_attn_scalar": 7, "tie_word_embeddings": True}
     shape |= {"sliding_window": 6, "layer_types": alternating(5, period=3)}
     return Row(Gemma3TextConfig, {**shape, **values}, set(unlike), norm_offset=1.0)
+
+
+def gpt_oss(unlike: Collection[str] = (), **values: Any) -> Row:
+    """More experts than have one digit, a limit that many numbers reach, and a window shorter than the texts."""
+    shape = SHAPE | {"num_hidden_layers": 5, "head_dim": 10, "sliding_window": 6, "swiglu_limit": 0.8}
+    shape |= {"num_local_experts": 12, "num_experts_per_tok": 3}
+    return Row(GptOssConfig, {**shape, **values}, {"router_aux_loss_coef", *unlike})
 
 
 def alternating(layers: int, period: int) -> list[str]:
@@ -221,6 +229,15 @@ ROWS = {
         Olmo3Config,
         {**SHAPE, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500.0}}},
+    ),
+    "gpt-oss": gpt_oss(),
+    "gpt-oss-no-yarn": gpt_oss(
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=False,
+        tie_word_embeddings=True,
+        swiglu_alpha=1.3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     ),
     "starcoder2": Row(
         Starcoder2Config, {**SIZES, "norm_epsilon": 1e-4, "sliding_window": 7, "tie_word_embeddings": False}
