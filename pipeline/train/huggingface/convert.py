@@ -23,6 +23,7 @@ from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.tensors import Stored, groups, row_ranges
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
+from pipeline.train.huggingface.config_experts import loss_hint
 from pipeline.train.huggingface.config_source import Json
 from pipeline.train.huggingface.configs import to_hf_config
 from pipeline.train.huggingface.folder import (
@@ -191,6 +192,8 @@ def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, conv
     init_from = {"path": str(converted)} if converted else {"hf": str(found.folder.absolute())}
     value: dict[str, Any] = {"model": model}
     head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
+    if hint := loss_hint(found.family, found.values, found.model):
+        head += f"# {hint}.\n"
     if tokenizer is None:
         head += f"# {_NO_TOKENIZER[0].upper()}{_NO_TOKENIZER[1:]}.\n"
     else:

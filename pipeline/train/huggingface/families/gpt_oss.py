@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from pipeline.config.model import ExpertsConfig, ModelConfig
+from pipeline.config.model import ModelConfig
+from pipeline.train.huggingface.config_experts import SIZES, WITH_EXPERTS, experts_of, needs_experts
 from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_rope import read_rope, read_rope_values, write_rope_values
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.config_windows import FULL, SLIDING, has_window, read_periodic, types_of, windows_of
-from pipeline.train.huggingface.family import Family, Need, anything, only
-from pipeline.train.huggingface.llama_like import LLAMA_NAMES, LLAMA_NEEDS, read_llama_like, write_llama_like
+from pipeline.train.huggingface.family import Family, anything, only
+from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, write_llama_like
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.tensor_names import RowOrder, TensorNames, by_group
@@ -26,8 +26,6 @@ _YARN = {
 """What transformers takes where the file has no scaling."""
 _IN_TURN = RowOrder("of both in turn", lambda part: by_group(part.ffn_dim, 1, 1))
 _EXPERTS: Json = {"activation": "clamped_swiglu", "bias": True, "router_bias": True}
-"""What all of them have; the keys that are not here and not sizes or limits are at their defaults."""
-_FREE = ("count", "top_k", "ffn_dim", "clamp", "alpha")
 
 _OF_ATTENTION = (
     *AttentionSpec.huggingface["llama"][:4],
@@ -76,8 +74,7 @@ def _read_rope(source: ConfigSource) -> Json:
 
 
 def _write(model: ModelConfig, positions: int) -> Json:
-    experts = model.experts
-    assert experts is not None
+    experts = experts_of(model)
     found = write_llama_like(
         model,
         positions,
@@ -95,12 +92,6 @@ def _write(model: ModelConfig, positions: int) -> Json:
     return found
 
 
-def _fits(experts: Any, model: ModelConfig) -> bool:
-    return isinstance(experts, ExpertsConfig) and experts == ExpertsConfig.model_validate(
-        {**_EXPERTS, **{key: getattr(experts, key) for key in _FREE}}
-    )
-
-
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
@@ -111,9 +102,8 @@ GPT_OSS = Family(
     write=_write,
     mark="sinks",
     needs={
-        **LLAMA_NEEDS,
+        **needs_experts({*SIZES, "clamp", "alpha"}, **_EXPERTS),
         "mlp": only("experts"),
-        "experts": Need(_fits, "clamped_swiglu, bias and router_bias in experts, and nothing else that they may have"),
         "sinks": only(True),
         "bias": only("attention", "none"),
         "sliding_window": anything(),
@@ -123,7 +113,7 @@ GPT_OSS = Family(
     names=replace(
         LLAMA_NAMES,
         tables={AttentionSpec: _OF_ATTENTION, ExpertsSpec: _OF_EXPERTS},
-        layers=({"mixer": AttentionSpec, "mlp": ExpertsSpec},),
+        layers=WITH_EXPERTS,
     ),
     positions=("max_position_embeddings", 131072),
 )
