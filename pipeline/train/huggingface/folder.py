@@ -22,7 +22,7 @@ from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
 from pipeline.train.huggingface.config_source import ConfigSource
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.quantized import KEY, FolderTensors, read_quantization
-from pipeline.train.huggingface.tensors import TensorMapping, map_tensors, names_in_files
+from pipeline.train.huggingface.tensors import TensorMapping, extra_layers, map_tensors, names_in_files
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 
 CONFIG_FILE = HF_CONFIG
@@ -89,6 +89,11 @@ class HuggingFaceFolder:
         """The names that the files have for those of the plan."""
         shapes = {name: each.shape for name, each in self._found.tensors.items()}
         return names_in_files(self.family, self.mapping, shapes, str(self.folder))
+
+    @property
+    def left_out(self) -> list[str]:
+        """Tensors of layers behind the last one, which transformers leaves out, too."""
+        return extra_layers(self.family, self.mapping, self._found.tensors) if self.family.extra_layers else []
 
     def _check_copy(self, embedding: str) -> None:
         """A file may have the head beside a tied embedding: then they must be the same."""
