@@ -163,8 +163,11 @@ def from_hf(
                 "files": files,
             },
         )
+    quantized = (
+        f", decoded from {found.quantization.method} (exports are never quantized)" if found.quantization else ""
+    )
     return (
-        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors, "
+        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors{quantized}, "
         f"{sum(each.numel for each in found.tensors.values()):,} parameters, {total:,} bytes; a run file that includes "
         f"{to / MODEL_FILE} continues training from there" + ("" if tokenizer else f"; {_NO_TOKENIZER}")
     )

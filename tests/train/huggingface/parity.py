@@ -79,6 +79,8 @@ class Row:
     """The family that stands for it on export, if an earlier one computes the same."""
     norm_offset: float = 0.0
     """The weights of its norms count from this."""
+    rate: float = RATE
+    """Learning rate of its trainings."""
 
     def build(self) -> PreTrainedModel:
         """A model with random weights."""
@@ -137,6 +139,8 @@ def as_in_files(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor
     if model_type == "mixtral":
         layer, names = ("block_sparse_moe", ("w1", "w3", "w2"))
         tensors = {name.replace(".mlp.", f".{layer}."): value for name, value in tensors.items()}
+    if model_type == "gpt_oss":  # its files have them stacked, too
+        return tensors
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
         before, stacked, kind = name.rpartition(".experts.")
@@ -338,10 +342,10 @@ def check_training(row: Row, root: Path, name: str) -> None:
     # transformers adds no balance loss here, and moves no bias of the choice.
     balance = ("train.balance.loss=0", "train.balance.bias_rate=0") if experts else ()
     steps = (*balance, f"train.duration={count} steps", "train.schedule.type=constant", "train.schedule.warmup=0 steps")
-    settings = ("train.precision.compute=fp32", *steps, f"train.optimizer.lr={RATE}")
+    settings = ("train.precision.compute=fp32", *steps, f"train.optimizer.lr={row.rate}")
     run = train(root, name, *settings, file=f"{name}.yaml")
     config = load(root / f"{name}.yaml", [f"run.dir={run}", *settings])
-    losses = _losses_of_transformers(folder, open_loader(config, open_datasets(config, "train")), count)
+    losses = _losses_of_transformers(folder, open_loader(config, open_datasets(config, "train")), count, row.rate)
     ours = column(run, "loss")
     assert len(ours) == count and (experts or losses[-1] < losses[0] - 0.2)
     assert max(abs(one - other) for one, other in zip(ours, losses, strict=True)) < 1e-5
@@ -354,13 +358,13 @@ def check_replayed_training(pair: Pair, count: int = 20) -> None:
     """
     chosen: list[Tensor] = []
     for name, module in pair.theirs.named_modules():
-        if name.endswith(".gate"):
+        if name.endswith((".gate", ".router")):
             module.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
     routers = [module for module in pair.ours.modules() if isinstance(module, Router)]
     for router in routers:
         router.choose = partial(_replayed, router.choose, router, chosen)  # type: ignore[method-assign]
     models = pair.theirs, pair.ours
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95)) for model in models]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=pair.row.rate, betas=(0.9, 0.95)) for model in models]
     for step in range(count):
         tokens = draw(4, 60, seed=100 + step)
         losses = []
@@ -384,12 +388,12 @@ def _replayed(choose: Callable[[Tensor], Tensor], router: Router, chosen: list[T
     return wanted_TK
 
 
-def _losses_of_transformers(folder: Path, loader: Any, count: int) -> list[float]:
+def _losses_of_transformers(folder: Path, loader: Any, count: int, rate: float) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     matrices = [value for value in model.parameters() if value.ndim > 1]
     vectors = [value for value in model.parameters() if value.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for step in range(count):
         batches = loader.batches(step).micro_batches
