@@ -35,9 +35,13 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
 
 def layer_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
     """FLOPs of one token in the forward pass of a layer; conventions as in `flops_per_token`."""
-    products = sum(matrix.elements for matrix in layer.matrices.values())
-    products += sum(stack.used_elements for stack in layer.stacks.values())
-    return 2.0 * products + extra_flops(layer, sequence_length, causal=causal)
+    products = 2.0 * sum(matrix.elements for matrix in layer.matrices.values())
+    return products + expert_flops(layer) + extra_flops(layer, sequence_length, causal=causal)
+
+
+def expert_flops(layer: LayerSpec) -> float:
+    """Those of them that are products of experts."""
+    return 2.0 * sum(stack.used_elements for stack in layer.stacks.values())
 
 
 def extra_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
@@ -58,13 +62,18 @@ def num_parameters(spec: DecoderSpec) -> int:
 
 def active_parameters(spec: DecoderSpec) -> int:
     """Parameters that a token meets: all, but of experts those that it goes to."""
-    idle = sum(stack.elements - stack.used_elements for layer in spec.layers for stack in layer.stacks.values())
-    return num_parameters(spec) - idle
+    stacks = (stack for layer in spec.layers for stack in layer.stacks.values())
+    return num_parameters(spec) - sum(stack.parameters - stack.used_parameters for stack in stacks)
 
 
 def layer_parameters(layer: LayerSpec, tp: int = 1) -> int:
     """Parameters of a layer on one rank of the tp axis; norms and the biases of outputs are whole on each."""
     return sum(layer.norm_sizes) + sum(part.parameters(tp) for part in layer.parts.values())
+
+
+def expert_parameters(layer: LayerSpec, ranks: int = 1) -> int:
+    """Parameters of a layer's experts, or those that each of some ranks has of them."""
+    return sum(part.stack_parameters(ranks) for part in layer.parts.values())
 
 
 def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:
@@ -75,4 +84,5 @@ def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:
 def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
     """FLOPs of Newton-Schulz iterations, for each matrix of a layer: three products in each iteration."""
     sides = [sorted((matrix.rows, matrix.columns)) for matrix in layer.matrices.values()]
+    sides += [sorted((stack.rows, stack.columns)) for stack in layer.stacks.values() for _ in range(stack.count)]
     return [steps * 2.0 * short**2 * (2 * long + short) for short, long in sides]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import lcm, prod
 
 from pipeline.common.errors import UserError
 from pipeline.config.parallel import ParallelConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,13 @@ class Layout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Processes that the experts of a layer are dealt to: some of those of dp_shard, cp and tp, and no axis besides."""
 
     @property
     def degrees(self) -> dict[str, int]:
         """Axis -> degree, outermost first."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def world_size(self) -> int:
@@ -39,17 +44,27 @@ class Layout:
         """Processes that weights, gradients and optimizer states are sharded over; those of one sequence too."""
         return self.dp_shard * self.cp
 
+    @property
+    def places(self) -> int:
+        """Processes that have other tokens of a model, or shards of its weights: those that experts are cut over."""
+        return self.dp_shard * self.cp * self.tp
+
     def to_json(self) -> dict[str, int]:
         """For the records of a run: the degrees, and what follows from them."""
-        return {**self.degrees, "dp": self.dp, "world_size": self.world_size}
+        of_experts = {"ep": self.ep} if self.ep > 1 else {}
+        return {**self.degrees, **of_experts, "dp": self.dp, "world_size": self.world_size}
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1) or "one process"
+        axes = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1) or "one process"
+        return f"{axes}, experts over ep {self.ep}" if self.ep > 1 else axes
 
 
-def sequence_multiple(parallel: ParallelConfig, layout: Layout) -> int:
-    """Divisor of the length of every sequence, so that cp and sequence parallelism can cut it evenly."""
-    tp = layout.tp if parallel.sequence_parallel else 1
+def sequence_multiple(parallel: ParallelConfig, layout: Layout, *, experts: bool = False) -> int:
+    """Divisor of the length of every sequence, so that cp and sequence parallelism can cut it evenly.
+
+    With experts, ranks of tp that have the whole residual stream route a share of its positions each.
+    """
+    tp = layout.tp if parallel.sequence_parallel or experts else 1
     if layout.cp == 1:
         return tp
     return layout.cp * (lcm(2, tp) if parallel.cp_method == "all_gather" else tp)
@@ -92,7 +107,15 @@ def resolve(
             f"{section}: {named} needs {fixed} processes, but there are {world_size}; set {processes}={fixed}, or "
             f"{section}.dp_shard=-1 to take all there are"
         )
-    return Layout(**degrees)
+    layout = Layout(**degrees, ep=parallel.ep)
+    if layout.places % layout.ep:
+        places = layout.places
+        near = [ep for ep in range(1, places + 1) if places % ep == 0]
+        raise UserError(
+            f"{section}.ep={layout.ep} does not divide the {places} processes of dp_shard x cp x tp: set {section}.ep="
+            f"{' or '.join(map(str, sorted(near, key=lambda ep: abs(ep - layout.ep))[:2]))}"
+        )
+    return layout
 
 
 def _degrees(parallel: ParallelConfig) -> dict[str, int]:

@@ -154,7 +154,7 @@ def plan(
         checkpoint_bytes=checkpoint_bytes(config, spec),
         phases=[_phase(config, layout, spec, shape, steps, device, parameters) for shape, steps in counts.items()],
         job_seconds=job_seconds,
-        assumptions=assumptions(device, config.train.precision.fp8),
+        assumptions=assumptions(device, config.train.precision.fp8, experts=bool(spec.expert_layers)),
         warnings=list(layout_warnings(config, layout)),
     )
 
