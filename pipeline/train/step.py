@@ -12,9 +12,11 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
-from pipeline.train.model.context import ActivationObserver, Context, SequenceCut
+from pipeline.train.balance import Balance, StepRouting, rows_by_rank
+from pipeline.train.model.context import ActivationObserver, Context, RoutingObserver, SequenceCut
 from pipeline.train.model.dropout import Dropout
 from pipeline.train.model.loss import Criterion, TokenLosses
+from pipeline.train.model.mlps.experts.routing import Routing
 from pipeline.train.monitor.host_copy import HostCopy, to_device
 from pipeline.train.monitor.layer_stats import Observed, Observer
 from pipeline.train.monitor.spikes import SpikeGuard
@@ -40,6 +42,8 @@ def make_context(
     observer: ActivationObserver | None = None,
     cut: SequenceCut | None = None,
     dropout: Dropout | None = None,
+    routing: Routing | None = None,
+    on_routed: RoutingObserver | None = None,
 ) -> Context:
     """The context of a batch: all that the model needs besides the tokens.
 
@@ -50,6 +54,8 @@ def make_context(
         observer: Is shown what the layers compute.
         cut: Which share of the sequences it gets.
         dropout: What a training drops.
+        routing: What a training demands of routers.
+        on_routed: Is shown what their tokens chose.
     """
     bounds, starts = (batch.bounds, batch.starts) if document_attention else (None, None)
     length = batch.tokens.shape[1]
@@ -61,6 +67,8 @@ def make_context(
         observer=observer,
         cut=cut,
         dropout=dropout,
+        routing=routing,
+        on_routed=on_routed,
     )
 
 
@@ -90,18 +98,20 @@ class StepResult:
     """Observations by layer, if this step was observed."""
     loss_scale: Tensor | None
     """fp32 scalar: the factor on the loss, with fp16."""
+    routing: StepRouting | None = None
+    """Choices of experts, in a model that has some."""
 
     def to_host(self) -> Callable[[], StepResult]:
         """Begin to copy all of it to the host; called, what this gives waits for that and for nothing issued later."""
-        mine, seen = _tensors(self), self.observed
-        theirs = {} if seen is None else _tensors(seen)
-        copy = HostCopy([*mine.values(), *theirs.values()])
+        within = {name: part for name in ("observed", "routing") if (part := getattr(self, name)) is not None}
+        groups = [_tensors(self), *map(_tensors, within.values())]
+        copy = HostCopy([tensor for group in groups for tensor in group.values()])
 
         def wait() -> StepResult:
-            values = copy.wait()
-            of_mine = dict(zip(mine, values, strict=False))
-            of_theirs: dict[str, Any] = dict(zip(theirs, values[len(mine) :], strict=True))
-            return replace(self, **of_mine, observed=None if seen is None else replace(seen, **of_theirs))
+            values = iter(copy.wait())
+            mine, *theirs = [{name: next(values) for name in group} for group in groups]
+            copied = {name: replace(part, **of) for (name, part), of in zip(within.items(), theirs, strict=True)}
+            return replace(self, **mine, **copied)
 
         return wait
 
@@ -114,7 +124,7 @@ class StepResult:
         return StopRequest(*(count > 0 for count in self.wishes.tolist()))
 
 
-def _tensors(some: StepResult | Observed) -> dict[str, Tensor]:
+def _tensors(some: Any) -> dict[str, Tensor]:
     return {name: value for name, value in vars(some).items() if isinstance(value, Tensor)}
 
 
@@ -136,7 +146,11 @@ class Stepper:
         self.loss_scale = LossScale(precision.loss_scale, device) if precision.compute == "fp16" else None
         self.spikes = SpikeGuard(train.faults, device) if train.faults.on_spike != "ignore" else None
         self.ema = Ema(train.ema, model) if train.ema else None
-        self._observer = Observer(model, device, train.metrics.layers_every_steps)
+        every_steps = train.metrics.layers_every_steps
+        self._observer = Observer(model, device, every_steps)
+        self._balance = None
+        if setup.spec.expert_layers:
+            self._balance = Balance(train.balance, model, setup.mesh, device, every_steps)
 
     def step(
         self,
@@ -144,6 +158,7 @@ class Stepper:
         valid_targets: int,
         lr: float,
         *,
+        samples: int = 0,
         step: int = 0,
         data_hash: int = 0,
         wish: Callable[[], StopRequest] = lambda: StopRequest(False, False),
@@ -155,6 +170,7 @@ class Stepper:
             micro_batches: this rank's share of it.
             valid_targets: of the global batch over all ranks; the loss is a token sum divided by it.
             lr: learning rate of this step.
+            samples: of the global batch over all ranks, without padding; for losses of routers.
             step: its number, from 1; decides whether it is observed.
             data_hash: of this rank's samples.
             wish: what this rank is asked for, looked at when all has been issued; all learn of it from the result.
@@ -164,7 +180,9 @@ class Stepper:
             whole = [batch.to(self._device, non_blocking=True) for batch in micro_batches]
             batches = [sequence_shard(batch, self._model.cut) for batch in whole]
             self._observer.begin(step)
-            contexts = [self._context(*pair, valid_targets) for pair in zip(whole, batches, strict=True)]
+            if self._balance is not None:
+                self._balance.begin()
+            contexts = [self._context(*pair, valid_targets, samples) for pair in zip(whole, batches, strict=True)]
             sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
         with span("forward and backward"):
             self._model.prepare_passes()
@@ -174,10 +192,13 @@ class Stepper:
             self._observer.gradients(self._gradients)
             # One sum over all ranks for everything that they have to agree on.
             parts = [self._gradients.sum_of_squares()[None], *self._facts(data_hash, wish(), work), sums.flatten()]
+            if self._balance is not None:
+                rows = torch.tensor(rows_by_rank(self._balance.rows), dtype=torch.float64)
+                parts += [self._balance.sums, to_device(rows, self._device)]
             everything = torch.cat(parts)
             dist.all_reduce(everything)
         with span("clip"):
-            squares, wishes, words, works, flat = torch.split(everything, [part.numel() for part in parts])
+            squares, wishes, words, works, flat, *chosen = torch.split(everything, [part.numel() for part in parts])
             nats, targets = flat.view_as(sums)
             norm, scale = squares[0].sqrt(), self.loss_scale
             if scale is not None:
@@ -193,20 +214,24 @@ class Stepper:
             self._optimizers.step(lr, updated)
             if self.ema is not None:
                 self.ema.update(updated)
+            routing = None if self._balance is None else self._balance.update(step, *chosen, updated)
         loss_scale = None if scale is None else scale.scale
         observed = self._observer.finish(loss_scale)
-        result = StepResult(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale)
+        result = StepResult(
+            norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale, routing
+        )
         if scale is not None:
             scale.update(finite)
         return result
 
-    def _context(self, whole: Batch, batch: Batch, valid_targets: int) -> Context:
+    def _context(self, whole: Batch, batch: Batch, valid_targets: int, samples: int) -> Context:
         """The context of a micro-batch in training, which minimizes cross entropy over the step's valid targets.
 
         Args:
             whole: With all of its sequences.
             batch: With this rank's share of them.
             valid_targets: Of the global batch.
+            samples: Of the global batch.
         """
         weight = batch.weight / max(1, valid_targets)
         if self.loss_scale is not None:
@@ -214,6 +239,11 @@ class Stepper:
         loss = self._config.train.loss
         shard = self._model.vocab_shard
         criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.tokens_at_once(self._model.vocab_columns))
+        routing, balance = None, self._balance
+        if balance is not None:
+            scale = None if self.loss_scale is None else self.loss_scale.scale
+            windows, length = whole.tokens.shape
+            routing = balance.routing(windows if whole.real is None else whole.real, samples, length, scale)
         return make_context(
             whole,
             self._config.model.document_attention,
@@ -221,6 +251,8 @@ class Stepper:
             self._observer.watch(batch),
             self._model.cut,
             self._dropout(whole),
+            routing,
+            None if balance is None else balance.routed,
         )
 
     def _dropout(self, batch: Batch) -> Dropout | None:

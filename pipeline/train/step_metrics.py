@@ -130,6 +130,8 @@ def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
         values["work"] = summary(works)
     if result.observed is not None:
         values |= result.observed()
+    if result.routing is not None:
+        values |= result.routing()
     if result.loss_scale is not None:
         values["loss_scale"] = result.loss_scale.item()
     return values

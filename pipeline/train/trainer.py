@@ -129,6 +129,7 @@ class Trainer:
                             data.micro_batches,
                             data.valid_targets,
                             issued.lr,
+                            samples=sum(data.tokens_by_source.values()) // issued.segment.sequence_length,
                             step=step,
                             data_hash=data.data_hash,
                             wish=self._wish,

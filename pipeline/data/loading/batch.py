@@ -30,6 +30,8 @@ class Batch:
     """[B, ...], what an objective adds."""
     samples: torch.Tensor | None = None
     """[B] int64, number of each sample in the run, -1 for padding samples; None where they are not of a training."""
+    real: int | None = None
+    """Samples that are no padding, which are the first ones; None: all. The host knows it, wherever the tensors are."""
 
     @property
     def bounds(self) -> torch.Tensor:
@@ -68,8 +70,8 @@ class Batch:
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: str | None = None) -> Batch:
         """With all tensors changed, but for those of a field."""
-        names = [field.name for field in fields(self) if field.name not in ("extras", but)]
-        changed = {name: change(value) for name in names if (value := getattr(self, name)) is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != but}
+        changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
         return replace(self, **changed, extras={name: change(value) for name, value in self.extras.items()})
 
 

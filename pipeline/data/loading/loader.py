@@ -201,6 +201,7 @@ class Loader:
                 sources=torch.from_numpy(sources),
                 extras={},
                 samples=torch.from_numpy(ids[:, 0].copy()),
+                real=count,
             ),
             data_hash,
         )

@@ -191,7 +191,7 @@ def first_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, source: 
         source: the folder of the weights, for messages.
     """
     with on_meta():
-        wanted = {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in Decoder(spec).state_dict().items()}
     for name, shape in wanted.items():
         if name not in found:
             return f"{source} has no {name}, which this model has"

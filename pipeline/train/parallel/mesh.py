@@ -12,14 +12,19 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.torch_compat.core import set_timeout, unflatten_mesh
 
 Role = Literal["pp", "tp", "cp", "params", "batch"]
+MeshRole = Literal["pp", "tp", "cp", "params", "experts", "ep"]
 
 _SHARDS = "shards"
 """Axis of the mesh over which parameters are sharded: dp_shard and cp as one."""
-_AXES: dict[Role, tuple[str, ...]] = {
+_EXPERT_SHARDS = "expert_shards"
+"""Axis over which the experts that a process has are sharded."""
+_AXES: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
     "tp": ("tp",),
     # HSDP: sharded along the last axis, replicated along the one before.
     "params": ("dp_replicate", _SHARDS),
+    "experts": ("dp_replicate", _EXPERT_SHARDS),
+    "ep": ("ep",),
 }
 
 
@@ -35,17 +40,23 @@ class Mesh:
     layout: Layout
     contexts: DeviceMesh | None
     """The axis of the shards once more, as dp_shard and cp; None without cp."""
+    experts: DeviceMesh | None = None
+    """All processes once more, where dp_shard, cp and tp are one axis, cut into that over which the weights of experts
+    are sharded and ep; None for a model without experts."""
 
-    def role(self, role: Literal["pp", "tp", "cp", "params"]) -> DeviceMesh:
+    def role(self, role: MeshRole) -> DeviceMesh:
         """The mesh over which parameters are sharded, or tensors, layers or sequences are cut.
 
-        That of `params` has two axes where parameters are replicated too. The others exist only above degree 1.
+        Those of `params`, and of `experts` for their parameters, have two axes where parameters are replicated too. The
+        others exist only above degree 1.
         """
         if role == "cp":
             assert self.contexts is not None, "a cp axis of one process"
             return self.contexts["cp"]
-        axes = self._axes(role)
-        return self.devices[axes if len(axes) > 1 else axes[0]]
+        devices = self.devices if role not in ("experts", "ep") else self.experts
+        assert devices is not None, "a model without experts"
+        axes = tuple(axis for axis in _AXES[role] if axis in (devices.mesh_dim_names or ()))
+        return devices[axes if len(axes) > 1 else axes[0]]
 
     def size(self, role: Role) -> int:
         """Number of processes on the role's mesh; of `batch` those that the samples of a step are dealt to."""
@@ -80,8 +91,14 @@ class Mesh:
         return self.devices.get_local_rank(axis) if axis in self._names else 0
 
 
-def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """The mesh of a layout over all processes, whose group exists already. Every process calls this."""
+def build_mesh(layout: Layout, device_type: str, *, experts: bool = False) -> Mesh:
+    """The mesh of a layout over all processes, whose group exists already. Every process calls this.
+
+    Args:
+        layout: The degrees.
+        device_type: Of the processes.
+        experts: The model has some.
+    """
     degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1 or axis == "dp_shard"}
     cp = degrees.pop("cp", 1)
     # Parameters are sharded over cp too: its ranks have the same parameters, and gradients of different tokens.
@@ -93,4 +110,15 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         contexts = unflatten_mesh(devices[_SHARDS], {"dp_shard": layout.dp_shard, "cp": cp})
         set_timeout(contexts, COLLECTIVE_TIMEOUT)
     set_timeout(devices, COLLECTIVE_TIMEOUT)
-    return Mesh(devices, layout, contexts)
+    return Mesh(devices, layout, contexts, _expert_mesh(layout, device_type) if experts else None)
+
+
+def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    outer = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
+    axes = {axis: degree for axis, degree in outer.items() if degree > 1}
+    axes[_EXPERT_SHARDS] = layout.places // layout.ep
+    if layout.ep > 1:
+        axes["ep"] = layout.ep
+    mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    set_timeout(mesh, COLLECTIVE_TIMEOUT)
+    return mesh

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -28,6 +29,7 @@ from pipeline.train.model.meta import on_meta
 from pipeline.train.model.recompute import Recompute, check_offload
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
 from pipeline.train.parallel.context import build_cut
+from pipeline.train.parallel.experts import deal_experts, mixtures, shard_dim
 from pipeline.train.parallel.layout import sequence_multiple
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
@@ -108,6 +110,8 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
                 use_fp8(part, fp8, mesh.layout)
             if tp > 1:
                 apply_tensor_parallel(part, mesh.role("tp"), sequence_parallel=parallel.sequence_parallel)
+            if mesh.layout.ep > 1:
+                deal_experts(part, mesh.role("ep"))
             _prepare_layers(part, config, setup)
             _shard(part, config, mesh)
             set_prefetch(part, parallel.overlap)
@@ -115,7 +119,7 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
     shard = None
     if tp > 1:
         shard = VocabShard(mesh.role("tp").get_group(), mesh.rank("tp") * (spec.vocab_padded // tp))
-    multiple = sequence_multiple(parallel, mesh.layout)
+    multiple = sequence_multiple(parallel, mesh.layout, experts=bool(spec.expert_layers))
     if fp8 is not None:
         multiple = math.lcm(multiple, fp8.multiple * mesh.layout.cp)
     return ParallelModel(
@@ -135,6 +139,8 @@ def _prepare_layers(part: Decoder, config: Config, setup: Setup) -> None:
     for block in part.layers.values():
         layer = cast(Block, block)
         layer.recompute = Recompute.of_layer(recompute, layer.index, part.spec.layers[layer.index], tp)
+        for mixture in mixtures(layer):
+            mixture.router.force = config.train.balance.force
     if compiles(config, setup.device):
         compile_layers(part, recompute)
         if tp > 1 and config.parallel.overlap.async_tp:
@@ -156,6 +162,15 @@ def _shard(part: Decoder, config: Config, mesh: Mesh) -> None:
             if isinstance(unit, Fp32Vectors):
                 # What a layer computes reads them after their own forward pass.
                 fully_shard(unit, mesh=params, mp_policy=fp32, reshard_after_forward=False)
+        for mixture in mixtures(layer):
+            experts = mesh.role("experts")
+            fully_shard(
+                mixture.experts,
+                mesh=experts,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                shard_placement_fn=partial(shard_dim, mesh=experts),
+            )
         fully_shard(layer, mesh=params, mp_policy=policy, reshard_after_forward=reshard)
     # What the last layer used is what backward needs first.
     fully_shard(part, mesh=params, mp_policy=policy, reshard_after_forward=False)

@@ -26,4 +26,4 @@ def set_up(config: Config, vocab_size: int, device: torch.device) -> Setup:
     """The setup of a config over all processes, whose group exists already. Every process calls this."""
     layout = resolve(config.parallel, dist.get_world_size())
     spec = decoder_spec(config.model, vocab_size, config.max_positions)
-    return Setup(device, build_mesh(layout, device.type), spec)
+    return Setup(device, build_mesh(layout, device.type, experts=bool(spec.expert_layers)), spec)

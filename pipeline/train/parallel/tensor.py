@@ -45,6 +45,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.head import Head
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.part_spec import HeadNorm, LayerPartSpec, Matrix
+from pipeline.train.parallel.experts import PositionsOfRanks, mixtures
 from pipeline.train.parallel.torch_compat.core import all_reduce
 
 
@@ -71,7 +72,10 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
     if model.part.last:
         parallelize_module(model.norm, mesh, _WholeParameters(stream))
         parallelize_module(model.head, mesh, _VocabParallelHead(stream))
+    of_experts = {id(parameter) for mixture in mixtures(model) for parameter in mixture.experts.parameters()}
     for name, parameter in model.named_parameters():
+        if id(parameter) in of_experts:  # tp cuts none
+            continue
         assert isinstance(parameter, DTensor) and parameter.device_mesh == mesh, f"{name} has no place on the tp mesh"
 
 
@@ -80,21 +84,31 @@ def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
     assert block.spec.fits(mesh.size()), (block.spec, mesh.size())
     plan: dict[str, ParallelStyle] = {name: _WholeParameters(stream) for name in block.spec.norms}
     for place, part in block.spec.parts.items():
-        # A mixer's other two arguments are context and state.
-        more = (None, None) if place == "mixer" else ()
-        # A DTensor goes to the matrices, and not a local tensor, so that their gradients are added before one sum over
-        # tp.
-        plan[place] = PrepareModuleInput(input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more))
+        for inner in part.tp_inputs:
+            # A mixer's other two arguments are context and state.
+            more = (None, None) if place == "mixer" else ()
+            # A DTensor goes to the matrices, and not a local tensor, so that their gradients are added before one sum
+            # over tp.
+            plan[f"{place}.{inner}".removesuffix(".")] = PrepareModuleInput(
+                input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more)
+            )
         for name, style in _cut_part(block.get_submodule(place), part, mesh, stream).items():
             plan[f"{place}.{name}"] = style
     parallelize_module(block, mesh, plan)
+    for mixture in mixtures(block):
+        _distribute(mixture.router, mesh, Replicate())
+        if stream.is_replicate():
+            mixture.share = PositionsOfRanks(mesh.get_group())
 
 
 def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: Placement) -> dict[str, ParallelStyle]:
     """Styles by module name; a module that torch has no style for is replaced in place."""
     plan: dict[str, ParallelStyle] = {}
     for matrix in part.matrices:
-        if matrix.shared(mesh.size()):
+        if matrix.cut == "positions":
+            if isinstance(module.get_submodule(matrix.name), nn.Linear):
+                plan[matrix.name] = _WholeParameters(stream)
+        elif matrix.shared(mesh.size()):
             linear = cast(nn.Linear, module.get_submodule(matrix.name))
             module.set_submodule(matrix.name, SharedHeads(linear, _shared_rows(matrix, mesh), mesh))
         else:

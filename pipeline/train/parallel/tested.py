@@ -36,6 +36,8 @@ class LayoutKind:
     """True if whole weights are given back after forward; None where they are not sharded, without dp_shard and cp."""
     cp_method: CpMethod | None
     """None without cp."""
+    ep: bool = False
+    """Experts are dealt to several processes."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, layout: Layout) -> LayoutKind:
@@ -49,6 +51,7 @@ class LayoutKind:
             # With a pipeline, weights that are given back would be gathered again for every micro-batch.
             (("pp" not in axes) if reshard is None else reshard) if layout.shards > 1 else None,
             parallel.cp_method if "cp" in axes else None,
+            layout.ep > 1,
         )
 
     def changes(self, to: LayoutKind) -> list[str]:
@@ -63,6 +66,8 @@ class LayoutKind:
         ):
             if then not in (None, now):
                 changes.append(f"parallel.{key}={str(then).lower()}")
+        if self.ep != to.ep:
+            changes.append("parallel.ep=1" if self.ep else "parallel.ep above 1")
         return changes
 
 
@@ -102,6 +107,8 @@ class Combination:
             words.append(f"cp{layout.cp}-{self.cp_method}")
         if layout.tp > 1:
             words.append(f"tp{layout.tp}" + ("" if self.sequence_parallel else "-no_sp"))
+        if layout.ep > 1:
+            words.append(f"ep{layout.ep}")
         if self.recompute.mode != "none":
             words.append(self.recompute.mode)
             words += [f"of_{self.recompute.every}"] if self.recompute.every > 1 else []
@@ -125,6 +132,7 @@ class Combination:
         return ParallelConfig.model_validate(
             {
                 **self.layout.degrees,
+                "ep": self.layout.ep,
                 "sequence_parallel": self.sequence_parallel,
                 "reshard_after_forward": self.reshard_after_forward,
                 "cp_method": self.cp_method,
@@ -293,10 +301,62 @@ OVERLAPPED: tuple[Combination, ...] = tuple(_overlapped())
 """Rows with the keys of `parallel.overlap`, a test each. No part of a kind: they change when something is sent."""
 
 
+def _of_experts() -> Iterator[Combination]:
+    methods: tuple[CpMethod, ...] = get_args(CpMethod)
+    # Without ep, experts are sharded over all that have other tokens: over ranks of tp and cp too.
+    for degrees in ({"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}):
+        yield Combination(Layout(**degrees))
+    yield Combination(Layout(tp=2), sequence_parallel=False)
+    # With it, each axis alone and two together; weights given back and kept.
+    for reshard in (True, False):
+        for degrees in ({"dp_shard": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}):
+            yield Combination(Layout(**degrees, ep=2), reshard_after_forward=reshard)
+    yield Combination(Layout(dp_shard=4, ep=4))
+    for sp in (True, False):
+        yield Combination(Layout(tp=2, ep=2), sequence_parallel=sp)
+        for ep in (2, 4):
+            for reshard in (True, False):
+                yield Combination(Layout(dp_shard=2, tp=2, ep=ep), sequence_parallel=sp, reshard_after_forward=reshard)
+        yield Combination(Layout(dp_replicate=2, tp=2, ep=2), sequence_parallel=sp)
+        yield Combination(Layout(dp_replicate=2, dp_shard=2, tp=2, ep=4), sequence_parallel=sp)
+    for method in methods:
+        yield Combination(Layout(cp=2, ep=2), cp_method=method)
+        yield Combination(Layout(dp_shard=2, cp=2, ep=4), cp_method=method)
+        yield Combination(Layout(cp=2, tp=2, ep=4), cp_method=method)
+        yield Combination(Layout(dp_replicate=2, cp=2, ep=2), cp_method=method)
+    yield Combination(Layout(dp_shard=2, cp=2, tp=2, ep=8))
+    # Pipelines.
+    for schedule in _ALL:
+        yield Combination(Layout(pp=2), schedule)
+        yield Combination(Layout(pp=2, dp_shard=2, ep=2), schedule)
+        yield Combination(Layout(pp=2, tp=2, ep=2), schedule)
+        yield Combination(Layout(pp=2, cp=2, ep=2), schedule)
+    yield Combination(Layout(pp=2, dp_shard=2, ep=2), "1f1b", reshard_after_forward=True)
+    yield Combination(Layout(pp=2, cp=2, ep=2), "1f1b", cp_method="ulysses")
+    for schedule in ("1f1b", "interleaved_1f1b", "zbv"):
+        yield Combination(Layout(pp=2, dp_shard=2, tp=2, ep=4), schedule)
+        yield Combination(Layout(pp=2, dp_replicate=2, dp_shard=2, ep=2), schedule)
+    yield Combination(Layout(pp=2, cp=2, tp=2, ep=4), "dualpipev")
+    # Within layers.
+    full, selective = RecomputeConfig(mode="full"), RecomputeConfig(mode="selective")
+    for recompute in (full, selective):
+        for degrees in ({"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"cp": 2, "ep": 2}):
+            yield Combination(Layout(**degrees), recompute=recompute)
+        yield Combination(Layout(pp=2), recompute=recompute)
+    yield Combination(Layout(tp=2, ep=2), sequence_parallel=False, recompute=full)
+    for degrees in ({"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}):
+        yield Combination(Layout(**degrees), compile=True)
+    yield Combination(Layout(dp_shard=2, ep=2), compile=True, recompute=selective)
+
+
+OF_EXPERTS: tuple[Combination, ...] = tuple(_of_experts())
+"""Rows for models with experts, a test each; they make the kinds with ep."""
+
+
 @lru_cache(maxsize=1)
 def tested_kinds() -> frozenset[LayoutKind]:
     """Allowed kinds: those of all rows, and one process."""
-    return frozenset(row.kind for row in TESTED) | {LayoutKind.of(ParallelConfig(), Layout())}
+    return frozenset(row.kind for row in (*TESTED, *OF_EXPERTS)) | {LayoutKind.of(ParallelConfig(), Layout())}
 
 
 def nearest_tested(kind: LayoutKind) -> list[str]:

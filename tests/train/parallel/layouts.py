@@ -109,7 +109,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """GPT-2-like, Llama-like, one with what those two do not have, and two whose layers are of several kinds."""
 
+EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "model.mlp": "experts",
+        "model.experts": {"count": 8, "top_k": 2, "ffn_dim": 32},
+        "model.document_attention": True,
+        "train.balance": {"loss": 0.02, "z_loss": 1e-3},
+    },
+    "deepseek": {
+        "model.pattern": ["dense", "routed"],
+        "model.experts": {
+            **{"count": 12, "top_k": 3, "ffn_dim": 16, "score": "sigmoid", "score_bias": True, "scale": 1.5},
+            **{"groups": 4, "top_groups": 2, "shared_ffn_dim": 24, "shared_gate": True},
+        },
+        "model.kinds": {"dense": {}, "routed": {"mlp": "experts"}},
+        "train.balance": {"loss": 0.02, "over": "batch", "bias_rate": 0.01},
+    },
+    "gpt_oss": {
+        "model.mlp": "experts",
+        "model.experts": {
+            **{"count": 8, "top_k": 2, "ffn_dim": 32, "bias": True, "router_bias": True},
+            **{"activation": "clamped_swiglu", "clamp": 0.5},
+        },
+        "model.sinks": True,
+        "model.bias": "attention",
+        "model.pattern": ["near", "far"],
+        "model.kinds": {"near": {"sliding_window": 7}, "far": {}},
+        "model.tie_embeddings": True,
+    },
+}
+"""Models with experts; not all samples of a micro-batch are real."""
+for _keys in EXPERT_FAMILIES.values():
+    _keys["train.batch_size"] = 15
+FAMILIES |= EXPERT_FAMILIES
+
 CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null"}
+CHUNK_TOKENS |= {"mixtral": 37, "deepseek": "null", "gpt_oss": 16}
 """What the layouts compute their loss in; the one process does so in one piece."""
 
 COMMON: dict[str, Any] = {
@@ -186,6 +221,11 @@ def differences(run: Path, one: Path) -> list[str]:
         for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("validation_loss", 1e-5)):
             if key in other and not abs(row[key] - other[key]) <= tolerance * abs(other[key]):
                 found.append(f"step {row['step']}: {key} {row[key]} instead of {other[key]}")
+        for key, value in row.get("experts", {}).items():
+            # How many rows a rank's experts got is a matter of the layout.
+            expected_value = other["experts"][key]
+            if key != "rows_max_over_mean" and not abs(value - expected_value) <= 1e-5 * max(1e-3, abs(expected_value)):
+                found.append(f"step {row['step']}: {key} {value} instead of {expected_value}")
         if row["loss_by_source"].keys() != other["loss_by_source"].keys():
             found.append(f"step {row['step']}: loss_by_source {row['loss_by_source']}")
     return found
@@ -261,6 +301,9 @@ class Probe:
             # A tied embedding may be here twice: both copies must be the same.
             assert name not in kept or torch.equal(kept[name], whole), f"the two copies of {name} differ"
             kept[name] = whole
+        if kind != "initial":
+            for part in self._model.parts.values():
+                kept |= {name: buffer.clone() for name, buffer in part.named_buffers()}
 
     @torch.no_grad()
     def _follow(self, weights: dict[str, Tensor]) -> None:

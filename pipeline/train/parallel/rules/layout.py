@@ -149,13 +149,14 @@ def _evaluated_length(config: Config, layout: Layout) -> Iterator[str]:
 
 def _cut(config: Config, layout: Layout, key: str, length: int) -> Iterator[str]:
     """Problems of cutting sequences of a length."""
-    parallel, multiple = config.parallel, sequence_multiple(config.parallel, layout)
+    parallel, experts = config.parallel, bool(spec_of(config).expert_layers)
+    multiple = sequence_multiple(parallel, layout, experts=experts)
     if length % multiple == 0:
         return
-    axes = {"cp": layout.cp > 1, "tp": layout.tp > 1 and parallel.sequence_parallel}
+    axes = {"cp": layout.cp > 1, "tp": layout.tp > 1 and (parallel.sequence_parallel or experts)}
     over = " x ".join(f"parallel.{axis}={layout.degrees[axis]}" for axis, cuts in axes.items() if cuts)
     pieces = " in two pieces each" if layout.cp > 1 and parallel.cp_method == "all_gather" else ""
-    other = ", or parallel.sequence_parallel=false" if axes["tp"] and not axes["cp"] else ""
+    other = ", or parallel.sequence_parallel=false" if axes["tp"] and not (axes["cp"] or experts) else ""
     yield f"{key}={length} cannot be cut over {over}{pieces}: set {key}={_nearest_multiples(length, multiple)}{other}"
 
 
@@ -268,6 +269,18 @@ def _whole_sequences(config: Config, layout: Layout) -> Iterator[str]:
             )
 
 
+def _experts(config: Config, layout: Layout) -> Iterator[str]:
+    ep, layers = layout.ep, spec_of(config).expert_layers
+    if ep > 1 and not layers:
+        yield f"parallel.ep={ep}: no layer of the model has experts: set parallel.ep=1, or model.mlp=experts"
+    for count in dict.fromkeys(layer.router.count for layer in layers.values()):
+        if count % ep:
+            yield (
+                f"model.experts.count={count} cannot be dealt to parallel.ep={ep}: set parallel.ep="
+                f"{_nearest_degrees(ep, lambda d, count=count: count % d == 0 and layout.places % d == 0, count)}"
+            )
+
+
 def _mixers(config: Config) -> list[MixerSpec]:
     return [part for part in _parts(config) if isinstance(part, MixerSpec)]
 
@@ -317,6 +330,8 @@ def describe(kind: LayoutKind) -> str:
         words[-1] += (" with" if kind.reshard else " without") + " resharding"
     if "tp" in kind.axes:
         words.append("tp" + (" with" if kind.sequence_parallel else " without") + " sequence_parallel")
+    if kind.ep:
+        words.append("ep")
     return ", ".join(words) or "one process"
 
 
@@ -381,6 +396,11 @@ RULES: Sequence[Rule] = (
         "With `ulysses`, query heads are a multiple of `tp` x `cp`. Key and value heads on a rank of `tp` are a "
         "multiple of `cp`, or `cp` is a multiple of them: then they are sent to several ranks.",
         _exchanged_heads,
+    ),
+    Rule(
+        ("model.experts", "parallel.ep"),
+        "`ep` divides `dp_shard` x `cp` x `tp`, and the number of experts.",
+        _experts,
     ),
     Rule(("parallel.cp",), "Every mixer can compute on shards of sequences. Attention can.", _whole_sequences),
     *RECOMPUTE_RULES,

@@ -96,6 +96,28 @@ def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return result
 
 
+def all_to_all_rows(
+    rows: torch.Tensor, come: list[int], go: list[int], group: dist.ProcessGroup, *, wait: bool = True
+) -> torch.Tensor:
+    """Rows from all ranks, in their order.
+
+    Args:
+        rows: Those that go to each rank, in their order.
+        come: Numbers of rows that each rank sends to this one.
+        go: Numbers of rows that this one sends to each.
+        group: The ranks.
+        wait: False: nobody may read the result before `wait_for`.
+    """
+    exchanged: torch.Tensor = _collectives.all_to_all_single(rows.contiguous(), come, go, group.group_name)
+    return wait_for(exchanged) if wait else exchanged
+
+
+def wait_for(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, when it is there."""
+    waited: torch.Tensor = _collectives.wait_tensor(tensor)
+    return waited
+
+
 def all_reduce(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over the ranks of a group."""
     reduced: torch.Tensor = _collectives.wait_tensor(_collectives.all_reduce(own.contiguous(), "sum", group.group_name))

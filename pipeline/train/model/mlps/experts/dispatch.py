@@ -65,11 +65,11 @@ class Exchange(Protocol):
     def sizes(self, counts_E: Tensor, rows: int) -> Sizes:
         """Of an exchange, from how many rows each expert gets from here; every process calls this."""
 
-    def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-        """Rows and weights of this process's experts, in their order; both may be on their way until `arrived`."""
+    def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
+        """Rows and their weights on the way to this process's experts, for `arrived`."""
 
-    def arrived(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-        """What `there` gave, when it is there."""
+    def arrived(self, sent: Any, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """Rows and weights that are here, in the order of this process's experts."""
 
     def back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
         """The reverse of both for rows: their results, in the order in which they were sent."""
@@ -88,11 +88,14 @@ class AllHere:
         """See `Exchange`."""
         return _OwnSizes(counts_E.cumsum(0).int(), rows)
 
-    def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
         """See `Exchange`."""
         return rows_ND, gates_N
 
-    arrived = there
+    def arrived(self, sent: Any, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """See `Exchange`."""
+        rows_ND, gates_N = sent
+        return rows_ND, gates_N
 
     def back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
         """See `Exchange`."""
@@ -143,5 +146,6 @@ def _of_tokens(x_TD: Tensor, order: RowOrder) -> Tensor:
 
 
 def _sum(rows_ND: Tensor, order: RowOrder) -> Tensor:
-    by_token_TKD = rows_ND.index_select(0, order.inverse_N).unflatten(0, (-1, order.top_k))
+    tokens = len(rows_ND) // order.top_k
+    by_token_TKD = rows_ND.index_select(0, order.inverse_N).view(tokens, order.top_k, rows_ND.shape[1])
     return by_token_TKD.sum(1, dtype=torch.float32).to(rows_ND.dtype)

@@ -79,9 +79,9 @@ class Experts(nn.Module):
         if chosen is not None and before is None:
             chosen.append(way)
         order, sizes = way.order, way.sizes
-        there = self.exchange.there(order.rows(x_TD), order.gates(choice.gates_TK), sizes)
+        sent = self.exchange.there(order.rows(x_TD), order.gates(choice.gates_TK), sizes)
         shared_BSD = self._shared(x_BSD)  # while rows are on their way
-        rows_ND = self.experts(*self.exchange.arrived(*there, sizes), sizes.ends_E)
+        rows_ND = self.experts(*self.exchange.arrived(sent, sizes), sizes.ends_E)
         out_TD = order.summed(self.exchange.back(rows_ND, sizes))
         balance = z = choice.logits_TE.new_zeros(())
         if routing is not None:

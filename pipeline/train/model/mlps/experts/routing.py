@@ -76,7 +76,8 @@ class Routing:
         experts, top_k = router.spec.count, router.spec.top_k
         samples, length = max(1, self.samples), self.length
         if self.over == "sequence":
-            shares_BE = choice.shares_TE.unflatten(0, (len(counts_BE), -1)).sum(1)
+            tokens = len(choice.shares_TE) // max(1, len(counts_BE))  # of a sample; there may be none
+            shares_BE = choice.shares_TE.view(len(counts_BE), tokens, experts).sum(1)
             balance = (counts_BE * shares_BE).sum() * (experts / (top_k * length * length * samples))
         else:
             # In the first step of all nothing was chosen before.

@@ -1,0 +1,156 @@
+"""Balance of experts over a step: what was chosen on all ranks, the bias of routers that follows, and its metrics.
+
+Choices are counted in whole numbers, which fp64 adds up exactly in any order: biases are the same bits on every layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.config.train import BalanceConfig
+from pipeline.train.model.mlps.experts.module import Experts
+from pipeline.train.model.mlps.experts.routing import Routed, Routing
+from pipeline.train.parallel.experts import mixtures
+from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.parallelize import ParallelModel
+
+_NUMBERS = 3
+"""Sums of a layer behind its counts: the balance loss and the z loss, without coefficients, and the largest distance of
+two biases of its router, to which one process adds it."""
+
+
+@dataclass(frozen=True)
+class StepRouting:
+    """Choices of experts in a step over all ranks; called, it reads its tensors for metrics.jsonl."""
+
+    layers: dict[int, int]
+    """Number of experts by index of the layer."""
+    sums: Tensor
+    """fp64, for each of the layers the choices of each expert, the balance loss, the z loss, the range of biases."""
+    rows: Tensor
+    """[ranks] fp64, rows that the experts of a rank got at most in a layer and micro-batch."""
+    forced: bool
+    """Tokens were dealt in turn."""
+    by_layer: bool
+    """Loads are told by layer."""
+
+    def __call__(self) -> dict[str, Any]:
+        """The layer with the worst load, sums over layers, and how uneven the ranks' rows were."""
+        worst = {"load_max_over_mean": 0.0, "load_cv": 0.0, "dead_experts": 0, "load_entropy": 1.0}
+        balance, z, bias_range = 0.0, 0.0, 0.0
+        loads = {}
+        values = self.sums.tolist()
+        for index, count in self.layers.items():
+            chosen, values = torch.tensor(values[:count], dtype=torch.float64), values[count:]
+            of_layer, values = values[:_NUMBERS], values[_NUMBERS:]
+            balance, z, bias_range = balance + of_layer[0], z + of_layer[1], max(bias_range, of_layer[2])
+            shares = chosen / chosen.sum().clamp(min=1)
+            worst["load_max_over_mean"] = max(worst["load_max_over_mean"], (shares.max() * count).item())
+            worst["load_cv"] = max(worst["load_cv"], (shares.std(correction=0) * count).item())
+            worst["dead_experts"] = max(worst["dead_experts"], int((chosen == 0).sum()))
+            entropy = torch.special.entr(shares).sum().exp().item() / count
+            worst["load_entropy"] = min(worst["load_entropy"], entropy)
+            loads[str(index)] = (shares * count).tolist()
+        found: dict[str, Any] = {
+            **worst,
+            "balance_loss": balance,
+            "z_loss": z,
+            "router_bias_range": bias_range,
+            "rows_max_over_mean": (self.rows.max() / self.rows.mean().clamp(min=1)).item(),
+        }
+        if self.by_layer:
+            found["load_by_layer"] = loads
+        return {"experts": found | ({"balance_forced": True} if self.forced else {})}
+
+
+class Balance:
+    """What the routers of a model are trained for, and how often their experts were chosen.
+
+    Args:
+        config: The `train.balance:` section.
+        model: With experts.
+        mesh: Of the run.
+        device: Of this process.
+        layers_every_steps: Steps after which loads are told by layer.
+    """
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        model: ParallelModel,
+        mesh: Mesh,
+        device: torch.device,
+        layers_every_steps: int | None,
+    ) -> None:
+        self._config = config
+        self._every_steps = layers_every_steps
+        self._groups = tuple(mesh.role(role).get_group() for role in ("cp", "tp") if mesh.size(role) > 1)  # type: ignore[arg-type]
+        self._layers = {index: spec.router.count for index, spec in model.spec.expert_layers.items()}
+        self._places: dict[int, slice] = {}
+        size = 0
+        for index, count in self._layers.items():
+            self._places[index] = slice(size, size + count + _NUMBERS)
+            size += count + _NUMBERS
+        self._mixtures: dict[int, Experts] = {
+            int(index): mixture
+            for part in model.parts.values()
+            for index, block in part.layers.items()
+            for mixture in mixtures(block)
+        }
+        self._tells = all(mesh.rank(role) == 0 for role in ("batch", "cp", "tp"))
+        self.sums = torch.zeros(size, dtype=torch.float64, device=device)
+        """Of this rank in this step, fp64; see `StepRouting`."""
+        self.rows = 0
+        """Rows that this rank's experts got at most in a layer and micro-batch of this step."""
+
+    def begin(self) -> None:
+        """Before the passes of a step."""
+        self.sums.zero_()
+        self.rows = 0
+        for index, mixture in self._mixtures.items():
+            bias_E = mixture.router.score_bias
+            if bias_E is not None and self._tells:
+                self.sums[self._places[index]][-1] = bias_E.max() - bias_E.min()
+
+    def routing(self, real: int, samples: int, length: int, scale: Tensor | None) -> Routing:
+        """Demands on the routers in a micro-batch, see `Routing` for the arguments."""
+        config = self._config
+        return Routing(real, samples, length, config.loss, config.over, config.z_loss, scale, self._groups)
+
+    def routed(self, index: int, chosen: Routed) -> None:
+        """Count what the tokens of a micro-batch chose in a layer."""
+        losses = torch.stack((chosen.balance, chosen.z)).double()
+        self.sums[self._places[index]][:-1] += torch.cat((chosen.counts_E, losses))
+        self.rows = max(self.rows, chosen.rows)
+
+    @torch.no_grad()
+    def update(self, step: int, sums: Tensor, rows: Tensor, updated: Tensor) -> StepRouting:
+        """Move the biases of this rank's routers, unless the step is withheld.
+
+        Args:
+            step: Its number, from 1.
+            sums: `sums` of all ranks together.
+            rows: `rows` of each rank.
+            updated: Bool scalar on the device.
+        """
+        for index, mixture in self._mixtures.items():
+            router, counts_E = mixture.router, sums[self._places[index]][: self._layers[index]]
+            router.loads.copy_(torch.where(updated, counts_E.float(), router.loads))
+            if router.score_bias is not None:
+                # Whole numbers are compared, as a mean would be rounded.
+                ahead = torch.sign(counts_E.sum() - counts_E * len(counts_E)).float() * self._config.bias_rate
+                router.score_bias.add_(torch.where(updated, ahead, 0.0))
+        by_layer = self._every_steps is not None and step % self._every_steps == 0
+        return StepRouting(self._layers, sums, rows, self._config.force, by_layer)
+
+
+def rows_by_rank(rows: int) -> list[float]:
+    """Rows of this rank at its place, for a sum over all ranks."""
+    places = [0.0] * dist.get_world_size()
+    places[dist.get_rank()] = float(rows)
+    return places
