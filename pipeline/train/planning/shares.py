@@ -30,14 +30,8 @@ class Shares:
     """Time relative to forward: a flash kernel computes the scores again (Dao 2023), five products for two."""
     memory: float = 0.8
     """Share of the memory's bandwidth that reading and writing reach."""
-    expert_side: float = 512.0
-    """Shorter side of an expert's matrix with which products of experts reach half of the speed of large ones."""
     update: float = 0.8
     """The same of norm, clipping and fused AdamW with moments in fp32."""
-
-    def experts(self, side: int) -> float:
-        """Share of the speed of large matrix products that those of experts reach, by the shorter side of a matrix."""
-        return side / (side + self.expert_side)
 
     def fp8_products(self, recipe: str) -> float:
         """Share of fp8's peak for a value of `train.precision.fp8.recipe`."""

@@ -47,6 +47,8 @@ _LOGIT_BYTES = 32
 """That the loss and its gradient move for a logit."""
 _ROUND_BYTES = 5
 """That rounding a number to fp8 moves: twice the bf16 one, for the scale and for the rounding, and the fp8 one."""
+_EXPERT_SIDE = 512
+"""Shorter side of an expert's matrix with which products of experts reach half of the speed of large ones."""
 _NOT_COMPILED = 2.5
 """Passes over memory where norms and activations are not fused, relative to where they are."""
 
@@ -85,7 +87,7 @@ def assumptions(device: Device, fp8: Fp8Config | None = None, *, experts: bool =
     if experts:
         unlike_others = "" if fp8 is None else " in bf16, which fp8 leaves them in,"
         of_experts.append(
-            f"products of experts{unlike_others} reach side / (side + {shares.expert_side:g}) of the speed of large "
+            f"products of experts{unlike_others} reach side / (side + {_EXPERT_SIDE}) of the speed of large "
             "ones, by the shorter side of a matrix, or take as long as reading their weights; every expert gets "
             "equally many tokens, computing waits for all that ep sends, and the host waits for nothing"
         )
@@ -325,7 +327,7 @@ class _Rates:
         self._gain = device.flops.get("fp8", 0.0) / device.flops["bf16"]
         if fp8 is not None:
             self._gain *= shares.fp8_products(fp8.scaling) / shares.products
-        self._attention, self._shares, self._ep = shares.attention, shares, layout.ep
+        self._attention, self._ep = shares.attention, layout.ep
         self._bandwidth = device.memory_bandwidth * shares.memory
         self._element = COMPUTE_BYTES[config.train.precision.compute]
         self._tp = layout.tp
@@ -343,7 +345,7 @@ class _Rates:
             return 0.0
         side = min(min(stack.rows, stack.columns) for stack in layer.stacks.values())
         weights = self.memory(expert_parameters(layer, self._ep) * self._element)
-        return max(flops / (self._reached * self._shares.experts(side)), weights / tokens)
+        return max(flops / (self._reached * side / (side + _EXPERT_SIDE)), weights / tokens)
 
     def attention(self, flops: float) -> float:
         return flops / (self._reached * self._attention)
@@ -368,11 +370,10 @@ def _again(recompute: RecomputeConfig, layer: LayerSpec, length: int, *, causal:
         return share * products, share * experts, share * attention
     selective = recompute.mode == "selective"
     # Of the last product backward needs the factors and not the result, so that torch does not repeat it.
-    if layer.stacks:
-        if selective and layer.mlp is not None:  # router and shared mlp keep what they need
+    if layer.mlp is not None and layer.stacks:
+        if selective:  # router and shared mlp keep what they need
             products -= 2.0 * sum(matrix.elements for matrix in layer.mlp.matrices)
-        if selective or layer.ends_in_sum:
-            experts -= 2.0 * list(layer.stacks.values())[-1].used_elements
+            experts -= 2.0 * layer.mlp.stacks[-1].used_elements
     elif layer.ends_in_sum:
         products -= 2.0 * list(layer.matrices.values())[-1].elements
     kept = recompute.keep if selective else []

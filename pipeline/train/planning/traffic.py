@@ -288,10 +288,8 @@ class _Counter:
                 ("gradients of rows", "backward", there),
             ]
             if is_recomputed(self._recompute, index) and self._recompute.mode == "full":
-                transfers.append(("rows for experts", "again", there))
-                # The way back is behind all that backward needs again, if no norm follows.
-                if not self._spec.layers[index].ends_in_sum:
-                    transfers.append(("results of experts", "again", back))
+                # The losses of the router, which backward needs again, come behind both.
+                transfers += [("rows for experts", "again", there), ("results of experts", "again", back)]
             for what, phase, size in transfers:
                 yield self._in_each_micro_batch("ep", "all_to_all", what, phase, 1, size)
 
