@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, field_validator, model_serializer, model_validator
 
 from pipeline.config.base import Section
 
@@ -14,6 +14,8 @@ MAX_WIDTH = 2**20
 MAX_ROWS = 2**28
 MAX_EXPERTS = 2**14
 """Far above any model: a config.json of somebody else's may say a billion layers, each built before any is read."""
+EXPERT_MULTIPLE = 8
+"""Divisor of both sizes of an expert: its products read rows of numbers of 2 bytes that begin at a multiple of 16."""
 
 
 class RopeScalingConfig(Section):
@@ -71,7 +73,7 @@ class ExpertsConfig(Section):
     top_k: int = Field(ge=1)
     """Experts of each token."""
     ffn_dim: int = Field(ge=1, le=MAX_WIDTH)
-    """Hidden size of an expert."""
+    """Hidden size of an expert, a multiple of 8."""
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     """`swiglu`: silu(w1 x) * w3 x. `clamped_swiglu`: g * sigmoid(alpha * g) * (u + 1) with g = min(w1 x, clamp) and u =
     w3 x between -clamp and clamp (GPT-OSS)."""
@@ -104,6 +106,13 @@ class ExpertsConfig(Section):
     by gradients: train.balance.bias_rate moves it until all experts have equally much to do (DeepSeek-V3)."""
     router_bias: bool = False
     """The router's logits have a trained bias (GPT-OSS)."""
+
+    @field_validator("ffn_dim")
+    @classmethod
+    def _aligned(cls, ffn_dim: int) -> int:
+        if ffn_dim % EXPERT_MULTIPLE:
+            raise ValueError(f"{ffn_dim} is not a multiple of {EXPERT_MULTIPLE}, which mlp: experts needs")
+        return ffn_dim
 
     @model_validator(mode="after")
     def _choice(self) -> ExpertsConfig:
@@ -317,6 +326,8 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, *, scales: 
             raise ValueError(f"{where}mlp: experts needs the section experts, with count, top_k and ffn_dim")
         if layer.residual != "sequential":
             raise ValueError(f"{where}mlp: experts needs residual: sequential, not {layer.residual}")
+        if model.dim % EXPERT_MULTIPLE:
+            raise ValueError(f"{where}dim {model.dim} is not a multiple of {EXPERT_MULTIPLE}, which mlp: experts needs")
     if layer.mixer == "none":
         return
     if layer.head_dim is None and model.dim % layer.heads:

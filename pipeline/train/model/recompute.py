@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.common.errors import UserError
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.model.kernels import packed, tiles
+from pipeline.train.model.kernels import grouped, packed, tiles
 from pipeline.train.model.part_spec import LayerSpec
 
 Result = TypeVar("Result")
@@ -40,7 +40,13 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
     ),
     # Projections alone: where attention has no kernel of its own, it is made of batched products (bmm), whose results
     # are as large as sequence x sequence.
-    "matmul": (_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten._scaled_mm.default),
+    "matmul": (
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.linear.default,
+        _aten._scaled_mm.default,
+        *grouped.OPERATIONS,
+    ),
     # Not what is gathered, which is larger than what it is gathered from.
     "communication": (
         _collectives.reduce_scatter_tensor.default,
@@ -96,6 +102,23 @@ class Recompute:
 
                 keep.add(OPERATION)
         return cls(_one(frozenset(keep)), _one(frozenset(needless)), sums - 1 if spec.ends_in_sum else None)
+
+    @classmethod
+    def of_experts(cls, config: RecomputeConfig, index: int, spec: LayerSpec) -> Recompute | None:
+        """Recomputation of the products of a layer's experts, which are a piece of their own; None: all is kept.
+
+        Args:
+            config: The `train.recompute:` section.
+            index: Of the layer, in the whole model.
+            spec: Its parts.
+        """
+        # A layer that is repeated whole repeats its experts, too.
+        if config.mode != "selective" or index % config.every or not spec.stacks:
+            return None
+        if "matmul" not in config.keep:
+            return cls(None)
+        # What follows the last product is added up, after a bias perhaps.
+        return cls(_one(frozenset(grouped.OPERATIONS)), _one(frozenset((len(spec.stacks) - 1,))))
 
     def __call__(self, compute: Callable[[Tensor], Result], x: Tensor) -> Result:
         """`compute(x)`, which must do the same each time it is called and change nothing outside."""

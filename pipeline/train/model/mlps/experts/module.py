@@ -154,10 +154,10 @@ class ExpertStacks(nn.Module):
             hidden_NF = first_NF * torch.sigmoid(alpha * first_NF) * (third_NF + 1)
         # Before the last product, whose result is then not needed for the gradient of the weights.
         hidden_NF = (hidden_NF * gates_N[:, None]).to(rows_ND.dtype)
+        # Also before it, as a repetition ends where nothing more is needed.
+        added_ND = (self._bias("b2", ends_E, len(rows_ND)) * gates_N[:, None]).to(rows_ND.dtype) if self.bias else None
         out_ND = grouped_products(hidden_NF, own_part(self.get_parameter("w2")), ends_E)
-        if self.bias:
-            out_ND = out_ND + (self._bias("b2", ends_E, len(rows_ND)) * gates_N[:, None]).to(out_ND.dtype)
-        return out_ND
+        return out_ND if added_ND is None else out_ND + added_ND
 
     def _products(self, rows_ND: Tensor, number: str, ends_E: Tensor) -> Tensor:
         out_NF = grouped_products(rows_ND, own_part(self.get_parameter(f"w{number}")), ends_E)
