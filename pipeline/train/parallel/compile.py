@@ -19,6 +19,7 @@ from pipeline.config import Config
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.block import Block
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.parallel.experts import mixtures
 from pipeline.train.parallel.torch_compat.compiler import prepare_compiler
 
 BACKEND = "inductor"
@@ -108,3 +109,7 @@ def compile_layers(part: Decoder, recompute: RecomputeConfig) -> None:
     for block in part.layers.values():
         layer = cast(Block, block)
         layer.compiled = torch.compile(layer.compute, fullgraph=True, dynamic=False, backend=BACKEND)
+        for mixture in mixtures(layer):
+            # Of a layer with experts that is the piece before them; this is theirs, for any number of rows.
+            experts = mixture.experts
+            experts.compiled = torch.compile(experts.compute, fullgraph=True, backend=BACKEND)

@@ -138,8 +138,10 @@ def _prepare_layers(part: Decoder, config: Config, setup: Setup) -> None:
     recompute, tp = config.train.recompute, setup.mesh.size("tp")
     for block in part.layers.values():
         layer = cast(Block, block)
-        layer.recompute = Recompute.of_layer(recompute, layer.index, part.spec.layers[layer.index], tp)
+        spec = part.spec.layers[layer.index]
+        layer.recompute = Recompute.of_layer(recompute, layer.index, spec, tp)
         for mixture in mixtures(layer):
+            mixture.experts.recompute = Recompute.of_experts(recompute, layer.index, spec)
             mixture.router.force = config.train.balance.force
     if compiles(config, setup.device):
         compile_layers(part, recompute)

@@ -179,17 +179,23 @@ def reference(root: Path, family: str, layers: int) -> Path:
     return folder
 
 
-def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks) -> list[str]:
+def train(file: Path, values: list[str]) -> None:
+    """What a rank does that trains."""
+    trainer.train(load(file, values))
+
+
+def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks, *, name: str = "") -> list[str]:
     """Train on a layout from the seed checkpoint of one process; what differs, in words.
 
     Args:
+        name: Of the run, where a row has several.
         processes: As many as the layout has. They may have trained on other layouts before.
 
     Raises:
         RankFailed: with the differences between tensors, which every rank looks at itself.
     """
     one = reference(root, family, row.layers)
-    run = root / f"{family}-{row.name}"
+    run = root / f"{family}-{name or row.name}"
     seed = f"step-{SEED_STEP:08d}"
     shutil.copytree(one / "checkpoints" / seed, run / "checkpoints" / seed)
     parallel = row.parallel.model_dump(mode="json", exclude_unset=True)
@@ -211,6 +217,7 @@ def differences(run: Path, one: Path) -> list[str]:
     found = []
     expected = {row["step"]: row for row in read_metrics(one)}
     rows = read_metrics(run)
+    rows = [row for row in rows if row["step"] > SEED_STEP]
     if [row["step"] for row in rows] != list(range(SEED_STEP + 1, LAST_STEP + 1)):
         return [f"steps {[row['step'] for row in rows]}"]
     for row in rows:

@@ -22,6 +22,7 @@ from pipeline.train.model.mlps.experts.router import Choice, Router
 from pipeline.train.model.mlps.experts.routing import Routed, Routing
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.recompute import Recompute
+from pipeline.train.parallel.torch_compat.compiler import vary_length
 from pipeline.train.parallel.torch_compat.core import own_part
 
 
@@ -133,8 +134,12 @@ class ExpertStacks(nn.Module):
 
     def forward(self, rows_ND: Tensor, gates_N: Tensor, ends_E: Tensor) -> Tensor:
         """Results of rows, times their weights, [N, D]."""
-        trains = self.training and torch.is_grad_enabled()
-        compute = self.compiled if trains and self.compiled is not None else self.compute
+        compute = self.compute
+        # Code for any number of rows is for 2 or more.
+        if self.compiled is not None and self.training and torch.is_grad_enabled() and len(rows_ND) >= 2:
+            compute = self.compiled
+            for x in (rows_ND, gates_N):
+                vary_length(x)
         out_ND: Tensor = compute(rows_ND, gates_N, ends_E)
         return out_ND
 
