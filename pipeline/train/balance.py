@@ -97,9 +97,9 @@ class Balance:
             self._places[index] = slice(size, size + count + _NUMBERS)
             size += count + _NUMBERS
         self._mixtures: dict[int, Experts] = {
-            int(index): mixture
+            block.index: mixture
             for part in model.parts.values()
-            for index, block in part.layers.items()
+            for block in part.blocks
             for mixture in mixtures(block)
         }
         self._tells = all(mesh.rank(role) == 0 for role in ("batch", "cp", "tp"))

@@ -32,6 +32,10 @@ class Batch:
     """[B] int64, number of each sample in the run, -1 for padding samples; None where they are not of a training."""
     real: int | None = None
     """Samples that are no padding, which are the first ones; None: all. The host knows it, wherever the tensors are."""
+    ahead_targets: torch.Tensor | None = None
+    """[B, N, S] int64, at d - 1 what follows d places behind each target, for N depths of multi-token prediction."""
+    ahead_weight: torch.Tensor | None = None
+    """[B, N, S] float32, 0 where one of them does not count."""
 
     @property
     def bounds(self) -> torch.Tensor:
@@ -98,6 +102,8 @@ class StepData:
     data_hash: int
     """Sum mod 2**64 of xxh3-64 over (global index, tokens as little-endian int64) of this rank's samples; the sum over
     ranks does not depend on how the step is split."""
+    valid_ahead: tuple[int, ...] = ()
+    """By depth of multi-token prediction, targets with weight in the global batch."""
     skipped: bool = False
     """The step is skipped: nothing of it was read, and the weights stay as they are."""
 

@@ -113,4 +113,5 @@ def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_len
     parts = [f"{', '.join(names)} of layers"] if names else []
     parts += [f"all of layers {spans(whole)}"] if whole else []
     experts = ["experts (they stay in bf16)"] if spec.expert_layers else []
-    yield f"not in fp8: {', '.join([*parts, *experts, 'embedding', 'norms', 'attention', 'head'])}"
+    ends = ["embedding", "norms", "attention", "head", *["multi-token prediction"] * bool(spec.mtp)]
+    yield f"not in fp8: {', '.join([*parts, *experts, *ends])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class BalancedExchange(AllToAll):
         go, come = _even(rows, ranks), _even(round(rows * self.over_mean), ranks)
         ends_E = torch.empty(len(counts_E) // ranks, dtype=torch.int32)
         order_M, inverse_M = torch.empty(2, sum(come), dtype=torch.int64).unbind()
-        return _Numbers(ends_E, sum(come), go, come, order_M, inverse_M)
+        return cast(Sizes, _Numbers(ends_E, sum(come), go, come, order_M, inverse_M))
 
 
 def _even(number: int, parts: int) -> list[int]:

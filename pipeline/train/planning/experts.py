@@ -9,7 +9,6 @@ from typing import Any
 from pipeline.common.format import gib, size
 from pipeline.config import Config
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.flops import expert_parameters
 from pipeline.train.parallel.footprint import COMPUTE_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.pipeline_stages import split_stages
@@ -51,13 +50,13 @@ def expert_plan(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
     if not spec.expert_layers:
         return None
     element = COMPUTE_BYTES[config.train.precision.compute]
-    index, part = max(spec.expert_layers.items(), key=lambda each: expert_parameters(spec.layers[each[0]]))
+    part = max(spec.expert_layers.values(), key=lambda each: each.stack_parameters())
     return ExpertPlan(
         layers=len(spec.expert_layers),
         count=part.router.count,
         top_k=part.router.top_k,
         on_rank=part.router.count // layout.ep,
-        gathered_bytes=element * expert_parameters(spec.layers[index], layout.ep),
+        gathered_bytes=element * part.stack_parameters(layout.ep),
         kept_bytes=element * part.kept_numbers(1),
         tokens=shape.micro_batch_size * shape.sequence_length // (layout.cp * layout.tp),
         break_even=break_even(config, layout, spec, shape),

@@ -18,9 +18,10 @@ from pipeline.config.parallel import ScheduleName
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.flops import expert_parameters, layer_parameters
+from pipeline.train.model.flops import expert_parameters
+from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec
-from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters
+from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters, layer_sizes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_schedules import actions_of
@@ -124,7 +125,8 @@ class _Counter:
         self._spec = spec
         self._stage = stage
         self._stages = stages
-        self._layers = [(index, spec.layers[index]) for index in stage.part.layers]
+        self._layers = stage.part.blocks(spec)
+        self._mtp = spec.mtp if stage.part.last else ()
         self._element = COMPUTE_BYTES[config.train.precision.compute]
         self._fp8 = gathered_in_fp8(config.train.precision.fp8, spec, layout)
         self._micro = shape.micro_batches
@@ -135,11 +137,12 @@ class _Counter:
         self._reduction = reduction(config.parallel, layout)
         self._reductions = self._micro if self._reduction == "each" else 1
         self._end_parameters = end_parameters(spec, stage.part, layout.tp)
-        self._layer_parameters = sum(layer_parameters(layer, layout.tp) for _, layer in self._layers)
-        self._experts = [(index, part) for index, part in spec.expert_layers.items() if index in stage.part.layers]
-        self._expert_parameters = sum(expert_parameters(spec.layers[index], layout.ep) for index, _ in self._experts)
+        mixtures = [(index, layer) for index, layer in self._layers if layer.stacks]
+        self._experts = [(index, layer.mlp) for index, layer in mixtures if isinstance(layer.mlp, ExpertsSpec)]
+        self._expert_parameters = sum(expert_parameters(layer, layout.ep) for _, layer in mixtures)
         # Without those of experts, which are units of their own.
-        self._layer_parameters -= sum(expert_parameters(spec.layers[index], layout.tp) for index, _ in self._experts)
+        self._layer_parameters = sum(layer_sizes(spec, stage.part, layout.tp).values())
+        self._layer_parameters -= sum(expert_parameters(layer, layout.tp) for _, layer in mixtures)
         balance = config.train.balance
         self._counts_of_samples = balance.over == "sequence" and balance.loss > 0
 
@@ -178,10 +181,10 @@ class _Counter:
             ("all_gather", "inputs of mixer and mlp", "again", gathered),
             ("reduce_scatter", "outputs of mixers", "again", summed),
         ]
-        if part.first:
+        if lookups := part.first + len(self._mtp):
             rows += [
-                ("reduce_scatter", "embedding", "forward", 1),
-                ("all_gather", "gradient of the embedding", "backward", 1),
+                ("reduce_scatter", "embedding", "forward", lookups),
+                ("all_gather", "gradient of the embedding", "backward", lookups),
             ]
         if part.last:
             rows += [
@@ -189,10 +192,12 @@ class _Counter:
                 ("reduce_scatter", "gradient of the head's input", "backward", 1),
             ]
         for operation, what, phase, calls in rows:
+            # The head has one input of all depths of multi-token prediction.
+            size = stream * (1 + len(self._mtp) if "head" in what else calls)
             if self._cut:
-                yield self._in_each_micro_batch("tp", operation, what, phase, calls, calls * stream)
+                yield self._in_each_micro_batch("tp", operation, what, phase, calls, size)
             elif operation == "reduce_scatter":  # without a cut there is nothing to gather, and sums stay whole
-                yield self._in_each_micro_batch("tp", "all_reduce", what, phase, calls, calls * stream)
+                yield self._in_each_micro_batch("tp", "all_reduce", what, phase, calls, size)
         yield from self._wide_norms("forward", layers)
         yield from self._wide_norms("backward", layers)
         yield from self._wide_norms("again", again)
@@ -200,10 +205,11 @@ class _Counter:
         if not self._cut:
             calls = len(self._experts)
             for what, phase in (("outputs of experts", "forward"), ("gradients of their inputs", "backward")):
-                yield self._in_each_micro_batch("tp", "all_gather", what, phase, calls, calls * stream)  # type: ignore[arg-type]
+                yield self._in_each_micro_batch("tp", "all_gather", what, phase, calls, calls * stream)
         if part.last:
-            chunks = -(-self._tokens // self._chunk)
-            size = self._tokens * _FP32
+            tokens = self._tokens * (1 + len(self._mtp))
+            chunks = -(-tokens // self._chunk)
+            size = tokens * _FP32
             yield self._in_each_micro_batch("tp", "all_reduce", "largest logits", "forward", chunks, size)
             yield self._in_each_micro_batch("tp", "all_reduce", "sums of the softmax", "forward", chunks, 2 * size)
         yield self._partial_gradients()
@@ -243,6 +249,8 @@ class _Counter:
                 sizes += each.partial_gradients(tp)
         if self._cut and part.last:
             sizes += spec.norm.parameters(spec.dim)
+            sizes += [size for each in self._mtp for size in each.norm_sizes]
+            sizes += [matrix.elements for each in self._mtp for matrix in each.inputs]
         if self._cut and part.first and spec.learned_positions is not None:
             sizes.append(spec.learned_positions * spec.dim)
         # Gradients are in the compute format until they are added up over micro-batches, or over ranks.
@@ -306,7 +314,7 @@ class _Counter:
             if any(peer.rank != self._stage.rank for peer in peers):
                 yield Transfer("pp", "send", what, phase, self._micro, size, layout.pp)  # type: ignore[arg-type]
         ends = self._stages[0].rank, self._stages[-1].rank
-        if self._spec.tie_embeddings and ends[0] != ends[1] and (self._stage.part.first or self._stage.part.last):
+        if self._spec.last_embeds and ends[0] != ends[1] and (self._stage.part.first or self._stage.part.last):
             table = self._spec.vocab_padded * self._spec.dim // layout.tp // self._shards * GRADIENT_BYTES
             yield Transfer("pp", "send", "gradient of the tied embedding", "update", 1, table, layout.pp)
 

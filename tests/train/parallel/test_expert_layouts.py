@@ -26,14 +26,37 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+COVERING = ("fsdp2-reshard-ep2", "tp2-ep2")
+"""Rows without a mark."""
+GUARD = (
+    *("tp2", "tp2-no_sp", "reshard-cp2-all_gather", "tp2-no_sp-ep2", "reshard-cp2-all_gather-ep2"),
+    *(
+        "reshard-cp2-ulysses-ep2",
+        "fsdp2-keep-ep2",
+        "hsdp2x2-reshard-ep2",
+        "fsdp2-keep-tp2-ep4",
+        "fsdp2-keep-tp2-no_sp-ep2",
+    ),
+    *(
+        "pp2-1f1b",
+        "pp2-zbv-fsdp2-keep-ep2",
+        "pp2-interleaved_zero_bubble-tp2-ep2",
+        "pp2-dualpipev-keep-cp2-all_gather-ep2",
+    ),
+    *("fsdp2-reshard-ep2-full", "tp2-ep2-selective", "fsdp2-reshard-ep2-selective-compiled"),
+)
+"""Those of guard tests. The rest are slow."""
+
+
 def cases() -> Iterator[Any]:
-    """Every row, with the families in turn."""
+    """Every row with every family; quick is one of them, in turn."""
     families = list(layouts.EXPERT_FAMILIES)
     for number, row in enumerate(OF_EXPERTS):
         for place, family in enumerate(families):
-            marks = layouts.trains(row.kind.schedule or "")
-            if number % len(families) != place:
-                marks = [*marks, pytest.mark.slow]
+            marks = [pytest.mark.slow]
+            if number % len(families) == place and row.name in (*COVERING, *GUARD):
+                marks = [] if row.name in COVERING else [pytest.mark.guard]
+            marks = [*layouts.trains(row.kind.schedule or ""), *marks]
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
 
 
@@ -42,6 +65,12 @@ def test_a_layout_computes_what_one_process_does(
     root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
     assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []
+
+
+@pytest.mark.guard
+def test_fewer_experts_than_shards_are_cut_each(root: Path, processes: Callable[[int], Ranks]) -> None:
+    row = next(each for each in OF_EXPERTS if each.name == "fsdp2-reshard-tp2")
+    assert layouts.compare(root, "few", row, processes(4)) == []
 
 
 def break_mesh() -> None:
@@ -77,6 +106,7 @@ def test_what_is_known_to_go_wrong_is_seen(root: Path, broken: Callable[[], None
     assert any("instead of" in each or "error " in each for each in found), found
 
 
+@pytest.mark.guard
 def test_a_run_goes_on_from_layout_to_layout(root: Path, processes: Callable[[int], Ranks]) -> None:
     """Each step is made on another layout, with the weights, moments and biases of the one before."""
     chain: list[tuple[int, dict[str, Any]]] = [

@@ -402,7 +402,11 @@ RULES: Sequence[Rule] = (
         "`ep` divides `dp_shard` x `cp` x `tp`, and the number of experts.",
         _experts,
     ),
-    Rule(("parallel.cp",), "Every mixer can compute on shards of sequences. Attention can.", _whole_sequences),
+    Rule(
+        ("parallel.cp",),
+        "Every mixer can compute on shards of sequences. Attention and latent attention can.",
+        _whole_sequences,
+    ),
     *RECOMPUTE_RULES,
     *ATTENTION_RULES,
     *FP8_RULES,
