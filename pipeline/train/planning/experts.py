@@ -79,7 +79,7 @@ def break_even(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSha
 
 
 def expert_warnings(plan: ExpertPlan, layout: Layout, device: Device, limit: int) -> Iterator[str]:
-    """What the user should know of experts on some devices."""
+    """Warnings about the experts of a plan on some devices."""
     if layout.ep > device.node_devices:
         yield (
             f"parallel.ep={layout.ep} is more than the {device.node_devices} devices of a node: in every layer tokens "
