@@ -158,6 +158,11 @@ class Stack:
         return self.used * self.rows * self.columns
 
     @property
+    def used_parameters(self) -> int:
+        """The same with biases."""
+        return self.used_elements + (self.used * self.rows if self.bias else 0)
+
+    @property
     def bias_name(self) -> str:
         """Name of the parameter of the biases within the part: `experts.b1` of `experts.w1`."""
         module, _, name = self.name.rpartition(".")
