@@ -14,9 +14,9 @@ from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, t
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.model.flops import layer_parameters, num_parameters
+from pipeline.train.model.flops import num_parameters
 from pipeline.train.optim.parameter_groups import group_lines
-from pipeline.train.parallel.footprint import Footprint, end_parameters, rank_footprints
+from pipeline.train.parallel.footprint import Footprint, end_parameters, layer_sizes, rank_footprints
 from pipeline.train.parallel.layout import Layout, fixed_processes
 from pipeline.train.parallel.pipeline_schedules import Play, play
 from pipeline.train.parallel.pipeline_stages import Stage, compute_costs, split_stages
@@ -87,10 +87,11 @@ class PlannedModel(NamedTuple):
         return num_parameters(spec) - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim
 
     def __str__(self) -> str:
-        parameters, padded = self.parameters, num_parameters(self.spec)
+        parameters, padded, depth = self.parameters, num_parameters(self.spec), len(self.spec.mtp)
         more = f" ({padded:,} with the padded vocabulary)" if padded > parameters else ""
         return (
             f"model: {parameters:,} parameters{more}, {len(self.spec.layers)} layers, "
+            f"{f'multi-token prediction of depth {depth}, ' if depth else ''}"
             f"vocabulary of {self.spec.vocab_size:,} ({self.vocabulary})"
         )
 
@@ -184,8 +185,9 @@ def _pipeline_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: S
     yield f"  {'stage':>5} {'pp rank':>7}  {'layers':<9} {'has':<15} {'parameters':>15} {'compute':>8}"
     for stage, cost in zip(stages, costs, strict=True):
         part = stage.part
-        parameters = end_parameters(spec, part, 1) + sum(layer_parameters(spec.layers[i], 1) for i in part.layers)
-        has = " ".join(name for name, there in (("embedding", part.first), ("head", part.last)) if there)
+        parameters = end_parameters(spec, part, 1) + sum(layer_sizes(spec, part, 1).values())
+        ends = (("embedding", part.first), ("head", part.last), ("mtp", part.last and bool(spec.mtp)))
+        has = " ".join(name for name, there in ends if there)
         layers = spans(part.layers) or "none"
         yield (
             f"  {stage.index:>5} {stage.rank:>7}  {layers:<9} {has:<15} {parameters:>15,} "

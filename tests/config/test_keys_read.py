@@ -45,6 +45,8 @@ VARIANTS: list[dict[str, Any]] = [
     {
         "model.rope_scaling": {"type": "linear", "factor": 2},
         "model.document_attention": True,
+        "model.mtp": {"depth": 2},
+        "train.loss.mtp": 0.2,
         "train.profile": {"steps": [1, 1]},
         "train.precision.compute": "fp16",
         "train.optimizer": {"type": "muon", "states": "bf16", "groups": [{"match": "*norm*", "weight_decay": 0.1}]},
@@ -62,7 +64,14 @@ VARIANTS: list[dict[str, Any]] = [
         "train.batch_ramp": {"start": 2, "increment": 1, "tokens": 64},
         "train.objective": {"type": "fim"},
         "model.pattern": ["near", "far"],
-        "model.kinds": {"near": {"sliding_window": 8}, "far": {"positions": "none"}},
+        "model.kinds": {
+            "near": {"sliding_window": 8},
+            "far": {
+                "positions": "none",
+                "mixer": "mla",
+                "mla": {"kv_rank": 8, "q_rank": 8, "nope_dim": 4, "rope_dim": 4, "value_dim": 4},
+            },
+        },
         "blend": {
             "phases": [
                 {"name": "a", "until": "1 steps", "slices": {"sea": [0, "30 documents"]}, "temperature": 2},

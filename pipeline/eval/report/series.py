@@ -18,7 +18,7 @@ from pipeline.train.run.attempts import Attempt
 
 Floats = npt.NDArray[np.float64]
 
-NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu")
+NUMBERS = ("loss", "mtp_loss", "grad_norm", "lr", "tokens_per_second", "mfu")
 """Numbers that are kept of each step; NaN where a row does not have it."""
 OF_EXPERTS = ("load_max_over_mean", "load_max_layer", "dead_experts", "balance_loss", "rows_max_over_mean")
 """The same of numbers below `experts`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,18 +56,26 @@ def by_group(groups: int, *sizes: int) -> RowNumbers:
     return np.concatenate(tensors, axis=1).reshape(-1)
 
 
-def rope_pairs(heads: int, head_dim: int, rotated: int | None = None) -> RowNumbers:
+def rope_pairs(heads: int, head_dim: int, rotated: int | None = None, *, first: int = 0) -> RowNumbers:
     """Rows of heads whose rotary pairs are neighbours there; here dimension i goes with i + rotated / 2.
 
     Args:
         heads: Of queries or of keys.
         head_dim: Rows of a head.
-        rotated: Rows of a head, from its first on, that are rotated; by default all.
+        rotated: Rows of a head, from `first` on, that are rotated; by default all.
+        first: The first row that is rotated.
     """
-    rotated = head_dim if rotated is None else rotated
-    pairs = np.arange(rotated).reshape(2, rotated // 2).T.reshape(-1)
-    of_head = np.concatenate((pairs, np.arange(rotated, head_dim)))
+    rotated = head_dim - first if rotated is None else rotated
+    pairs = first + np.arange(rotated).reshape(2, rotated // 2).T.reshape(-1)
+    of_head = np.concatenate((np.arange(first), pairs, np.arange(first + rotated, head_dim)))
     return (head_dim * np.arange(heads)[:, None] + of_head).reshape(-1)
+
+
+ExpertFiles = Literal["numbered", "stacked"]
+"""How files have the matrices of experts, which are one parameter [experts, ...] here: each is a tensor with its number
+in the name, or a tensor has all of them, too."""
+EXPERT = "{e}"
+"""Stands for the number of an expert in names."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,10 @@ class TensorNames:
     """`ours` are parameters of the part itself, whose names have no dot (`Vector`)."""
     unit_dim: bool = False
     """Theirs has a dimension of 1 behind the rows, as the weights of a convolution by channel do."""
+    experts: ExpertFiles | None = None
+    """Ours are parameters of experts, and all that is said here is true of the matrix of each."""
+    transposed: bool = False
+    """Theirs is [in, out], of parameters; see `Names.transposed` for modules."""
 
     @property
     def of_parameters(self) -> bool:

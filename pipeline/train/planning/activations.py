@@ -162,7 +162,7 @@ def _measure(
         optimizers = Optimizers(config, model)
         stepper = Stepper(config, Setup(_CPU, mesh, small), model, optimizers, sources=1)
         count = pp if pp > 1 else min(2, shape.micro_batches)
-        return _Recording(model, optimizers, stepper, ledger).run(partial(_batches, shape, count))
+        return _Recording(model, optimizers, stepper, ledger).run(partial(_batches, shape, count, len(spec.mtp)))
 
 
 def _plain(train: TrainConfig) -> TrainConfig:
@@ -173,17 +173,19 @@ def _plain(train: TrainConfig) -> TrainConfig:
     return train.model_copy(update={"compile": False, "precision": precision, "metrics": metrics})
 
 
-def _batches(shape: Shape, count: int) -> list[Batch]:
-    size = (shape.samples, shape.length)
+def _batches(shape: Shape, count: int, depth: int) -> list[Batch]:
+    size, ahead = (shape.samples, shape.length), (shape.samples, depth, shape.length)
     return [
         Batch(
-            torch.empty(size, dtype=torch.int64),
-            torch.empty(size, dtype=torch.int64),
-            torch.empty(size),
-            torch.empty(shape.samples, dtype=torch.int32),
-            torch.empty(shape.samples, dtype=torch.int64),
-            {},
-            torch.empty(shape.samples, dtype=torch.int64),
+            tokens=torch.empty(size, dtype=torch.int64),
+            targets=torch.empty(size, dtype=torch.int64),
+            weight=torch.empty(size),
+            starts=torch.empty(shape.samples, dtype=torch.int32),
+            sources=torch.empty(shape.samples, dtype=torch.int64),
+            extras={},
+            samples=torch.empty(shape.samples, dtype=torch.int64),
+            ahead_targets=torch.empty(ahead, dtype=torch.int64) if depth else None,
+            ahead_weight=torch.empty(ahead) if depth else None,
         )
         for _ in range(count)
     ]
@@ -202,7 +204,8 @@ class _Recording:
 
     def run(self, batches: Callable[[], list[Batch]]) -> StageMemory:
         """The second step; the first one makes states and shapes."""
-        self._stepper.step(batches(), 1, 1.0)
+        valid_ahead = (1,) * len(self._model.spec.mtp)
+        self._stepper.step(batches(), 1, 1.0, valid_ahead=valid_ahead)
         self._attach()
         ledger, passes = self._ledger, self._passes
         ledger.begin()
@@ -218,7 +221,7 @@ class _Recording:
 
         runner.train = watched  # type: ignore[method-assign]
         mine = batches()
-        self._stepper.step(mine, 1, 1.0)
+        self._stepper.step(mine, 1, 1.0, valid_ahead=valid_ahead)
         return self._sum_up(parameters, len(mine))
 
     def _sum_up(self, parameters: list[nn.Parameter], micro_batches: int) -> StageMemory:

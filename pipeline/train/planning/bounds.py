@@ -8,7 +8,6 @@ from functools import lru_cache
 from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.flops import layer_matrices, layer_parameters
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.footprint import (
     AVERAGE_BYTES,
@@ -17,7 +16,9 @@ from pipeline.train.parallel.footprint import (
     MASTER_BYTES,
     MOMENT_BYTES,
     end_parameters,
+    layer_sizes,
     moments,
+    part_matrices,
 )
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
@@ -53,10 +54,10 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
     for rank in range(layout.pp):
         parts = [stage.part for stage in stages if stage.rank == rank]
         indices = [index for part in parts for index in part.layers]
-        layers = [layer_parameters(spec.layers[index], layout.tp) for index in indices]
+        layers = [size for part in parts for size in layer_sizes(spec, part, layout.tp).values()]
         parameters = sum(layers) + sum(end_parameters(spec, part, layout.tp) for part in parts)
         shard = parameters / layout.shards
-        matrices = sum(layer_matrices(spec.layers[index], layout.tp) for index in indices)
+        matrices = sum(part_matrices(spec, part, layout.tp) for part in parts)
         states = MOMENT_BYTES[optimizer.states] * moments(optimizer, parameters, matrices)
         held = weights * shard + states / layout.shards
         whole = 0 if element == MASTER_BYTES else max(layers, default=0) if reshards else parameters

@@ -15,9 +15,17 @@ from pipeline.config import Config
 from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.flops import extra_flops, head_flops, layer_flops, layer_parameters, orthogonal_flops
+from pipeline.train.model.decoder import ModelPart
+from pipeline.train.model.flops import (
+    expert_orthogonal_flops,
+    extra_flops,
+    head_flops,
+    input_flops,
+    layer_flops,
+    orthogonal_flops,
+)
 from pipeline.train.model.part_spec import LayerSpec
-from pipeline.train.parallel.footprint import COMPUTE_BYTES, end_parameters
+from pipeline.train.parallel.footprint import COMPUTE_BYTES, end_parameters, layer_sizes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.pipeline_schedules import play
@@ -193,7 +201,7 @@ def rank_parameters(config: Config, layout: Layout, spec: DecoderSpec) -> list[i
     """Parameters by pp rank, after the cut by tp."""
     counts = [0] * layout.pp
     for stage in split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length):
-        counts[stage.rank] += sum(layer_parameters(spec.layers[index], layout.tp) for index in stage.part.layers)
+        counts[stage.rank] += sum(layer_sizes(spec, stage.part, layout.tp).values())
         counts[stage.rank] += end_parameters(spec, stage.part, layout.tp)
     return counts
 
@@ -202,7 +210,7 @@ def recompute_flops_per_token(recompute: RecomputeConfig, spec: DecoderSpec, seq
     """FLOPs that backward does again for a token, attention counted half."""
     return sum(
         sum(_again(recompute, layer, sequence_length, causal=True))
-        for index, layer in enumerate(spec.layers)
+        for index, layer in ModelPart.whole(spec).blocks(spec)
         if is_recomputed(recompute, index)
     )
 
@@ -238,8 +246,7 @@ def _stage_work(
     products = attention = passes = again = 0.0
     fp8 = config.train.precision.fp8
     matrices = {} if fp8 is None else fp8_matrices(fp8, spec, layout.tp)
-    for index in stage.part.layers:
-        layer = spec.layers[index]
+    for index, layer in stage.part.blocks(spec):
         # A mask is a table for the kernel, which then computes all of it.
         causal = not config.model.document_attention and (layer.mixer is None or layer.mixer.sees_all(length))
         scores = extra_flops(layer, length, causal=causal)
@@ -258,8 +265,12 @@ def _stage_work(
             again += rates.products(twice, share) + rates.attention(scores_twice) + passed
     logits = 0.0
     if stage.part.last:
-        products += rates.products(head_flops(spec) * spec.vocab_padded / spec.vocab_size)
-        logits = rates.memory(_LOGIT_BYTES * spec.vocab_padded / layout.tp)
+        times = 1 + len(spec.mtp)
+        products += rates.products(times * head_flops(spec) * spec.vocab_padded / spec.vocab_size)
+        logits = rates.memory(times * _LOGIT_BYTES * spec.vocab_padded / layout.tp)
+        # Whole on each rank of tp, which has some of the positions, or all of them.
+        alone = 1 if config.parallel.sequence_parallel else layout.tp
+        products += rates.products(alone * sum(map(input_flops, spec.mtp)))
     waiting: dict[Axis, float] = {}
     early = 0.0
     for each in transfers:
@@ -278,17 +289,22 @@ def _stage_work(
 
 
 def _muon_seconds(config: Config, layout: Layout, spec: DecoderSpec, device: Device, stages: Sequence[Stage]) -> float:
-    """Seconds in which the pp rank with the most layers orthogonalizes matrices, each on one process of the stage."""
+    """Seconds in which the pp rank with the most layers orthogonalizes matrices, each on one process of the stage.
+
+    Experts are where their shards are, and with copies of the model each copy's are orthogonalized.
+    """
     optimizer = config.train.optimizer
     if optimizer.type != "muon":
         return 0.0
     processes = layout.world_size // layout.pp
     most = 0.0
     for rank in range(layout.pp):
-        layers = [spec.layers[index] for stage in stages if stage.rank == rank for index in stage.part.layers]
+        layers = [layer for stage in stages if stage.rank == rank for _, layer in stage.part.blocks(spec)]
         flops = [each for layer in layers for each in orthogonal_flops(layer, optimizer.muon.steps)]
         # As many at once as there are processes, of which the slowest counts.
-        most = max(most, sum(sorted(flops, reverse=True)[::processes]))
+        alone = sum(sorted(flops, reverse=True)[::processes])
+        shards = layout.shards * layout.tp
+        most = max(most, alone + sum(expert_orthogonal_flops(each, optimizer.muon.steps, shards) for each in layers))
     return most / (device.flops["bf16"] * device.shares.products)
 
 

@@ -18,9 +18,8 @@ from pipeline.config.parallel import ScheduleName
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.flops import layer_parameters
 from pipeline.train.model.part_spec import LayerSpec
-from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters
+from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters, layer_sizes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_schedules import actions_of
@@ -124,7 +123,8 @@ class _Counter:
         self._spec = spec
         self._stage = stage
         self._stages = stages
-        self._layers = [(index, spec.layers[index]) for index in stage.part.layers]
+        self._layers = stage.part.blocks(spec)
+        self._mtp = spec.mtp if stage.part.last else ()
         self._element = COMPUTE_BYTES[config.train.precision.compute]
         self._fp8 = gathered_in_fp8(config.train.precision.fp8, spec, layout)
         self._micro = shape.micro_batches
@@ -134,7 +134,7 @@ class _Counter:
         self._reduction = reduction(config.parallel, layout)
         self._reductions = self._micro if self._reduction == "each" else 1
         self._end_parameters = end_parameters(spec, stage.part, layout.tp)
-        self._layer_parameters = sum(layer_parameters(layer, layout.tp) for _, layer in self._layers)
+        self._layer_parameters = sum(layer_sizes(spec, stage.part, layout.tp).values())
 
     def all(self) -> Iterator[Transfer]:
         """Every kind, some of them without calls or bytes."""
@@ -164,10 +164,10 @@ class _Counter:
             ("all_gather", "inputs of mixer and mlp", "again", gathered),
             ("reduce_scatter", "outputs of mixers", "again", summed),
         ]
-        if part.first:
+        if lookups := part.first + len(self._mtp):
             rows += [
-                ("reduce_scatter", "embedding", "forward", 1),
-                ("all_gather", "gradient of the embedding", "backward", 1),
+                ("reduce_scatter", "embedding", "forward", lookups),
+                ("all_gather", "gradient of the embedding", "backward", lookups),
             ]
         if part.last:
             rows += [
@@ -175,16 +175,19 @@ class _Counter:
                 ("reduce_scatter", "gradient of the head's input", "backward", 1),
             ]
         for operation, what, phase, calls in rows:
+            # The head has one input of all depths of multi-token prediction.
+            size = stream * (1 + len(self._mtp) if "head" in what else calls)
             if self._cut:
-                yield self._in_each_micro_batch("tp", operation, what, phase, calls, calls * stream)
+                yield self._in_each_micro_batch("tp", operation, what, phase, calls, size)
             elif operation == "reduce_scatter":  # without a cut there is nothing to gather, and sums stay whole
-                yield self._in_each_micro_batch("tp", "all_reduce", what, phase, calls, calls * stream)
+                yield self._in_each_micro_batch("tp", "all_reduce", what, phase, calls, size)
         yield from self._wide_norms("forward", layers)
         yield from self._wide_norms("backward", layers)
         yield from self._wide_norms("again", again)
         if part.last:
-            chunks = -(-self._tokens // self._chunk)
-            size = self._tokens * _FP32
+            tokens = self._tokens * (1 + len(self._mtp))
+            chunks = -(-tokens // self._chunk)
+            size = tokens * _FP32
             yield self._in_each_micro_batch("tp", "all_reduce", "largest logits", "forward", chunks, size)
             yield self._in_each_micro_batch("tp", "all_reduce", "sums of the softmax", "forward", chunks, 2 * size)
         yield self._partial_gradients()
@@ -211,6 +214,8 @@ class _Counter:
                 sizes += each.partial_gradients(tp)
         if self._cut and part.last:
             sizes += spec.norm.parameters(spec.dim)
+            sizes += [size for each in self._mtp for size in each.norm_sizes]
+            sizes += [matrix.elements for each in self._mtp for matrix in each.inputs]
         if self._cut and part.first and spec.learned_positions is not None:
             sizes.append(spec.learned_positions * spec.dim)
         # Gradients are in the compute format until they are added up over micro-batches, or over ranks.
@@ -253,7 +258,7 @@ class _Counter:
             if any(peer.rank != self._stage.rank for peer in peers):
                 yield Transfer("pp", "send", what, phase, self._micro, size, layout.pp)  # type: ignore[arg-type]
         ends = self._stages[0].rank, self._stages[-1].rank
-        if self._spec.tie_embeddings and ends[0] != ends[1] and (self._stage.part.first or self._stage.part.last):
+        if self._spec.last_embeds and ends[0] != ends[1] and (self._stage.part.first or self._stage.part.last):
             table = self._spec.vocab_padded * self._spec.dim // layout.tp // self._shards * GRADIENT_BYTES
             yield Transfer("pp", "send", "gradient of the tied embedding", "update", 1, table, layout.pp)
 

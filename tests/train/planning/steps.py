@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,24 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "layers of two kinds": KINDS,
     "layers of two kinds, pp2": {**KINDS, "parallel.pp": 2, "train.batch_size": 8, "train.micro_batch_size": 1},
+    "multi-token prediction": {"model.mtp": {"depth": 2}},
+    "multi-token prediction, chunked loss, bf16": {
+        "model.mtp": {"depth": 1},
+        "train.loss.chunk_tokens": 64,
+        "train.precision": {"compute": "bf16"},
+    },
+    "multi-token prediction, pp2": {
+        "model.mtp": {"depth": 1},
+        "parallel.pp": 2,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 1,
+    },
+    "multi-token prediction, fsdp2 x tp2": {
+        "model.mtp": {"depth": 2},
+        "parallel.dp_shard": 2,
+        "parallel.tp": 2,
+        "train.batch_size": 4,
+    },
     "full recomputation": {"train.recompute": {"mode": "full"}},
     "full recomputation, every second layer": {"train.recompute": {"mode": "full", "every": 2}},
     "selective recomputation": {"train.recompute": {"mode": "selective"}},
@@ -229,12 +248,19 @@ def _steps(config: Config, setup: Setup, shape: StepShape) -> None:
     stepper = Stepper(config, setup, model, Optimizers(config, model), sources=1)
     for _ in range(_STEPS):
         with record_function(_STEP):
-            stepper.step([_batch(shape) for _ in range(shape.micro_batches)], 1000, 1e-3)
+            depth = len(setup.spec.mtp)
+            batches = [_batch(shape, depth) for _ in range(shape.micro_batches)]
+            stepper.step(batches, 1000, 1e-3, valid_ahead=(1000,) * depth)
 
 
-def _batch(shape: StepShape) -> Batch:
+def _batch(shape: StepShape, depth: int) -> Batch:
     size = (shape.micro_batch_size, shape.sequence_length)
     tokens = torch.randint(VOCABULARY, size)
     # A document in each half of a sample.
     starts = torch.arange(0, tokens.numel(), shape.sequence_length // 2, dtype=torch.int32)
-    return Batch(tokens, tokens, torch.ones(size), starts, torch.zeros(len(tokens), dtype=torch.int64), {})
+    sources = torch.zeros(len(tokens), dtype=torch.int64)
+    batch = Batch(tokens, tokens, torch.ones(size), starts, sources, {})
+    if not depth:
+        return batch
+    ahead = torch.stack([tokens] * depth, dim=1)
+    return replace(batch, ahead_targets=ahead, ahead_weight=torch.ones(ahead.shape))

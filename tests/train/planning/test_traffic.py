@@ -79,6 +79,18 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("mixed", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "full"}),
     ("branches", 2, {"tp": 2}, {"recompute.mode": "full"}),
     ("branches", 4, {"pp": 2, "dp_shard": 2}, {}),
+    # Latents that are sent in place of keys and values, and matrices that all ranks of tp have.
+    ("latent", 2, {"tp": 2}, {"recompute": {"mode": "selective", "keep": ["matmul", "communication"]}}),
+    ("latent", 2, {"cp": 2}, {"recompute.mode": "full"}),
+    ("latent", 2, {"cp": 2, "cp_method": "ulysses"}, {}),
+    ("latent", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "selective"}),
+    # Multi-token prediction.
+    ("ahead", 2, {"tp": 2}, {"loss.chunk_tokens": 37, "recompute.mode": "full"}),
+    ("ahead", 2, {"tp": 2, "sequence_parallel": False}, {"recompute.mode": "selective"}),
+    ("ahead", 4, {"pp": 2, "dp_shard": 2}, {}),
+    ("ahead_tied", 4, {"pp": 2, "dp_shard": 2, "pipeline": {"schedule": "zbv"}}, {}),
+    ("ahead", 4, {"cp": 2, "tp": 2}, {}),
+    ("ahead_tied", 4, {"dp_shard": 2, "tp": 2}, {}),
     # More stages on a rank than torch keeps whole at a time.
     (
         "llama",
@@ -94,7 +106,7 @@ def cases() -> Iterator[Any]:
         words = [family, *(f"{key}_{value}" for key, value in parallel.items() if isinstance(value, int | str)), *train]
         for section in ("pipeline", "overlap"):
             words += [str(value) for value in parallel.get(section, {}).values()]
-        marks = ([], pytest.mark.guard, pytest.mark.slow)[min(number, 2)]
+        marks = ([], pytest.mark.guard, pytest.mark.slow)[1 if family == "latent" else min(number, 2)]
         yield pytest.param(family, world, parallel, train, id="-".join(words), marks=marks)
 
 

@@ -76,7 +76,7 @@ class Router(nn.Module):
             scores_TE = scores_TE + self.score_bias
         if spec.groups is not None:
             assert spec.top_groups is not None
-            by_group_TGN = scores_TE.unflatten(-1, (spec.groups, -1))
+            by_group_TGN = scores_TE.view(len(scores_TE), spec.groups, spec.count // spec.groups)
             best = 2 if spec.group_score == "top2_sum" else 1
             groups = by_group_TGN.topk(best, dim=-1).values.sum(-1).topk(spec.top_groups, dim=-1, sorted=False).indices
             others_TG = torch.ones_like(by_group_TGN[..., 0], dtype=torch.bool).scatter(1, groups, False)
