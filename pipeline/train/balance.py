@@ -44,7 +44,8 @@ class StepRouting:
 
     def __call__(self) -> dict[str, Any]:
         """The layer with the worst load, sums over layers, and how uneven the ranks' rows were."""
-        worst = {"load_max_over_mean": 0.0, "load_cv": 0.0, "dead_experts": 0, "load_entropy": 1.0}
+        worst = {"load_max_over_mean": 0.0, "load_max_layer": 0}
+        worst |= {"load_cv": 0.0, "dead_experts": 0, "load_entropy": 1.0}
         balance, z, bias_range = 0.0, 0.0, 0.0
         loads = {}
         values = self.sums.tolist()
@@ -53,7 +54,8 @@ class StepRouting:
             of_layer, values = values[:_NUMBERS], values[_NUMBERS:]
             balance, z, bias_range = balance + of_layer[0], z + of_layer[1], max(bias_range, of_layer[2])
             shares = chosen / chosen.sum().clamp(min=1)
-            worst["load_max_over_mean"] = max(worst["load_max_over_mean"], (shares.max() * count).item())
+            if (most := (shares.max() * count).item()) > worst["load_max_over_mean"]:
+                worst |= {"load_max_over_mean": most, "load_max_layer": index}
             worst["load_cv"] = max(worst["load_cv"], (shares.std(correction=0) * count).item())
             worst["dead_experts"] = max(worst["dead_experts"], int((chosen == 0).sum()))
             entropy = torch.special.entr(shares).sum().exp().item() / count

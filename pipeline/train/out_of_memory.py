@@ -21,12 +21,24 @@ def weights_advice() -> str:
     )
 
 
-def step_advice(step: int, micro_batch_size: int) -> str:
-    """Advice for a step, counted from 1, that does not fit."""
+def step_advice(step: int, micro_batch_size: int, *, experts: bool = False) -> str:
+    """Advice for a step, counted from 1, that does not fit.
+
+    Args:
+        step: Its number.
+        micro_batch_size: In windows.
+        experts: Layers have experts, whose rows no layout bounds.
+    """
+    rows = ""
+    if experts:
+        rows = (
+            ". The rows that the experts of a rank get depend on the routers: `rows_max_over_mean` below `experts` in "
+            "metrics.jsonl shows how uneven they are, and a higher train.balance.loss or bias_rate makes them even"
+        )
     where = f"rank {dist.get_rank()} in " if dist.get_world_size() > 1 else ""
     return (
         f"{where}step {step}: lower train.micro_batch_size, or that of the phase ({micro_batch_size} now); "
-        "the result is the same"
+        f"the result is the same{rows}"
     )
 
 

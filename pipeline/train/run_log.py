@@ -11,7 +11,7 @@ from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
 from pipeline.data.order.journal import Journal
 from pipeline.train.fp8.matrices import fp8_lines
-from pipeline.train.model.flops import num_parameters
+from pipeline.train.model.flops import active_parameters, num_parameters
 from pipeline.train.monitor.phase_log import describe_change, describe_run
 from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.setup import Setup
@@ -29,13 +29,19 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
         flops: FLOPs of a token of the first step, causal attention counted half.
     """
     spec, length = setup.spec, plan.length
+    active = f" ({active_parameters(spec) / 1e6:,.4g} M of them for each token)" if spec.expert_layers else ""
     yield (
-        f"train: {num_parameters(spec) / 1e6:,.4g} M parameters, {config.train.precision.compute} on "
+        f"train: {num_parameters(spec) / 1e6:,.4g} M parameters{active}, {config.train.precision.compute} on "
         f"{_devices(setup)}, {flops / 1e6:,.4g} MFLOP per token"
     )
     fp8, layout = config.train.precision.fp8, setup.mesh.layout
     if fp8 is not None:
         yield from (f"train: {line}" for line in fp8_lines(fp8, spec, layout, config.train.sequence_length))
+    if spec.expert_layers and config.train.balance.force:
+        yield (
+            "train: train.balance.force: tokens are dealt to experts in turn; speed is that of equal loads, and the "
+            "model learns nothing of use"
+        )
     yield from (f"train: {line}" for line in group_lines(config.train.optimizer, spec))
     yield f"train: {describe_run(config, plan.journal, first, length.steps)} ({length.reason})"
 

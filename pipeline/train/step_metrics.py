@@ -14,6 +14,7 @@ from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.loader import Loader
 from pipeline.data.order.segments import Segment
 from pipeline.train.model.flops import flops_per_token
+from pipeline.train.monitor.imbalance import Imbalance
 from pipeline.train.monitor.metrics import peak_flops
 from pipeline.train.monitor.straggler import Stragglers, WallClock, WorkClock, summary
 from pipeline.train.parallel.setup import Setup
@@ -50,12 +51,14 @@ class StepMetrics:
         config: resolved config.
         setup: of the run.
         folder: of the run.
-        console: where rank 0 tells of a rank that keeps the others waiting.
+        console: where rank 0 tells of a rank that keeps the others waiting, and of experts that stay unevenly used.
     """
 
     def __init__(self, config: Config, setup: Setup, folder: RunFolder, console: Console) -> None:
         self._spec, self._folder, self._console = setup.spec, folder, console
         self._stragglers = Stragglers(lambda rank: host_of(folder.path, rank))
+        routers = {index: layer.router for index, layer in setup.spec.expert_layers.items()}
+        self._imbalance = Imbalance(config.train.balance, routers)
         peak = peak_flops(setup.device, config.train.precision.compute)
         self._peak = None if peak is None else peak * setup.mesh.layout.world_size
         self.work = WorkClock()
@@ -82,6 +85,8 @@ class StepMetrics:
         # The device has done the step by now: a step lasts from the end of the one before to its own.
         seconds = self.wall.take()
         if "work" in values and (warning := self._stragglers.see(step, values["work"], seconds)):
+            warn(self._console, warning)
+        if "experts" in values and (warning := self._imbalance.see(step, values["experts"])):
             warn(self._console, warning)
         tokens, length = sum(issued.data.tokens_by_source.values()), issued.segment.sequence_length
         flops, causal_flops = (flops_per_token(self._spec, length, causal=causal) for causal in (False, True))

@@ -334,7 +334,8 @@ class Trainer:
 
     def _memory_advice(self) -> str:
         done = self._folder.step
-        return step_advice(done + 1, self._loader.micro_batch_size(done))
+        experts = bool(self._setup.spec.expert_layers)
+        return step_advice(done + 1, self._loader.micro_batch_size(done), experts=experts)
 
     def rewind(self, rewind: Rewind) -> None:
         """Go back to a checkpoint, and skip the steps around a fault when the run comes to them again."""

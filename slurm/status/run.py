@@ -84,6 +84,25 @@ class AttemptRow:
 
 
 @dataclass(frozen=True)
+class ExpertLoads:
+    """Loads of experts in the last step."""
+
+    max_over_mean: float
+    """Of the busiest expert, in the layer where it is highest."""
+    layer: int | None
+    """That layer."""
+    dead: int
+    """Experts of a layer without a token, at most."""
+    forced: bool
+    """Tokens were dealt in turn."""
+
+    def __str__(self) -> str:
+        where = "" if self.layer is None else f" (layer {self.layer})"
+        forced = "; forced by train.balance.force" if self.forced else ""
+        return f"busiest {self.max_over_mean:.2f}x the mean{where}, {self.dead:,} dead{forced}"
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """Status of a run; None stands for what is not known."""
 
@@ -102,6 +121,8 @@ class RunStatus:
     """Median of the last steps."""
     tokens_per_second: float | None
     mfu: float | None
+    experts: ExpertLoads | None
+    """Of a model that has some."""
     seconds_left: float | None
     """At the pace of the last steps, validations and saves included; None of a run that was stopped, too."""
     starts_left: int | None
@@ -191,6 +212,7 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
         step_seconds=median,
         tokens_per_second=statistics.median(rates) if (rates := _each(rows, "tokens_per_second")) else None,
         mfu=statistics.median(shares) if (shares := _each(rows, "mfu")) else None,
+        experts=_experts(rows.trained),
         seconds_left=left,
         starts_left=_starts(facts, left, waiting, launch),
         checkpoint=saved.step if saved else None,
@@ -249,6 +271,14 @@ def _step(last: Attempt | None, rows: MetricRows) -> int | None:
 
 def _each(rows: MetricRows, key: str) -> list[float]:
     return [value for row in rows.steps if isinstance(value := row.get(key), (int, float))]
+
+
+def _experts(trained: Mapping[str, Any] | None) -> ExpertLoads | None:
+    told = (trained or {}).get("experts")
+    if not isinstance(told, dict) or not isinstance(told.get("load_max_over_mean"), (int, float)):
+        return None
+    load, dead = told["load_max_over_mean"], told.get("dead_experts", 0)
+    return ExpertLoads(load, told.get("load_max_layer"), dead, told.get("balance_forced", False))
 
 
 def _pace(rows: MetricRows) -> float | None:

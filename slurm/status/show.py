@@ -130,6 +130,8 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
         mfu = f", MFU {percent(each.mfu, 1)}" if each.mfu is not None else ""
         pace = f", {each.step_seconds:.3g} s per step" if each.step_seconds is not None else ""
         yield "speed", f"{each.tokens_per_second:,.0f} tokens/s{mfu}{pace}"
+    if each.experts is not None:
+        yield "experts", str(each.experts)
     if each.seconds_left:  # of a run that is through, nothing is
         starts = "" if not each.starts_left else f", {counted(each.starts_left, 'more start')} of its job"
         yield "left", f"{duration(each.seconds_left)}{starts}"

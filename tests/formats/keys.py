@@ -155,7 +155,7 @@ CLASSES = {
     "slurm.jobs": ("Job", "Cancelled"),
     "slurm.job.launch_log": ("Launch", "LaunchEnd"),
     "slurm.submit.submission": ("Submission",),
-    "slurm.status.run": ("RunStatus", "AttemptRow", "RankBeat"),
+    "slurm.status.run": ("RunStatus", "AttemptRow", "ExpertLoads", "RankBeat"),
     "slurm.status.state": ("QueuedJob",),
     "slurm.doctor.command": (),  # of the report
     "slurm.doctor.report": ("Report", "NodeCheck", "Network", "NodeVerdict"),

@@ -352,9 +352,9 @@ def test_status_and_logs(root: Path, call: Call, monkeypatch: pytest.MonkeyPatch
     elsewhere = {"done": (), "sent": ("steps",)}
     for name, values in now.items():
         wrong = {
-            key: (values[key], then[name][key])
+            key: (values[key], then[name].get(key))
             for key in values.keys() - {*gone, *elsewhere[name]}
-            if values[key] != then[name][key]
+            if values[key] != then[name].get(key)  # None: of a key that is new
         }
         assert not wrong, name
     assert [each["outcome"] for each in now["done"]["attempts"]] == ["stopped", "failed", "done"]

@@ -63,6 +63,16 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
     if any(np.isfinite(each.columns.column("mfu")).any() for each in runs):
         yield _by_step(runs, scale, "mfu", "Model FLOP utilization", "fraction of the peak", from_zero=True)
+    if any(np.isfinite(each.columns.column("load_max_over_mean")).any() for each in runs):
+        yield _by_step(
+            runs,
+            scale,
+            "load_max_over_mean",
+            "Load of the busiest expert",
+            "times the mean, worst layer",
+            from_zero=True,
+        )
+        yield _by_step(runs, scale, "balance_loss", "Balance loss", "sum over layers, without coefficient")
 
 
 def _tokens_at(facts: RunFacts, step: int) -> float:
@@ -155,8 +165,14 @@ def _by_step(
         rules=_rules(runs, scale),
         logarithmic=logarithmic,
         from_zero=from_zero,
-        note=" / ".join(dict.fromkeys(notes)),  # what is said of all runs once, else of each in order
+        note=" / ".join(dict.fromkeys(notes)) + _forced(runs),  # what is said of all runs once, else of each in order
     )
+
+
+def _forced(runs: Sequence[RunFacts]) -> str:
+    """Runs whose figures are not those of a model that is trained for use."""
+    forced = [each.name for each in runs if each.columns.balance_forced]
+    return f" Tokens were dealt to experts in turn (train.balance.force): {', '.join(forced)}." if forced else ""
 
 
 def _losses_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:

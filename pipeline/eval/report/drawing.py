@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.common.format import percent
-from pipeline.eval.report.model import BarChart, Chart, LineChart
+from pipeline.eval.report.model import BarChart, Chart, HeatChart, LineChart
 from pipeline.eval.report.words import clean, si
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _sheet(charts: Sequence[Chart], title: str, lines: Sequence[str], undrawn: S
 
 def height(chart: Chart) -> float:
     """Height of a chart in inches."""
-    return _HEIGHT if isinstance(chart, LineChart) else _BAR_ROOM + _BAR_HEIGHT * 2 * max(1, len(chart.bars))
+    return _HEIGHT if not isinstance(chart, BarChart) else _BAR_ROOM + _BAR_HEIGHT * 2 * max(1, len(chart.bars))
 
 
 @contextmanager
@@ -167,6 +167,8 @@ def _draw(axes: Axes, chart: Chart, colours: dict[str, str]) -> None:
     axes.set_axisbelow(True)
     if isinstance(chart, LineChart):
         _draw_lines(axes, chart, colours)
+    elif isinstance(chart, HeatChart):
+        _draw_heat(axes, chart, colours)
     else:
         _draw_bars(axes, chart, colours)
 
@@ -299,6 +301,26 @@ def _draw_bars(axes: Axes, chart: BarChart, colours: dict[str, str]) -> None:
     )
 
 
+def _draw_heat(axes: Axes, chart: HeatChart, colours: dict[str, str]) -> None:
+    from matplotlib.colors import to_rgb
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    values = np.nan_to_num(chart.values, nan=1.0, posinf=chart.full, neginf=0.0)
+    more, less = np.clip((values - 1) / (chart.full - 1), 0, 1), np.clip(1 - values, 0, 1)
+    # A mean load shows the card, light or dark. Pixels cannot have the page's colours, which are variables.
+    pixels = np.empty((*values.shape, 4))
+    pixels[..., :3] = np.where((values > 1)[..., None], to_rgb(LIGHT["s1"]), to_rgb(LIGHT["s0"]))
+    pixels[..., 3] = np.maximum(more, less)
+    room = 0.5 if chart.first == chart.last else 0.0
+    extent = (chart.first - room, chart.last + room, len(values) - 0.5, -0.5)
+    axes.imshow(pixels, extent=extent, aspect="auto", interpolation="none")
+    axes.set_xlabel(chart.x_label, color=colours["muted"])
+    axes.set_ylabel(chart.y_label, color=colours["muted"])
+    axes.xaxis.set_major_locator(MaxNLocator(_TICKS, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(_TICKS, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
+
+
 def _legend(cell: Any, chart: Chart) -> None:
     """Below a chart of the sheet; the page has one of its own."""
     from matplotlib.lines import Line2D
@@ -321,6 +343,8 @@ def _legend(cell: Any, chart: Chart) -> None:
             Line2D([], [], color=LIGHT[marks.slot], linestyle="none", marker=marks.symbol, label=marks.label)
             for marks in chart.marks
         ]
+    elif isinstance(chart, HeatChart):
+        handles = [Patch(facecolor=LIGHT[slot], label=label) for slot, label in chart.legend]
     else:
         handles = [
             Patch(

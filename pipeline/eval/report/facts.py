@@ -71,11 +71,25 @@ def headline(facts: RunFacts) -> Iterator[Fact]:
     yield Fact("throughput", si(rate) if (rate := facts.recent("tokens_per_second")) else NONE, "tokens per second")
     if (mfu := facts.recent("mfu")) is not None:
         yield Fact("MFU", in_percent(mfu), "full attention counted")
+    yield from _experts(facts)
     yield Fact("goodput", in_percent(spent.share) if spent else NONE, f"of {seconds(spent.wall)}" if spent else "")
     left = _left(facts)
     day, _, clock = moment(facts.start).partition(" ")
     yield Fact("started", day, f"{clock}, {seconds(left)} left" if left is not None else clock)
     yield Fact("attempts", count(len(facts.tries)), f"{columns.lost:,} steps lost" if columns.lost else "")
+
+
+def _experts(facts: RunFacts) -> Iterator[Fact]:
+    """The load of the busiest expert, of a model that has some."""
+    load = facts.recent("load_max_over_mean")
+    if load is None:
+        return
+    if facts.columns.balance_forced:
+        detail = "forced: tokens were dealt in turn"
+    else:
+        dead = facts.recent("dead_experts") or 0.0
+        detail = f"of the mean load; {dead:.0f} experts of a layer get no token"
+    yield Fact("busiest expert", f"{load:.2f}x", detail)
 
 
 def _held_out(facts: RunFacts) -> Fact:

@@ -123,4 +123,28 @@ class BarChart:
     legend: tuple[BarPart, ...] = field(default=())
 
 
-Chart = LineChart | BarChart
+@dataclass(frozen=True)
+class HeatChart:
+    """Numbers around 1 over steps, a row for each of several things: colours for more than 1 and for less."""
+
+    title: str
+    description: str
+    x_label: str
+    y_label: str
+    values: Floats
+    """[rows, columns]; columns are at equal distances from `first` to `last`."""
+    first: float
+    last: float
+    full: float
+    """Number above 1 in full colour; 0 is, too."""
+    table: Table
+    axis: Axis = "steps"
+    note: str = ""
+
+    @property
+    def legend(self) -> tuple[tuple[str, str], ...]:
+        """Slots of colours, and their meaning."""
+        return ("s1", f"more than the mean, up to {self.full:.3g} times"), ("s0", "less, down to no token")
+
+
+Chart = LineChart | BarChart | HeatChart

@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.eval.report.charts import MOST_LINES, points_of
 from pipeline.eval.report.gather import Consumption, RunFacts
+from pipeline.eval.report.load_charts import load_charts
 from pipeline.eval.report.model import Bar, BarChart, BarPart, Chart, Line, LineChart, Look, Table
 from pipeline.eval.report.words import NONE, count, figure, in_percent, seconds, si
 from pipeline.eval.reports import WINDOWS, Evaluation
@@ -31,6 +32,7 @@ _SPENT: tuple[tuple[str, str, str], ...] = (
 
 def others(runs: Sequence[RunFacts]) -> Iterator[Chart]:
     """The charts that are the same by tokens and by time."""
+    yield from load_charts(runs)
     if any(each.goodput for each in runs):
         yield _goodput(runs)
     for each in runs:

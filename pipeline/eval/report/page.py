@@ -13,7 +13,7 @@ from pipeline.eval.report.charts import curves, scales
 from pipeline.eval.report.drawing import DARK, LIGHT, UNDRAWN, svg
 from pipeline.eval.report.facts import Fact, attempts_table, config_table, headline, layout_table
 from pipeline.eval.report.gather import RunFacts
-from pipeline.eval.report.model import BarChart, BarPart, Chart, LineChart, Look, Table
+from pipeline.eval.report.model import BarChart, BarPart, Chart, HeatChart, LineChart, Look, Table
 from pipeline.eval.report.outcomes import others
 from pipeline.eval.report.words import clean, moment
 
@@ -140,6 +140,8 @@ def _legend(chart: Chart) -> str:
         ]
     elif isinstance(chart, BarChart):
         items = [f"<li>{_box(part)}{_escaped(part.label)}</li>" for part in chart.legend]
+    elif isinstance(chart, HeatChart):
+        items = [f"<li>{_square(LIGHT[slot])}{_escaped(label)}</li>" for slot, label in chart.legend]
     else:
         assert_never(chart)
     return f"<ul class='legend'>{''.join(items)}</ul>" if items else ""
@@ -154,10 +156,13 @@ def _line(look: Look) -> str:
 
 def _box(part: BarPart) -> str:
     opacity = "fill-opacity:.18;stroke-width:1.4" if part.outline else "stroke-width:0"
-    colour = f"var(--{part.look.slot})"
+    return _square(f"var(--{part.look.slot})", opacity)
+
+
+def _square(colour: str, more: str = "stroke-width:0") -> str:
     return (
         "<svg viewBox='0 0 14 12' aria-hidden='true'><rect x='1' y='1' width='11' height='10' "
-        f"style='fill:{colour};stroke:{colour};{opacity}'/></svg>"
+        f"style='fill:{colour};stroke:{colour};{more}'/></svg>"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.eval.report.loads import Loads
 from pipeline.train.monitor.goodput import is_step, number
 from pipeline.train.run.attempts import Attempt
 
@@ -19,6 +20,8 @@ Floats = npt.NDArray[np.float64]
 
 NUMBERS = ("loss", "mtp_loss", "grad_norm", "lr", "tokens_per_second", "mfu")
 """Numbers that are kept of each step; NaN where a row does not have it."""
+OF_EXPERTS = ("load_max_over_mean", "load_max_layer", "dead_experts", "balance_loss", "rows_max_over_mean")
+"""The same of numbers below `experts`."""
 EVERY_STEP = 1_500
 """Steps up to which a chart shows each one."""
 _MEANS = 100
@@ -51,7 +54,10 @@ class Columns:
         self.step, self.tokens, self.attempt = array("q"), array("d"), array("q")
         self.time = array("d")
         """Time at which the step ended, in seconds since 1970."""
-        self.numbers = {name: array("d") for name in NUMBERS}
+        self.numbers = {name: array("d") for name in (*NUMBERS, *OF_EXPERTS)}
+        self.loads = Loads()
+        self.balance_forced = False
+        """Tokens were dealt to experts in turn in some step."""
         self.loss_by_source: dict[str, array[float]] = {}
         self.spikes, self.skipped, self.passed_over = array("q"), array("q"), array("q")
         """Steps that were spikes; that were not applied to the weights; of which nothing was computed."""
@@ -96,8 +102,11 @@ class Columns:
         self.attempt.append(attempt)
         self.time.append(time)
         self.tokens.append(number(row["tokens"]))
+        experts = of_experts if isinstance(of_experts := row.get("experts"), dict) else {}
         for name, column in self.numbers.items():
-            column.append(number(row.get(name)))
+            column.append(number((experts if name in OF_EXPERTS else row).get(name)))
+        self.loads.add(step, experts.get("load_by_layer"))
+        self.balance_forced |= experts.get("balance_forced") is True
         by_source = row.get("loss_by_source")
         if isinstance(by_source, dict):
             for name, value in by_source.items():
@@ -148,6 +157,7 @@ class Columns:
                 del column[keep:]
             for steps in (self.spikes, self.skipped, self.passed_over):
                 del steps[bisect_right(steps, step) :]
+            self.loads.go_back(step)
         while self.validations and self.validations[-1].step > step:
             self.validations.pop()
 

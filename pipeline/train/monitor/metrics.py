@@ -223,6 +223,9 @@ class Terminal:
         )
         if "mfu" in row:
             numbers += f"  mfu {percent(row['mfu'], 1)}"
+        if "experts" in row:
+            numbers += f"  load {row['experts']['load_max_over_mean']:.1f}x"
+            numbers += " (forced)" if row["experts"].get("balance_forced") else ""
         if self._progress is not None:
             self._progress.update(self._task, completed=row["step"], numbers=numbers)
         elif row["step"] % self._every == 0 or row["step"] == self._total:

@@ -31,6 +31,9 @@ BASE = (
     "train={duration: 10 steps, sequence_length: 64, batch_size: 32, micro_batch_size: 1}",
 )
 
+EXPERTS = "model={layers: 8, dim: 64, heads: 8, mlp: experts, experts: {count: 8, top_k: 2, ffn_dim: 32}}"
+BIASED = EXPERTS.replace("top_k: 2", "top_k: 2, score_bias: true")
+
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
@@ -383,6 +386,16 @@ WARNED: list[tuple[int, tuple[str, ...], str]] = [
     ),
     (2, ("parallel.overlap.async_tp=true",), "async_tp=true has no effect with parallel.tp=1"),
     (16, ("parallel.tp=16", "model.heads=16", "model.ffn_dim=256"), "parallel.tp=16: .* over the network"),
+    (1, ("train.balance.loss=0.1",), "train.balance has no effect: no layer of the model has experts"),
+    (
+        1,
+        (EXPERTS, "train.balance.bias_rate=0.01"),
+        "bias_rate=0.01 has no effect: .* set model.experts.score_bias=true",
+    ),
+    (1, (BIASED, "train.balance={loss: 0, over: batch}"), "over=batch has no effect with train.balance.loss=0"),
+    (1, (EXPERTS, "train.balance.loss=0"), "loss=0: nothing balances the experts, .* set train.balance.loss=0.01"),
+    (1, (BIASED, "train.balance={loss: 0, bias_rate: 0}"), "score_bias=true with train.balance.bias_rate=0"),
+    (1, (EXPERTS, "train.balance={loss: 0, force: true}"), "force=true deals tokens to experts in turn"),
 ]
 
 
@@ -396,6 +409,9 @@ def test_warnings(run_file: Path, processes: int, overrides: tuple[str, ...], wa
 def test_no_warnings(run_file: Path) -> None:
     config = load(run_file, (*BASE, "parallel.pp=2", "parallel.tp=2"))
     assert layout_warnings(config, check_layout(config, 8)) == []
+    for experts, balance in ((EXPERTS, "{}"), (BIASED, "{loss: 0}"), (BIASED, "{loss: 0.0001, over: batch}")):
+        config = load(run_file, (*BASE, experts, f"train.balance={balance}"))
+        assert layout_warnings(config, check_layout(config, 1)) == []
 
 
 class _Endless:

@@ -20,6 +20,7 @@ from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
 from pipeline.train.parallel.rules.base import Rule, key_of, spec_of
+from pipeline.train.parallel.rules.experts import balance_without_effect, unbalanced_experts
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
 from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_without_effect
 from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
@@ -467,6 +468,7 @@ def _without_effect(config: Config, layout: Layout) -> Iterator[str]:
         yield "parallel.reshard_after_forward=true has no effect: weights are not sharded (dp_shard and cp are 1)"
     yield from recompute_without_effect(config)
     yield from optimizer_without_effect(config)
+    yield from balance_without_effect(config)
     yield from overlap_without_effect(config, layout)
     if layout.cp == 1 and parallel.cp_method != ParallelConfig().cp_method:
         yield f"parallel.cp_method={parallel.cp_method} has no effect with parallel.cp=1"
@@ -491,7 +493,7 @@ WARNINGS: Sequence[Rule] = (
     ),
     Rule(("train.micro_batch_size", "parallel.pp"), "A step has fewer micro-batches than `pp`.", _short_pipeline),
     Rule(
-        ("parallel", "train.recompute", "train.optimizer.muon", "train.optimizer.groups"),
+        ("parallel", "train.recompute", "train.optimizer.muon", "train.optimizer.groups", "train.balance"),
         "A key is set that has no effect in the layout.",
         _without_effect,
     ),
@@ -509,6 +511,11 @@ WARNINGS: Sequence[Rule] = (
         ("train.recompute.keep", "train.attention.backend", "train.compile"),
         "Attention is to be kept, but cannot be: that of `flex` outside of compiled layers.",
         attention_again,
+    ),
+    Rule(
+        ("train.balance", "model.experts.score_bias"),
+        "Nothing balances the experts, or `balance.force` deals tokens to them in turn.",
+        unbalanced_experts,
     ),
     Rule(("parallel.tp",), "`tp` is more than 8, which few machines have in one node.", _wide_tp),
 )

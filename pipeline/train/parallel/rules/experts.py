@@ -1,0 +1,52 @@
+"""Warnings for the balance of experts, see `rules/layout.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.config import Config
+from pipeline.config.train import BalanceConfig
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.rules.base import spec_of
+
+
+def balance_without_effect(config: Config) -> Iterator[str]:
+    """Keys that are set and not looked at."""
+    balance, default = config.train.balance, BalanceConfig()
+    routers = [layer.router for layer in spec_of(config).expert_layers.values()]
+    if not routers:
+        if balance != default:
+            yield "train.balance has no effect: no layer of the model has experts (model.mlp=experts)"
+        return
+    if balance.bias_rate != default.bias_rate and not any(router.score_bias for router in routers):
+        yield (
+            f"train.balance.bias_rate={balance.bias_rate:g} has no effect: no layer has a bias that it could move; set "
+            "model.experts.score_bias=true"
+        )
+    if balance.over != default.over and not balance.loss:
+        yield f"train.balance.over={balance.over} has no effect with train.balance.loss=0"
+
+
+def unbalanced_experts(config: Config, _: Layout) -> Iterator[str]:
+    """Experts that nothing balances, or that are dealt in turn."""
+    balance = config.train.balance
+    routers = [layer.router for layer in spec_of(config).expert_layers.values()]
+    if not routers:
+        return
+    if balance.force:
+        yield (
+            "train.balance.force=true deals tokens to experts in turn: for measurements of speed alone, as the model "
+            "learns nothing of use"
+        )
+        return
+    biased = [router.score_bias for router in routers]
+    if any(biased) and not balance.bias_rate:
+        yield (
+            "model.experts.score_bias=true with train.balance.bias_rate=0: the bias stays as it is, and balances "
+            "nothing; set train.balance.bias_rate=0.001"
+        )
+    elif not all(biased) and not balance.loss:
+        yield (
+            "train.balance.loss=0: nothing balances the experts, and a few of them may get all tokens; set "
+            "train.balance.loss=0.01, or model.experts.score_bias=true"
+        )
