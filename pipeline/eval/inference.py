@@ -13,6 +13,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.meta import on_meta
+from pipeline.train.model.weights import is_buffer
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
 from pipeline.train.setup import load_for_inference
 
@@ -48,9 +49,13 @@ def unwrapped(model: Decoder, dtype: torch.dtype) -> Decoder:
     """
     with on_meta():
         plain = Decoder(model.spec, model.part)
-    weights = {name: _whole(tensor).to(dtype) for name, tensor in model.state_dict().items()}
+    weights = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
     plain.load_state_dict(
-        {name: nn.Parameter(value, requires_grad=False) for name, value in weights.items()}, assign=True
+        {
+            name: value if is_buffer(name) else nn.Parameter(value.to(dtype), requires_grad=False)
+            for name, value in weights.items()
+        },
+        assign=True,
     )
     return plain.train(False)
 

@@ -22,7 +22,7 @@ from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, ver
 from pipeline.train.checkpoint.fingerprint import computing_differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
-from pipeline.train.checkpoint.tensors import stored
+from pipeline.train.checkpoint.tensors import stored_weights
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.config import DecoderSpec
@@ -140,7 +140,7 @@ def _check_fit(
 
 
 def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:
-    found = stored(checkpoint).get(weights)
+    found = stored_weights(checkpoint, weights)
     if not found:
         raise UserError(
             f"train.init_from.weights: {weights} is not in {checkpoint.path}, whose run had no train.ema then; use "
@@ -218,10 +218,7 @@ def _from_hf(
     found = opened()
     with torch.no_grad():
         for name, rows, others, local in local_shards(model):
-            local.zero_()
-            piece = found.read_piece(name, rows, *others)
-            if piece is not None:
-                local[: len(piece)].copy_(piece)
+            found.read_into(local, name, rows, *others)
     first = (
         f"start from the {found.family.architecture} in {folder}: steps, the optimizer's moments, the learning rate "
         "schedule and the order of the data start from scratch"

@@ -28,8 +28,7 @@ from pipeline.train.checkpoint.dcp_metadata import read_metadata
 from pipeline.train.checkpoint.manager import Checkpoint, Files
 from pipeline.train.distributed.process_group import cpu_group
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.meta import on_meta
+from pipeline.train.model.weights import is_buffer, state_shapes
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers, make_states
 from pipeline.train.parallel.parallelize import ParallelModel
@@ -125,7 +124,10 @@ def read(
                 f"checkpoint {folder} has no moving average of the weights (its run had no train.ema then); "
                 "use the weights themselves, or another checkpoint"
             )
-        state["ema"] = state.pop("model")
+        trained = state.pop("model")
+        state["ema"] = {name: weight for name, weight in trained.items() if not is_buffer(name)}
+        if buffers := {name: value for name, value in trained.items() if is_buffer(name)}:  # which have no average
+            state["model"] = buffers
     elif ema is not None and has_average:
         state["ema"] = dict(ema.averages)
     anew: set[str] = set()
@@ -136,8 +138,9 @@ def read(
     except CheckpointException as failure:
         raise UserError(f"checkpoint {folder} cannot be loaded into this model: {first_cause(failure)}") from failure
     given: set[str] = set()
+    loaded = state.get("model", {}) | state[weights]
     for index, part in model.parts.items():
-        set_model_state_dict(part, {name: state[weights][name] for name in get_model_state_dict(part)})
+        set_model_state_dict(part, {name: loaded[name] for name in get_model_state_dict(part)})
         if optimizers is not None:
             stage = optimizers.by_stage[index]
             keys = get_optimizer_state_dict(part, stage, options=_FLAT)
@@ -190,14 +193,14 @@ def first_misfit(found: Mapping[str, Sequence[int]], spec: DecoderSpec, source: 
         spec: of the model.
         source: the folder of the weights, for messages.
     """
-    with on_meta():
-        wanted = {name: tuple(tensor.shape) for name, tensor in Decoder(spec).state_dict().items()}
+    shapes = state_shapes(spec)
+    wanted = shapes.parameters | shapes.weight_buffers
     for name, shape in wanted.items():
         if name not in found:
             return f"{source} has no {name}, which this model has"
         if tuple(found[name]) != shape:
             return f"{name} is {shape_text(found[name])} in {source} and {shape_text(shape)} in this model"
-    more = next((name for name in found if name not in wanted), None)
+    more = next((name for name in found if name not in wanted and name not in shapes.buffers), None)
     return None if more is None else f"{source} has {more}, which this model does not have"
 
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.fingerprint import differences
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.checkpoint.tensors import Stored, groups, read, stored
+from pipeline.train.checkpoint.tensors import Stored, groups, read, row_ranges, stored_weights
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 
 
@@ -171,7 +170,7 @@ def _same_model(
     """The tensors that all of the checkpoints have."""
     tensors: dict[str, Stored] = {}
     for checkpoint, state in zip(checkpoints, states, strict=True):
-        found = stored(checkpoint).get(weights, {})
+        found = stored_weights(checkpoint, weights)
         if not found:
             raise UserError(
                 f"{checkpoint.path.name} has no moving average of the weights (train.ema was not set); use "
@@ -196,15 +195,15 @@ def _same_model(
 def _mean(
     checkpoints: Sequence[Checkpoint], weights: Weights, wanted: Mapping[str, Stored]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in order, averaged in fp64; a group of them at a time is in memory."""
-    if len(checkpoints) == 1:
-        for group in groups(wanted):
-            yield from read(checkpoints[0], weights, group).items()
-        return
+    """Tensors in order, averaged in fp64; a group of them at a time is in memory, or some rows of a large one."""
     for group in groups(wanted):
-        sums = {name: torch.zeros(each.shape, dtype=torch.float64) for name, each in group.items()}
-        for checkpoint in checkpoints:
-            for name, value in read(checkpoint, weights, group).items():
-                sums[name] += value
-        for name, each in group.items():
-            yield name, (sums[name] / len(checkpoints)).to(each.dtype)
+        for rows in row_ranges(group):
+            if len(checkpoints) == 1:
+                yield from read(checkpoints[0], weights, group, rows).items()
+                continue
+            sums: dict[str, Tensor] = {}
+            for checkpoint in checkpoints:
+                for name, value in read(checkpoint, weights, group, rows).items():
+                    sums[name] = value.double() if name not in sums else sums[name].add_(value)
+            for name, each in group.items():
+                yield name, (sums[name] / len(checkpoints)).to(each.dtype)

@@ -19,6 +19,7 @@ from pipeline.train.checkpoint.resume_point import files_by_rank
 from pipeline.train.checkpoint.weight_source import exported_tensors
 from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
 from pipeline.train.model.init import local_range
+from pipeline.train.model.weights import is_count
 from pipeline.train.parallel.parallelize import ParallelModel
 
 Shapes = dict[str, tuple[int, ...]]
@@ -36,7 +37,7 @@ class VerifiedWeights:
 
     @torch.no_grad()
     def load(self, model: ParallelModel) -> None:
-        """Fill a model that has these parameters, in its own types; each rank reads the rows and columns it has."""
+        """Fill a model that has these weights, in its own types; each rank reads the rows and columns it has."""
         for name, rows, others, local in local_shards(model):
             with safe_open(self.source.path / self.files[name], framework="pt") as tensors:
                 local.copy_(tensors.get_slice(name)[(rows, *others)])
@@ -83,7 +84,7 @@ def verified_export(folder: Path, weights: Weights, option: str, weights_key: st
 
 
 def local_shards(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice], torch.Tensor]]:
-    """Shards of this rank: name, rows and columns of each parameter, and the tensor that holds them."""
+    """Shards of this rank: name, rows and columns of each weight, and the tensor that holds them."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), name
         ranges = (local_range(parameter, dim) for dim in range(parameter.ndim))
@@ -91,3 +92,7 @@ def local_shards(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice]
         local = parameter.to_local()
         if local.numel():
             yield name, rows, others, local
+    for part in model.parts.values():
+        for name, buffer in part.named_buffers():
+            if not is_count(name):  # choices of a run that this one knows nothing of
+                yield name, slice(0, len(buffer)), [], buffer

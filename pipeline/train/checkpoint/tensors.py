@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.dcp_metadata import METADATA, read_metadata
-from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader, first_cause
+from pipeline.train.model.weights import is_buffer, is_count
+from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader, RowsPlanner, first_cause
 
 _AT_ONCE_BYTES = 2**28
-"""Tensors are read in groups of about this size; one that is larger is read alone."""
+"""Tensors are read in groups of about this size; one that is larger is read alone, some rows at a time."""
 
 
 @dataclass(frozen=True)
@@ -58,38 +59,81 @@ def stored(checkpoint: Checkpoint) -> dict[str, dict[str, Stored]]:
     return sections
 
 
-def read(checkpoint: Checkpoint, section: str, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """Some tensors of a section, on the CPU."""
-    wanted: dict[str, Any] = {
-        f"{section}.{name}": torch.empty(each.shape, dtype=each.dtype) for name, each in tensors.items()
-    }
+def stored_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Stored]:
+    """The weights of a section, without the choices of the last step; empty if there is no such section.
+
+    Buffers have no average: those of the weights that were trained stand for it.
+    """
+    sections = stored(checkpoint)
+    found = sections.get(weights, {})
+    if found:
+        found = {name: each for name, each in sections.get("model", {}).items() if is_buffer(name)} | found
+    names = sorted((name for name in found if not is_count(name)), key=_natural)
+    return {name: found[name] for name in names}
+
+
+def read(
+    checkpoint: Checkpoint, section: str, tensors: Mapping[str, Stored], rows: slice | None = None
+) -> dict[str, Tensor]:
+    """Some tensors of a section, on the CPU; buffers are those of the weights that were trained.
+
+    Args:
+        checkpoint: that was verified.
+        section: one of `stored`.
+        tensors: by name.
+        rows: of each of them; by default all.
+    """
+    keys = {name: f"{'model' if is_buffer(name) else section}.{name}" for name in tensors}
+    wanted: dict[str, Any] = {}
+    for name, each in tensors.items():
+        count = each.shape[:1] if rows is None else (rows.stop - rows.start,)
+        wanted[keys[name]] = torch.empty((*count, *each.shape[1:]), dtype=each.dtype)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            load(wanted, storage_reader=CheckpointReader(checkpoint.path, _metadata(checkpoint)), no_dist=True)
+            planner = None if rows is None else RowsPlanner(rows.start)
+            load(wanted, storage_reader=_reader(checkpoint), planner=planner, no_dist=True)
     except CheckpointException as failure:  # a BaseException that no `except Exception` sees
         raise UserError(f"{checkpoint.path} cannot be read: {first_cause(failure)}") from failure
-    return {name: wanted[f"{section}.{name}"] for name in tensors}
+    return {name: wanted[key] for name, key in keys.items()}
 
 
 def _metadata(checkpoint: Checkpoint) -> Metadata:
+    return _reader(checkpoint).read_metadata()
+
+
+def _reader(checkpoint: Checkpoint) -> CheckpointReader:
     file = (checkpoint.path / METADATA).lstat()
-    return _read_once(checkpoint, checkpoint.fingerprint, (file.st_ino, file.st_size, file.st_mtime_ns))
+    return _made_once(checkpoint, checkpoint.fingerprint, (file.st_ino, file.st_size, file.st_mtime_ns))
 
 
 @lru_cache(maxsize=4)
-def _read_once(checkpoint: Checkpoint, fingerprint: str, file: tuple[int, ...]) -> Metadata:
-    """Tensors are read in groups; the list of a large checkpoint takes a while."""
-    return read_metadata(checkpoint)
+def _made_once(checkpoint: Checkpoint, fingerprint: str, file: tuple[int, ...]) -> CheckpointReader:
+    """Tensors are read in groups; the list of a large checkpoint takes a while, and so does what they look like."""
+    return CheckpointReader(checkpoint.path, read_metadata(checkpoint))
 
 
-def groups(tensors: Mapping[str, Stored], max_bytes: float = _AT_ONCE_BYTES) -> Iterator[dict[str, Stored]]:
+def row_ranges(group: Mapping[str, Stored]) -> Iterator[slice | None]:
+    """Rows to read at a time of a group of `groups`: all, but of a tensor that is too large."""
+    large = [each for each in group.values() if each.bytes > _AT_ONCE_BYTES]
+    if not large:
+        yield None
+        return
+    (tensor,) = group.values()
+    count = tensor.shape[0]
+    step = max(1, _AT_ONCE_BYTES * count // tensor.bytes)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def groups(tensors: Mapping[str, Stored], max_bytes: float | None = None) -> Iterator[dict[str, Stored]]:
     """Tensors in groups, in order; by default of a size that is held in memory.
 
     Args:
         tensors: by name.
         max_bytes: of a group; a tensor that is larger is alone in its own.
     """
+    max_bytes = _AT_ONCE_BYTES if max_bytes is None else max_bytes
     group: dict[str, Stored] = {}
     size = 0
     for name, each in tensors.items():

@@ -61,7 +61,7 @@ def write_weight_files(
     Args:
         folder: where to.
         shards: from `split_into_files`.
-        read: gives the tensors that it is asked for, in that order.
+        read: gives the tensors that it is asked for, in that order; a large one as several of its rows, in order.
         advance: gets the bytes as they are written.
     """
     files: Files = {}
@@ -98,13 +98,21 @@ def _write(
     digest = xxhash.xxh3_64(head)
     with path.open("wb") as file:
         file.write(head)
-        for (name, value), wanted in zip(values, tensors, strict=True):
-            each = tensors[wanted]
-            assert name == wanted and tuple(value.shape) == each.shape and value.dtype == each.dtype, name
-            body = value.contiguous().reshape(-1).view(torch.uint8).numpy().data
-            file.write(body)
-            digest.update(body)
-            advance(len(body))
+        pieces = iter(values)
+        for wanted, each in tensors.items():
+            missing = each.bytes
+            while True:
+                name, value = next(pieces)
+                assert name == wanted and value.shape[1:] == each.shape[1:] and value.dtype == each.dtype, name
+                body = value.contiguous().reshape(-1).view(torch.uint8).numpy().data
+                file.write(body)
+                digest.update(body)
+                advance(len(body))
+                missing -= len(body)
+                if missing <= 0:
+                    break
+            assert missing == 0, name
+        assert next(pieces, None) is None
         file.flush()
         os.fsync(file.fileno())
     return len(head) + offset, digest.hexdigest()

@@ -20,7 +20,7 @@ from pipeline.train.checkpoint.committed import COMMIT, changed, step_of
 from pipeline.train.checkpoint.export import longest_windows
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, ExportedWeights, Weights
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.checkpoint.tensors import Stored, read, stored
+from pipeline.train.checkpoint.tensors import Stored, read, stored_weights
 from pipeline.train.checkpoint.weight_files import DTYPES
 
 _IMPOSSIBLE = "describes a model that cannot be built"
@@ -41,8 +41,8 @@ class WeightSource(Protocol):
     def tensors(self) -> Mapping[str, Stored]:
         """By parameter name."""
 
-    def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Some of them, on the CPU."""
+    def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
+        """Some of them, on the CPU; with `rows` these rows of each."""
 
 
 def open_weights(path: Path, step: int | None, weights: Weights) -> WeightSource:
@@ -80,13 +80,13 @@ class _InCheckpoint:
         self.model = validated_model(state["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")
         self.positions = longest_windows(state["config"])
         self.tokenizer = Tokenizer.open(self.checkpoint.path)
-        found = stored(self.checkpoint).get(self.weights)
+        found = stored_weights(self.checkpoint, self.weights)
         if not found:
             raise UserError(f"{self.name} has no moving average of the weights (train.ema was not set)")
         self.tensors = found
 
-    def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-        return read(self.checkpoint, self.weights, tensors)
+    def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
+        return read(self.checkpoint, self.weights, tensors, rows)
 
 
 @dataclass
@@ -112,8 +112,8 @@ class _Exported:
         self.tokenizer = tokenizer
         self._files, self.tensors = exported_tensors(self.folder, source.files)
 
-    def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-        return read_tensors(self.folder, self._files, tensors)
+    def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
+        return read_tensors(self.folder, self._files, tensors, rows)
 
 
 def validated_model(values: Any, failure: str) -> ModelConfig:
@@ -170,13 +170,16 @@ def tensors_of(path: Path) -> dict[str, Stored]:
     return found
 
 
-def read_tensors(folder: Path, files: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """Some tensors of files in a folder."""
+def read_tensors(
+    folder: Path, files: Mapping[str, str], tensors: Mapping[str, Stored], rows: slice | None = None
+) -> dict[str, Tensor]:
+    """Some tensors of files in a folder; with `rows` these rows of each."""
     by_file: dict[str, list[str]] = {}
     for name in tensors:
         by_file.setdefault(files[name], []).append(name)
     values: dict[str, Tensor] = {}
     for file, names in by_file.items():
         with safe_open(folder / file, framework="pt") as opened:
-            values |= {name: opened.get_tensor(name) for name in names}
+            for name in names:
+                values[name] = opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows]
     return values

@@ -20,7 +20,7 @@ from pipeline.config.load import dump_values
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.export import free_folder, made_folder
 from pipeline.train.checkpoint.exported import Weights
-from pipeline.train.checkpoint.tensors import Stored, groups
+from pipeline.train.checkpoint.tensors import Stored, groups, row_ranges
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
 from pipeline.train.huggingface.config_source import Json
@@ -74,8 +74,10 @@ def to_hf(
     family, values = to_hf_config(found.model, vocab_size, found.positions)
     mapping = map_tensors(family, decoder_spec(found.model, vocab_size, found.model.max_positions or found.positions))
     kinds = {name: found.tensors[rule.ours[0]].dtype for name, rule in mapping.theirs.items()}
+    uncast = mapping.uncast
     tensors = {
-        name: Stored(shape, _DTYPES[dtype] if dtype else kinds[name]) for name, shape in mapping.their_shapes.items()
+        name: Stored(shape, _DTYPES[dtype] if dtype and name not in uncast else kinds[name])
+        for name, shape in mapping.their_shapes.items()
     }
     total = sum(each.bytes for each in tensors.values())
     shards = split_into_files(tensors, max_shard)
@@ -222,17 +224,48 @@ def _tokenizer_of(found: HuggingFaceFolder, end_of_document: str | None, weights
 def _their_tensors(
     source: WeightSource, mapping: TensorMapping, wanted: Mapping[str, Stored]
 ) -> Iterator[tuple[str, Tensor]]:
-    """In order; a group of them at a time is in memory."""
+    """In order; a group of them at a time is in memory, of stacked experts some."""
     for group in groups(wanted):
-        ours = {name: source.tensors[name] for theirs in group for name in mapping.theirs[theirs].ours}
-        values = source.read(ours)
-        for name, each in group.items():
-            yield name, mapping.to_theirs(name, values).to(each.dtype)
+        stacked = any(mapping.theirs[name].experts == "stacked" for name in group)
+        for rows in row_ranges(group) if stacked else (None,):
+            whole = {
+                ours: source.tensors[ours]
+                for name in group
+                for ours in mapping.theirs[name].ours
+                if mapping.theirs[name].expert is None
+            }
+            values = source.read(whole, rows)
+            experts = _Experts(source, mapping, group)
+            for name, each in group.items():
+                rule = mapping.theirs[name]
+                parts = [values[ours] if rule.expert is None else experts.of(ours, rule.expert) for ours in rule.ours]
+                yield name, mapping.joined(name, parts).to(each.dtype)
+
+
+class _Experts:
+    """Matrices of experts that are numbered in a group of tensors, which is what is read of ours."""
+
+    def __init__(self, source: WeightSource, mapping: TensorMapping, group: Collection[str]) -> None:
+        numbers: dict[str, list[int]] = {}
+        for rule in (mapping.theirs[name] for name in group):
+            if rule.expert is not None:
+                for ours in rule.ours:
+                    numbers.setdefault(ours, []).append(rule.expert)
+        self._first = {ours: min(experts) for ours, experts in numbers.items()}
+        self._values = {
+            ours: source.read({ours: source.tensors[ours]}, slice(min(experts), max(experts) + 1))[ours]
+            for ours, experts in numbers.items()
+        }
+
+    def of(self, ours: str, expert: int) -> Tensor:
+        """That of one expert."""
+        return self._values[ours][expert - self._first[ours]]
 
 
 def _our_tensors(source: HuggingFaceFolder, wanted: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     for group in groups(wanted):
-        yield from source.read(group).items()
+        for rows in row_ranges(group):
+            yield from source.read(group, rows).items()
 
 
 def _add_nothing(file: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import orjson
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.exported import HF_CONFIG
 from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
-from pipeline.train.checkpoint.weight_source import read_tensors, tensors_in
+from pipeline.train.checkpoint.weight_source import tensors_in
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.tensors import TensorMapping, map_tensors, names_in_files
 from pipeline.train.model.config import DecoderSpec, decoder_spec
@@ -108,32 +110,51 @@ class HuggingFaceFolder:
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """Ours, by name: of the type that theirs have. Whoever asks for them has all that can be checked checked."""
-        head = self.family.names.head
-        if head in self._found[1] and head not in self.mapping.theirs:
-            self._check_copy(self._names[self.mapping.ours["embedding.weight"].theirs])
+        head, mapping = self.family.names.head, self.mapping
+        if head in self._found[1] and head not in mapping.theirs:
+            self._check_copy(self._names[mapping.ours["embedding.weight"].theirs])
         return {
-            name: Stored(self.mapping.our_shapes[name], self._found[1][self._names[part.theirs]].dtype)
-            for name, part in self.mapping.ours.items()
+            name: Stored(mapping.our_shapes[name], torch.float32 if name in mapping.buffers else self._dtype(name))
+            for name in mapping.ours
         }
 
-    def read(self, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Some of ours, whole."""
-        files, kinds = self._found
-        wanted = {self._names[self.mapping.ours[name].theirs]: name for name in tensors}
-        theirs = read_tensors(self.folder, files, {name: kinds[name] for name in wanted})
-        return {
-            name: self.mapping.to_ours(name, theirs[self._names[self.mapping.ours[name].theirs]]) for name in tensors
-        }
+    def _dtype(self, name: str) -> torch.dtype:
+        """The type of all tensors of theirs that have one of ours."""
+        theirs = self.mapping.ours[name].names(self.mapping.our_shapes[name][0])
+        found = {each: self._found[1][self._names[each]].dtype for each in theirs}
+        other = next((each for each, dtype in found.items() if dtype != found[theirs[0]]), None)
+        if other is not None:
+            raise UserError(
+                f"{self.folder}: {other} is of {found[other]} and {theirs[0]} of {found[theirs[0]]}; they are one "
+                "tensor here, so they must have the same type"
+            )
+        return found[theirs[0]]
 
-    def read_piece(self, name: str, rows: slice, *others: slice) -> Tensor | None:
-        """These rows and columns of one of ours; fewer where the rest of the rows is padding, None where all are."""
-        part = self.mapping.ours[name]
-        piece = part.cut(rows, *others)
-        if piece is None:
-            return None
-        there = self._names[part.theirs]
-        with safe_open(self.folder / self._found[0][there], framework="pt") as opened:
-            return piece.of(opened.get_slice(there)[piece.there])
+    def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
+        """Some of ours, with `rows` these rows of each; padding of the vocabulary is 0."""
+        found = {}
+        for name, each in tensors.items():
+            count, *others = each.shape
+            of_this = rows or slice(0, count)
+            found[name] = torch.empty((of_this.stop - of_this.start, *others), dtype=each.dtype)
+            self.read_into(found[name], name, of_this, *(slice(0, size) for size in others))
+        return found
+
+    def read_into(self, target: Tensor, name: str, rows: slice, *others: slice) -> None:
+        """Fill a tensor with these rows and columns of one of ours, in its own type; padding is 0.
+
+        Experts are read one by one, so that little beside the target is in memory.
+        """
+        filled = 0
+        files = self._found[0]
+        for file, pieces in groupby(
+            self.mapping.ours[name].pieces(rows, *others), lambda each: files[self._names[each.theirs]]
+        ):
+            with safe_open(self.folder / file, framework="pt") as opened:
+                for theirs, piece, here in pieces:
+                    target[here].copy_(piece.of(opened.get_slice(self._names[theirs])[piece.there]))
+                    filled = here + 1 if isinstance(here, int) else here.stop
+        target[filled:].zero_()
 
     def tokenizer(self, config: TokenizerConfig | None = None) -> Tokenizer:
         """Its tokenizer.

@@ -2,7 +2,7 @@
 
 Every rule has the same form. A tensor of theirs is one of ours, or several of ours below each other. Some families have
 their rows in another order, or matrices the other way round ([in, out], as GPT-2's `Conv1D` multiplies). The order of
-rotary pairs is mostly the same (see `pipeline.train.model.rope`).
+rotary pairs is mostly the same (see `pipeline.train.model.rope`). Of experts the rule is one for the matrix of each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipeline.common.errors import UserError
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.model.part_spec import LayerPartSpec
-from pipeline.train.model.tensor_names import PartTable, RowOrder, TensorNames, named
+from pipeline.train.model.tensor_names import ExpertFiles, PartTable, RowOrder, TensorNames, named
 
 LAYER = "{i}"
 """Stands for the number of a layer in names."""
@@ -35,6 +35,10 @@ class TensorRule:
     """Spec that the order is computed from."""
     unit_dim: bool = False
     """Theirs has a dimension of 1 behind the rows."""
+    experts: ExpertFiles | None = None
+    """Ours have a dimension of experts before all others, and this is the rule of each expert."""
+    expert: int | None = None
+    """The one that `theirs` is of, in the rules of one model for experts that are numbered in names."""
 
 
 HEAD_RULE = TensorRule(HEAD, ("head.weight",))
@@ -110,10 +114,9 @@ class Names:
 
         def rule(kind: str, transposed: bool) -> TensorRule:
             named_so = tuple(name + kind for name in ours)
-            return TensorRule(
-                theirs + kind, named_so, transposed, names.order, part, names.unit_dim and kind != ".bias"
-            )
+            unit_dim = names.unit_dim and kind != ".bias"
+            return TensorRule(theirs + kind, named_so, transposed, names.order, part, unit_dim, names.experts)
 
         if names.of_parameters:
-            return [rule("", transposed=False)]
+            return [rule("", names.transposed)]
         return [rule(".weight", self.transposed), rule(".bias", transposed=False)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +17,8 @@ from pipeline.common.format import shape_text
 from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.names import TensorRule
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.meta import on_meta
-from pipeline.train.model.tensor_names import RowNumbers
+from pipeline.train.model.tensor_names import EXPERT, ExpertFiles, RowNumbers
+from pipeline.train.model.weights import state_shapes
 
 Shape = tuple[int, ...]
 
@@ -30,7 +30,7 @@ _VOCABULARY = ("embedding.weight", "head.weight")
 class TensorPiece:
     """A piece of one of their tensors, and how to make the piece of ours that it holds."""
 
-    there: tuple[slice, ...]
+    there: tuple[slice | int, ...]
     """What to read of theirs."""
     rows: RowNumbers | None
     """Rows of what was read that are ours, in our order; None: all, as they are."""
@@ -44,11 +44,21 @@ class TensorPiece:
         return value if self.rows is None else value[torch.from_numpy(self.rows)]
 
 
-@dataclass(frozen=True)
-class TensorSlice:
-    """The rows of one of their tensors that are one of ours."""
+class PlacedPiece(NamedTuple):
+    """A piece of one of their tensors, and the place of what it holds in a piece of ours."""
 
     theirs: str
+    piece: TensorPiece
+    here: slice | int
+    """Rows of the piece of ours, or the expert in it."""
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """The rows of one of their tensors that are one of ours; or, of experts, those of each."""
+
+    theirs: str
+    """With `EXPERT` in it where experts are numbered."""
     first: int
     """Its first row there, after transposing back and in our order."""
     rows: int
@@ -58,9 +68,37 @@ class TensorSlice:
     """For each of the rows in our order the row there; None: they are in our order."""
     unit_dim: bool = False
     """Theirs has a dimension of 1 behind the rows."""
+    experts: ExpertFiles | None = None
+    """Ours has a dimension of experts before the rows."""
+
+    def pieces(self, rows: slice, *others: slice) -> Iterator[PlacedPiece]:
+        """Pieces of theirs that together are these rows and columns of ours; none where all are padding.
+
+        Args:
+            rows: of ours; of experts, which ones.
+            others: the dimensions behind.
+        """
+        if self.experts is None:
+            piece = self.cut(rows, *others)
+            if piece is not None:
+                yield PlacedPiece(self.theirs, piece, slice(0, min(rows.stop, self.rows) - rows.start))
+            return
+        piece = self.cut(*others)
+        assert piece is not None
+        for expert in range(rows.start, rows.stop):
+            own = replace(piece, there=(expert, *piece.there)) if self.experts == "stacked" else piece
+            yield PlacedPiece(self.name_of(expert), own, expert - rows.start)
+
+    def name_of(self, expert: int) -> str:
+        """The tensor that has an expert."""
+        return self.theirs.replace(EXPERT, str(expert))
+
+    def names(self, experts: int) -> list[str]:
+        """All tensors of theirs that have something of ours, given its first dimension."""
+        return [self.name_of(expert) for expert in range(experts)] if self.experts == "numbered" else [self.theirs]
 
     def cut(self, rows: slice, *others: slice) -> TensorPiece | None:
-        """The piece of theirs that has these rows and columns of ours; None if all of its rows are padding.
+        """The piece of theirs that has these rows and columns of ours, or of an expert; None if all rows are padding.
 
         Rows in another order are read from the first to the last that is needed.
         """
@@ -81,53 +119,79 @@ class TensorMapping:
     """The tensors of one model, by their names and by ours."""
 
     theirs: dict[str, TensorRule]
-    """Name -> which of ours it is made of, with the numbers of layers in it."""
+    """Name -> which of ours it is made of, with the numbers of layers and experts in it."""
     their_shapes: dict[str, Shape]
     ours: dict[str, TensorSlice]
     """Name -> where it is."""
     our_shapes: dict[str, Shape]
+    buffers: frozenset[str] = field(default_factory=frozenset)
+    """Those of ours that are no parameters; they stay in fp32, whatever the weights are."""
+
+    @property
+    def uncast(self) -> frozenset[str]:
+        """Their names of the buffers."""
+        return frozenset(self.ours[name].theirs for name in self.buffers)
 
     def to_theirs(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A tensor of theirs from those of ours that it is made of."""
         rule = self.theirs[name]
-        pieces = [tensors[ours][: self.ours[ours].rows] for ours in rule.ours]
-        value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        if rule.order is not None:
-            value = value[torch.from_numpy(rule.order.of(rule.part))]
-        value = value.unsqueeze(1) if rule.unit_dim else value
-        return (value.t() if rule.transposed else value).contiguous()
+        return self.joined(
+            name, [tensors[ours] if rule.expert is None else tensors[ours][rule.expert] for ours in rule.ours]
+        )
 
-    def to_ours(self, name: str, theirs: Tensor) -> Tensor:
-        """A tensor of ours from the one of theirs that has it; padding of the vocabulary is 0."""
-        part, shape = self.ours[name], self.our_shapes[name]
-        piece = part.cut(slice(0, part.rows), *(slice(0, size) for size in shape[1:]))
-        assert piece is not None
-        value = piece.of(theirs[piece.there])
-        if part.rows == shape[0]:
-            return value.contiguous()
-        padded = value.new_zeros(shape)
-        padded[: part.rows] = value
-        return padded
+    def joined(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """A tensor of theirs from its parts; of stacked experts, those of the experts that the parts have.
+
+        Args:
+            name: theirs.
+            parts: those of ours that it is made of, of an expert that is numbered its matrices alone.
+        """
+        rule = self.theirs[name]
+        dim = int(rule.experts == "stacked")
+        pieces = [part.narrow(dim, 0, self.ours[ours].rows) for ours, part in zip(rule.ours, parts, strict=True)]
+        value = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        if rule.order is not None:
+            value = value.index_select(dim, torch.from_numpy(rule.order.of(rule.part)))
+        value = value.unsqueeze(dim + 1) if rule.unit_dim else value
+        return (value.transpose(-2, -1) if rule.transposed else value).contiguous()
+
+    def to_ours(self, name: str, theirs: Mapping[str, Tensor]) -> Tensor:
+        """A tensor of ours from those of theirs that have it; padding of the vocabulary is 0."""
+        shape = self.our_shapes[name]
+        found: Tensor | None = None
+        for tensor, piece, here in self.ours[name].pieces(*(slice(0, size) for size in shape)):
+            value = piece.of(theirs[tensor][piece.there])
+            found = value.new_zeros(shape) if found is None else found
+            found[here] = value
+        assert found is not None
+        return found
 
 
 def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
     """The rules of a family with the names and shapes of one model."""
-    with on_meta():
-        our_shapes = {name: tuple(value.shape) for name, value in Decoder(spec).named_parameters()}
+    shapes = state_shapes(spec)
+    buffers = shapes.weight_buffers
+    our_shapes = shapes.parameters | buffers
     rules = family.names.rules([layer.parts for layer in spec.layers])
-    mapping = map_rules(rules, our_shapes, spec.vocab_size)
+    mapping = map_rules(rules, our_shapes, spec.vocab_size, frozenset(buffers))
     missing = our_shapes.keys() - mapping.ours.keys()
     assert not missing, f"{family.model_type} has no place for {sorted(missing)}"
     return mapping
 
 
-def map_rules(rules: Sequence[TensorRule], our_shapes: dict[str, Shape], vocab_size: int) -> TensorMapping:
+def map_rules(
+    rules: Sequence[TensorRule],
+    our_shapes: dict[str, Shape],
+    vocab_size: int,
+    buffers: frozenset[str] = frozenset(),
+) -> TensorMapping:
     """Rules with the shapes of one model.
 
     Args:
         rules: of a family; those of biases and norms that the model does not have are left out.
         our_shapes: by our names.
         vocab_size: rows of theirs in tensors with a row a token.
+        buffers: those of our names that are no parameters.
     """
     theirs: dict[str, TensorRule] = {}
     their_shapes: dict[str, Shape] = {}
@@ -138,13 +202,22 @@ def map_rules(rules: Sequence[TensorRule], our_shapes: dict[str, Shape], vocab_s
             continue
         assert len(found) == len(rule.ours), rule
         back = None if rule.order is None else partial(rule.order.back, rule.part)
-        rows = [vocab_size if name in _VOCABULARY else our_shapes[name][0] for name in rule.ours]
+        skipped = int(rule.experts is not None)
+        rows = [vocab_size if name in _VOCABULARY else our_shapes[name][skipped] for name in rule.ours]
         for name, (first, stop) in zip(rule.ours, pairwise(accumulate(rows, initial=0)), strict=True):
-            ours[name] = TensorSlice(rule.theirs, first, stop - first, rule.transposed, back, rule.unit_dim)
-        shape = (sum(rows), *([1] * rule.unit_dim), *our_shapes[rule.ours[0]][1:])
-        theirs[rule.theirs] = rule
-        their_shapes[rule.theirs] = shape[::-1] if rule.transposed else shape
-    return TensorMapping(theirs, their_shapes, ours, our_shapes)
+            ours[name] = TensorSlice(
+                rule.theirs, first, stop - first, rule.transposed, back, rule.unit_dim, rule.experts
+            )
+        leading, others = our_shapes[rule.ours[0]][:skipped], our_shapes[rule.ours[0]][skipped + 1 :]
+        shape = (sum(rows), *([1] * rule.unit_dim), *others)
+        shape = shape[::-1] if rule.transposed else shape
+        if rule.experts == "numbered":
+            for expert in range(*leading):
+                name = rule.theirs.replace(EXPERT, str(expert))
+                theirs[name], their_shapes[name] = replace(rule, theirs=name, expert=expert), shape
+        else:
+            theirs[rule.theirs], their_shapes[rule.theirs] = rule, (*leading, *shape)
+    return TensorMapping(theirs, their_shapes, ours, our_shapes, buffers)
 
 
 def names_in_files(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,13 @@ def rope_pairs(heads: int, head_dim: int, rotated: int | None = None) -> RowNumb
     return (head_dim * np.arange(heads)[:, None] + of_head).reshape(-1)
 
 
+ExpertFiles = Literal["numbered", "stacked"]
+"""How files have the matrices of experts, which are one parameter [experts, ...] here: each is a tensor with its number
+in the name, or a tensor has all of them, too."""
+EXPERT = "{e}"
+"""Stands for the number of an expert in names."""
+
+
 @dataclass(frozen=True)
 class TensorNames:
     """A tensor of theirs within a layer, and those of ours within the part that it has one below the other.
@@ -86,6 +93,10 @@ class TensorNames:
     """`ours` are parameters of the part itself, whose names have no dot (`Vector`)."""
     unit_dim: bool = False
     """Theirs has a dimension of 1 behind the rows, as the weights of a convolution by channel do."""
+    experts: ExpertFiles | None = None
+    """Ours are parameters of experts, and all that is said here is true of the matrix of each."""
+    transposed: bool = False
+    """Theirs is [in, out], of parameters; see `Names.transposed` for modules."""
 
     @property
     def of_parameters(self) -> bool:

@@ -267,6 +267,7 @@ OTHER_VALUES: dict[str, Any] = {
     "tie_embeddings": True,
     "logit_soft_cap": 30.0,
     "mixer": "none",
+    "experts": {"count": 4, "top_k": 2, "ffn_dim": 16},
     "rope_share": 0.5,
     "attention_scale": 0.3,
     "attention_soft_cap": 50.0,

@@ -68,7 +68,9 @@ PARTLY = RowOrder("of rotary pairs together", lambda part: rope_pairs(part.heads
 BY_KEY_HEAD = RowOrder(
     "by key head", lambda part: by_group(part.kv_heads, part.head_dim, part.head_dim, 2 * part.head_dim, 8)
 )
+IN_TURN = RowOrder("in turn", lambda part: by_group(part.ffn_dim, 1, 1))
 ROWS = HEADS * HEAD_DIM
+EXPERTS = 12  # more than have one digit
 RULES = {
     "one": Rule(TensorRule("t", ("q",)), square("q", ROWS), lambda parts: parts["q"]),
     "transposed": Rule(
@@ -92,6 +94,32 @@ RULES = {
         square("qk", KEY_HEADS * HEAD_DIM) | square("vz", KEY_HEADS * 8),
         by_key_head,
     ),
+    "of numbered experts": Rule(
+        TensorRule("t.{e}.gate", ("w1",), experts="numbered"),
+        {"w1": (EXPERTS, 4, WIDTH)},
+        lambda parts: {f"t.{expert}.gate": parts["w1"][expert] for expert in range(EXPERTS)},
+    ),
+    "of numbered experts, two in one and transposed": Rule(
+        TensorRule("t.{e}.gate_up", ("w1", "w3"), transposed=True, experts="numbered"),
+        dict.fromkeys(("w1", "w3"), (EXPERTS, 4, WIDTH)),
+        lambda parts: {
+            f"t.{expert}.gate_up": torch.cat((parts["w1"][expert], parts["w3"][expert])).t()
+            for expert in range(EXPERTS)
+        },
+    ),
+    "of stacked experts": Rule(
+        TensorRule("t", ("w2",), experts="stacked"), {"w2": (EXPERTS, WIDTH, 4)}, lambda parts: parts["w2"]
+    ),
+    "of stacked experts, in turn and transposed": Rule(
+        TensorRule("t", ("w1", "w3"), True, IN_TURN, MLP, experts="stacked"),
+        dict.fromkeys(("w1", "w3"), (EXPERTS, 7, WIDTH)),
+        lambda parts: torch.stack((parts["w1"], parts["w3"]), 2).flatten(1, 2).mT,
+    ),
+    "biases of stacked experts, in turn": Rule(
+        TensorRule("t", ("b1", "b3"), False, IN_TURN, MLP, experts="stacked"),
+        dict.fromkeys(("b1", "b3"), (EXPERTS, 7)),
+        lambda parts: torch.stack((parts["b1"], parts["b3"]), 2).flatten(1),
+    ),
     "taps": Rule(
         TensorRule("t", ("conv",), unit_dim=True), {"conv": (10, 4)}, lambda parts: parts["conv"].view(10, 1, 4)
     ),
@@ -99,34 +127,39 @@ RULES = {
 
 
 @pytest.fixture(params=RULES)
-def case(request: pytest.FixtureRequest) -> tuple[TensorMapping, dict[str, Tensor], Tensor]:
-    """The mapping of a rule, tensors of ours, and the one of theirs."""
+def case(request: pytest.FixtureRequest) -> tuple[TensorMapping, dict[str, Tensor], dict[str, Tensor]]:
+    """The mapping of a rule, tensors of ours, and those of theirs."""
     rule: Rule = RULES[request.param]
     generator = torch.Generator().manual_seed(1)
     ours = {name: torch.randn(shape, generator=generator) for name, shape in rule.shapes.items()}
-    return map_rules([rule.rule], rule.shapes, 0), ours, rule.theirs(ours)
+    theirs = rule.theirs(ours)
+    return map_rules([rule.rule], rule.shapes, 0), ours, theirs if isinstance(theirs, dict) else {"t": theirs}
 
 
-def test_whole_tensors(case: tuple[TensorMapping, dict[str, Tensor], Tensor]) -> None:
+def test_whole_tensors(case: tuple[TensorMapping, dict[str, Tensor], dict[str, Tensor]]) -> None:
     mapping, ours, theirs = case
-    assert mapping.their_shapes["t"] == theirs.shape
-    assert torch.equal(mapping.to_theirs("t", ours), theirs)
+    assert mapping.their_shapes == {name: value.shape for name, value in theirs.items()}
+    for name, value in theirs.items():
+        assert torch.equal(mapping.to_theirs(name, ours), value)
     for name, value in ours.items():
         assert torch.equal(mapping.to_ours(name, theirs), value)
 
 
-def test_pieces(case: tuple[TensorMapping, dict[str, Tensor], Tensor], tmp_path: Path) -> None:
+def test_pieces(case: tuple[TensorMapping, dict[str, Tensor], dict[str, Tensor]], tmp_path: Path) -> None:
     """From a file, as a rank reads them: any rows, and of these any columns."""
     mapping, ours, theirs = case
-    save_file({"t": theirs.contiguous()}, tmp_path / "t.safetensors")
+    save_file({name: value.contiguous() for name, value in theirs.items()}, tmp_path / "t.safetensors")
     with safe_open(tmp_path / "t.safetensors", framework="pt") as opened:
         for name, value in ours.items():
             rows = [slice(*ends) for ends in pairwise((0, 1, value.shape[0] // 2, value.shape[0]))]
-            for others in [()] if value.ndim == 1 else [(slice(0, value.shape[1]),), (slice(1, 3),)]:
+            every = tuple(slice(0, size) for size in value.shape[1:])
+            for others in (every, *([(slice(1, 3), *every[1:]), (*every[:-1], slice(1, 3))] if every else [])):
                 for each in rows:
-                    piece = mapping.ours[name].cut(each, *others)
-                    assert piece is not None
-                    assert torch.equal(piece.of(opened.get_slice("t")[piece.there]), value[(each, *others)])
+                    wanted = value[(each, *others)]
+                    found = torch.full_like(wanted, torch.nan)
+                    for tensor, piece, here in mapping.ours[name].pieces(each, *others):
+                        found[here] = piece.of(opened.get_slice(tensor)[piece.there])
+                    assert torch.equal(found, wanted)
 
 
 def test_a_piece_reads_the_rows_that_cover_it() -> None:
@@ -151,8 +184,9 @@ def test_padding_of_the_vocabulary_is_not_theirs() -> None:
     ours = {name: torch.randn(8, WIDTH)}
     theirs = mapping.to_theirs("t", ours)
     assert torch.equal(theirs, ours[name][:6])
-    assert torch.equal(mapping.to_ours(name, theirs), torch.cat((theirs, torch.zeros(2, WIDTH))))
+    assert torch.equal(mapping.to_ours(name, {"t": theirs}), torch.cat((theirs, torch.zeros(2, WIDTH))))
     assert mapping.ours[name].cut(slice(6, 8)) is None
+    assert not list(mapping.ours[name].pieces(slice(6, 8), slice(0, 2)))
     piece = mapping.ours[name].cut(slice(4, 8), slice(0, 2))
     assert piece is not None and piece.there == (slice(4, 6), slice(0, 2))
 

@@ -21,16 +21,23 @@ import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo as Place
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 
-__all__ = ["CheckpointReader", "HashingWriter", "Place", "PythonUnpickler", "first_cause"]
+__all__ = ["CheckpointReader", "HashingWriter", "Place", "PythonUnpickler", "RowsPlanner", "first_cause"]
 
 PythonUnpickler: Any = pickle._Unpickler
 """That of pickle which is written in Python, whose steps can be replaced."""
@@ -239,6 +246,34 @@ class CheckpointReader(FileSystemReader):
         return UserError(
             f"{self.path}/{place.relative_path} is damaged or forged: there is no tensor at byte {place.offset:,}"
         )
+
+
+class RowsPlanner(DefaultLoadPlanner):
+    """Loads some rows of tensors into a state that has tensors of those rows alone.
+
+    Args:
+        first: the first of the rows.
+    """
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self._first = first
+
+    def create_local_plan(self) -> LoadPlan:
+        """Reads of what the rows share with each saved part of a tensor."""
+        items = []
+        assert self.metadata is not None
+        for name, tensor in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata), name
+            offsets = torch.Size([self._first, *[0] * (tensor.ndim - 1)])
+            wanted = ChunkStorageMetadata(offsets=offsets, sizes=tensor.size())
+            items += create_read_items_for_chunk_list(name, saved, [wanted])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The tensor of the rows."""
+        return cast(Tensor, self.state_dict[index.fqn])
 
 
 class _Saved(NamedTuple):

@@ -1,0 +1,46 @@
+"""Names and shapes of what files have of a model: its parameters, and buffers that belong to its weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.meta import on_meta
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
+_BIAS, _LOADS = ".router.score_bias", ".router.loads"
+
+
+class StateShapes(NamedTuple):
+    """Shapes of all tensors of a model that a checkpoint has."""
+
+    parameters: Shapes
+    buffers: Shapes
+    """Biases of the choice of experts, in fp32; choices of the last step."""
+
+    @property
+    def weight_buffers(self) -> Shapes:
+        """The buffers that what the model computes depends on."""
+        return {name: shape for name, shape in self.buffers.items() if not is_count(name)}
+
+
+def state_shapes(spec: DecoderSpec) -> StateShapes:
+    """Those of a model."""
+    with on_meta():
+        model = Decoder(spec)
+    return StateShapes(
+        {name: tuple(value.shape) for name, value in model.named_parameters()},
+        {name: tuple(value.shape) for name, value in model.named_buffers()},
+    )
+
+
+def is_buffer(name: str) -> bool:
+    """True of tensors that are no parameters: they are in fp32 always, and no average of the weights has them."""
+    return name.endswith((_BIAS, _LOADS))
+
+
+def is_count(name: str) -> bool:
+    """True of the choices of the last step: checkpoints have them, but they are none of the weights."""
+    return name.endswith(_LOADS)
