@@ -58,13 +58,13 @@ class ExpertChoices:
 
 
 class ChoiceCollector:
-    """Notes what the tokens of texts choose in passes over several texts at once."""
+    """Notes the experts that tokens choose in forward passes of several texts at once."""
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[int, list[Tensor]]] = {}  # key of a text -> layer -> [T, K] of each pass
 
     def observer(self, keys: Sequence[int], counts: Sequence[int]) -> RoutingObserver:
-        """What a pass shows its choices to.
+        """The observer of a forward pass.
 
         Args:
             keys: Of the text of each row.
@@ -72,7 +72,7 @@ class ChoiceCollector:
         """
 
         def note(layer: int, routed: Routed) -> None:
-            ids_RSK = routed.ids_TK.unflatten(0, (len(keys), -1))
+            ids_RSK = routed.ids_TK.view(len(keys), -1, routed.ids_TK.shape[-1])
             for row, (key, length) in enumerate(zip(keys, counts, strict=True)):
                 self._parts.setdefault(key, {}).setdefault(layer, []).append(ids_RSK[row, :length])
 
