@@ -47,6 +47,21 @@ class RopeScalingConfig(Section):
     """yarn: factor on cos and sin, in place of that of mscale and mscale_all_dim, by default 0.1 * ln(factor) + 1."""
 
 
+class MlaConfig(Section):
+    """Sizes of multi-head latent attention (`mixer: mla`, DeepSeek-V2 and V3), which has `heads` heads."""
+
+    kv_rank: int = Field(ge=1, le=MAX_WIDTH)
+    """Size of the latent that the keys and values of all heads are made of (V3: 512)."""
+    q_rank: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
+    """Size of the latent that queries are made of (V3: 1536); by default they come from the stream by one matrix."""
+    nope_dim: int = Field(ge=1, le=MAX_WIDTH)
+    """Dimensions of a query and key head that are made of the latents and have no rotary embedding (V3: 128)."""
+    rope_dim: int = Field(ge=1, le=MAX_WIDTH)
+    """Dimensions of a head behind those that the rotary embedding turns (V3: 64); all heads share those of the keys."""
+    value_dim: int = Field(ge=1, le=MAX_WIDTH)
+    """Size of a value head (V3: 128)."""
+
+
 class InitConfig(Section):
     """Initial weights. Every value is a function of (seed, parameter name, row), whatever the layout."""
 
@@ -136,6 +151,17 @@ class ExpertsConfig(Section):
         return self
 
 
+class MtpConfig(Section):
+    """Multi-token prediction (DeepSeek-V3): layers behind the model that predict tokens after the next one.
+
+    Layer d predicts the token d + 1 places ahead, from the stream of the layer before it and the embedding of the token
+    d places ahead. Its loss is `train.loss.mtp`. Validation, evaluation and generation leave these layers out.
+    """
+
+    depth: int = Field(default=1, ge=1, le=16)
+    """Number of these layers, each like the model's last one, and so of tokens predicted after the next one."""
+
+
 class _Size(Section):
     layers: int = Field(ge=1, le=MAX_LAYERS)
     """Number of blocks."""
@@ -154,8 +180,11 @@ class LayerConfig(Section):
     """Size of a head; by default dim / heads."""
     ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
     """Hidden size of the mlp; by default 4 * dim without a gate and 8/3 * dim, rounded up to a multiple of 64, with."""
-    mixer: Literal["attention", "none"] = "attention"
-    """Part of a layer that moves information between positions; `none`: the layer is an mlp alone."""
+    mixer: Literal["attention", "mla", "none"] = "attention"
+    """Part of a layer that moves information between positions. `attention`: with grouped queries. `mla`: keys and
+    values are made of a small latent of each token, see `mla`. `none`: the layer is an mlp alone."""
+    mla: MlaConfig | None = None
+    """Sizes of latent attention."""
     mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2", "experts", "none"] = "swiglu"
     """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2); `gelu_exact`: without it (Pythia).
     `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu2`: relu(w1 x)^2 (Nemotron). `experts`: a
@@ -245,6 +274,8 @@ class ModelConfig(LayerConfig, _Size):
     """Share of the embedding and of the output of each mixer and mlp that a training step sets to 0, before it is added
     to the residual stream (GPT-2's resid_pdrop and embd_pdrop). Probabilities of attention are never dropped: no kernel
     does it. What is dropped depends on the seed and the sample alone, whatever the layout."""
+    mtp: MtpConfig | None = None
+    """Multi-token prediction."""
     init: InitConfig = InitConfig()
     """Initial weights."""
 
@@ -287,11 +318,14 @@ class ModelConfig(LayerConfig, _Size):
         if self.norm_offset != 0 and self.norm != "rmsnorm":
             raise ValueError(f"norm_offset needs norm: rmsnorm, and norm is {self.norm}")
         if self.pattern is None:
-            _check_layer(self, self, "", scales=self.rope_scaling is not None)
+            _check_layer(self, self, "", self)
         for name, kind in self.kinds.items():
-            # Layers without rope may have the scaling of `model:`, which is for the others.
-            scales = kind.rope_scaling is not None
-            _check_layer(self.layer(name), self, f"kinds.{name}: ", scales=scales)
+            _check_layer(self.layer(name), self, f"kinds.{name}: ", kind)
+        mixers = {self.layer(name).mixer for name in self.kinds} - {"none"}
+        if mixers == {"mla"}:
+            _check_unused_by_mla(self, "")
+        elif self.pattern is not None and self.mla is not None and "mla" not in mixers:
+            raise ValueError("mla needs layers with mixer: mla, and no kind has it")
         return self
 
 
@@ -306,14 +340,15 @@ def turned_dims(layer: LayerConfig, dim: int) -> float:
     return round(layer.rope_share * head_size(layer, dim), 6)
 
 
-def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, *, scales: bool) -> None:
+def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerConfig) -> None:
     """Raise a `ValueError` where keys of a layer do not fit each other.
 
     Args:
         layer: The keys.
         model: All of the section.
         where: Which kind it is, for messages.
-        scales: Whether `rope_scaling` is meant for it.
+        own: The section with those of the keys that are meant for it alone: what it has of `model:` and does not use,
+            like the scaling of rope, is for other layers.
     """
     if layer.mixer == layer.mlp == "none":
         raise ValueError(f"{where}mixer and mlp are both none; a layer needs one of them")
@@ -328,8 +363,22 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, *, scales: 
             raise ValueError(f"{where}mlp: experts needs residual: sequential, not {layer.residual}")
         if model.dim % EXPERT_MULTIPLE:
             raise ValueError(f"{where}dim {model.dim} is not a multiple of {EXPERT_MULTIPLE}, which mlp: experts needs")
+    if own.mla is not None and layer.mixer != "mla":
+        raise ValueError(f"{where}mla needs mixer: mla, and mixer is {layer.mixer}")
     if layer.mixer == "none":
         return
+    if layer.positions != "rope" and own.rope_scaling is not None:
+        raise ValueError(f"{where}rope_scaling needs positions: rope")
+    if layer.attention_scale is not None and model.init.scheme == "mup":
+        raise ValueError(f"{where}attention_scale and init.scheme: mup both set the factor on attention; leave one out")
+    if layer.mixer == "mla":
+        _check_mla(layer, where, own)
+    else:
+        _check_heads(layer, model, where)
+
+
+def _check_heads(layer: LayerConfig, model: ModelConfig, where: str) -> None:
+    """Raise a `ValueError` where the heads of attention do not fit."""
     if layer.head_dim is None and model.dim % layer.heads:
         raise ValueError(
             f"{where}dim {model.dim} is not divisible by heads {layer.heads}; set head_dim, or change dim or heads"
@@ -340,7 +389,24 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, *, scales: 
         if layer.rope_share == 1:
             raise ValueError(f"{where}rope needs an even head_dim")
         raise ValueError(f"{where}rope_share {layer.rope_share} of a head is {turned:g}, which must be an even number")
-    if layer.positions != "rope" and scales:
-        raise ValueError(f"{where}rope_scaling needs positions: rope")
-    if layer.attention_scale is not None and model.init.scheme == "mup":
-        raise ValueError(f"{where}attention_scale and init.scheme: mup both set the factor on attention; leave one out")
+
+
+_NOT_OF_MLA = ("kv_heads", "head_dim", "qk_norm", "rope_share", "output_gate")
+"""Keys of attention that latent attention has otherwise, or not."""
+
+
+def _check_mla(layer: LayerConfig, where: str, own: LayerConfig) -> None:
+    """Raise a `ValueError` where the keys of latent attention do not fit."""
+    if layer.mla is None:
+        raise ValueError(f"{where}mixer: mla needs mla: {{kv_rank, nope_dim, rope_dim, value_dim}}")
+    _check_unused_by_mla(own, where)
+    if layer.bias not in ("none", "mlp"):
+        raise ValueError(f"{where}bias: {layer.bias} is not for mixer: mla, which has no biases; set none or mlp")
+    if layer.positions == "rope" and layer.mla.rope_dim % 2:
+        raise ValueError(f"{where}mla.rope_dim {layer.mla.rope_dim} must be an even number with positions: rope")
+
+
+def _check_unused_by_mla(own: LayerConfig, where: str) -> None:
+    for key in _NOT_OF_MLA:
+        if getattr(own, key) != LayerConfig.model_fields[key].default:
+            raise ValueError(f"{where}{key} is not for mixer: mla, whose sizes are in mla; leave it out")

@@ -101,6 +101,22 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _multi_token_prediction(self) -> Config:
+        if self.model.mtp is None:
+            if self.train.loss.mtp is not None:
+                raise ValueError(
+                    "train.loss.mtp is the weight of multi-token prediction, which the model does not have: set "
+                    "model.mtp.depth, or leave train.loss.mtp out"
+                )
+        elif self.train.objective.type != "causal":
+            raise ValueError(
+                f"model.mtp does not go with train.objective.type: {self.train.objective.type}, which rearranges a "
+                "window, while the targets of model.mtp lie behind it, too: set train.objective.type: causal, or leave "
+                "model.mtp out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _together(self) -> Config:
         rows = self.model.max_positions
         if self.model.positions == "learned" and rows is not None and rows < self.max_sequence_length:

@@ -94,6 +94,7 @@ class ScheduleConfig(Section):
 
 _CHUNK_LOGITS, _CHUNK_TOKENS, _CHUNK_STEP = 2**27, 1024, 256
 """Logits of a chunk, its fewest tokens, and what their number is a multiple of, where the run file does not say."""
+_MTP_WEIGHT = 0.3
 
 
 class LossConfig(Section):
@@ -107,6 +108,15 @@ class LossConfig(Section):
     logits on a process, and no fewer than 1,024."""
     mask_document_start: bool = False
     """Do not train on the first token of a document, which has nothing of its document before it."""
+    mtp: float | None = Field(default=None, ge=0)
+    """Weight of the loss of multi-token prediction, the mean over the depths of `model.mtp`; by default 0.3
+    (DeepSeek-V3). Of a depth those targets count that are in the document of the position that predicts them. `loss` in
+    the metrics is without it."""
+
+    @property
+    def mtp_weight(self) -> float:
+        """`mtp` with its default."""
+        return _MTP_WEIGHT if self.mtp is None else self.mtp
 
     def tokens_at_once(self, columns: int) -> int:
         """Tokens whose logits exist at once on a process that has `columns` of the vocabulary."""

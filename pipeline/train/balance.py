@@ -5,8 +5,9 @@ Choices are counted in whole numbers, which fp64 adds up exactly in any order: b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from torch import Tensor
 from pipeline.config.train import BalanceConfig
 from pipeline.train.model.mlps.experts.module import Experts
 from pipeline.train.model.mlps.experts.routing import Routed, Routing
+from pipeline.train.monitor.host_copy import to_device
 from pipeline.train.parallel.experts import mixtures
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.parallel.torch_compat.core import all_reduce
 
 _NUMBERS = 3
 """Sums of a layer behind its counts: the balance loss and the z loss, without coefficients, and the largest distance of
@@ -69,7 +72,7 @@ class StepRouting:
 
 
 class Balance:
-    """What the routers of a model are trained for, and how often their experts were chosen.
+    """Losses and biases that balance the routers of a model, and counts of how often their experts were chosen.
 
     Args:
         config: The `train.balance:` section.
@@ -89,7 +92,8 @@ class Balance:
     ) -> None:
         self._config = config
         self._every_steps = layers_every_steps
-        self._groups = tuple(mesh.role(role).get_group() for role in ("cp", "tp") if mesh.size(role) > 1)  # type: ignore[arg-type]
+        roles: tuple[Literal["cp", "tp"], ...] = ("cp", "tp")
+        self._groups = [mesh.role(role).get_group() for role in roles if mesh.size(role) > 1]
         self._layers = {index: spec.router.count for index, spec in model.spec.expert_layers.items()}
         self._places: dict[int, slice] = {}
         size = 0
@@ -97,47 +101,56 @@ class Balance:
             self._places[index] = slice(size, size + count + _NUMBERS)
             size += count + _NUMBERS
         self._mixtures: dict[int, Experts] = {
-            int(index): mixture
+            block.index: mixture
             for part in model.parts.values()
-            for index, block in part.layers.items()
+            for block in part.blocks
             for mixture in mixtures(block)
         }
         self._tells = all(mesh.rank(role) == 0 for role in ("batch", "cp", "tp"))
-        self.sums = torch.zeros(size, dtype=torch.float64, device=device)
-        """Of this rank in this step, fp64; see `StepRouting`."""
-        self.rows = 0
-        """Rows that this rank's experts got at most in a layer and micro-batch of this step."""
+        self._sums = torch.zeros(size, dtype=torch.float64, device=device)
+        self._rows = 0
 
     def begin(self) -> None:
         """Before the passes of a step."""
-        self.sums.zero_()
-        self.rows = 0
+        self._sums.zero_()
+        self._rows = 0
         for index, mixture in self._mixtures.items():
             bias_E = mixture.router.score_bias
             if bias_E is not None and self._tells:
-                self.sums[self._places[index]][-1] = bias_E.max() - bias_E.min()
+                self._sums[self._places[index]][-1] = bias_E.max() - bias_E.min()
 
     def routing(self, real: int, samples: int, length: int, scale: Tensor | None) -> Routing:
         """Demands on the routers in a micro-batch, see `Routing` for the arguments."""
         config = self._config
-        return Routing(real, samples, length, config.loss, config.over, config.z_loss, scale, self._groups)
+        return Routing(real, samples, length, config.loss, config.over, config.z_loss, scale, self._summed)
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        for group in self._groups:
+            counts = all_reduce(counts, group)
+        return counts
 
     def routed(self, index: int, chosen: Routed) -> None:
         """Count what the tokens of a micro-batch chose in a layer."""
         losses = torch.stack((chosen.balance, chosen.z)).double()
-        self.sums[self._places[index]][:-1] += torch.cat((chosen.counts_E, losses))
-        self.rows = max(self.rows, chosen.rows)
+        self._sums[self._places[index]][:-1] += torch.cat((chosen.counts_E, losses))
+        self._rows = max(self._rows, chosen.rows)
+
+    def told(self) -> list[Tensor]:
+        """What this rank adds to the step's sum over all ranks, fp64: counts and losses, and at its place its rows."""
+        rows = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+        rows[dist.get_rank()] = self._rows
+        return [self._sums, to_device(rows, self._sums.device)]
 
     @torch.no_grad()
-    def update(self, step: int, sums: Tensor, rows: Tensor, updated: Tensor) -> StepRouting:
+    def update(self, step: int, told: Sequence[Tensor], updated: Tensor) -> StepRouting:
         """Move the biases of this rank's routers, unless the step is withheld.
 
         Args:
             step: Its number, from 1.
-            sums: `sums` of all ranks together.
-            rows: `rows` of each rank.
+            told: The sums of what all ranks told.
             updated: Bool scalar on the device.
         """
+        sums, rows = told
         for index, mixture in self._mixtures.items():
             router, counts_E = mixture.router, sums[self._places[index]][: self._layers[index]]
             router.loads.copy_(torch.where(updated, counts_E.float(), router.loads))
@@ -147,10 +160,3 @@ class Balance:
                 router.score_bias.add_(torch.where(updated, ahead, 0.0))
         by_layer = self._every_steps is not None and step % self._every_steps == 0
         return StepRouting(self._layers, sums, rows, self._config.force, by_layer)
-
-
-def rows_by_rank(rows: int) -> list[float]:
-    """Rows of this rank at its place, for a sum over all ranks."""
-    places = [0.0] * dist.get_world_size()
-    places[dist.get_rank()] = float(rows)
-    return places

@@ -11,6 +11,7 @@ from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.huggingface.names import LAYER, Names, TensorRule
 from pipeline.train.huggingface.registry import FAMILIES
+from pipeline.train.model.tensor_names import EXPERT
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.rules.layout import RULES, WARNINGS
@@ -90,6 +91,9 @@ def _tensors_of(names: Names) -> str:
         text = f"{text}, one below the other" if len(rule.ours) > 1 else text
         text = f"{text}, rows {rule.order.text}" if rule.order else text
         text = f"{text}, [rows, 1, columns]" if rule.unit_dim else text
+        text = {"numbered": f"{text}, of expert {EXPERT}", "stacked": f"{text}, of each expert", None: text}[
+            rule.experts
+        ]
         return f"{text}, transposed" if rule.transposed else text
 
     layers = [rule for kinds in names.layers for rule in names.of_layer(LAYER, kinds)]

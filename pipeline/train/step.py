@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
-from pipeline.train.balance import Balance, StepRouting, rows_by_rank
-from pipeline.train.model.context import ActivationObserver, Context, RoutingObserver, SequenceCut
+from pipeline.train.balance import Balance, StepRouting
+from pipeline.train.model.context import ActivationObserver, Ahead, Context, RoutingObserver, SequenceCut
 from pipeline.train.model.dropout import Dropout
 from pipeline.train.model.loss import Criterion, TokenLosses
 from pipeline.train.model.mlps.experts.routing import Routing
@@ -44,6 +44,7 @@ def make_context(
     dropout: Dropout | None = None,
     routing: Routing | None = None,
     on_routed: RoutingObserver | None = None,
+    ahead: Ahead | None = None,
 ) -> Context:
     """The context of a batch: all that the model needs besides the tokens.
 
@@ -56,6 +57,7 @@ def make_context(
         dropout: What a training drops.
         routing: What a training demands of routers.
         on_routed: Is shown what their tokens chose.
+        ahead: Targets of multi-token prediction, of what it gets.
     """
     bounds, starts = (batch.bounds, batch.starts) if document_attention else (None, None)
     length = batch.tokens.shape[1]
@@ -69,6 +71,7 @@ def make_context(
         dropout=dropout,
         routing=routing,
         on_routed=on_routed,
+        ahead=ahead,
     )
 
 
@@ -100,6 +103,8 @@ class StepResult:
     """fp32 scalar: the factor on the loss, with fp16."""
     routing: StepRouting | None = None
     """Choices of experts, in a model that has some."""
+    of_depths: Tensor | None = None
+    """[depths] fp64, mean cross entropy of each depth of multi-token prediction."""
 
     def to_host(self) -> Callable[[], StepResult]:
         """Begin to copy all of it to the host; called, what this gives waits for that and for nothing issued later."""
@@ -110,8 +115,10 @@ class StepResult:
         def wait() -> StepResult:
             values = iter(copy.wait())
             mine, *theirs = [{name: next(values) for name in group} for group in groups]
-            copied = {name: replace(part, **of) for (name, part), of in zip(within.items(), theirs, strict=True)}
-            return replace(self, **mine, **copied)
+            copied: dict[str, Any] = {
+                name: replace(part, **of) for (name, part), of in zip(within.items(), theirs, strict=True)
+            }
+            return replace(self, **(mine | copied))
 
         return wait
 
@@ -159,6 +166,7 @@ class Stepper:
         lr: float,
         *,
         samples: int = 0,
+        valid_ahead: Sequence[int] = (),
         step: int = 0,
         data_hash: int = 0,
         wish: Callable[[], StopRequest] = lambda: StopRequest(False, False),
@@ -171,6 +179,7 @@ class Stepper:
             valid_targets: of the global batch over all ranks; the loss is a token sum divided by it.
             lr: learning rate of this step.
             samples: of the global batch over all ranks, without padding; for losses of routers.
+            valid_ahead: of the global batch, by depth of multi-token prediction.
             step: its number, from 1; decides whether it is observed.
             data_hash: of this rank's samples.
             wish: what this rank is asked for, looked at when all has been issued; all learn of it from the result.
@@ -182,23 +191,32 @@ class Stepper:
             self._observer.begin(step)
             if self._balance is not None:
                 self._balance.begin()
-            contexts = [self._context(*pair, valid_targets, samples) for pair in zip(whole, batches, strict=True)]
+            contexts = [
+                self._context(*pair, valid_targets, valid_ahead, samples) for pair in zip(whole, batches, strict=True)
+            ]
             sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
+            of_depths = torch.zeros(len(valid_ahead), dtype=torch.float64, device=self._device)
         with span("forward and backward"):
             self._model.prepare_passes()
-            self.runner.train(batches, contexts, self._objective(sums))
+            self.runner.train(batches, contexts, self._objective(sums, of_depths, valid_ahead))
         with span("reduce"):
             self._gradients.sum_tied()
             self._observer.gradients(self._gradients)
             # One sum over all ranks for everything that they have to agree on.
-            parts = [self._gradients.sum_of_squares()[None], *self._facts(data_hash, wish(), work), sums.flatten()]
+            parts = [
+                self._gradients.sum_of_squares()[None],
+                *self._facts(data_hash, wish(), work),
+                sums.flatten(),
+                of_depths,
+            ]
             if self._balance is not None:
-                rows = torch.tensor(rows_by_rank(self._balance.rows), dtype=torch.float64)
-                parts += [self._balance.sums, to_device(rows, self._device)]
+                parts += self._balance.told()
             everything = torch.cat(parts)
             dist.all_reduce(everything)
         with span("clip"):
-            squares, wishes, words, works, flat, *chosen = torch.split(everything, [part.numel() for part in parts])
+            squares, wishes, words, works, flat, ahead, *chosen = torch.split(
+                everything, [part.numel() for part in parts]
+            )
             nats, targets = flat.view_as(sums)
             norm, scale = squares[0].sqrt(), self.loss_scale
             if scale is not None:
@@ -214,36 +232,46 @@ class Stepper:
             self._optimizers.step(lr, updated)
             if self.ema is not None:
                 self.ema.update(updated)
-            routing = None if self._balance is None else self._balance.update(step, *chosen, updated)
+            routing = None if self._balance is None else self._balance.update(step, chosen, updated)
         loss_scale = None if scale is None else scale.scale
         observed = self._observer.finish(loss_scale)
         result = StepResult(
-            norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale, routing
+            *(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale),
+            of_depths=ahead if valid_ahead else None,
+            routing=routing,
         )
         if scale is not None:
             scale.update(finite)
         return result
 
-    def _context(self, whole: Batch, batch: Batch, valid_targets: int, samples: int) -> Context:
+    def _context(
+        self, whole: Batch, batch: Batch, valid_targets: int, valid_ahead: Sequence[int], samples: int
+    ) -> Context:
         """The context of a micro-batch in training, which minimizes cross entropy over the step's valid targets.
 
         Args:
             whole: With all of its sequences.
             batch: With this rank's share of them.
             valid_targets: Of the global batch.
+            valid_ahead: Of the global batch, by depth of multi-token prediction.
             samples: Of the global batch.
         """
-        weight = batch.weight / max(1, valid_targets)
-        if self.loss_scale is not None:
-            weight = weight * self.loss_scale.scale
-        loss = self._config.train.loss
+        loss, scale = self._config.train.loss, self.loss_scale
+        weight, ahead = batch.weight / max(1, valid_targets), None
+        if scale is not None:
+            weight = weight * scale.scale
+        if batch.ahead_targets is not None and batch.ahead_weight is not None:
+            factors = [loss.mtp_weight / len(valid_ahead) / max(1, count) for count in valid_ahead]
+            pairs = zip(batch.ahead_weight.unbind(1), factors, strict=True)
+            weight_BNS = torch.stack([weight_BS * factor for weight_BS, factor in pairs], dim=1)
+            ahead = Ahead(batch.ahead_targets, weight_BNS if scale is None else weight_BNS * scale.scale)
         shard = self._model.vocab_shard
         criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.tokens_at_once(self._model.vocab_columns))
         routing, balance = None, self._balance
         if balance is not None:
-            scale = None if self.loss_scale is None else self.loss_scale.scale
             windows, length = whole.tokens.shape
-            routing = balance.routing(windows if whole.real is None else whole.real, samples, length, scale)
+            real, factor = windows if whole.real is None else whole.real, None if scale is None else scale.scale
+            routing = balance.routing(real, samples, length, factor)
         return make_context(
             whole,
             self._config.model.document_attention,
@@ -253,6 +281,7 @@ class Stepper:
             self._dropout(whole),
             routing,
             None if balance is None else balance.routed,
+            ahead,
         )
 
     def _dropout(self, batch: Batch) -> Dropout | None:
@@ -263,8 +292,10 @@ class Stepper:
         assert batch.samples is not None, "dropout goes by the numbers of the samples"
         return Dropout(rate, self._config.run.seed, batch.samples)
 
-    def _objective(self, sums: Tensor) -> Callable[[TokenLosses, Batch], Tensor]:
-        """Books the sums by source."""
+    def _objective(
+        self, sums: Tensor, of_depths: Tensor, valid_ahead: Sequence[int]
+    ) -> Callable[[TokenLosses, Batch], Tensor]:
+        """Books the sums by source, and the means of the depths of multi-token prediction."""
 
         def objective(losses: TokenLosses, batch: Batch) -> Tensor:
             if self._mesh.rank("tp") == 0:  # the others have the same sums
@@ -273,6 +304,10 @@ class Stepper:
                     index = batch.sources.clamp(min=0)
                     sums[0].index_add_(0, index, (losses.loss_BS * batch.weight).sum(dim=1, dtype=torch.float64))
                     sums[1].index_add_(0, index, batch.weight.sum(dim=1, dtype=torch.float64))
+                    if batch.ahead_weight is not None:
+                        for depth, (loss_BS, count) in enumerate(zip(losses.of_depths, valid_ahead, strict=True)):
+                            nats = (loss_BS * batch.ahead_weight[:, depth]).sum(dtype=torch.float64)
+                            of_depths[depth] += nats / max(1, count)
             return losses.total
 
         return objective

@@ -122,6 +122,10 @@ def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
         "skipped": spike or not result.finite.item(),
         "data_hash": f"{result.data_hash():016x}",
     }
+    if result.of_depths is not None:
+        of_depths = result.of_depths.tolist()
+        values["mtp_loss"] = sum(of_depths) / len(of_depths)
+        values["mtp_loss_by_depth"] = {str(depth): loss for depth, loss in enumerate(of_depths, 1)}
     if result.zscores is not None:
         values["spike"] = spike
         zscores = zip(("loss_zscore", "grad_norm_zscore"), result.zscores.tolist(), strict=True)

@@ -130,6 +130,7 @@ class Trainer:
                             data.valid_targets,
                             issued.lr,
                             samples=sum(data.tokens_by_source.values()) // issued.segment.sequence_length,
+                            valid_ahead=data.valid_ahead,
                             step=step,
                             data_hash=data.data_hash,
                             wish=self._wish,

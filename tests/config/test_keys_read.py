@@ -45,6 +45,8 @@ VARIANTS: list[dict[str, Any]] = [
     {
         "model.rope_scaling": {"type": "linear", "factor": 2},
         "model.document_attention": True,
+        "model.mtp": {"depth": 2},
+        "train.loss.mtp": 0.2,
         "train.profile": {"steps": [1, 1]},
         "train.precision.compute": "fp16",
         "train.optimizer": {"type": "muon", "states": "bf16", "groups": [{"match": "*norm*", "weight_decay": 0.1}]},
@@ -55,14 +57,26 @@ VARIANTS: list[dict[str, Any]] = [
         "model.qk_norm": True,
         "train.precision.fp8": {"min_size": 16, "emulate": True},
     },
-    {"model.rope_scaling": {"type": "yarn", "factor": 2}, "train.metrics.wandb": {"project": "p", "mode": "offline"}},
+    {
+        "model.rope_scaling": {"type": "yarn", "factor": 2},
+        "model.mlp": "experts",
+        "model.experts": {"count": 4, "top_k": 2, "ffn_dim": 8, "activation": "clamped_swiglu", "score_bias": True},
+        "train.metrics.wandb": {"project": "p", "mode": "offline"},
+    },
     {
         "data.loader": {"read": "pread"},
         "stage.data": "local",
         "train.batch_ramp": {"start": 2, "increment": 1, "tokens": 64},
         "train.objective": {"type": "fim"},
         "model.pattern": ["near", "far"],
-        "model.kinds": {"near": {"sliding_window": 8}, "far": {"positions": "none"}},
+        "model.kinds": {
+            "near": {"sliding_window": 8},
+            "far": {
+                "positions": "none",
+                "mixer": "mla",
+                "mla": {"kv_rank": 8, "q_rank": 8, "nope_dim": 4, "rope_dim": 4, "value_dim": 4},
+            },
+        },
         "blend": {
             "phases": [
                 {"name": "a", "until": "1 steps", "slices": {"sea": [0, "30 documents"]}, "temperature": 2},

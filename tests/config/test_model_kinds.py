@@ -47,9 +47,43 @@ def test_what_no_layer_has_is_not_checked() -> None:
     assert model(heads=3, pattern=["a"], kinds={"a": {"heads": 4}}).layer("a").heads == 4
 
 
+MLA = {"kv_rank": 8, "nope_dim": 4, "rope_dim": 2, "value_dim": 4}
+
+
+def test_keys_of_attention_are_for_the_layers_that_have_it() -> None:
+    found = model(
+        kv_heads=2,
+        qk_norm=True,
+        mla=MLA,
+        pattern=["a", "b"],
+        kinds={"a": {"mixer": "mla", "rope_scaling": {"type": "linear", "factor": 2}}, "b": {}},
+    )
+    assert [found.layer(name).mixer for name in "ab"] == ["mla", "attention"]
+    assert model(heads=5, mixer="mla", mla=MLA).mla is not None, "heads need not divide the width"
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"mixer": "mla"}, "mixer: mla needs mla: {kv_rank, nope_dim, rope_dim, value_dim}"),
+        ({"mla": MLA}, "mla needs mixer: mla, and mixer is attention"),
+        ({"mla": MLA, "pattern": ["a"], "kinds": {"a": {}}}, "mla needs layers with mixer: mla, and no kind has it"),
+        ({"pattern": ["a"], "kinds": {"a": {"mla": MLA}}}, "kinds.a: mla needs mixer: mla"),
+        ({"mixer": "mla", "mla": MLA, "kv_heads": 2}, "kv_heads is not for mixer: mla"),
+        ({"mixer": "mla", "mla": MLA, "head_dim": 8}, "head_dim is not for mixer: mla"),
+        ({"mixer": "mla", "mla": MLA, "qk_norm": True}, "qk_norm is not for mixer: mla"),
+        ({"mixer": "mla", "mla": MLA, "rope_share": 0.5}, "rope_share is not for mixer: mla"),
+        ({"mixer": "mla", "mla": MLA, "output_gate": True}, "output_gate is not for mixer: mla"),
+        ({"mixer": "mla", "mla": MLA, "bias": "all"}, "bias: all is not for mixer: mla"),
+        ({"mixer": "mla", "mla": {**MLA, "rope_dim": 3}}, "mla.rope_dim 3 must be an even number"),
+        (
+            {"mla": MLA, "pattern": ["a", "b"], "kinds": {"a": {"mixer": "mla", "qk_norm": True}, "b": {}}},
+            "kinds.a: qk_norm is not for mixer: mla",
+        ),
+        (
+            {"mla": MLA, "qk_norm": True, "pattern": ["a"], "kinds": {"a": {"mixer": "mla"}}},
+            "qk_norm is not for mixer: mla",
+        ),
         ({"pattern": ["a"]}, r"pattern has 'a', which is not in kinds \(none\)"),
         ({"pattern": ["a", "c"], "kinds": {"a": {}, "b": {}}}, r"'c', which is not in kinds \(a, b\)"),
         ({"pattern": ["a"], "kinds": {"a": {}, "b": {}}}, "kinds has 'b', which is not in pattern"),

@@ -18,12 +18,13 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.config.model import MtpConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.layout_check import check, world_size
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder, ModelPart
 from pipeline.train.model.flops import layer_parameters, num_parameters
-from pipeline.train.parallel.footprint import end_parameters, footprint
+from pipeline.train.parallel.footprint import end_parameters, footprint, layer_sizes
 from pipeline.train.parallel.layout import Layout
 from tests import tiny
 from tests.config.runfile import write
@@ -113,13 +114,15 @@ def _precision(config: Config, compute: str) -> Any:
 
 # What tensor parallelism cuts, by name: written down here once more, to find what the counting forgets.
 _CUT = re.compile(r"(w[q13]\.|w[okv2]\.weight|embedding\.weight|head\.weight|w[kv]\.bias)")
-_WHOLE = re.compile(r"(norm\.|w[o2]\.bias|position_embedding)")
+_WHOLE = re.compile(r"(norm\.|w[o2]\.bias|position_embedding|of_embedding|of_stream)")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_of_a_rank_are_those_of_the_module(family: str, tp: int) -> None:
-    spec = decoder_spec(FAMILIES[family].config, 97, 64)
+def test_parameters_of_a_rank_are_those_of_the_module(family: str, depth: int, tp: int) -> None:
+    mtp = MtpConfig(depth=depth) if depth else None
+    spec = decoder_spec(FAMILIES[family].config.model_copy(update={"mtp": mtp}), 97, 64)
     kv_heads = spec.layers[0].mixer.kv_heads
     for part in (
         ModelPart.whole(spec),
@@ -135,14 +138,13 @@ def test_parameters_of_a_rank_are_those_of_the_module(family: str, tp: int) -> N
             whole = _WHOLE.search(name) is not None
             assert whole or _CUT.search(name), name
             expected += parameter.numel() // (1 if whole or shared else tp)
-        counted = end_parameters(spec, part, tp) + sum(
+        sizes = layer_sizes(spec, part, tp)
+        assert end_parameters(spec, part, tp) + sum(sizes.values()) == expected
+        assert [sizes[index] for index in part.layers] == [
             layer_parameters(spec.layers[index], tp) for index in part.layers
-        )
-        assert counted == expected
+        ]
     whole = ModelPart.whole(spec)
-    assert end_parameters(spec, whole, 1) + sum(layer_parameters(layer, 1) for layer in spec.layers) == num_parameters(
-        spec
-    )
+    assert end_parameters(spec, whole, 1) + sum(layer_sizes(spec, whole, 1).values()) == num_parameters(spec)
 
 
 def test_footprint_by_hand() -> None:

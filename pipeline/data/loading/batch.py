@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -32,6 +33,10 @@ class Batch:
     """[B] int64, number of each sample in the run, -1 for padding samples; None where they are not of a training."""
     real: int | None = None
     """Samples that are no padding, which are the first ones; None: all. The host knows it, wherever the tensors are."""
+    ahead_targets: torch.Tensor | None = None
+    """[B, N, S] int64, at d - 1 what follows d places behind each target, for N depths of multi-token prediction."""
+    ahead_weight: torch.Tensor | None = None
+    """[B, N, S] float32, 0 where one of them does not count."""
 
     @property
     def bounds(self) -> torch.Tensor:
@@ -71,7 +76,9 @@ class Batch:
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: str | None = None) -> Batch:
         """With all tensors changed, but for those of a field."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != but}
-        changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)
+        }
         return replace(self, **changed, extras={name: change(value) for name, value in self.extras.items()})
 
 
@@ -98,6 +105,8 @@ class StepData:
     data_hash: int
     """Sum mod 2**64 of xxh3-64 over (global index, tokens as little-endian int64) of this rank's samples; the sum over
     ranks does not depend on how the step is split."""
+    valid_ahead: tuple[int, ...] = ()
+    """By depth of multi-token prediction, targets with weight in the global batch."""
     skipped: bool = False
     """The step is skipped: nothing of it was read, and the weights stay as they are."""
 

@@ -22,6 +22,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.validate import check_tokenizers
+from pipeline.data.loading.ahead import ahead_weight, valid_ahead
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.loading.objectives import FloatArray, Objective, make_objective, sample_key
 from pipeline.data.loading.prefetch import read_ahead
@@ -49,6 +50,7 @@ class Loader:
         vocab_size: Token ids must be below; None to take them as they are.
         prefetch: Steps that `iterate` reads ahead.
         device: Where batches will go. For a GPU, `iterate` gives them in page-locked memory.
+        ahead: Depths of multi-token prediction: tokens behind each instance that batches have as targets.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Loader:
         vocab_size: int | None = None,
         prefetch: int = 2,
         device: torch.device | None = None,
+        ahead: int = 0,
     ) -> None:
         assert 0 <= dp_rank < dp_size and min(micro_batch_size) >= 1
         assert len(micro_batch_size) == len(instances) == len(journal.segments)
+        assert not (ahead and objective.rearranges), "targets ahead are those of the text"
         self.journal = journal
         self.names = journal.names
         self._instances = instances
@@ -78,7 +82,10 @@ class Loader:
             for segment, micro in zip(journal.segments, micro_batch_size, strict=True)
         ]
         self._sampler = Sampler(journal, [{name: i.count for name, i in by_name.items()} for by_name in instances])
-        self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=objective.masks)
+        self._ahead = ahead
+        # Which targets count is known of the global batch.
+        everything = objective.masks or ahead > 0
+        self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=everything, ahead=ahead)
         self._masks = Masks(journal, instances, objective)
         # By segment and index in `names`; a source that the segment does not have is None.
         self._fill_parts = [
@@ -144,16 +151,30 @@ class Loader:
         if located is None:
             return self._skipped(step, length)
         weights = self._masks.of(step, located)
+        masked = self._masks.ahead(step, located, self._ahead) if self._ahead else None
         micro_batches, data_hash = [], 0
         for micro_batch in range(len(located.micro_batches)):
-            batch, hashes = self._batch(step, number, located, micro_batch, weights)
+            batch, hashes = self._batch(step, number, located, micro_batch, weights, masked)
             micro_batches.append(batch)
             data_hash += hashes
         valid_targets = self._rank_samples[number].batch_size * length
         for weight in weights or ():
             valid_targets -= 0 if weight is None else length - int(np.count_nonzero(weight))
         drawn = {name: count * length for name, count in zip(self.names, located.drawn, strict=True)}
-        return StepData(step, micro_batches, valid_targets, drawn, located.order_hash, data_hash % 2**64)
+        counts = self._valid_ahead(located, length, masked) if self._ahead else ()
+        return StepData(step, micro_batches, valid_targets, drawn, located.order_hash, data_hash % 2**64, counts)
+
+    def _valid_ahead(
+        self, located: Located, length: int, masked: list[list[tuple[int, int]]] | None
+    ) -> tuple[int, ...]:
+        """By depth, targets of the global batch that count."""
+        counts = valid_ahead(located.begins, located.splits, length, self._ahead)
+        for row, ranges in enumerate(masked or ()):
+            if ranges:
+                splits = located.splits[row : row + 2]
+                weight = ahead_weight(located.begins[slice(*splits)], length, self._ahead, ranges)
+                counts += np.count_nonzero(weight, axis=1) - valid_ahead(located.begins, splits, length, self._ahead)
+        return tuple(counts.tolist())
 
     def _skipped(self, step: int, length: int) -> StepData:
         """A step of which nothing is read."""
@@ -162,36 +183,43 @@ class Loader:
         return StepData(step, [], 0, tokens, self._sampler.order_hash(step), 0, skipped=True)
 
     def _batch(
-        self, step: int, number: int, located: Located, micro_batch: int, weights: list[FloatArray | None] | None
+        self,
+        step: int,
+        number: int,
+        located: Located,
+        micro_batch: int,
+        weights: list[FloatArray | None] | None,
+        masked: list[list[tuple[int, int]]] | None,
     ) -> tuple[Batch, int]:
         """A micro-batch, and the sum of its samples' hashes."""
         rows, size = located.micro_batches[micro_batch], self._rank_samples[number].micro_batch_size
         length = self.journal.segments[number].sequence_length
-        count = len(rows)
+        count, width = len(rows), length + 1 + self._ahead
         sources = located.sources[rows.start : rows.stop]
         starts = located.starts[micro_batch]
-        flat = np.empty(size * (length + 1), self._dtypes[number])
+        flat = np.empty(size * width, self._dtypes[number])
         fill_parts = self._fill_parts[number]
         for source, part, start, first, end in located.pieces[micro_batch].tolist():
             fill_parts[source](part, start, flat[first:end])
         if count < size:
-            flat[count * (length + 1) :] = 0
+            flat[count * width :] = 0
             sources = np.concatenate([sources, np.full(size - count, -1)])
             starts = np.concatenate([starts, np.arange(count, size, dtype=np.int32) * length])
-        raw = flat.reshape(size, length + 1)
+        raw = flat.reshape(size, width)
         unsigned, bound = self._limits[number]
         if bound is not None and int(flat.view(unsigned).max()) >= bound:
             raise self._outside_of_vocabulary(step, located, rows, raw)
-        # Before its tokens each row has the index of the sample, which is hashed with them.
+        # Before its tokens each row has the index of the sample, which is hashed with them; what lies ahead is not.
         ids = np.empty((size, length + 2), np.int64)
         ids[:, 0] = -1
         ids[:count, 0] = located.samples[rows.start : rows.stop]
-        ids[:, 1:] = raw
+        ids[:, 1:] = raw[:, : length + 1]
         data_hash = sum(map(xxhash.xxh3_64_intdigest, ids[:count]))
         if self._objective.rearranges:
             for row, out in zip(rows, ids, strict=False):
-                bounds = bounds_of(located.begins_of(row), length + 1)
+                bounds = bounds_of(located.begins_of(row, length + 1), length + 1)
                 self._objective.rearrange(out[1:], bounds, sample_key(self.journal.seed, int(out[0])))
+        targets, weight = self._targets_ahead(rows, raw, length, located, masked) if self._ahead else (None, None)
         return (
             Batch(
                 tokens=torch.from_numpy(ids[:, 1:-1]),
@@ -202,9 +230,27 @@ class Loader:
                 extras={},
                 samples=torch.from_numpy(ids[:, 0].copy()),
                 real=count,
+                ahead_targets=targets,
+                ahead_weight=weight,
             ),
             data_hash,
         )
+
+    def _targets_ahead(
+        self,
+        rows: range,
+        raw: npt.NDArray[Any],
+        length: int,
+        located: Located,
+        masked: list[list[tuple[int, int]]] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Targets of multi-token prediction and their weights, [size, depths, length] each; 0 for padding."""
+        shifted = [raw[:, 2 + number : 2 + number + length] for number in range(self._ahead)]
+        weight = np.zeros((len(raw), self._ahead, length), np.float32)
+        for place, row in enumerate(rows):
+            begins = located.begins_of(row, length + 1 + self._ahead)
+            weight[place] = ahead_weight(begins, length, self._ahead, () if masked is None else masked[row])
+        return torch.from_numpy(np.stack(shifted, axis=1).astype(np.int64)), torch.from_numpy(weight)
 
     def _weight(self, rows: range, size: int, length: int, weights: list[FloatArray | None] | None) -> torch.Tensor:
         """[size, length]: of the rows, and 0 for padding."""
@@ -224,7 +270,7 @@ class Loader:
         draws = self._sampler.step(step)
         name = self.names[int(draws.source[sample])]
         instances = self._instances[self.journal.segment_number(step)][name]
-        spans = instances.at(int(draws.epoch[sample]), int(draws.position[sample]))
+        spans = instances.at(int(draws.epoch[sample]), int(draws.position[sample]), self._ahead)
         document = spans[bisect_right([*accumulate(span.length for span in spans)], column)].document
         return UserError(
             f"source {name!r}: document {document} of {instances.folder} has token id {int(raw[row, column])}, but the "
@@ -283,4 +329,5 @@ def open_loader(
         vocab_size=tokenizer.vocab_size,
         prefetch=config.data.loader.prefetch,
         device=device,
+        ahead=0 if config.model.mtp is None else config.model.mtp.depth,
     )

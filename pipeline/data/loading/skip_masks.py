@@ -38,35 +38,64 @@ class Masks:
         rows = zip(located.samples.tolist(), located.sources.tolist(), located.places.tolist(), strict=True)
         weights = []
         for row, (index, source, place) in enumerate(rows):
-            weight = self._objective_weight(number, index, located.begins_of(row))
+            weight = self._objective_weight(number, index, located, row)
             for skip in skips:
                 weight = self._masked(weight, skip, number, index, self._journal.names[source], place)
             weights.append(weight)
         return weights
 
-    def _objective_weight(self, number: int, index: int, begins: IntArray) -> FloatArray | None:
+    def ahead(self, step: int, located: Located, depth: int) -> list[list[tuple[int, int]]] | None:
+        """For each row of `located` the targets [first, end) that skips mask; None if there are no skips.
+
+        Args:
+            step: Of the run.
+            located: The same.
+            depth: Tokens behind an instance that are targets besides.
+        """
+        skips = self._journal.masks(step)
+        if not skips:
+            return None
+        number = self._journal.segment_number(step)
+        rows = zip(located.samples.tolist(), located.sources.tolist(), located.places.tolist(), strict=True)
+        return [
+            [
+                masked
+                for skip in skips
+                for masked in self._masked_targets(skip, number, index, self._journal.names[source], place, depth)
+            ]
+            for index, source, place in rows
+        ]
+
+    def _objective_weight(self, number: int, index: int, located: Located, row: int) -> FloatArray | None:
         if not self._objective.masks:
             return None
-        bounds = bounds_of(begins, self._journal.segments[number].sequence_length + 1)
+        size = self._journal.segments[number].sequence_length + 1
+        bounds = bounds_of(located.begins_of(row, size), size)
         return self._objective.weight(bounds, sample_key(self._journal.seed, index))
 
     def _masked(
         self, weight: FloatArray | None, skip: Skip, number: int, index: int, name: str, place: int
     ) -> FloatArray | None:
         """The weights with what a skip masks of sample `index`, which lies at `place` of source `name`."""
-        length = self._journal.segments[number].sequence_length
-        masked = [(0, length)]
-        if skip.samples is not None:
-            masked = masked if skip.samples[0] <= index < skip.samples[1] else []
-        elif skip.source != name:
-            masked = []
-        elif skip.documents:
-            instances = self._instances[number][name]
-            if (number, id(skip)) not in self._ranges:
-                self._ranges[number, id(skip)] = instances.ranges_of(skip.documents)
-            masked = instances.targets_of(place, self._ranges[number, id(skip)])
-        if masked:
+        if masked := self._masked_targets(skip, number, index, name, place):
+            length = self._journal.segments[number].sequence_length
             weight = np.ones(length, np.float32) if weight is None else weight.copy()
             for first, end in masked:
                 weight[first:end] = 0
         return weight
+
+    def _masked_targets(
+        self, skip: Skip, number: int, index: int, name: str, place: int, ahead: int = 0
+    ) -> list[tuple[int, int]]:
+        """The targets [first, end) that a skip masks of a sample, and of those `ahead`."""
+        whole = [(0, self._journal.segments[number].sequence_length + ahead)]
+        if skip.samples is not None:
+            return whole if skip.samples[0] <= index < skip.samples[1] else []
+        if skip.source != name:
+            return []
+        if not skip.documents:
+            return whole
+        instances = self._instances[number][name]
+        if (number, id(skip)) not in self._ranges:
+            self._ranges[number, id(skip)] = instances.ranges_of(skip.documents)
+        return instances.targets_of(place, self._ranges[number, id(skip)], ahead)

@@ -69,22 +69,24 @@ class Located(NamedTuple):
     places: IntArray
     """[R], from `Instances.places`."""
     begins: IntArray
-    """Tokens of instances at which documents begin, or the instances themselves; row after row."""
+    """Tokens of instances, and of those ahead, at which documents begin, or the instances themselves; row after row."""
     splits: IntArray
     """[R + 1]: those of row r are begins[splits[r] : splits[r + 1]]."""
     starts: list[npt.NDArray[np.int32]]
     """`Batch.starts` of each of the rank's micro-batches, but for padding."""
     pieces: list[IntArray]
     """[n, 5] of each of the rank's micro-batches, tokens that lie together in a file: index in the journal's names,
-    number of the part, first token in it, and [first, end) in the micro-batch's instances of L + 1 tokens each."""
+    number of the part, first token in it, and [first, end) in the micro-batch's instances of L + 1 tokens each, with
+    those ahead."""
     drawn: list[int]
     """Samples of each source in the global batch."""
     order_hash: int
     """Of the global batch."""
 
-    def begins_of(self, row: int) -> IntArray:
-        """The tokens of an instance at which a document begins in it, the first one included."""
-        return self.begins[self.splits[row] : self.splits[row + 1]]
+    def begins_of(self, row: int, size: int) -> IntArray:
+        """The tokens of an instance, the first `size`, at which a document begins in it; 0 is among them."""
+        begins = self.begins[self.splits[row] : self.splits[row + 1]]
+        return begins[: int(np.searchsorted(begins, size))]
 
 
 @dataclass
@@ -147,6 +149,7 @@ class Lookup:
         instances: For each segment by source.
         rank_samples: This rank's samples, for each segment.
         everything: Whether other ranks' samples are looked up in all steps; they are where the journal masks some.
+        ahead: Tokens behind each instance that are looked up besides.
     """
 
     def __init__(
@@ -157,12 +160,14 @@ class Lookup:
         rank_samples: Sequence[RankSamples],
         *,
         everything: bool,
+        ahead: int = 0,
     ) -> None:
         self._journal = journal
         self._sampler = sampler
         self._instances = instances
         self._rank_samples = rank_samples
         self._everything = everything
+        self._ahead = ahead
         self._end = sampler.end()
         self._group: _Group | None = None
         self._expected = 0
@@ -215,7 +220,7 @@ class Lookup:
         # The last token of an instance is a target only.
         inputs = (begin < length).nonzero()[0]
         input_row = row[inputs]
-        first_tokens = row_of[pieces.row] * (length + 1) + pieces.column
+        first_tokens = row_of[pieces.row] * (length + 1 + self._ahead) + pieces.column
         names = len(journal.names)
         counts = np.bincount((np.arange(len(steps))[:, None] * names + drawn[0]).ravel(), minlength=len(steps) * names)
         hashes = self._sampler.order_hashes(first, end)
@@ -280,12 +285,12 @@ class Lookup:
             chosen = by_source[low:high]
             instances = self._instances[number][self._journal.names[index]]
             places[chosen] = of_source = instances.places(epoch[chosen], position[chosen])
-            pieces = instances.pieces(of_source)
+            pieces = instances.pieces(of_source, self._ahead)
             row, column = begins_of(pieces, *instances.starts_in(pieces))
             rows.append(chosen[row])
             columns.append(column)
             found.append(pieces._replace(row=chosen[pieces.row]))
-        size = self._journal.segments[number].sequence_length + 1
+        size = self._journal.segments[number].sequence_length + 1 + self._ahead
         pieces = Pieces(*(np.concatenate(each) for each in zip(*found, strict=True)))
         order = np.argsort(pieces.row * size + pieces.column)
         begins = distinct_starts(np.concatenate(rows), np.concatenate(columns), len(source), size)

@@ -57,8 +57,14 @@ class Instances(Protocol):
     def folder(self) -> Path:
         """Folder of the dataset, for messages."""
 
-    def at(self, epoch: int, position: int) -> list[Span]:
-        """The pieces of documents that the instance is made of, in its order; L + 1 tokens in all."""
+    def at(self, epoch: int, position: int, ahead: int = 0) -> list[Span]:
+        """The pieces of documents that the instance is made of, in its order; L + 1 tokens in all.
+
+        Args:
+            epoch: Of the instance.
+            position: Of the instance.
+            ahead: Tokens behind the instance that are wanted besides.
+        """
 
     def containing(self, epoch: int, document: int) -> IntArray:
         """The positions at which tokens of `document` are targets, in the document's order."""
@@ -66,8 +72,13 @@ class Instances(Protocol):
     def places(self, epoch: IntArray, position: IntArray) -> IntArray:
         """Places of instances, as the other methods take them; arrays of one length."""
 
-    def pieces(self, places: IntArray) -> Pieces:
-        """The L + 1 tokens of instances, cut where parts of the dataset end; `Pieces.row` is an index into `places`."""
+    def pieces(self, places: IntArray, ahead: int = 0) -> Pieces:
+        """The L + 1 tokens of instances, cut where parts of the dataset end; `Pieces.row` is an index into `places`.
+
+        Args:
+            places: From `places`.
+            ahead: Tokens behind each instance that are wanted besides.
+        """
 
     def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
         """Copy the token ids of a piece, or of a part of it, into `out`, which has room for the dtype."""
@@ -75,12 +86,13 @@ class Instances(Protocol):
     def starts_in(self, pieces: Pieces) -> tuple[IntArray, IntArray]:
         """The documents that start in pieces: number of the piece, and token, counted in its part."""
 
-    def targets_of(self, place: int, ranges: IntArray) -> list[tuple[int, int]]:
+    def targets_of(self, place: int, ranges: IntArray, ahead: int = 0) -> list[tuple[int, int]]:
         """The targets [first, end) of an instance, numbered from 0, that belong to some documents.
 
         Args:
             place: From `places`.
             ranges: From `ranges_of`.
+            ahead: Tokens behind the instance that are targets besides.
         """
 
     def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
@@ -128,10 +140,10 @@ class Windows:
         """Number of the window at a position of the epoch, in [0, count)."""
         return (self._place(epoch, position) - self.phase(epoch)) % self.tokens // self._length
 
-    def at(self, epoch: int, position: int) -> list[Span]:
-        """The pieces of documents in the window, L + 1 tokens in all."""
+    def at(self, epoch: int, position: int, ahead: int = 0) -> list[Span]:
+        """The pieces of documents in the window, L + 1 tokens in all, and in what is `ahead`."""
         spans = []
-        for start, count in self._stretches(epoch, position):
+        for start, count in self._stretches(epoch, position, self._length + 1 + ahead):
             document, offset = self._dataset.document_at(start), start
             while offset < start + count:
                 end = min(self._dataset.document_start(document + 1), start + count)
@@ -169,18 +181,22 @@ class Windows:
             result[chosen] = self._places_of(number, position[chosen])
         return result
 
-    def pieces(self, places: IntArray) -> Pieces:
+    def pieces(self, places: IntArray, ahead: int = 0) -> Pieces:
         """The L + 1 tokens of windows, cut where the text begins again and where parts of the dataset end."""
-        size = self._length + 1
+        size = self._length + 1 + ahead
         counts = np.minimum(self.tokens - places, size)
         pieces = self._dataset.pieces(places, counts)
         around = (counts < size).nonzero()[0]
-        if not around.size:
-            return pieces
-        before = counts[around]
-        again = self._dataset.pieces(np.zeros_like(around), size - before)
-        again = again._replace(row=around[again.row], column=before[again.row] + again.column)
-        return Pieces(*(np.concatenate(each) for each in zip(pieces, again, strict=True)))
+        # More than once only where a short text has to give tokens behind a window.
+        while around.size:
+            before = counts[around]
+            more = np.minimum(self.tokens, size - before)
+            again = self._dataset.pieces(np.zeros_like(around), more)
+            again = again._replace(row=around[again.row], column=before[again.row] + again.column)
+            pieces = Pieces(*(np.concatenate(each) for each in zip(pieces, again, strict=True)))
+            counts[around] += more
+            around = around[counts[around] < size]
+        return pieces
 
     def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """Index into `places` and index in the window of each token that begins a document, or its window."""
@@ -199,14 +215,15 @@ class Windows:
                 merged.append([first, end])
         return np.array(merged, np.int64).reshape(-1, 2)
 
-    def targets_of(self, place: int, ranges: IntArray) -> list[tuple[int, int]]:
+    def targets_of(self, place: int, ranges: IntArray, ahead: int = 0) -> list[tuple[int, int]]:
         """The targets [first, end) of a window that lie in the ranges."""
-        found = []
-        for begin in (place + 1, place + 1 - self.tokens):  # before and behind the place where the text begins again
+        found, length = [], self._length + ahead
+        # Each time that the text begins again within the window.
+        for begin in range(place + 1, -length, -self.tokens):
             low = int(np.searchsorted(ranges[:, 1], begin, side="right"))
-            high = int(np.searchsorted(ranges[:, 0], begin + self._length, side="left"))
+            high = int(np.searchsorted(ranges[:, 0], begin + length, side="left"))
             for first, end in ranges[low:high].tolist():
-                found.append((max(first - begin, 0), min(end - begin, self._length)))
+                found.append((max(first - begin, 0), min(end - begin, length)))
         return found
 
     def fill(self, place: int, out: npt.NDArray[Any]) -> None:
@@ -245,13 +262,19 @@ class Windows:
     def _place(self, epoch: int, position: int) -> int:
         return int(self.places(np.array([epoch]), np.array([position]))[0])
 
-    def _stretches(self, epoch: int, position: int) -> Iterator[tuple[int, int]]:
-        """The window as (start, count) of tokens that lie together in the dataset: two where the text wraps around."""
+    def _stretches(self, epoch: int, position: int, size: int) -> Iterator[tuple[int, int]]:
+        """A window as (start, count) of tokens that lie together in the dataset: several where the text wraps around.
+
+        Args:
+            epoch: Of the window.
+            position: Of the window.
+            size: Tokens from its first one on.
+        """
         start = self._place(epoch, position)
-        count = min(self._length + 1, self.tokens - start)
-        yield start, count
-        if count < self._length + 1:
-            yield 0, self._length + 1 - count
+        while size:
+            count = min(size, self.tokens - start)
+            yield start, count
+            start, size = 0, size - count
 
     def _permutation_of(self, epoch: int) -> Permutation:
         return epoch_permutation(self._seed, self._source, epoch, self.count)

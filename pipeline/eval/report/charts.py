@@ -55,6 +55,9 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     yield _by_step(runs, scale, "loss", "Loss", "nats per token", line="training", validation=True, logarithmic=True)
     yield from _losses_by_source(runs, scale)
     yield from _validations_by_source(runs, scale)
+    if any(np.isfinite(each.columns.column("mtp_loss")).any() for each in runs):
+        title = "Loss of multi-token prediction"
+        yield _by_step(runs, scale, "mtp_loss", title, "nats per token, mean of the depths", logarithmic=True)
     yield _by_step(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True)
     yield _by_step(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
     yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)

@@ -17,7 +17,7 @@ from pipeline.train.run.attempts import Attempt
 
 Floats = npt.NDArray[np.float64]
 
-NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu")
+NUMBERS = ("loss", "mtp_loss", "grad_norm", "lr", "tokens_per_second", "mfu")
 """Numbers that are kept of each step; NaN where a row does not have it."""
 EVERY_STEP = 1_500
 """Steps up to which a chart shows each one."""

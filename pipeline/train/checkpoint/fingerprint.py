@@ -19,21 +19,13 @@ Fingerprints = dict[str, Any]
 
 _KEYS = {"objective": "train.objective"}
 """Aspects that are a section of the run file with another name."""
-_OF_SHAPES = ("model.layers", "model.dim")
+_OF_SHAPES = ("model.layers", "model.dim", "model.mtp", "model.mtp.depth")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
 LATER_KEYS = (
-    *("vocab_size", "pattern", "kinds", "mixer", "rope_share", "attention_scale", "attention_soft_cap", "sinks"),
-    *(
-        "output_gate",
-        "experts",
-        "norm_place",
-        "residual",
-        "norm_bias",
-        "norm_offset",
-        "embedding_scale",
-        "residual_scale",
-    ),
-    *("logit_scale", "dropout", "rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),
+    *("vocab_size", "pattern", "kinds", "mixer", "mla", "experts", "rope_share", "attention_scale"),
+    *("attention_soft_cap", "sinks", "output_gate", "norm_place", "residual", "norm_bias", "norm_offset"),
+    *("embedding_scale", "residual_scale", "logit_scale", "dropout", "mtp"),
+    *("rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),
 )
 """Keys of `model:` that checkpoints of earlier versions do not have, with dots below a section. With its default such a
 key is left out, so the default has to compute what those versions computed."""

@@ -23,6 +23,7 @@ from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.tensors import Stored, groups, row_ranges
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
+from pipeline.train.huggingface.config_experts import loss_hint
 from pipeline.train.huggingface.config_source import Json
 from pipeline.train.huggingface.configs import to_hf_config
 from pipeline.train.huggingface.folder import (
@@ -71,8 +72,9 @@ def to_hf(
     free_folder(to)
     found = open_weights(source, step, weights)
     vocab_size = found.model.vocab_size or found.tokenizer.vocab_size
-    family, values = to_hf_config(found.model, vocab_size, found.positions)
-    mapping = map_tensors(family, decoder_spec(found.model, vocab_size, found.model.max_positions or found.positions))
+    model, mtp = found.model.model_copy(update={"mtp": None}), found.model.mtp
+    family, values = to_hf_config(model, vocab_size, found.positions)
+    mapping = map_tensors(family, decoder_spec(model, vocab_size, model.max_positions or found.positions))
     kinds = {name: found.tensors[rule.ours[0]].dtype for name, rule in mapping.theirs.items()}
     uncast = mapping.uncast
     tensors = {
@@ -91,6 +93,7 @@ def to_hf(
         found.tokenizer.save(tmp)
         _add_nothing(tmp / TOKENIZER_FILE)
         storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
+    left_out = "" if mtp is None else f"\nleft out: the {mtp.depth} layers of multi-token prediction (model.mtp)"
     warning = ""
     if family.splits_alike is not None and not family.splits_alike(found.tokenizer.definition):
         warning = (
@@ -100,7 +103,7 @@ def to_hf(
     return (
         f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "
         f"{sum(each.numel for each in tensors.values()):,} parameters in {name}, {total:,} bytes in {len(shards)} "
-        f"file{'s' if len(shards) > 1 else ''}{warning}"
+        f"file{'s' if len(shards) > 1 else ''}{left_out}{warning}"
     )
 
 
@@ -160,8 +163,11 @@ def from_hf(
                 "files": files,
             },
         )
+    quantized = (
+        f", decoded from {found.quantization.method} (exports are never quantized)" if found.quantization else ""
+    )
     return (
-        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors, "
+        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors{quantized}, "
         f"{sum(each.numel for each in found.tensors.values()):,} parameters, {total:,} bytes; a run file that includes "
         f"{to / MODEL_FILE} continues training from there" + ("" if tokenizer else f"; {_NO_TOKENIZER}")
     )
@@ -188,6 +194,10 @@ def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, conv
     init_from = {"path": str(converted)} if converted else {"hf": str(found.folder.absolute())}
     value: dict[str, Any] = {"model": model}
     head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
+    if hint := loss_hint(found.family, found.values, found.model):
+        head += f"# {hint}.\n"
+    if left_out := found.left_out:
+        head += f"# {len(left_out)} tensors for tokens further ahead are left out, such as {left_out[0]}.\n"
     if tokenizer is None:
         head += f"# {_NO_TOKENIZER[0].upper()}{_NO_TOKENIZER[1:]}.\n"
     else:

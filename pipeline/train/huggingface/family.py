@@ -14,8 +14,8 @@ _ALL_HAVE = {
     *("layers", "dim", "heads", "ffn_dim", "norm_eps", "tie_embeddings", "init"),
     # Not of the weights, or seen in their shapes.
     *("vocab_size", "vocab_multiple", "max_positions", "document_attention"),
-    # Of training alone.
-    "dropout",
+    # Of training alone; `to_hf` says that it leaves multi-token prediction out.
+    *("dropout", "mtp"),
 }
 """Keys of `model:` that fit every family with any value, unless it says otherwise."""
 
@@ -76,10 +76,15 @@ class Family:
     special: Callable[[Sequence[ModelConfig]], bool] = lambda layers: True
     """True of the kinds of layers of a model that is this family's: others are rather one of an earlier family, which
     computes less, and do not have the `mark`."""
+    order: Callable[[ModelConfig], bool] = lambda model: True
+    """True of a model whose kinds of layers follow each other as this family has them; others do not have the
+    `mark`."""
     prefix: str = "model."
     """Files of the model without its head lack it in their names."""
     ignored: tuple[str, ...] = ()
     """Patterns of names of buffers that files of old versions have, and that are computed today."""
+    extra_layers: bool = False
+    """Files may have layers behind the last one, for tokens further ahead, which are left out."""
     positions: tuple[str, int] = ("max_position_embeddings", 2048)
     """The key that has the longest context, and what transformers takes where it is not there."""
     pads: bool = False
@@ -98,7 +103,7 @@ class Family:
             types = [type_of(each) for each in kinds]
             same = ([each for each, other in zip(kinds, types, strict=True) if other == one] for one in types)
             found += [key] * any(_differs(key, layers) for layers in same)
-        found += [] if self.special(kinds) else [self.mark]
+        found += [] if self.special(kinds) and self.order(model) else [self.mark]
         return list(dict.fromkeys(found))
 
     def _fits(self, layer: ModelConfig, key: str) -> bool:

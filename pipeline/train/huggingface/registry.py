@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from pipeline.train.huggingface.families.cohere2 import COHERE2
 from pipeline.train.huggingface.families.gemma import GEMMA2, GEMMA3
+from pipeline.train.huggingface.families.glm4_moe import GLM4_MOE
 from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.gpt_neox import GPT_NEOX
+from pipeline.train.huggingface.families.gpt_oss import GPT_OSS
 from pipeline.train.huggingface.families.granite import GRANITE
 from pipeline.train.huggingface.families.llama import LLAMA
 from pipeline.train.huggingface.families.mistral import MISTRAL
+from pipeline.train.huggingface.families.mixtral import MIXTRAL
 from pipeline.train.huggingface.families.olmo2 import OLMO2
 from pipeline.train.huggingface.families.olmo3 import OLMO3
+from pipeline.train.huggingface.families.olmoe import OLMOE
 from pipeline.train.huggingface.families.phi3 import PHI3
 from pipeline.train.huggingface.families.qwen import QWEN2, QWEN3
+from pipeline.train.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from pipeline.train.huggingface.families.smollm3 import SMOLLM3
 from pipeline.train.huggingface.families.starcoder2 import STARCODER2
 from pipeline.train.huggingface.family import Family
@@ -27,11 +32,11 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GPT2, STARCODER2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3),
         *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
+        *(GPT_OSS, GLM4_MOE, QWEN2_MOE, QWEN3_MOE, OLMOE, MIXTRAL),
     )
 }
 
 REFUSED: dict[str, str] = {
-    "gpt_oss": "its mlps are mixtures of experts (num_local_experts), which are not supported yet",
     "gemma3": "it reads images, too; its text model alone is a gemma3_text",
 }
 """By `model_type` why a family is not here, where there is more to say than that."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.common.errors import UserError
 from pipeline.common.format import shape_text
 from pipeline.train.huggingface.family import Family
-from pipeline.train.huggingface.names import TensorRule
+from pipeline.train.huggingface.names import LAYER, TensorRule
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.tensor_names import EXPERT, ExpertFiles, RowNumbers
 from pipeline.train.model.weights import state_shapes
@@ -125,7 +125,7 @@ class TensorMapping:
     """Name -> where it is."""
     our_shapes: dict[str, Shape]
     buffers: frozenset[str] = field(default_factory=frozenset)
-    """Those of ours that are no parameters; they stay in fp32, whatever the weights are."""
+    """Those of ours that are buffers; they stay in fp32, whatever the weights are."""
 
     @property
     def uncast(self) -> frozenset[str]:
@@ -191,7 +191,7 @@ def map_rules(
         rules: of a family; those of biases and norms that the model does not have are left out.
         our_shapes: by our names.
         vocab_size: rows of theirs in tensors with a row a token.
-        buffers: those of our names that are no parameters.
+        buffers: those of our names that are buffers.
     """
     theirs: dict[str, TensorRule] = {}
     their_shapes: dict[str, Shape] = {}
@@ -246,7 +246,11 @@ def names_in_files(
                 "do the files belong together?"
             )
         names[name] = actual
-    rest = [name for name in found if name not in names.values() and not _is_ignored(family, name)]
+    taken = set(names.values())
+    rest = [name for name in found if name not in taken and not _is_ignored(family, name)]
+    if family.extra_layers:
+        behind = set(extra_layers(family, mapping, rest))
+        rest = [name for name in rest if name not in behind]
     if family.names.head not in mapping.theirs:
         rest = [name for name in rest if name != family.names.head]  # a copy of the embedding
     if rest:
@@ -255,6 +259,19 @@ def names_in_files(
             f"such as {rest[0]}; it cannot be converted without loss"
         )
     return names
+
+
+def extra_layers(family: Family, mapping: TensorMapping, found: Iterable[str]) -> list[str]:
+    """Names of tensors in files that belong to layers behind the last one of the model."""
+    before, _, after = family.names.layer.partition(LAYER)
+    layers = {name.removeprefix(before).partition(after)[0] for name in mapping.their_shapes if name.startswith(before)}
+    return [
+        name
+        for name in found
+        if name.startswith(before)
+        and (number := name.removeprefix(before).partition(after)[0]).isdigit()
+        and number not in layers
+    ]
 
 
 def _is_ignored(family: Family, name: str) -> bool:

@@ -89,7 +89,7 @@ class Block(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def _trained(self, compute: Compute) -> Compute:
-        """What computes in place of `compute`: in a training pass what was compiled, if it was."""
+        """`compute`, or in a training pass what was compiled in its place, if it was."""
         return self.compiled if self._trains and self.compiled is not None else compute
 
     def _in_pieces(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended], list[Routed]]:

@@ -13,9 +13,10 @@ from typing import get_args
 from pipeline.common.errors import UserError
 from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.mlps.dense.spec import DenseKind, MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
-from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, MixerSpec, NormSpec
+from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, MixerSpec, MtpSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class DecoderSpec:
         embedding_scale: Factor on the embedding of tokens.
         logit_scale: Factor on the input of the head.
         logit_soft_cap: Logits become cap * tanh(logits / cap).
+        mtp: By depth, what predicts tokens after the next one.
     """
 
     dim: int
@@ -42,6 +44,15 @@ class DecoderSpec:
     logit_scale: float
     logit_soft_cap: float | None
     layers: tuple[LayerSpec, ...]
+    mtp: tuple[MtpSpec, ...] = ()
+
+    @property
+    def last_embeds(self) -> bool:
+        """True if the end of the model uses the embedding: as the head, or for tokens that are predicted ahead.
+
+        Of several stages the last one has a copy of it then.
+        """
+        return self.tie_embeddings or bool(self.mtp)
 
     @property
     def different_layers(self) -> list[LayerSpec]:
@@ -50,8 +61,9 @@ class DecoderSpec:
 
     @property
     def expert_layers(self) -> dict[int, ExpertsSpec]:
-        """Index -> mixture of experts, of the layers that have one."""
-        return {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, ExpertsSpec)}
+        """Index -> mixture of experts, of the layers that have one; multi-token prediction comes behind the model's."""
+        layers = [*self.layers, *(each.layer for each in self.mtp)]
+        return {index: layer.mlp for index, layer in enumerate(layers) if isinstance(layer.mlp, ExpertsSpec)}
 
     @property
     def period(self) -> int:
@@ -64,7 +76,10 @@ def period_of(items: Sequence[object]) -> int:
     return next(step for step in range(1, len(items) + 1) if items[step:] == items[: len(items) - step])
 
 
-MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {"attention": AttentionSpec.of}
+MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {
+    "attention": AttentionSpec.of,
+    "mla": MlaSpec.of,
+}
 """By value of `model.mixer`, what makes the spec of the mixer."""
 MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = {
     **dict.fromkeys(get_args(DenseKind), MlpSpec.of),
@@ -113,15 +128,17 @@ def decoder_spec(config: ModelConfig, vocab_size: int, max_positions: int) -> De
             )
         vocab_size = config.vocab_size
     base_dim = config.init.mup_base_dim
+    layers, norm = layer_specs(config), _norm_spec(config)
     return DecoderSpec(
         dim=config.dim,
         vocab_size=vocab_size,
         vocab_padded=math.ceil(vocab_size / config.vocab_multiple) * config.vocab_multiple,
-        norm=_norm_spec(config),
+        norm=norm,
         learned_positions=max_positions if config.positions == "learned" else None,
         tie_embeddings=config.tie_embeddings,
         embedding_scale=config.embedding_scale,
         logit_scale=config.logit_scale * (1.0 if base_dim is None else base_dim / config.dim),
         logit_soft_cap=config.logit_soft_cap,
-        layers=layer_specs(config),
+        layers=layers,
+        mtp=() if config.mtp is None else (MtpSpec(layers[-1], norm),) * config.mtp.depth,
     )

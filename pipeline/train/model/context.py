@@ -67,6 +67,35 @@ class SequenceCut(Protocol):
             keys: Keys that each piece needs, see `AttentionMask`.
         """
 
+    def attend_latent(
+        self,
+        q_BLHE: Tensor,
+        g_BLG: Tensor,
+        expand: Callable[[Tensor], tuple[Tensor, Tensor]],
+        core: AttentionFn,
+        keys: Sequence[int],
+    ) -> Tensor:
+        """The same of keys and values that are made of a latent; sent is the latent, where that is possible.
+
+        Args:
+            q_BLHE: Queries.
+            g_BLG: Latents.
+            expand: Makes keys [B, T, H, E] and values [B, T, H, V] of latents [B, T, G].
+            core: See `attend`.
+            keys: See `attend`.
+        """
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Targets of multi-token prediction for N depths, cut as the input of the model is."""
+
+    targets_BNS: Tensor
+    """int64 ids: at d - 1 those d + 1 places ahead of each position. A depth's are the input of the next one, as the
+    model's own targets are that of the first."""
+    weight_BNS: Tensor
+    """fp32, see `Criterion`."""
+
 
 @dataclass(frozen=True)
 class Context:
@@ -89,6 +118,7 @@ class Context:
         dropout: What is dropped; None: nothing, as outside of training steps.
         routing: What routers of experts are trained for; None: nothing, as outside of training steps.
         on_routed: Is shown what tokens chose, with `routing` or without.
+        ahead: With a criterion: targets of multi-token prediction; None: it is left out.
     """
 
     bounds_BS: Tensor | None = None
@@ -104,6 +134,7 @@ class Context:
     dropout: Dropout | None = None
     routing: Routing | None = None
     on_routed: RoutingObserver | None = None
+    ahead: Ahead | None = None
 
 
 @dataclass

@@ -21,8 +21,9 @@ from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel, Prepared, mask_by_row
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
+from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
-from pipeline.train.model.part_spec import Reach
+from pipeline.train.model.part_spec import LayerSpec, Reach
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.states import NoState, Places, States
 
@@ -38,12 +39,18 @@ class ModelPart:
     first: bool
     """It looks tokens up: its input is tokens [B, S], and otherwise the residual stream [B, S, D]."""
     last: bool
-    """It has norm and head: its output is logits [B, S, V], and otherwise the residual stream."""
+    """It has norm, head and multi-token prediction: its output is logits [B, S, V], and otherwise the residual
+    stream."""
 
     @classmethod
     def whole(cls, spec: DecoderSpec) -> ModelPart:
         """All of a decoder."""
         return cls(range(len(spec.layers)), first=True, last=True)
+
+    def blocks(self, spec: DecoderSpec) -> list[tuple[int, LayerSpec]]:
+        """Index and spec of each block; those of multi-token prediction are numbered on behind the layers."""
+        blocks = [(index, spec.layers[index]) for index in self.layers]
+        return [*blocks, *enumerate((each.layer for each in spec.mtp), len(spec.layers))] if self.last else blocks
 
 
 class Decoder(nn.Module):
@@ -52,7 +59,8 @@ class Decoder(nn.Module):
     It holds parameters and the buffers of routers, which begin at 0, so that it can be built on the meta device,
     sharded, and only then be given memory; what depends on positions is computed in every forward pass.
 
-    With tied embeddings the last part of several has a table `embedding.weight` of its own, equal to the first one's.
+    With tied embeddings or multi-token prediction the last part of several has a table `embedding.weight` of its own,
+    equal to the first one's.
 
     Attributes:
         kernel: What computes attention, where there are no states.
@@ -70,10 +78,10 @@ class Decoder(nn.Module):
         self._dropout_places = DropoutPlaces(
             [
                 *(["embedding"] if part.first else []),
-                *(f"layers.{index}.{name}" for index in part.layers for name in spec.layers[index].parts),
+                *(f"layers.{index}.{name}" for index, layer in part.blocks(spec) for name in layer.parts),
             ]
         )
-        if part.first or (part.last and spec.tie_embeddings):
+        if part.first or (part.last and spec.last_embeds):
             self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
         if part.first and spec.learned_positions is not None:
             self.position_embedding = nn.Embedding(spec.learned_positions, spec.dim)
@@ -82,6 +90,18 @@ class Decoder(nn.Module):
         if part.last:
             self.norm = build_norm(spec.norm, spec.dim)
             self.head = Head(spec)
+        if part.last and spec.mtp:
+            self.mtp = nn.ModuleList(MtpLayer(each, index) for index, each in enumerate(spec.mtp, len(spec.layers)))
+
+    @property
+    def mtp_layers(self) -> list[MtpLayer]:
+        """Depths of multi-token prediction that it has."""
+        return [cast(MtpLayer, layer) for layer in self.mtp] if self.part.last and self.spec.mtp else []
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Layers, and the blocks of multi-token prediction."""
+        return [*(cast(Block, block) for block in self.layers.values()), *(each.layer for each in self.mtp_layers)]
 
     def forward(self, x: Tensor, context: Context) -> Tensor | TokenLosses:
         """The part's output for its input, see `ModelPart`; logits of the vocabulary's padding are -inf.
@@ -94,14 +114,12 @@ class Decoder(nn.Module):
         spec, part = self.spec, self.part
         positions, dropout, contexts = self._prepare(x, context)
         if part.first:
-            x = self.embedding(x)
-            if spec.embedding_scale != 1:
-                # Rounded to the type of the weights, as published models of 16 bits were trained.
-                x = x * torch.full((), spec.embedding_scale, dtype=x.dtype, device=x.device)
+            x = self._embed(x)
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
             x = dropped(x, "embedding", dropout)
-        for block, of_layer in zip(self.layers.values(), contexts, strict=True):
+        x, weight, ahead = self._inputs_of_end(x, context)
+        for block, of_layer in zip(self.layers.values(), contexts, strict=False):
             x = block(x, of_layer)
         if context.states is not None:
             counts = context.counts or [x.shape[1]] * x.shape[0]
@@ -110,10 +128,38 @@ class Decoder(nn.Module):
                 last_B = torch.tensor([count - 1 for count in counts], device=x.device)
                 x = x[torch.arange(len(counts), device=x.device), last_B][:, None]
         if part.last:
-            weight = self.embedding.weight if spec.tie_embeddings else self.head.weight
-            losses_or_logits: Tensor | TokenLosses = self.head(self.norm(x), weight, context.criterion)
+            x = self.norm(x)
+            if context.ahead is not None:
+                assert context.criterion is not None and weight is not None
+                streams = [x]
+                for layer, embedded, of_layer in zip(self.mtp_layers, ahead, contexts[len(self.layers) :], strict=True):
+                    streams.append(layer(embedded, streams[-1], of_layer))
+                return losses_of_all(self.head, streams, weight, context.criterion, context.ahead)
+            losses_or_logits: Tensor | TokenLosses = self.head(x, weight, context.criterion)
             return losses_or_logits
         return x
+
+    def _embed(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD: Tensor = self.embedding(tokens_BS)
+        scale = self.spec.embedding_scale
+        # Rounded to the type of the weights, as published models of 16 bits were trained.
+        return x_BSD if scale == 1 else x_BSD * torch.full((), scale, dtype=x_BSD.dtype, device=x_BSD.device)
+
+    def _inputs_of_end(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """The stream, the head's weight, and by depth of multi-token prediction what it embeds, if these are here."""
+        if not self.part.last:
+            return x, None, []
+        tied = self.spec.tie_embeddings
+        weight: Tensor = self.embedding.weight if tied else self.head.weight
+        if context.ahead is None:
+            return x, weight, []
+        assert context.criterion is not None
+        tokens = [context.criterion.targets_BS, *context.ahead.targets_BNS.unbind(1)[:-1]]
+        ahead = [self._embed(tokens_BS) for tokens_BS in tokens]
+        if not self.part.first:
+            x, *ahead = joined(x, *ahead, *([weight] if tied else []))
+            weight = ahead.pop() if tied else weight
+        return x, weight, ahead
 
     def new_states(self, rows: int, max_length: int | None = None) -> States:
         """Empty states, for `Context.states`.
@@ -126,7 +172,7 @@ class Decoder(nn.Module):
         return States(rows, [NoState() if mixer is None else mixer.new_state(max_length) for mixer in mixers])
 
     def _prepare(self, x: Tensor, context: Context) -> tuple[Tensor, PlacedDropout | None, list[LayerContext]]:
-        """Positions, [1, S] or [B, S] when they differ by row, what is dropped, and the context of each layer."""
+        """Positions, [1, S] or [B, S] when they differ by row, what is dropped, and the context of each of `blocks`."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document per row"
         queries = x.shape[1] if context.length is None else context.length
@@ -157,7 +203,7 @@ class Decoder(nn.Module):
             on_routed=context.on_routed,
         )
         # Layers of a kind have one spec, and one context.
-        mixers = [cast(Block, block).spec.mixer for block in self.layers.values()]
+        mixers = [block.spec.mixer for block in self.blocks]
         different = {id(mixer): mixer for mixer in mixers if mixer is not None}
         uses = {key: mixer.kernel for key, mixer in different.items()}
         reaches = dict.fromkeys(use.reach for use in uses.values() if use is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.part_spec import LayerSpec
+from pipeline.train.model.part_spec import LayerSpec, MtpSpec
 
 
 def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) -> float:
@@ -17,7 +17,8 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
     - scores and their sum over values: 2 * (2 * H * E * keys) a layer, `keys` being the keys a query meets,
     - mlp:                   2 * 3 * D * F a layer (swiglu), 2 * 2 * D * F (gelu),
     - experts:               2 * 3 * D * F for each expert that a token goes to, 2 * D * E for a router of E experts,
-    - head:                  2 * D * V, tied or not.
+    - head:                  2 * D * V, tied or not,
+    - multi-token prediction, for each depth: a layer, the head, and 2 * 2 * D * D.
 
     The backward pass computes two products for each of these, the gradients of both factors: in all 3 * forward.
     Lookups of embeddings, norms, activations, softmax and recomputation are not counted.
@@ -30,14 +31,19 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
     Returns:
         FLOPs of one token. FLOP/s is this times tokens/s; divided by the device's peak it is the MFU.
     """
-    return 3.0 * (head_flops(spec) + sum(layer_flops(layer, sequence_length, causal=causal) for layer in spec.layers))
+    layers = sum(layer_flops(layer, sequence_length, causal=causal) for layer in spec.layers)
+    return 3.0 * (head_flops(spec) + layers + mtp_flops(spec, sequence_length, causal=causal))
 
 
 def layer_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
     """FLOPs of one token in the forward pass of a layer; conventions as in `flops_per_token`."""
-    products = sum(matrix.elements for matrix in layer.matrices.values())
-    products += sum(stack.used_elements for stack in layer.stacks.values())
-    return 2.0 * products + extra_flops(layer, sequence_length, causal=causal)
+    products = 2.0 * sum(matrix.elements for matrix in layer.matrices.values())
+    return products + expert_flops(layer) + extra_flops(layer, sequence_length, causal=causal)
+
+
+def expert_flops(layer: LayerSpec) -> float:
+    """Those of them that are products of experts."""
+    return 2.0 * sum(stack.used_elements for stack in layer.stacks.values())
 
 
 def extra_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
@@ -50,15 +56,40 @@ def head_flops(spec: DecoderSpec) -> float:
     return 2.0 * spec.dim * spec.vocab_size
 
 
+def mtp_flops(spec: DecoderSpec, sequence_length: int, *, causal: bool) -> float:
+    """FLOPs of one token in the forward pass of multi-token prediction, with its uses of the head."""
+    return sum(
+        head_flops(spec) + input_flops(each) + layer_flops(each.layer, sequence_length, causal=causal)
+        for each in spec.mtp
+    )
+
+
+def input_flops(mtp: MtpSpec) -> float:
+    """FLOPs of one token in the forward pass of the matrices before the block of a depth."""
+    return 2.0 * sum(matrix.elements for matrix in mtp.inputs)
+
+
 def num_parameters(spec: DecoderSpec) -> int:
     """Parameters as stored: a tied head once, the vocabulary with its padding."""
     tables = spec.vocab_padded * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0)
-    return spec.dim * tables + sum(spec.norm.parameters(spec.dim)) + sum(map(layer_parameters, spec.layers))
+    layers = sum(map(layer_parameters, spec.layers)) + sum(map(mtp_parameters, spec.mtp))
+    return spec.dim * tables + sum(spec.norm.parameters(spec.dim)) + layers
+
+
+def mtp_parameters(mtp: MtpSpec, tp: int = 1) -> int:
+    """Parameters of a depth of multi-token prediction on one rank of the tp axis."""
+    return input_parameters(mtp) + layer_parameters(mtp.layer, tp)
+
+
+def input_parameters(mtp: MtpSpec) -> int:
+    """Those of them that are not in the block: two matrices and three norms, whole on each rank of the tp axis."""
+    return sum(matrix.elements for matrix in mtp.inputs) + sum(mtp.norm_sizes)
 
 
 def active_parameters(spec: DecoderSpec) -> int:
     """Parameters that a token meets: all, but of experts those that it goes to."""
-    idle = sum(stack.elements - stack.used_elements for layer in spec.layers for stack in layer.stacks.values())
+    mixtures = spec.expert_layers.values()
+    idle = sum(stack.parameters - stack.used_parameters for mixture in mixtures for stack in mixture.stacks)
     return num_parameters(spec) - idle
 
 
@@ -67,12 +98,29 @@ def layer_parameters(layer: LayerSpec, tp: int = 1) -> int:
     return sum(layer.norm_sizes) + sum(part.parameters(tp) for part in layer.parts.values())
 
 
+def expert_parameters(layer: LayerSpec, ranks: int = 1) -> int:
+    """Parameters of a layer's experts, or those that each of some ranks has of them."""
+    return sum(part.stack_parameters(ranks) for part in layer.parts.values())
+
+
 def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:
-    """Those of `layer_parameters` that are in matrices."""
-    return sum(part.matrix_parameters(tp) for part in layer.parts.values())
+    """Those of `layer_parameters` that are in matrices, those of experts among them."""
+    experts = sum(stack.elements for stack in layer.stacks.values()) // tp
+    return sum(part.matrix_parameters(tp) for part in layer.parts.values()) + experts
 
 
 def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
-    """FLOPs of Newton-Schulz iterations, for each matrix of a layer: three products in each iteration."""
-    sides = [sorted((matrix.rows, matrix.columns)) for matrix in layer.matrices.values()]
-    return [steps * 2.0 * short**2 * (2 * long + short) for short, long in sides]
+    """FLOPs of Newton-Schulz iterations, for each matrix of a layer besides those of experts."""
+    return [_orthogonal_flops(matrix.rows, matrix.columns, steps) for matrix in layer.matrices.values()]
+
+
+def expert_orthogonal_flops(layer: LayerSpec, steps: int, shards: int) -> float:
+    """FLOPs of the same for experts, on the process with the most of them, if they are dealt to N = `shards`."""
+    stacks = layer.stacks.values()
+    return sum(-(-each.count // shards) * _orthogonal_flops(each.rows, each.columns, steps) for each in stacks)
+
+
+def _orthogonal_flops(rows: int, columns: int, steps: int) -> float:
+    """FLOPs for one matrix: three products in each iteration."""
+    short, long = sorted((rows, columns))
+    return steps * 2.0 * short**2 * (2 * long + short)

@@ -22,7 +22,8 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.part_spec import LayerPartSpec, Matrix, Normal, Stack, Uniform, Vector
 from pipeline.train.parallel.torch_compat.core import strided_shard
 
-_PART = re.compile(r"layers\.(\d+)\.(\w+)\.(.+)")
+_PART = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.(\w+)\.(.+)")
+_MTP = re.compile(r"mtp\.(\d+)\.(\w+)\.weight")
 _TABLES = ("embedding.weight", "position_embedding.weight", "head.weight")
 _NORM = re.compile(r"(?:.*\.)?\w*norm\.weight")
 
@@ -46,7 +47,7 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
         buffer.zero_()
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-        stack = _stack(name, spec)
+        stack = stack_of(name, spec)
         if vector := _vector(name, spec):
             rows, width = local_range(parameter, 0), math.prod(vector.shape[1:])
             # What has one dimension or several is drawn by rows, too.
@@ -78,7 +79,7 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     """
     if name in _TABLES:
         return init.std
-    matrix = _matrix(name, spec) or _stack(name, spec)
+    matrix = _matrix(name, spec) or stack_of(name, spec)
     assert matrix is not None, f"no rule for the initial weights of {name}"
     std = init.std
     if init.scheme != "normal" and matrix.to_residual:
@@ -89,17 +90,23 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
 
 
 def is_layer_matrix(name: str, spec: DecoderSpec) -> bool:
-    """True for a matrix of a layer, or those of its experts; False for embedding, position embedding and head."""
-    stack = _stack(name, spec)
+    """True for a matrix, or matrices, of a layer or of multi-token prediction; False for embeddings and head."""
+    stack = stack_of(name, spec)
     return _matrix(name, spec) is not None or (stack is not None and name.endswith(stack.name))
 
 
 def _matrix(name: str, spec: DecoderSpec) -> Matrix | None:
     part, own = _part(name, spec)
-    return None if part is None else part.matrix(own)
+    if part is not None:
+        return part.matrix(own)
+    if (match := _MTP.fullmatch(name)) is None:
+        return None
+    depth, own = match.groups()
+    return next((each for each in spec.mtp[int(depth)].inputs if each.name == own), None)
 
 
-def _stack(name: str, spec: DecoderSpec) -> Stack | None:
+def stack_of(name: str, spec: DecoderSpec) -> Stack | None:
+    """The stack of experts' matrices that a parameter is, or has the biases of."""
     part, own = _part(name, spec)
     return None if part is None else part.stack(own)
 
@@ -113,8 +120,9 @@ def _part(name: str, spec: DecoderSpec) -> tuple[LayerPartSpec | None, str]:
     """The part of a layer that a parameter is in, and its name there."""
     if (match := _PART.fullmatch(name)) is None:
         return None, name
-    index, place, own = match.groups()
-    return spec.layers[int(index)].parts.get(place), own
+    index, depth, place, own = match.groups()
+    layer = spec.mtp[int(depth)].layer if index is None else spec.layers[int(index)]
+    return layer.parts.get(place), own
 
 
 def lr_scale(name: str, spec: DecoderSpec, init: InitConfig) -> float:

@@ -47,6 +47,8 @@ class TokenLosses(NamedTuple):
     """fp32 scalar to minimize: the sum over tokens of weight times objective, see `token_loss`."""
     loss_BS: Tensor
     """Cross entropy of every token, fp32, without a gradient."""
+    of_depths: tuple[Tensor, ...] = ()
+    """The same of each depth of multi-token prediction, where it is trained."""
 
 
 def criterion_loss(

@@ -21,6 +21,9 @@ from pipeline.train.model.tensor_names import PartTable
 if TYPE_CHECKING:
     from torch import nn
 
+_MUP_HEAD_DIM = 64
+"""muP divides attention logits by head_dim instead of its root; the two agree for heads of this size."""
+
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -53,6 +56,12 @@ def yarn_factor(scaling: RopeScalingConfig, mscale: float) -> float:
     return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
+def default_scale(head_dim: int, *, mup: bool) -> float:
+    """Factor on the products of queries and keys: 1 / root of the size of a head, or with muP one over the size."""
+    scale: float = _MUP_HEAD_DIM**0.5 / head_dim if mup else head_dim**-0.5
+    return scale
+
+
 def softmax_factor(scaling: RopeScalingConfig | None) -> float:
     """Factor on the products of queries and keys that a scaling of the frequencies brings along (DeepSeek's YaRN)."""
     return 1.0 if scaling is None or scaling.type != "yarn" else yarn_factor(scaling, scaling.mscale_all_dim) ** 2
@@ -68,10 +77,11 @@ class Matrix:
     """Outputs."""
     columns: int
     """Inputs."""
-    cut: Literal["rows", "columns", "positions"]
+    cut: Literal["rows", "columns", "whole", "positions"]
     """Dimension that tp cuts. By rows: each rank has the whole input and computes some of the outputs. By columns: each
     rank has some of the input, and the results are added up over tp. So a matrix whose input comes from one that is cut
-    by rows is cut by columns. By positions: each rank has all of the matrix, and multiplies some of the tokens."""
+    by rows is cut by columns. Of others each rank has all, and gradients are sums over tp. Whole: it computes all
+    outputs, which it uses for some heads. By positions: it multiplies some of the tokens."""
     bias: bool = False
     heads: int | None = None
     """Number of heads in the rows; several tp ranks may share one head. None: tp divides the rows."""
@@ -79,6 +89,8 @@ class Matrix:
     """Its result is added to the residual stream, and nothing else reads it."""
     fp8: bool = True
     """The product may be in fp8."""
+    of_whole: bool = False
+    """Its input comes from a `whole` matrix, so that each rank keeps its part of the gradient of that."""
 
     @property
     def elements(self) -> int:
@@ -94,13 +106,13 @@ class Matrix:
         if self.shared(tp):
             assert self.heads is not None
             return self.rows // self.heads, self.columns
-        if self.cut == "positions":
+        if self.cut in ("whole", "positions"):
             return self.rows, self.columns
         return (self.rows // tp, self.columns) if self.cut == "rows" else (self.rows, self.columns // tp)
 
     def whole(self, tp: int) -> bool:
         """True if every rank of tp has all of it."""
-        return self.cut == "positions" or self.shared(tp)
+        return self.cut in ("whole", "positions") or self.shared(tp)
 
     def parameters(self, tp: int) -> int:
         """Elements that a rank of tp has, without the bias."""
@@ -110,7 +122,7 @@ class Matrix:
         """Elements of the bias that a rank of tp has."""
         if not self.bias:
             return 0
-        return self.rows if self.cut == "columns" or self.whole(tp) else self.rows // tp
+        return self.rows // tp if self.cut == "rows" and not self.whole(tp) else self.rows
 
 
 @dataclass(frozen=True)
@@ -144,6 +156,11 @@ class Stack:
     def used_elements(self) -> int:
         """Elements that a token is multiplied with."""
         return self.used * self.rows * self.columns
+
+    @property
+    def used_parameters(self) -> int:
+        """The same with biases."""
+        return self.used_elements + (self.used * self.rows if self.bias else 0)
 
     @property
     def bias_name(self) -> str:
@@ -187,7 +204,10 @@ class Vector:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm of each head, with parameters that all ranks of tp have; or of all heads together, cut over tp."""
+    """A norm of each head, with parameters that all ranks of tp have; or of all heads together, cut over tp.
+
+    The result of a `whole` matrix is normalized as one head is.
+    """
 
     name: str
     """Name of the module within the part."""
@@ -226,6 +246,8 @@ class CpTransfer:
     calls: int
     numbers: int
     """Numbers sent in all calls, for each token of a rank."""
+    repeated_flops: float = 0.0
+    """FLOPs in the forward pass, for each token of a rank, that each rank does for all tokens, less those counted."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +282,8 @@ class KernelUse:
     """Scores become cap * tanh(scores / cap) before the mask."""
     sinks: bool = False
     """Each head has a logit that takes probability and gives no value."""
+    size_key: str = "model.head_dim"
+    """Key that the sizes of heads follow from, for messages."""
 
 
 class LayerPartSpec(ABC):
@@ -474,3 +498,28 @@ class LayerSpec:
     def fits(self, tp: int) -> bool:
         """True if tp can cut all parts."""
         return all(part.fits(tp) for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class MtpSpec:
+    """A depth of multi-token prediction, see `MtpLayer`: two matrices, a block and three norms."""
+
+    layer: LayerSpec
+    norm: NormSpec
+
+    @cached_property
+    def dim(self) -> int:
+        """Width of the residual stream."""
+        return self.layer.dim
+
+    @cached_property
+    def inputs(self) -> tuple[Matrix, Matrix]:
+        """Matrices before the block, which every rank of tp has whole."""
+        return tuple(  # type: ignore[return-value]
+            Matrix(name, self.dim, self.dim, cut="rows", fp8=False) for name in ("of_embedding", "of_stream")
+        )
+
+    @cached_property
+    def norm_sizes(self) -> list[int]:
+        """Sizes of the parameters of the norms besides those of the block."""
+        return self.norm.parameters(self.dim) * 3

@@ -52,7 +52,10 @@ class NoState:
 
 
 class KVCache:
-    """Keys and values, [rows, T, K, E] and [rows, T, K, V], in memory that grows by doubling."""
+    """Keys and values, [rows, T, K, E] and [rows, T, K, V], in memory that grows by doubling.
+
+    Or two other tensors [rows, T, ...] that they are made of.
+    """
 
     def __init__(self, max_length: int | None) -> None:
         self._max_length = max_length

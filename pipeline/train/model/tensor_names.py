@@ -56,17 +56,18 @@ def by_group(groups: int, *sizes: int) -> RowNumbers:
     return np.concatenate(tensors, axis=1).reshape(-1)
 
 
-def rope_pairs(heads: int, head_dim: int, rotated: int | None = None) -> RowNumbers:
+def rope_pairs(heads: int, head_dim: int, rotated: int | None = None, *, first: int = 0) -> RowNumbers:
     """Rows of heads whose rotary pairs are neighbours there; here dimension i goes with i + rotated / 2.
 
     Args:
         heads: Of queries or of keys.
         head_dim: Rows of a head.
-        rotated: Rows of a head, from its first on, that are rotated; by default all.
+        rotated: Rows of a head, from `first` on, that are rotated; by default all.
+        first: The first row that is rotated.
     """
-    rotated = head_dim if rotated is None else rotated
-    pairs = np.arange(rotated).reshape(2, rotated // 2).T.reshape(-1)
-    of_head = np.concatenate((pairs, np.arange(rotated, head_dim)))
+    rotated = head_dim - first if rotated is None else rotated
+    pairs = first + np.arange(rotated).reshape(2, rotated // 2).T.reshape(-1)
+    of_head = np.concatenate((np.arange(first), pairs, np.arange(first + rotated, head_dim)))
     return (head_dim * np.arange(heads)[:, None] + of_head).reshape(-1)
 
 

@@ -57,7 +57,8 @@ class Observer:
         self._device = device
         self._layers = len(spec.layers)
         ends = ["embedding", *["position_embedding"] * (spec.learned_positions is not None), "norm"]
-        self._groups = [*map(str, range(self._layers)), *ends, *["head"] * (not spec.tie_embeddings)]
+        ends += ["head"] * (not spec.tie_embeddings) + ["mtp"] * bool(spec.mtp)
+        self._groups = [*map(str, range(self._layers)), *ends]
         # By module, which a forward pass shows together with what it computes.
         self._places: dict[nn.Module, int] = {}
         for part in model.parts.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -108,10 +109,10 @@ class Bf16AdamW(StatesOptimizer):
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], withheld: Tensor) -> None:
         assert parameter.grad is not None and self._rounding is not None
         state, name = self.state[parameter], self._names[parameter]
-        weights, gradients, *moments = map(
-            local_shard, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        weights, gradients, *moments = (
+            _rows(local_shard(each)) for each in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         )
-        for rows in _pieces(weights):
+        for rows in pieces(weights):
             wide = [moment[rows].float() for moment in moments]
             adamw(
                 [weights[rows]],
@@ -135,10 +136,15 @@ class Bf16AdamW(StatesOptimizer):
                 self._rounding.store(name, kind, each, moment[rows], rows if weights.ndim > 1 else slice(None))
 
 
-def _pieces(tensor: Tensor) -> Iterator[slice]:
-    """Slices of rows of a matrix with about `_AT_ONCE` elements each; a vector at once."""
+def _rows(tensor: Tensor) -> Tensor:
+    """A stack of matrices as one with the rows of all, in the same memory; others as they are."""
+    return tensor if tensor.ndim <= 2 else tensor.view(prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def pieces(tensor: Tensor) -> Iterator[slice]:
+    """Slices of rows of a matrix, or matrices of a stack, with about `_AT_ONCE` elements each; a vector at once."""
     if tensor.numel() == 0:
         return
-    rows = len(tensor) if tensor.ndim == 1 else max(1, _AT_ONCE // tensor.shape[1])
+    rows = len(tensor) if tensor.ndim == 1 else max(1, _AT_ONCE // tensor[0].numel())
     for start in range(0, len(tensor), rows):
         yield slice(start, start + rows)

@@ -20,7 +20,7 @@ class Gradients:
 
     def __init__(self, model: ParallelModel, mesh: Mesh) -> None:
         self._tied = None
-        if model.spec.tie_embeddings and len(model.stages) > 1:  # the last stage has a copy of the embedding
+        if model.spec.last_embeds and len(model.stages) > 1:  # the last stage has a copy of the embedding
             self._tied = TiedEmbedding(model.stages, model.parts, mesh.role("pp"))
         self._parameters = [parameter for _, parameter in model.named_parameters()]
         # Of equal copies on several processes one counts for the norm.
@@ -28,7 +28,7 @@ class Gradients:
         self._counted = {name: p for name, p in model.named_parameters() if _owns(p) and p is not elsewhere}
 
     def sum_tied(self) -> None:
-        """Add up the gradients of a tied embedding, of which the first and the last stage have copies."""
+        """Add up the gradients of an embedding of which the first and the last stage have copies."""
         if self._tied is not None:
             self._tied.sum_gradients()
 

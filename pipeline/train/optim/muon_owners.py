@@ -3,6 +3,9 @@
 What is a function of a whole matrix, as its orthogonalization, would otherwise need every matrix on every process, and
 all would compute the same. Here each process owns some: it gets their pieces, computes, and sends the pieces of the
 result back, which is one exchange each way for as many matrices as there are processes.
+
+Of experts whole ones are on a process, which then needs no other. Where there are more processes than experts, each is
+cut, and its matrices are dealt as others are.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ Piece = tuple[range, range]
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The processes of the mesh that parameters are placed on, which is all of one stage. Every process calls this."""
+    """The processes of the mesh that a parameter is placed on, which is all of one stage. Every process calls this.
+
+    The mesh of experts has other axes than that of other parameters, and the same processes in the same order.
+    """
     if mesh.ndim == 1:
         return mesh.get_group()
     # Stages come one after the other in the order of the ranks.
@@ -45,8 +51,9 @@ class _Cut:
     """Ranks among which there is every piece once, of the same numbers: those that an owner gets its pieces from."""
 
     @classmethod
-    def of(cls, matrix: DTensor) -> _Cut:
-        mesh, placements = matrix.device_mesh, matrix.placements
+    def of(cls, parameter: DTensor, expert: int | None = None) -> _Cut:
+        """That of a matrix; with `expert`, of its matrix in a stack, of which processes with others have nothing."""
+        mesh, placements = parameter.device_mesh, parameter.placements
         # Of the ranks with the same coordinates on the axes of copies.
         copies = [axis for axis, placement in enumerate(placements) if isinstance(placement, Replicate)]
         places = list(product(*map(range, mesh.shape)))
@@ -54,8 +61,14 @@ class _Cut:
         together: dict[tuple[int, ...], tuple[int, ...]] = {
             key: tuple(rank for rank, other in enumerate(which) if other == key) for key in dict.fromkeys(which)
         }
-        pieces = tuple((local_range(matrix, 0, place), local_range(matrix, 1, place)) for place in places)
-        return cls(matrix.shape, pieces, tuple(together[key] for key in which))
+        first = parameter.ndim - 2
+        pieces = tuple(
+            (local_range(parameter, first, place), local_range(parameter, first + 1, place))
+            if expert is None or expert in local_range(parameter, 0, place)
+            else (range(0), range(0))
+            for place in places
+        )
+        return cls(parameter.shape[first:], pieces, tuple(together[key] for key in which))
 
     def numel(self, rank: int) -> int:
         rows, columns = self.pieces[rank]
@@ -66,20 +79,32 @@ class Owners:
     """Deals matrices to the processes of a stage.
 
     Args:
-        matrices: Those that this process has pieces of, in the same order on all processes of the stage.
+        cuts: Of the matrices, in the same order on all processes of the stage.
         group: From `group_of`.
     """
 
-    def __init__(self, matrices: Sequence[DTensor], group: dist.ProcessGroup) -> None:
+    def __init__(self, cuts: Sequence[_Cut], group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
-        known: dict[tuple[object, ...], _Cut] = {}
-        self._cuts = []
-        for matrix in matrices:
-            key = (matrix.shape, matrix.placements)
-            known[key] = known.get(key) or _Cut.of(matrix)
-            self._cuts.append(known[key])
+        assert all(len(cut.pieces) == self._size for cut in cuts), "a mesh of other processes"
+        self._cuts = cuts
         # Matrices of about the same size together, so that owners compute equally long.
-        self._order = sorted(range(len(matrices)), key=lambda place: -self._cuts[place].shape.numel())
+        self._order = sorted(range(len(cuts)), key=lambda place: -self._cuts[place].shape.numel())
+
+    @classmethod
+    def of_matrices(cls, matrices: Sequence[DTensor], group: dist.ProcessGroup) -> Owners:
+        """Owners of matrices that this process has pieces of."""
+        known: dict[tuple[object, ...], _Cut] = {}
+        cuts = []
+        for matrix in matrices:
+            key = (matrix.shape, matrix.device_mesh, matrix.placements)
+            known[key] = known.get(key) or _Cut.of(matrix)
+            cuts.append(known[key])
+        return cls(cuts, group)
+
+    @classmethod
+    def of_experts(cls, stack: DTensor, group: dist.ProcessGroup) -> Owners:
+        """Owners of the matrices of a stack, [E, R, C]."""
+        return cls([_Cut.of(stack, expert) for expert in range(stack.shape[0])], group)
 
     def rounds(self) -> Iterator[list[int]]:
         """Places of matrices that are dealt together, one to a process at most, in the order of their owners."""
@@ -128,12 +153,36 @@ class Owners:
         )
         return [flat.view(piece.shape) for flat, piece in zip(back, pieces, strict=False)]
 
+    def compute_experts(self, stack: DTensor, piece: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """This process's piece of `function` of each matrix of a stack, for the owners of its experts.
+
+        Args:
+            stack: The parameter.
+            piece: Numbers in its place, those of this process.
+            function: See `compute`.
+        """
+        experts = local_range(stack, 0)
+        result = torch.empty_like(piece)
+        for places in self.rounds():
+            own = [experts.index(place) if place in experts else None for place in places]
+            given = [piece.new_empty(0, 0) if place is None else piece[place] for place in own]
+            for place, computed in zip(own, self.compute(places, given, function), strict=True):
+                if place is not None:
+                    result[place] = computed
+        return result
+
     def _exchange(self, tensors: Sequence[Tensor], to: list[int], come: list[int]) -> tuple[Tensor, ...]:
         """Elements that each rank sends to this one, flat. Sizes are in elements, by rank."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         received = flat.new_empty(sum(come))
         dist.all_to_all_single(received, flat, come, to, group=self._group)
         return torch.split(received, come)
+
+
+def has_whole_experts(stack: DTensor) -> bool:
+    """True if no matrix of a stack is cut: every process has some whole ones, or all."""
+    places = product(*map(range, stack.device_mesh.shape))
+    return all(len(local_range(stack, dim, place)) == stack.shape[dim] for place in places for dim in (1, 2))
 
 
 def _view(whole: Tensor, piece: Piece) -> Tensor:

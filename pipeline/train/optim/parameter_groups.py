@@ -27,7 +27,13 @@ def group_number(name: str, groups: Groups) -> int | None:
 
 
 def weight_decay(name: str, dimensions: int, optimizer: OptimizerConfig) -> float:
-    """Weight decay of a parameter: that of its group, else that of matrices, and 0 for vectors."""
+    """Weight decay of a parameter: that of its group, else that of matrices, and 0 for vectors.
+
+    Args:
+        name: Its name.
+        dimensions: Its own, of experts those of one of them.
+        optimizer: The `train.optimizer:` section.
+    """
     number = group_number(name, optimizer.groups)
     own = None if number is None else optimizer.groups[number].weight_decay
     if own is not None:

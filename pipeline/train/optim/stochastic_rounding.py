@@ -6,7 +6,8 @@ the last bit, rounding to the nearest loses every change. Chance loses none on a
 The chance is a function of the parameter's name, its step, and row and column in the whole: a rank draws what belongs
 to its own shard, and a run that is resumed draws what it would have drawn. Every row and every column has a random
 word; an element has the exclusive or of the two, scattered by a product: without that, what is rounded up would be a
-matrix of low rank.
+matrix of low rank. Of a stack of matrices the rows are counted through, those of one matrix behind those of the one
+before.
 """
 
 from __future__ import annotations
@@ -31,26 +32,24 @@ class Rounding:
     """Rounds what belongs to parameters, of which this process may have shards.
 
     Args:
-        parameters: By name; vectors and matrices, plain or DTensors.
+        parameters: By name; vectors, matrices and stacks of matrices, plain or DTensors.
         kinds: Tensors of each parameter that are rounded in a step, at most 2.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], kinds: int) -> None:
         assert kinds in (1, 2)
         self._kinds = kinds
-        ranges = {name: _ranges(parameter) for name, parameter in parameters.items()}
-        self._names = list(ranges)
-        self._sizes = [len(indices) for name in ranges for indices in ranges[name]]
+        places = {name: _places(parameter) for name, parameter in parameters.items()}
+        self._names = list(places)
+        self._sizes = [len(indices) for name in places for indices in places[name]]
         devices = {parameter.device for parameter in parameters.values()}
         (device,) = devices
         seeds = [
-            text_word(f"{name}/{place}") + torch.arange(indices.start, indices.start + len(indices), device=device)
-            for name in ranges
-            for place, indices in enumerate(ranges[name])
+            text_word(f"{name}/{place}") + indices for name in places for place, indices in enumerate(places[name])
         ]
         self._seeds = mix(torch.cat(seeds) & WORD)
-        counts = torch.tensor([sum(map(len, ranges[name])) for name in ranges], device=device)
-        self._whose = torch.arange(len(ranges), device=device).repeat_interleave(counts, output_size=sum(self._sizes))
+        counts = torch.tensor([sum(map(len, places[name])) for name in places], device=device)
+        self._whose = torch.arange(len(places), device=device).repeat_interleave(counts, output_size=sum(self._sizes))
         """Place of the parameter of each seed."""
         self._words: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -72,7 +71,7 @@ class Rounding:
             kind: Which of its tensors, from 0.
             value: fp32, of the local shard; lost afterwards.
             into: As large.
-            rows: Those of the local shard that are given; only matrices have more than one.
+            rows: Those of the local shard that are given, of a stack counted through; a vector has one.
         """
         assert 0 <= kind < self._kinds and value.dtype == torch.float32 and into.dtype == torch.bfloat16
         across, along = self._words[name]
@@ -83,8 +82,13 @@ class Rounding:
         into.copy_(bits.view(torch.float32))
 
 
-def _ranges(parameter: Tensor) -> tuple[range, range]:
-    """Rows and columns of the whole that are here; a vector is one row."""
-    if parameter.ndim == 1:
-        return range(1), local_range(parameter, 0)
-    return local_range(parameter, 0), local_range(parameter, 1)
+def _places(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the whole that are here, int64; a vector is one row."""
+    *leading, columns = (
+        torch.arange(indices.start, indices.start + len(indices), device=parameter.device)
+        for indices in (local_range(parameter, dim) for dim in range(parameter.ndim))
+    )
+    rows = columns.new_zeros(1)
+    for dim, indices in enumerate(leading):
+        rows = (rows[:, None] * parameter.shape[dim] + indices).flatten()
+    return rows, columns

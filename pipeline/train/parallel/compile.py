@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from typing import cast
 
 import torch
 
@@ -17,9 +16,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import duration
 from pipeline.config import Config
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.model.block import Block
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.parallel.experts import mixtures
 from pipeline.train.parallel.torch_compat.compiler import prepare_compiler
 
 BACKEND = "inductor"
@@ -105,11 +102,12 @@ def compile_layers(part: Decoder, recompute: RecomputeConfig) -> None:
 
     Equal layers share what is compiled. It is made anew for each shape of a micro-batch, and for observed steps.
     """
+    from pipeline.train.parallel.experts import mixtures  # and that DTensor, which the launcher does without
+
     prepare_compiler(recompute.budget if recompute.mode == "budget" else 1.0)
-    for block in part.layers.values():
-        layer = cast(Block, block)
-        layer.compiled = torch.compile(layer.compute, fullgraph=True, dynamic=False, backend=BACKEND)
-        for mixture in mixtures(layer):
+    for block in part.blocks:
+        block.compiled = torch.compile(block.compute, fullgraph=True, dynamic=False, backend=BACKEND)
+        for mixture in mixtures(block):
             # Of a layer with experts that is the piece before them; this is theirs, for any number of rows.
             experts = mixture.experts
             experts.compiled = torch.compile(experts.compute, fullgraph=True, backend=BACKEND)

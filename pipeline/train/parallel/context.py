@@ -14,7 +14,7 @@ size, V size of a value head, P pieces that the queries are cut into, C = L / P 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +25,6 @@ from torch import Tensor
 from pipeline.config.parallel import ParallelConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.context import AttentionFn, SequenceCut
-from pipeline.train.model.kernels.heads import equal_heads
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.torch_compat.core import all_gather, all_to_all, reduce_scatter
 
@@ -46,7 +45,18 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
     if cut is None:
         return batch
     tokens, targets, weight = (cut.shard(x) for x in (batch.tokens, batch.targets, batch.weight))
-    return replace(batch, tokens=tokens, targets=targets, weight=weight, starts=batch.starts[:0])
+    ahead_targets, ahead_weight = (
+        None if x is None else cut.shard(x, 2) for x in (batch.ahead_targets, batch.ahead_weight)
+    )
+    return replace(
+        batch,
+        tokens=tokens,
+        targets=targets,
+        weight=weight,
+        starts=batch.starts[:0],
+        ahead_targets=ahead_targets,
+        ahead_weight=ahead_weight,
+    )
 
 
 @dataclass(frozen=True)
@@ -86,21 +96,40 @@ class GatheredKeys(_ContextAxis):
         keys: Sequence[int],
     ) -> Tensor:
         """See `SequenceCut`."""
-        k_BSKE, v_BSKV = self._gather(k_BLKE, v_BLKV)
+        return self._attend(q_BLHE, *self._gather_both(k_BLKE, v_BLKV), core, keys)
+
+    def attend_latent(
+        self,
+        q_BLHE: Tensor,
+        g_BLG: Tensor,
+        expand: Callable[[Tensor], tuple[Tensor, Tensor]],
+        core: AttentionFn,
+        keys: Sequence[int],
+    ) -> Tensor:
+        """See `SequenceCut`: every rank makes the keys and values of the whole sequence."""
+        # No piece sees what is behind the longest.
+        return self._attend(q_BLHE, *expand(self.gather(g_BLG)[:, : max(keys)]), core, keys)
+
+    def gather(self, x_BLC: Tensor) -> Tensor:
+        """[B, S, ...] of the whole sequence; its gradient is summed over the ranks, each of which gets its share."""
+        return cast(Tensor, _Gather.apply(x_BLC[None], self))[0]  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _attend(q_BLHE: Tensor, k_BTKE: Tensor, v_BTKV: Tensor, core: AttentionFn, keys: Sequence[int]) -> Tensor:
+        """Attention of the two pieces of this rank."""
         outs = []
         for piece, q_BCHE in enumerate(q_BLHE.chunk(2, dim=1)):
             end = keys[piece]
-            outs.append(core(q_BCHE, k_BSKE[:, :end], v_BSKV[:, :end], piece))
+            outs.append(core(q_BCHE, k_BTKE[:, :end], v_BTKV[:, :end], piece))
         return torch.cat(outs, dim=1)
 
-    def _gather(self, k_BLKE: Tensor, v_BLKV: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather_both(self, k_BLKE: Tensor, v_BLKV: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the whole sequence, in one collective."""
         sizes = [k_BLKE.shape[-1], v_BLKV.shape[-1]]
         if sizes[0] == sizes[1]:
             k_BSKE, v_BSKV = cast(Tensor, _Gather.apply(torch.stack((k_BLKE, v_BLKV)), self)).unbind()  # type: ignore[no-untyped-call]
             return k_BSKE, v_BSKV
-        both = cast(Tensor, _Gather.apply(torch.cat((k_BLKE, v_BLKV), dim=-1)[None], self))  # type: ignore[no-untyped-call]
-        k_BSKE, v_BSKV = torch.split(both[0], sizes, dim=-1)
+        k_BSKE, v_BSKV = torch.split(self.gather(torch.cat((k_BLKE, v_BLKV), dim=-1)), sizes, dim=-1)
         return k_BSKE, v_BSKV
 
     def _places(self, rank: int) -> tuple[int, int]:
@@ -108,7 +137,7 @@ class GatheredKeys(_ContextAxis):
         return rank, 2 * self.size - 1 - rank
 
     def ordered(self, gathered: Sequence[Tensor]) -> Tensor:
-        """The shards of the ranks, [N, B, 2, C, K, E] each, as the sequence: [N, B, S, K, E]."""
+        """The shards of the ranks, [N, B, 2, C, ...] each, as the sequence: [N, B, S, ...]."""
         pieces: dict[int, Tensor] = {}
         for rank, both in enumerate(gathered):
             pieces |= dict(zip(self._places(rank), both.unbind(2), strict=True))
@@ -123,9 +152,10 @@ class GatheredKeys(_ContextAxis):
 
 
 class _Gather(torch.autograd.Function):
-    """Keys and values of the whole sequence [N, B, S, K, E] from those of each rank [N, B, L, K, E].
+    """Keys and values, or latents, of the whole sequence [N, B, S, K, E] from those of each rank [N, B, L, K, E].
 
-    The gradient of a rank's own is the sum over all ranks, whose queries have seen them.
+    K and E stand for any dimensions. The gradient of a rank's own is the sum over all ranks, whose queries have seen
+    them.
     """
 
     @staticmethod
@@ -167,22 +197,33 @@ class ExchangedHeads(_ContextAxis):
         keys: Sequence[int],
     ) -> Tensor:
         """See `SequenceCut`. Consecutive query heads share a key head, so that those of a rank stay with theirs."""
-        size, value_size = q_BLHE.shape[-1], v_BLKV.shape[-1]
-        q_BLHE, k_BLKE, v_BLKE = equal_heads(q_BLHE, k_BLKE, v_BLKV)
         if k_BLKE.shape[2] % self.size:
             assert self.size % k_BLKE.shape[2] == 0, f"{k_BLKE.shape[2]} key heads over cp {self.size}"
             copies = self.size // k_BLKE.shape[2]
-            k_BLKE, v_BLKE = (x.repeat_interleave(copies, dim=2) for x in (k_BLKE, v_BLKE))
+            k_BLKE, v_BLKV = (x.repeat_interleave(copies, dim=2) for x in (k_BLKE, v_BLKV))
         # One exchange for the three: for each rank its heads of q, k and v, one after the other.
-        by_rank = [self._pieces(x, 2) for x in (q_BLHE, k_BLKE, v_BLKE)]
-        mixed = cast(Tensor, _Exchange.apply(torch.cat(by_rank, dim=3).flatten(2, 3), self, True))  # type: ignore[no-untyped-call]
-        q_BSHE, k_BSKE, v_BSKE = torch.split(mixed, [x.shape[3] for x in by_rank], dim=2)
-        if size != value_size:
-            q_BSHE, k_BSKE, v_BSKE = q_BSHE[..., :size], k_BSKE[..., :size], v_BSKE[..., :value_size]
-        return cast(Tensor, _Exchange.apply(core(q_BSHE, k_BSKE, v_BSKE, 0), self, False))  # type: ignore[no-untyped-call]
+        three = (q_BLHE, k_BLKE, v_BLKV)
+        by_rank = [self._pieces(x, 2).flatten(3) for x in three]
+        mixed = cast(Tensor, _Exchange.apply(torch.cat(by_rank, dim=3).flatten(2), self, True))  # type: ignore[no-untyped-call]
+        parts = torch.split(mixed, [x.shape[3] for x in by_rank], dim=2)
+        q_BSHE, k_BSKE, v_BSKV = (
+            part.reshape(*part.shape[:2], -1, x.shape[3]) for part, x in zip(parts, three, strict=True)
+        )
+        return cast(Tensor, _Exchange.apply(core(q_BSHE, k_BSKE, v_BSKV, 0), self, False))  # type: ignore[no-untyped-call]
+
+    def attend_latent(
+        self,
+        q_BLHE: Tensor,
+        g_BLG: Tensor,
+        expand: Callable[[Tensor], tuple[Tensor, Tensor]],
+        core: AttentionFn,
+        keys: Sequence[int],
+    ) -> Tensor:
+        """See `SequenceCut`: heads are exchanged as those of `attend`, since a rank needs some of them alone."""
+        return self.attend(q_BLHE, *expand(g_BLG), core, keys)
 
     def to_heads(self, x_BLHE: Tensor) -> Tensor:
-        """All heads of a piece -> some heads [B, S, H / cp, E] of the sequence."""
+        """All heads of a piece -> some heads [B, S, H / cp, E] of the sequence; without E it is in H."""
         received = all_to_all(self._pieces(x_BLHE, 2).movedim(2, 0), self.group)
         return received.movedim(0, 1).flatten(1, 2)
 

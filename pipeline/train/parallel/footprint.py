@@ -10,7 +10,13 @@ from pipeline.config.train import OptimizerConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
-from pipeline.train.model.flops import layer_matrices, layer_parameters, num_parameters
+from pipeline.train.model.flops import (
+    expert_parameters,
+    layer_matrices,
+    layer_parameters,
+    mtp_parameters,
+    num_parameters,
+)
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead, reduction
 from pipeline.train.parallel.pipeline_stages import split_stages
@@ -56,21 +62,25 @@ def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence
         parts: The stages of the rank.
     """
     train, optimizer, width = config.train, config.train.optimizer, COMPUTE_BYTES[config.train.precision.compute]
-    indices = [index for part in parts for index in part.layers]
-    layers = [layer_parameters(spec.layers[index], layout.tp) for index in indices]
+    layers = {index: size for part in parts for index, size in layer_sizes(spec, part, layout.tp).items()}
     ends = sum(end_parameters(spec, part, layout.tp) for part in parts)
-    parameters = ends + sum(layers)
-    matrices = sum(layer_matrices(spec.layers[index], layout.tp) for index in indices)
+    parameters = ends + sum(layers.values())
+    matrices = sum(part_matrices(spec, part, layout.tp) for part in parts)
     state = MASTER_BYTES + GRADIENT_BYTES + (AVERAGE_BYTES if train.ema is not None else 0)
     states = state * -(-parameters // layout.shards)
     states += MOMENT_BYTES[optimizer.states] * -(-moments(optimizer, parameters, matrices) // layout.shards)
     rounded = gathered_in_fp8(train.precision.fp8, spec, layout)
-    copies = sorted(width * size - rounded.get(index, 0) for index, size in zip(indices, layers, strict=True))
+    gathered = gathered_sizes(spec, parts, layout)
+    copies = sorted(width * size - rounded.get(index, 0) for index, size in gathered.items())
     reshards = LayoutKind.of(config.parallel, layout).reshard
     together = 1 + layers_ahead(config.parallel.overlap) if reshards else len(copies)
     whole = width * ends + sum(copies[::-1][:together])
-    accumulates = reduction(config.parallel, layout) != "each" and layout.shards > 1
-    return Footprint(parameters, states, whole, GRADIENT_BYTES * parameters if accumulates else 0)
+    accumulated = 0
+    if reduction(config.parallel, layout) != "each":
+        experts = sum(expert_parameters(layer, layout.ep) for part in parts for _, layer in part.blocks(spec))
+        accumulated += ends + sum(gathered.values()) - experts if layout.shards > 1 else 0
+        accumulated += experts if layout.places > layout.ep else 0
+    return Footprint(parameters, states, whole, GRADIENT_BYTES * accumulated)
 
 
 def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
@@ -80,6 +90,19 @@ def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[F
         footprint(config, layout, spec, [stage.part for stage in stages if stage.rank == rank])
         for rank in range(layout.pp)
     ]
+
+
+def gathered_sizes(spec: DecoderSpec, parts: Sequence[ModelPart], layout: Layout) -> dict[int, int]:
+    """Those of `layer_sizes` of some parts as a rank has them while they are not sharded.
+
+    Shards of experts are those of `layer_sizes`, over dp_shard x cp x tp whatever ep is; gathered, a rank has all
+    experts, or with ep its own.
+    """
+    found = {index: size for part in parts for index, size in layer_sizes(spec, part, layout.tp).items()}
+    for part in parts:
+        for index, layer in part.blocks(spec):
+            found[index] += expert_parameters(layer, layout.ep) - expert_parameters(layer, layout.tp)
+    return found
 
 
 def moments(optimizer: OptimizerConfig, parameters: int, matrices: int) -> int:
@@ -96,19 +119,36 @@ def moments(optimizer: OptimizerConfig, parameters: int, matrices: int) -> int:
 def checkpoint_bytes(config: Config, spec: DecoderSpec) -> int:
     """Bytes of the tensors in a checkpoint: fp32 weights, the moments, the moving average if there is one."""
     optimizer, parameters = config.train.optimizer, num_parameters(spec)
-    kept = moments(optimizer, parameters, sum(map(layer_matrices, spec.layers)))
+    kept = moments(optimizer, parameters, part_matrices(spec, ModelPart.whole(spec), 1))
     weights = MASTER_BYTES + (AVERAGE_BYTES if config.train.ema else 0)
     return weights * parameters + MOMENT_BYTES[optimizer.states] * kept
 
 
+def layer_sizes(spec: DecoderSpec, part: ModelPart, tp: int) -> dict[int, int]:
+    """Parameters on one rank of the tp axis of each layer of a part and depth of multi-token prediction.
+
+    Their weights are gathered together. Depths are numbered on behind the layers of the model.
+    """
+    found = {index: layer_parameters(spec.layers[index], tp) for index in part.layers}
+    if part.last:
+        found |= {index: mtp_parameters(each, tp) for index, each in enumerate(spec.mtp, len(spec.layers))}
+    return found
+
+
+def part_matrices(spec: DecoderSpec, part: ModelPart, tp: int) -> int:
+    """Those of `layer_sizes` that are in matrices."""
+    before = [matrix.elements for each in spec.mtp for matrix in each.inputs] if part.last else []
+    return sum(before) + sum(layer_matrices(layer, tp) for _, layer in part.blocks(spec))
+
+
 def end_parameters(spec: DecoderSpec, part: ModelPart, tp: int) -> int:
-    """Parameters of a part besides its layers, on one rank of the tp axis: embeddings, the last norm, the head."""
+    """Parameters of a part besides `layer_sizes`, on one rank of the tp axis: embeddings, the last norm, the head."""
     table = spec.dim * spec.vocab_padded // tp
     total = 0
     if part.first:
         total += table + spec.dim * (spec.learned_positions or 0)
     if part.last:
         total += sum(spec.norm.parameters(spec.dim))
-        # A tied head is the embedding, of which the last of several stages has a copy.
-        total += 0 if part.first and spec.tie_embeddings else table
+        # The last of several stages has a copy of the embedding where it uses it, as a tied head does.
+        total += table * ((not spec.tie_embeddings) + (spec.last_embeds and not part.first))
     return total

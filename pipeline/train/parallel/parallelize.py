@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 import torch
 import torch._dynamo  # FSDP imports it when it shards; here that is among the other imports
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from pipeline.config import Config
 from pipeline.train.fp8.convert import check_fp8, refresh_scales, use_fp8
 from pipeline.train.fp8.matrices import gathers_fp8
-from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.context import SequenceCut
 from pipeline.train.model.decoder import Decoder
@@ -136,12 +134,10 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
 def _prepare_layers(part: Decoder, config: Config, setup: Setup) -> None:
     """Set how the layers of a part are computed in training passes: recomputed, compiled."""
     recompute, tp = config.train.recompute, setup.mesh.size("tp")
-    for block in part.layers.values():
-        layer = cast(Block, block)
-        spec = part.spec.layers[layer.index]
-        layer.recompute = Recompute.of_layer(recompute, layer.index, spec, tp)
-        for mixture in mixtures(layer):
-            mixture.experts.recompute = Recompute.of_experts(recompute, layer.index, spec)
+    for block in part.blocks:
+        block.recompute = Recompute.of_layer(recompute, block.index, block.spec, tp)
+        for mixture in mixtures(block):
+            mixture.experts.recompute = Recompute.of_experts(recompute, block.index, block.spec)
             mixture.router.force = config.train.balance.force
     if compiles(config, setup.device):
         compile_layers(part, recompute)
@@ -159,7 +155,7 @@ def _shard(part: Decoder, config: Config, mesh: Mesh) -> None:
         cast_forward_inputs=False,
     )
     fp32 = replace(policy, param_dtype=torch.float32)
-    for layer in part.layers.values():
+    for layer in [*part.layers.values(), *part.mtp_layers]:
         for unit in layer.modules():
             if isinstance(unit, Fp32Vectors):
                 # What a layer computes reads them after their own forward pass.

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pipeline.config.parallel import V_SHAPED, PipelineConfig
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
-from pipeline.train.model.flops import head_flops, layer_flops
+from pipeline.train.model.flops import head_flops, layer_flops, mtp_flops
 
 EMBEDDING_WEIGHT = 0.1
 """Weight of the embedding relative to the head. A look-up is not a matrix product, but its gradient and its update
@@ -62,14 +62,15 @@ def rank_of(stage: int, pp: int, pipeline: PipelineConfig) -> int:
 
 
 def layer_costs(spec: DecoderSpec, sequence_length: int) -> list[int]:
-    """Forward FLOPs of one token, by layer; the first has the embedding's weight on top, the last the head's.
+    """Forward FLOPs of one token, by layer.
 
-    Attention is counted half (`causal=True`), as kernels compute it.
+    The first has the embedding's weight on top, the last the head's and all of multi-token prediction. Attention is
+    counted half (`causal=True`), as kernels compute it.
     """
     head = head_flops(spec)
     costs = [layer_flops(layer, sequence_length, causal=True) for layer in spec.layers]
     costs[0] += EMBEDDING_WEIGHT * head
-    costs[-1] += head
+    costs[-1] += head + mtp_flops(spec, sequence_length, causal=True)
     # Whole numbers are compared without rounding errors, so that every machine makes the same split.
     return [round(cost) for cost in costs]
 
@@ -77,10 +78,8 @@ def layer_costs(spec: DecoderSpec, sequence_length: int) -> list[int]:
 def compute_costs(spec: DecoderSpec, stages: Sequence[Stage], sequence_length: int) -> list[float]:
     """Forward FLOPs of one token, by stage, without any weight of the embedding."""
     layers = [layer_flops(layer, sequence_length, causal=True) for layer in spec.layers]
-    return [
-        sum(layers[index] for index in stage.part.layers) + (head_flops(spec) if stage.part.last else 0.0)
-        for stage in stages
-    ]
+    end = head_flops(spec) + mtp_flops(spec, sequence_length, causal=True)
+    return [sum(layers[index] for index in stage.part.layers) + (end if stage.part.last else 0.0) for stage in stages]
 
 
 @lru_cache(maxsize=64)

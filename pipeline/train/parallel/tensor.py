@@ -44,9 +44,13 @@ from pipeline.train.model.block import Block
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.head import Head
 from pipeline.train.model.loss import Criterion
+from pipeline.train.model.mtp import MtpLayer
 from pipeline.train.model.part_spec import HeadNorm, LayerPartSpec, Matrix
 from pipeline.train.parallel.experts import PositionsOfRanks, mixtures
-from pipeline.train.parallel.torch_compat.core import all_reduce
+from pipeline.train.parallel.torch_compat.core import all_reduce, with_parts_of_gradient
+
+_OWN = Shard(0)
+"""Layout of what each rank has for itself, heads or a gradient's part, as if it had samples of its own."""
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -61,8 +65,10 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
         sequence_parallel: Cut the residual stream along the sequence.
     """
     stream = Shard(1) if sequence_parallel else Replicate()
-    for block in model.layers.values():
-        _cut_block(cast(Block, block), mesh, stream)
+    for block in model.blocks:
+        _cut_block(block, mesh, stream)
+    for layer in model.mtp_layers:
+        _cut_mtp(layer, mesh, stream)
     if sequence_parallel:
         model.stream_shard = lambda positions: positions.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
     if hasattr(model, "embedding"):
@@ -101,22 +107,36 @@ def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
             mixture.share = PositionsOfRanks(mesh.get_group())
 
 
+def _cut_mtp(layer: MtpLayer, mesh: DeviceMesh, stream: Placement) -> None:
+    """Cut what a depth of multi-token prediction has besides its block."""
+    norms: dict[str, ParallelStyle] = {
+        name: _WholeParameters(stream) for name, child in layer.named_children() if name.endswith("norm")
+    }
+    parallelize_module(layer, mesh, norms)
+    for name, child in layer.named_children():
+        if isinstance(child, nn.Linear):
+            layer.set_submodule(name, WholeLinear(child, mesh, stream))
+
+
 def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: Placement) -> dict[str, ParallelStyle]:
     """Styles by module name; a module that torch has no style for is replaced in place."""
     plan: dict[str, ParallelStyle] = {}
     for matrix in part.matrices:
         if matrix.cut == "positions":
-            if isinstance(module.get_submodule(matrix.name), nn.Linear):
-                plan[matrix.name] = _WholeParameters(stream)
+            if isinstance(linear := module.get_submodule(matrix.name), nn.Linear):
+                module.set_submodule(matrix.name, WholeLinear(linear, mesh, stream))
         elif matrix.shared(mesh.size()):
             linear = cast(nn.Linear, module.get_submodule(matrix.name))
             module.set_submodule(matrix.name, SharedHeads(linear, _shared_rows(matrix, mesh), mesh))
+        elif matrix.cut == "whole":
+            plan[matrix.name] = _WholeParameters(_OWN)
+        elif matrix.cut == "columns":
+            plan[matrix.name] = RowwiseParallel(output_layouts=stream)
         else:
-            columns = matrix.cut == "columns"
-            plan[matrix.name] = RowwiseParallel(output_layouts=stream) if columns else ColwiseParallel()
+            plan[matrix.name] = _RowsOfWhole() if matrix.of_whole else ColwiseParallel()
     for norm in part.head_norms:
         if norm.heads is None:
-            plan[norm.name] = _WholeParameters(Shard(2))  # each rank has heads of [B, S, H, E]
+            plan[norm.name] = _WholeParameters(_OWN)
         else:
             module.set_submodule(norm.name, ShardedRMSNorm(norm, module.get_submodule(norm.name), mesh))
     for vector in part.vectors:
@@ -160,6 +180,9 @@ class _WholeParameters(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_module: nn.Module, inputs: tuple[Tensor]) -> DTensor:
+            if isinstance(inputs[0], DTensor):  # the input of a mixer, the same on all ranks
+                own = inputs[0].to_local(grad_placements=[Partial()])
+                return DTensor.from_local(own, device_mesh, [self._layout], run_check=False)
             whole = DTensor.from_local(inputs[0], device_mesh, [self._comes_as], run_check=False)
             return whole.redistribute(placements=[self._layout])
 
@@ -170,6 +193,36 @@ class _WholeParameters(ParallelStyle):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
         return module
+
+
+class _RowsOfWhole(ColwiseParallel):
+    """`ColwiseParallel` of an input that all ranks have made for themselves: each keeps its part of the gradient.
+
+    What made it, see `Matrix.cut`, takes the sum once, over gradients of weights, and not in each pass.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_module: nn.Module, inputs: tuple[Tensor]) -> DTensor:
+            return with_parts_of_gradient(inputs[0], device_mesh)
+
+        module.register_forward_pre_hook(enter)
+        return super()._apply(module, device_mesh)
+
+
+class WholeLinear(nn.Module):
+    """A matrix that every rank has whole, for its own piece of the stream, or for all of it.
+
+    Of `nn.Linear` on DTensors torch cannot cut the sequence where there are several samples.
+    """
+
+    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, stream: Placement) -> None:
+        super().__init__()
+        self._gradient = Replicate() if stream.is_replicate() else Partial()
+        self.weight = _distributed(linear.weight, mesh, Replicate())
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D], both local."""
+        return F.linear(x_BSD, cast(DTensor, self.weight).to_local(grad_placements=[self._gradient]))
 
 
 class _VocabParallelHead(ParallelStyle):

@@ -1,4 +1,4 @@
-"""An embedding that is also the head, in a pipeline whose first and last stage have a copy each."""
+"""An embedding that the last stage of a pipeline uses, too, and has a copy of: as head, or for tokens ahead."""
 
 from __future__ import annotations
 

@@ -11,16 +11,22 @@ from transformers import (
     Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
     Starcoder2Config,
 )
@@ -64,10 +70,24 @@ def gemma3(unlike: Collection[str] = (), **values: Any) -> Row:
     return Row(Gemma3TextConfig, {**shape, **values}, set(unlike), norm_offset=1.0)
 
 
+def gpt_oss(unlike: Collection[str] = (), **values: Any) -> Row:
+    """More experts than have one digit, a limit that many numbers reach, and a window shorter than the texts."""
+    shape = SHAPE | {"num_hidden_layers": 5, "head_dim": 10, "sliding_window": 6, "swiglu_limit": 0.8}
+    shape |= {"num_local_experts": 12, "num_experts_per_tok": 3}
+    # With a higher rate rounding grows: the limit cuts the slope of many numbers.
+    return Row(GptOssConfig, {**shape, **values}, {"router_aux_loss_coef", *unlike}, rate=2e-4)
+
+
 def alternating(layers: int, period: int) -> list[str]:
     return ["sliding_attention" if index % period < period - 1 else "full_attention" for index in range(layers)]
 
 
+# More experts than have one digit, most of which a token does not go to.
+EXPERTS = {**SHAPE, "num_experts_per_tok": 3, "num_experts": 12}
+MOE = {**EXPERTS, "moe_intermediate_size": 20}
+GLM = {key: value for key, value in MOE.items() if key != "num_experts"} | {"n_routed_experts": 12, "head_dim": 8}
+# What only training reads, and layers that transformers leaves out.
+OF_TRAINING = {"router_aux_loss_coef", "num_nextn_predict_layers"}
 BETAS = {"beta_fast": 24.0, "beta_slow": 2.0}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 YARN |= {"beta_fast": 24.0, "beta_slow": 2.0}
@@ -222,6 +242,53 @@ ROWS = {
         {**SHAPE, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500.0}}},
     ),
+    "gpt-oss": gpt_oss(),
+    "gpt-oss-no-yarn": gpt_oss(
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=False,
+        tie_word_embeddings=True,
+        swiglu_alpha=1.3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "mixtral": Row(MixtralConfig, {**EXPERTS, "num_experts_per_tok": 2, "head_dim": 10}, OF_TRAINING),
+    "mixtral-window": Row(
+        MixtralConfig,
+        {**EXPERTS, "sliding_window": 7, "tie_word_embeddings": True, "rope_theta": 500.0},
+        OF_TRAINING | {"head_dim"},
+    ),
+    "olmoe": Row(OlmoeConfig, EXPERTS, OF_TRAINING),
+    "olmoe-biases-normalized": Row(
+        OlmoeConfig, {**EXPERTS, "attention_bias": True, "norm_topk_prob": True}, OF_TRAINING
+    ),
+    "qwen3-moe": Row(Qwen3MoeConfig, {**MOE, "norm_topk_prob": True, "head_dim": 10}, OF_TRAINING),
+    "qwen3-moe-some-dense": Row(
+        Qwen3MoeConfig,
+        {**MOE, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3], "tie_word_embeddings": True}
+        | {"use_sliding_window": True, "sliding_window": 6, "head_dim": 10},
+        OF_TRAINING | {"decoder_sparse_step", "mlp_only_layers"},
+    ),
+    "qwen2-moe": Row(
+        Qwen2MoeConfig, {**MOE, "shared_expert_intermediate_size": 36}, OF_TRAINING | NO_WINDOW | {"sliding_window"}
+    ),
+    "qwen2-moe-some-dense-no-biases": Row(
+        Qwen2MoeConfig,
+        {**MOE, "shared_expert_intermediate_size": 36, "mlp_only_layers": [1], "qkv_bias": False}
+        | {"norm_topk_prob": True, "tie_word_embeddings": True},
+        OF_TRAINING | NO_WINDOW | {"sliding_window"},
+    ),
+    "glm4-moe": Row(
+        Glm4MoeConfig,
+        {**GLM, "attention_bias": True, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+        | {"routed_scaling_factor": 2.5},
+        OF_TRAINING,
+    ),
+    "glm4-moe-two-dense": Row(
+        Glm4MoeConfig,
+        {**GLM, "num_hidden_layers": 4, "first_k_dense_replace": 2, "norm_topk_prob": False, "rope_theta": 500.0}
+        | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+        OF_TRAINING,
+    ),
     "starcoder2": Row(
         Starcoder2Config, {**SIZES, "norm_epsilon": 1e-4, "sliding_window": 7, "tie_word_embeddings": False}
     ),
@@ -267,3 +334,11 @@ def test_packed_documents(pair: Pair) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_twenty_steps(root: Path, name: str) -> None:
     parity.check_training(ROWS[name], root, name)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(
+    "name", ["mixtral", "olmoe", "qwen3-moe-some-dense", "qwen2-moe", "glm4-moe-two-dense", "gpt-oss"]
+)
+def test_twenty_steps_with_the_same_experts(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    parity.check_replayed_training(parity.pair_of(ROWS[name], tmp_path, tokenizer))

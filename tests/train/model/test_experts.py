@@ -20,7 +20,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.flops import active_parameters, num_parameters
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.mlps.experts.dispatch import RowOrder
+from pipeline.train.model.mlps.experts.dispatch import DispatchOrder
 from pipeline.train.model.mlps.experts.module import Experts
 from pipeline.train.model.mlps.experts.router import Router
 from pipeline.train.model.mlps.experts.routing import Routed, Routing
@@ -152,7 +152,7 @@ def test_the_layer_is_the_sum_over_the_chosen_experts(keys: dict[str, Any]) -> N
 
 def test_rows_are_in_the_order_of_experts_and_counted_by_sample() -> None:
     ids_TK = torch.randint(0, 7, (30, 3), generator=torch.Generator().manual_seed(0))
-    order = RowOrder.of(ids_TK, 5, 7)
+    order = DispatchOrder.of(ids_TK, 5, 7)
     flat = ids_TK.flatten()
     assert torch.equal(flat[order.order_N], flat.sort(stable=True).values)
     assert torch.equal(order.order_N[order.inverse_N], torch.arange(90))

@@ -55,6 +55,29 @@ MODELS: dict[str, dict[str, Any]] = {
             "post": {"mlp": "none", "norm_place": "post", "bias": "all"},
         },
     },
+    "latents": {
+        "mixer": "mla",
+        "norm_offset": 0.5,
+        "pattern": ["latent", "near", "grouped", "unturned"],
+        "kinds": {
+            "latent": {"mla": {"kv_rank": 12, "q_rank": 10, "nope_dim": 8, "rope_dim": 4, "value_dim": 6}},
+            "near": {
+                "heads": 3,
+                "mla": {"kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
+                "rope_theta": 300.0,
+                "sliding_window": 5,
+                "sinks": True,
+                "norm_place": "both",
+            },
+            "grouped": {"mixer": "attention", "kv_heads": 2},
+            "unturned": {
+                "mla": {"kv_rank": 8, "nope_dim": 4, "rope_dim": 3, "value_dim": 4},
+                "positions": "none",
+                "attention_scale": 0.3,
+                "attention_soft_cap": 0.8,
+            },
+        },
+    },
 }
 
 
@@ -90,7 +113,8 @@ class Reference:
 
     def layer(self, x: Tensor, name: str, layer: LayerConfig) -> Tensor:
         def mixer(x: Tensor) -> Tensor:
-            return self.attention(x, f"{name}mixer.", layer)
+            formula = self.latent_attention if layer.mixer == "mla" else self.attention
+            return formula(x, f"{name}mixer.", layer)
 
         def mlp(x: Tensor) -> Tensor:
             return self.mlp(x, f"{name}mlp.", layer)
@@ -129,24 +153,48 @@ class Reference:
         if layer.qk_norm is True:
             q, k = self.norm(q, f"{name}q_norm"), self.norm(k, f"{name}k_norm")
         if layer.positions == "rope":
-            q, k = self.turned(q, layer, size), self.turned(k, layer, size)
+            share = layer.rope_share * size
+            q, k = self.turned(q, layer, int(share)), self.turned(k, layer, int(share))
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+        out = self.attended(q, k, v, name, layer, size)
+        if layer.output_gate:
+            out = out * torch.sigmoid(self.linear(x, f"{name}wg"))
+        return self.linear(out, f"{name}wo")
+
+    def latent_attention(self, x: Tensor, name: str, layer: LayerConfig) -> Tensor:
+        mla = layer.mla
+        assert mla is not None
+
+        def heads(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+
+        if mla.q_rank is None:
+            q = heads(self.linear(x, f"{name}wq"))
+        else:
+            q = heads(self.linear(self.norm(self.linear(x, f"{name}wqa"), f"{name}q_norm"), f"{name}wqb"))
+        latent = self.norm(self.linear(x, f"{name}wkva"), f"{name}kv_norm")
+        q, turned_q = q[..., : mla.nope_dim], q[..., mla.nope_dim :]
+        turned_k = self.linear(x, f"{name}wkr")[:, None]
+        if layer.positions == "rope":
+            turned_q, turned_k = (self.turned(each, layer, mla.rope_dim) for each in (turned_q, turned_k))
+        k = torch.cat((heads(self.linear(latent, f"{name}wkb")), turned_k.repeat(1, layer.heads, 1, 1)), -1)
+        v, q = heads(self.linear(latent, f"{name}wvb")), torch.cat((q, turned_q), -1)
+        return self.linear(self.attended(q, k, v, name, layer, mla.nope_dim + mla.rope_dim), f"{name}wo")
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, name: str, layer: LayerConfig, size: int) -> Tensor:
         scores = q @ k.transpose(-1, -2) * (layer.attention_scale or size**-0.5)
         if layer.attention_soft_cap is not None:
             scores = layer.attention_soft_cap * torch.tanh(scores / layer.attention_soft_cap)
-        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
         hidden = (distance < 0) | (distance >= (layer.sliding_window or LENGTH))
         scores = scores.masked_fill(hidden, -torch.inf)
         if layer.sinks:  # a key more, whose value is 0
             sink = self.weights[f"{name}sinks"][None, :, None, None].expand(*scores.shape[:3], 1)
             scores, v = torch.cat((scores, sink), -1), F.pad(v, (0, 0, 0, 1))
-        out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        if layer.output_gate:
-            out = out * torch.sigmoid(self.linear(x, f"{name}wg"))
-        return self.linear(out, f"{name}wo")
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
-    def turned(self, x: Tensor, layer: LayerConfig, size: int) -> Tensor:
-        half = int(layer.rope_share * size) // 2
+    def turned(self, x: Tensor, layer: LayerConfig, dims: int) -> Tensor:
+        half = dims // 2
         angles = torch.arange(x.shape[2])[:, None] * layer.rope_theta ** -(torch.arange(half) / half)
         pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones(()), angles)
         return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1)
@@ -192,7 +240,11 @@ def test_parameters_and_products_are_counted(name: str) -> None:
         layer = config.layer(kind)
         if layer.mixer != "none":
             window = min(layer.sliding_window or LENGTH, LENGTH)
-            scores += 4 * layer.heads * head_size(layer, 32) * (window - window**2 / (2 * LENGTH))
+            sizes = 2 * head_size(layer, 32)
+            if layer.mixer == "mla":
+                assert layer.mla is not None
+                sizes = layer.mla.nope_dim + layer.mla.rope_dim + layer.mla.value_dim
+            scores += 2 * layer.heads * sizes * (window - window**2 / (2 * LENGTH))
     assert flops_per_token(model.spec, LENGTH, causal=True) == pytest.approx(3 * (2 * matrices + scores))
 
 
@@ -242,10 +294,11 @@ def test_equal_layers_written_as_kinds_have_the_same_names_and_weights() -> None
 
 
 @pytest.mark.guard
-def test_layers_of_a_kind_share_what_is_compiled() -> None:
+@pytest.mark.parametrize("name", ["norms, windows, rope", "latents"])
+def test_layers_of_a_kind_share_what_is_compiled(name: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = section("norms, windows, rope")
+    config = section(name)
     plain, model = built(config), built(config)
     compile_layers(model, RecomputeConfig())
     found, expected = (each(TOKENS, Context())[..., :VOCAB] for each in (model, plain))

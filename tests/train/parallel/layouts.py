@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "post": {"mixer": "none", "norm_place": "post", "ffn_dim": 64},
         },
     },
+    "latent": {
+        "model.document_attention": True,
+        "model.mixer": "mla",
+        "model.pattern": ["wide", "near"],
+        "model.kinds": {
+            "wide": {
+                "mla": {"kv_rank": 24, "q_rank": 20, "nope_dim": 8, "rope_dim": 4, "value_dim": 6},
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4,
+                    "original_max_positions": 16,
+                    "beta_fast": 4,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.7,
+                },
+            },
+            "near": {
+                "mla": {"kv_rank": 12, "nope_dim": 4, "rope_dim": 6, "value_dim": 12},
+                "sliding_window": 7,
+                "sinks": True,
+            },
+        },
+    },
+    "ahead": {
+        "model.kv_heads": 4,
+        "model.document_attention": True,
+        "model.embedding_scale": 8.0,
+        "model.mtp": {"depth": 2},
+        "train.loss.z_loss": 1e-3,
+    },
+    "ahead_tied": {
+        "model.kv_heads": 4,
+        "model.tie_embeddings": True,
+        "model.pattern": ["near", "far"],
+        "model.kinds": {"near": {"sliding_window": 7}, "far": {"positions": "none", "norm_place": "output"}},
+        "model.dropout": 0.1,
+        "model.mtp": {"depth": 1},
+        "train.loss.mtp": 0.5,
+    },
 }
-"""GPT-2-like, Llama-like, one with what those two do not have, and two whose layers are of several kinds."""
+"""GPT-2-like, Llama-like, one with what those two do not have, three whose layers are of several kinds, and two with
+multi-token prediction."""
 
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {
@@ -123,6 +164,9 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
             **{"groups": 4, "top_groups": 2, "shared_ffn_dim": 24, "shared_gate": True},
         },
         "model.kinds": {"dense": {}, "routed": {"mlp": "experts"}},
+        "model.mixer": "mla",
+        "model.mla": {"kv_rank": 24, "q_rank": 20, "nope_dim": 8, "rope_dim": 4, "value_dim": 8},
+        "model.mtp": {"depth": 1},
         "train.balance": {"loss": 0.02, "over": "batch", "bias_rate": 0.01},
     },
     "gpt_oss": {
@@ -142,9 +186,12 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
 for _keys in EXPERT_FAMILIES.values():
     _keys["train.batch_size"] = 15
 FAMILIES |= EXPERT_FAMILIES
+FAMILIES["few"] = EXPERT_FAMILIES["mixtral"] | {"model.experts": {"count": 2, "top_k": 1, "ffn_dim": 32, "bias": True}}
+"""Fewer experts than processes that they are sharded over."""
 
-CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null"}
-CHUNK_TOKENS |= {"mixtral": 37, "deepseek": "null", "gpt_oss": 16}
+CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null", "latent": 29}
+CHUNK_TOKENS |= {"ahead": 41, "ahead_tied": "null"}
+CHUNK_TOKENS |= {"few": 37, "mixtral": 37, "deepseek": "null", "gpt_oss": 16}
 """What the layouts compute their loss in; the one process does so in one piece."""
 
 COMMON: dict[str, Any] = {
@@ -167,7 +214,7 @@ COMMON: dict[str, Any] = {
 def write(root: Path) -> None:
     """A corpus, its datasets, and a run file for each family."""
     for name, keys in FAMILIES.items():
-        file = tiny.write_run(root, {**COMMON, **keys}, f"{name}.yaml")
+        file = tiny.write_run(root, {**deepcopy(COMMON), **keys}, f"{name}.yaml")
     preprocess(load(file))
 
 
@@ -179,17 +226,23 @@ def reference(root: Path, family: str, layers: int) -> Path:
     return folder
 
 
-def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks) -> list[str]:
+def train(file: Path, values: list[str]) -> None:
+    """What a rank does that trains."""
+    trainer.train(load(file, values))
+
+
+def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks, *, name: str = "") -> list[str]:
     """Train on a layout from the seed checkpoint of one process; what differs, in words.
 
     Args:
+        name: Of the run, where a row has several.
         processes: As many as the layout has. They may have trained on other layouts before.
 
     Raises:
         RankFailed: with the differences between tensors, which every rank looks at itself.
     """
     one = reference(root, family, row.layers)
-    run = root / f"{family}-{row.name}"
+    run = root / f"{family}-{name or row.name}"
     seed = f"step-{SEED_STEP:08d}"
     shutil.copytree(one / "checkpoints" / seed, run / "checkpoints" / seed)
     parallel = row.parallel.model_dump(mode="json", exclude_unset=True)
@@ -211,6 +264,7 @@ def differences(run: Path, one: Path) -> list[str]:
     found = []
     expected = {row["step"]: row for row in read_metrics(one)}
     rows = read_metrics(run)
+    rows = [row for row in rows if row["step"] > SEED_STEP]
     if [row["step"] for row in rows] != list(range(SEED_STEP + 1, LAST_STEP + 1)):
         return [f"steps {[row['step'] for row in rows]}"]
     for row in rows:
@@ -226,6 +280,9 @@ def differences(run: Path, one: Path) -> list[str]:
             expected_value = other["experts"][key]
             if key != "rows_max_over_mean" and not abs(value - expected_value) <= 1e-5 * max(1e-3, abs(expected_value)):
                 found.append(f"step {row['step']}: {key} {value} instead of {expected_value}")
+        mine, its = (each.get("mtp_loss_by_depth", {}) for each in (row, other))
+        if mine.keys() != its.keys() or any(not abs(mine[depth] - its[depth]) <= 1e-5 * its[depth] for depth in its):
+            found.append(f"step {row['step']}: mtp_loss_by_depth {mine} instead of {its}")
         if row["loss_by_source"].keys() != other["loss_by_source"].keys():
             found.append(f"step {row['step']}: loss_by_source {row['loss_by_source']}")
     return found

@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
+from pipeline.train.model.mlps.experts.routing import Routing
+from pipeline.train.parallel.layout import Layout
+from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.tested import OF_EXPERTS, Combination
-from tests.train.distributed.ranks import Ranks
+from tests.train.distributed.ranks import RankFailed, Ranks
 from tests.train.parallel import layouts
 
 pytestmark = pytest.mark.parallel
@@ -22,14 +26,37 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+COVERING = ("fsdp2-reshard-ep2", "tp2-ep2")
+"""Rows without a mark."""
+GUARD = (
+    *("tp2", "tp2-no_sp", "reshard-cp2-all_gather", "tp2-no_sp-ep2", "reshard-cp2-all_gather-ep2"),
+    *(
+        "reshard-cp2-ulysses-ep2",
+        "fsdp2-keep-ep2",
+        "hsdp2x2-reshard-ep2",
+        "fsdp2-keep-tp2-ep4",
+        "fsdp2-keep-tp2-no_sp-ep2",
+    ),
+    *(
+        "pp2-1f1b",
+        "pp2-zbv-fsdp2-keep-ep2",
+        "pp2-interleaved_zero_bubble-tp2-ep2",
+        "pp2-dualpipev-keep-cp2-all_gather-ep2",
+    ),
+    *("fsdp2-reshard-ep2-full", "tp2-ep2-selective", "fsdp2-reshard-ep2-selective-compiled"),
+)
+"""Those of guard tests. The rest are slow."""
+
+
 def cases() -> Iterator[Any]:
-    """Every row, with the families in turn."""
+    """Every row with every family; quick is one of them, in turn."""
     families = list(layouts.EXPERT_FAMILIES)
     for number, row in enumerate(OF_EXPERTS):
         for place, family in enumerate(families):
-            marks = layouts.trains(row.kind.schedule or "")
-            if number % len(families) != place:
-                marks = [*marks, pytest.mark.slow]
+            marks = [pytest.mark.slow]
+            if number % len(families) == place and row.name in (*COVERING, *GUARD):
+                marks = [] if row.name in COVERING else [pytest.mark.guard]
+            marks = [*layouts.trains(row.kind.schedule or ""), *marks]
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
 
 
@@ -38,3 +65,64 @@ def test_a_layout_computes_what_one_process_does(
     root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
     assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []
+
+
+@pytest.mark.guard
+def test_fewer_experts_than_shards_are_cut_each(root: Path, processes: Callable[[int], Ranks]) -> None:
+    row = next(each for each in OF_EXPERTS if each.name == "fsdp2-reshard-tp2")
+    assert layouts.compare(root, "few", row, processes(4)) == []
+
+
+def break_mesh() -> None:
+    """Experts are sharded over the mesh of the other parameters, and not over tp."""
+    role = Mesh.role
+    Mesh.role = lambda self, name: role(self, "params" if name == "experts" else name)  # type: ignore[assignment,method-assign]
+
+
+def break_divisor() -> None:
+    """Losses of routers are divided by the number of micro-batches."""
+    losses = Routing.losses
+    Routing.losses = lambda *args: tuple(each / 2 for each in losses(*args))  # type: ignore[assignment,method-assign]
+
+
+def break_counts() -> None:
+    """Choices are counted by this rank's share of a sample alone."""
+    Routing.counts_of_samples = lambda self, counts_BE: counts_BE  # type: ignore[method-assign]
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(
+    ("broken", "degrees"),
+    [(break_mesh, {"tp": 2}), (break_divisor, {"dp_shard": 2, "ep": 2}), (break_counts, {"cp": 2, "ep": 2})],
+)
+def test_what_is_known_to_go_wrong_is_seen(root: Path, broken: Callable[[], None], degrees: dict[str, int]) -> None:
+    row = Combination(Layout(**degrees))
+    with Ranks(row.layout.world_size, connect=False) as ranks:
+        ranks.call(broken)
+        try:
+            found = layouts.compare(root, "mixtral", row, ranks, name=broken.__name__)
+        except RankFailed as failure:
+            found = [str(failure)]
+    assert any("instead of" in each or "error " in each for each in found), found
+
+
+@pytest.mark.guard
+def test_a_run_goes_on_from_layout_to_layout(root: Path, processes: Callable[[int], Ranks]) -> None:
+    """Each step is made on another layout, with the weights, moments and biases of the one before."""
+    chain: list[tuple[int, dict[str, Any]]] = [
+        (layouts.SEED_STEP, {}),
+        (3, {"dp_shard": 2, "ep": 2}),
+        (4, {"tp": 2, "ep": 2}),
+        (5, {"pp": 2}),
+        (6, {}),
+        (7, {"cp": 2}),
+    ]
+    common = ["model.layers=4", "train.micro_batch_size=4", "train.schedule={type: constant, warmup: 0 steps}"]
+    runs = [root / "deepseek-straight", root / "deepseek-chain"]
+    ends: list[tuple[int, dict[str, Any]]] = [(layouts.LAST_STEP, {})]
+    for run, parts in zip(runs, (ends, chain), strict=True):
+        for end, degrees in parts:
+            values = [f"run.dir={run}", f"parallel={orjson.dumps(degrees).decode()}", f"train.duration={end} steps"]
+            ranks = processes(Layout(**degrees).world_size)
+            ranks.call(layouts.train, root / "deepseek.yaml", [*common, *values])
+    assert layouts.differences(runs[1], runs[0]) == []

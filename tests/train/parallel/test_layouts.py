@@ -46,8 +46,16 @@ SLOW = (
 """Of the others those that are: each is much like a quick one."""
 
 
+LATENT = (
+    *("tp2", "tp2-no_sp", "fsdp2-reshard-tp2", "pp2-1f1b", "fsdp2-reshard-compiled"),
+    *("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp2-all_gather-tp2", "reshard-cp2-ulysses-tp2"),
+    *("tp2-full", "tp2-selective", "tp2-selective-compiled", "reshard-cp2-all_gather-selective"),
+)
+"""Rows that latent attention is tried with besides; without a mark the first."""
+
+
 def cases() -> Iterator[Any]:
-    """Every row with two families, of equal layers or of several kinds.
+    """Every row with two families, of equal layers or of several kinds; some with latent attention too.
 
     Quick are those of two processes with one family, and each second one of four.
     """
@@ -60,10 +68,44 @@ def cases() -> Iterator[Any]:
             marks = [pytest.mark.slow] if not quick else [] if row.name in COVERING else [pytest.mark.guard]
             marks = [*layouts.trains(row.kind.schedule or ""), *marks]
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
+        if row.name in LATENT:
+            marks = [] if row.name == LATENT[0] else [pytest.mark.guard]
+            yield pytest.param(row, "latent", id=f"{row.name}-latent", marks=marks)
 
 
 @pytest.mark.parametrize(("row", "family"), list(cases()))
 def test_a_layout_computes_what_one_process_does(
+    root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
+) -> None:
+    assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []
+
+
+_AHEAD = {
+    **dict.fromkeys(("pp2-1f1b", "pp2-zbv", "reshard-cp2-all_gather"), ""),
+    **dict.fromkeys(("pp2-dualpipev", "reshard-cp2-ulysses", "tp2", "fsdp2-reshard-compiled"), "guard"),
+    **dict.fromkeys(("pp2-interleaved_zero_bubble", "tp2-no_sp", "fsdp2-reshard", "pp2-gpipe", "ddp2"), "slow"),
+    **dict.fromkeys(("fsdp2-reshard-tp2", "pp2-1f1b-keep-cp2-all_gather", "pp2-zbv-keep-cp2-ulysses"), "slow"),
+    **dict.fromkeys(("fsdp2-reshard-full", "pp2-zbv-full", "tp2-selective", "pp2-1f1b-fsdp2-keep-compiled"), "slow"),
+    **dict.fromkeys(("pp4-1f1b-layers_0_3_1_0", "pp2-interleaved_1f1b-tp2", "hsdp2x2-keep", "pp4-zbv"), "slow"),
+    **dict.fromkeys(("pp2-zbv-tp2", "pp2-dualpipev-fsdp2-keep"), "slow"),
+    **dict.fromkeys(("fsdp2-keep-forward_prefetch_2-backward_prefetch_3-reduce_last",), "slow"),
+}
+"""Rows with multi-token prediction, and their tier."""
+
+
+def ahead_cases() -> Iterator[Any]:
+    """The families in turn, and the slow rows with both."""
+    rows = {row.name: row for row in (*TESTED, *WITHIN_LAYERS, *OVERLAPPED)}
+    for number, (name, tier) in enumerate(_AHEAD.items()):
+        families = ("ahead", "ahead_tied")
+        for place, family in enumerate(families):
+            own = tier if place == number % 2 else "slow"
+            marks = [*layouts.trains(rows[name].kind.schedule or ""), *([getattr(pytest.mark, own)] if own else [])]
+            yield pytest.param(rows[name], family, id=f"{name}-{family}", marks=marks)
+
+
+@pytest.mark.parametrize(("row", "family"), list(ahead_cases()))
+def test_multi_token_prediction_computes_what_one_process_does(
     root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
     assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []

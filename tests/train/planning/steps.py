@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ KINDS: dict[str, Any] = {
 }
 """Six layers, of which the first and the fourth have more of everything."""
 
+EXPERTS: dict[str, Any] = {
+    "model.mlp": "experts",
+    "model.experts": {"count": 8, "top_k": 2, "ffn_dim": 256, "shared_ffn_dim": 128},
+    # Otherwise some ranks get more than others.
+    "train.balance": {"force": True},
+    "train.precision": {"compute": "bf16"},
+}
+_EP2 = {**EXPERTS, "parallel.dp_shard": 2, "parallel.ep": 2, "train.batch_size": 4}
+
 CASES: dict[str, dict[str, Any]] = {
     "one process": {},
     "one process, bf16": {"train.precision": {"compute": "bf16"}},
@@ -58,6 +68,51 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "layers of two kinds": KINDS,
     "layers of two kinds, pp2": {**KINDS, "parallel.pp": 2, "train.batch_size": 8, "train.micro_batch_size": 1},
+    "experts": EXPERTS,
+    "experts, biases, the first layers dense": {
+        **EXPERTS,
+        "model.experts": {"count": 16, "top_k": 2, "ffn_dim": 128, "bias": True, "activation": "clamped_swiglu"},
+        "model.pattern": ["dense", "dense", *["sparse"] * 4],
+        "model.kinds": {"dense": {"mlp": "swiglu"}, "sparse": {}},
+    },
+    "experts, full recomputation": {**EXPERTS, "train.recompute": {"mode": "full"}},
+    "experts, selective recomputation": {**EXPERTS, "train.recompute": {"mode": "selective"}},
+    "experts, fsdp2": {**_EP2, "parallel.ep": 1},
+    "experts, ep2": _EP2,
+    "experts, ep2, kept": {**_EP2, "parallel.reshard_after_forward": False},
+    "experts, fsdp4 ep2": {**_EP2, "parallel.dp_shard": 4, "train.batch_size": 8},
+    "experts, tp2": {**EXPERTS, "parallel.tp": 2},
+    "experts, tp2 ep2": {**EXPERTS, "parallel.tp": 2, "parallel.ep": 2},
+    "experts, tp2 ep2, no sequence parallelism": {
+        **EXPERTS,
+        "parallel.tp": 2,
+        "parallel.ep": 2,
+        "parallel.sequence_parallel": False,
+    },
+    "experts, pp2 x fsdp2 ep2": {
+        **_EP2,
+        "parallel.pp": 2,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 1,
+    },
+    "multi-token prediction": {"model.mtp": {"depth": 2}},
+    "multi-token prediction, chunked loss, bf16": {
+        "model.mtp": {"depth": 1},
+        "train.loss.chunk_tokens": 64,
+        "train.precision": {"compute": "bf16"},
+    },
+    "multi-token prediction, pp2": {
+        "model.mtp": {"depth": 1},
+        "parallel.pp": 2,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 1,
+    },
+    "multi-token prediction, fsdp2 x tp2": {
+        "model.mtp": {"depth": 2},
+        "parallel.dp_shard": 2,
+        "parallel.tp": 2,
+        "train.batch_size": 4,
+    },
     "full recomputation": {"train.recompute": {"mode": "full"}},
     "full recomputation, every second layer": {"train.recompute": {"mode": "full", "every": 2}},
     "selective recomputation": {"train.recompute": {"mode": "selective"}},
@@ -229,12 +284,19 @@ def _steps(config: Config, setup: Setup, shape: StepShape) -> None:
     stepper = Stepper(config, setup, model, Optimizers(config, model), sources=1)
     for _ in range(_STEPS):
         with record_function(_STEP):
-            stepper.step([_batch(shape) for _ in range(shape.micro_batches)], 1000, 1e-3)
+            depth = len(setup.spec.mtp)
+            batches = [_batch(shape, depth) for _ in range(shape.micro_batches)]
+            stepper.step(batches, 1000, 1e-3, valid_ahead=(1000,) * depth)
 
 
-def _batch(shape: StepShape) -> Batch:
+def _batch(shape: StepShape, depth: int) -> Batch:
     size = (shape.micro_batch_size, shape.sequence_length)
     tokens = torch.randint(VOCABULARY, size)
     # A document in each half of a sample.
     starts = torch.arange(0, tokens.numel(), shape.sequence_length // 2, dtype=torch.int32)
-    return Batch(tokens, tokens, torch.ones(size), starts, torch.zeros(len(tokens), dtype=torch.int64), {})
+    sources = torch.zeros(len(tokens), dtype=torch.int64)
+    batch = Batch(tokens, tokens, torch.ones(size), starts, sources, {})
+    if not depth:
+        return batch
+    ahead = torch.stack([tokens] * depth, dim=1)
+    return replace(batch, ahead_targets=ahead, ahead_weight=torch.ones(ahead.shape))

@@ -40,12 +40,14 @@ def _head_size(config: Config, _: Layout) -> Iterator[str]:
     backend = config.train.attention.backend
     if backend not in FUSED:
         return
-    for size in dict.fromkeys(max(use.head_dim, use.value_dim) for use in spec_uses(spec_of(config))):
+    uses = spec_uses(spec_of(config))
+    for size, key in dict.fromkeys((max(use.head_dim, use.value_dim), use.size_key) for use in uses):
         if size % MULTIPLE or size > MOST:
             near = max(MULTIPLE, min(MOST, size // MULTIPLE * MULTIPLE))
+            instead = f"set {key}={near}" if key == "model.head_dim" else f"change the sizes in {key}"
             yield (
                 f"train.attention.backend={backend} takes head sizes that are multiples of {MULTIPLE} up to {MOST}, "
-                f"but this model's is {size}: set model.head_dim={near}, or train.attention.backend=auto"
+                f"but this model's is {size}: {instead}, or train.attention.backend=auto"
             )
 
 
@@ -117,7 +119,7 @@ ATTENTION_RULES: Sequence[Rule] = (
         of_training=True,
     ),
     Rule(
-        ("train.attention.backend", "model.head_dim"),
+        ("train.attention.backend", "model.head_dim", "model.mla"),
         f"`varlen`, `flash` and `te` take head sizes that are multiples of {MULTIPLE} up to {MOST}.",
         _head_size,
         of_training=True,

@@ -275,10 +275,9 @@ def _experts(config: Config, layout: Layout) -> Iterator[str]:
         yield f"parallel.ep={ep}: no layer of the model has experts: set parallel.ep=1, or model.mlp=experts"
     for count in dict.fromkeys(layer.router.count for layer in layers.values()):
         if count % ep:
-            yield (
-                f"model.experts.count={count} cannot be dealt to parallel.ep={ep}: set parallel.ep="
-                f"{_nearest_degrees(ep, lambda d, count=count: count % d == 0 and layout.places % d == 0, count)}"
-            )
+            both = math.gcd(count, layout.places)
+            near = _nearest_degrees(ep, lambda degree, both=both: both % degree == 0, both)  # type: ignore[misc]
+            yield f"model.experts.count={count} cannot be dealt to parallel.ep={ep}: set parallel.ep={near}"
 
 
 def _mixers(config: Config) -> list[MixerSpec]:
@@ -402,7 +401,11 @@ RULES: Sequence[Rule] = (
         "`ep` divides `dp_shard` x `cp` x `tp`, and the number of experts.",
         _experts,
     ),
-    Rule(("parallel.cp",), "Every mixer can compute on shards of sequences. Attention can.", _whole_sequences),
+    Rule(
+        ("parallel.cp",),
+        "Every mixer can compute on shards of sequences. Attention and latent attention can.",
+        _whole_sequences,
+    ),
     *RECOMPUTE_RULES,
     *ATTENTION_RULES,
     *FP8_RULES,

@@ -7,6 +7,7 @@ Modules of their own, which are imported only where they are needed, have those 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
@@ -59,6 +60,28 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter within a forward pass, with a gradient."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def with_parts_of_gradient(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that all ranks have as a DTensor; the gradient of each rank's is the part that it knows, not the sum."""
+    if _TAKES_GRADIENT:
+        return DTensor.from_local(x, mesh, [Replicate()], grad_placements=[Partial()])
+    whole: DTensor = _PartOfGradient.apply(x, mesh)  # type: ignore[no-untyped-call]
+    return whole
+
+
+_TAKES_GRADIENT = "grad_placements" in inspect.signature(DTensor.from_local).parameters
+"""True in 2.13, false in 2.11."""
+
+
+class _PartOfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(x, mesh, [Replicate()])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: DTensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].to_local(), None
 
 
 def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:

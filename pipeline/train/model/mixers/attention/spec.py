@@ -19,11 +19,9 @@ from pipeline.train.model.part_spec import (
     Reach,
     RopeSpec,
     Vector,
+    default_scale,
     softmax_factor,
 )
-
-_MUP_HEAD_DIM = 64
-"""muP divides attention logits by head_dim instead of its root; the two agree for heads of this size."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class AttentionSpec(MixerSpec):
     def of(cls, model: ModelConfig, layer: LayerConfig) -> AttentionSpec:
         """That of the layers with these keys."""
         head_dim, window = head_size(layer, model.dim), layer.sliding_window
-        scale = head_dim**-0.5 if model.init.mup_base_dim is None else _MUP_HEAD_DIM**0.5 / head_dim
+        scale = default_scale(head_dim, mup=model.init.mup_base_dim is not None)
         rope = None
         if layer.positions == "rope":
             rope = RopeSpec(int(turned_dims(layer, model.dim)), layer.rope_theta, layer.rope_scaling)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class RowOrder:
+class DispatchOrder:
     """Rows of tokens, one for each of their experts, in the order of the experts."""
 
     order_N: Tensor
@@ -26,7 +26,7 @@ class RowOrder:
     top_k: int
 
     @classmethod
-    def of(cls, ids_TK: Tensor, samples: int, experts: int) -> RowOrder:
+    def of(cls, ids_TK: Tensor, samples: int, experts: int) -> DispatchOrder:
         """The order for choices of tokens of some samples, which have equally many."""
         choices, top_k = ids_TK.numel(), ids_TK.shape[1]
         sorted_N, order_N = torch.sort(ids_TK.flatten(), stable=True)
@@ -54,17 +54,20 @@ class RowOrder:
 class Sizes(Protocol):
     """Numbers of rows of an exchange, with which its repetition sends the same."""
 
-    ends_E: Tensor
-    """int32, of the experts that this process has: rows up to the end of each."""
-    rows: int
-    """Rows for the experts that this process has."""
+    @property
+    def ends_E(self) -> Tensor:
+        """int32, of the experts that this process has: rows up to the end of each."""
+
+    @property
+    def rows(self) -> int:
+        """Rows for the experts that this process has."""
 
 
 class Exchange(Protocol):
     """Way of rows to the processes that have their experts."""
 
     def sizes(self, counts_E: Tensor, rows: int) -> Sizes:
-        """Of an exchange, from how many rows each expert gets from here; every process calls this."""
+        """Sizes of an exchange, from how many rows each expert gets from here; every process calls this."""
 
     def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
         """Rows and their weights on the way to this process's experts, for `arrived`."""
@@ -122,7 +125,7 @@ class _Permuted(torch.autograd.Function):
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: RowOrder) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, order: DispatchOrder) -> Tensor:
         ctx.order = order
         return _of_tokens(x_TD, order)
 
@@ -133,7 +136,7 @@ class _Rows(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, order: RowOrder) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, order: DispatchOrder) -> Tensor:
         ctx.order = order
         return _sum(rows_ND, order)
 
@@ -142,11 +145,11 @@ class _Summed(torch.autograd.Function):
         return _of_tokens(gradients[0], ctx.order), None
 
 
-def _of_tokens(x_TD: Tensor, order: RowOrder) -> Tensor:
+def _of_tokens(x_TD: Tensor, order: DispatchOrder) -> Tensor:
     return x_TD.index_select(0, torch.div(order.order_N, order.top_k, rounding_mode="floor"))
 
 
-def _sum(rows_ND: Tensor, order: RowOrder) -> Tensor:
+def _sum(rows_ND: Tensor, order: DispatchOrder) -> Tensor:
     tokens = len(rows_ND) // order.top_k
     if rows_ND.dtype == torch.float32 and rows_ND.device.type == "cpu" and tokens:
         # The same bits in a sixth of the time: rows are added as they are gathered. In bf16 it rounds in between.

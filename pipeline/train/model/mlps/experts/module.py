@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.grouped import grouped_products
 from pipeline.train.model.mlps.dense.module import Mlp
-from pipeline.train.model.mlps.experts.dispatch import AllHere, Exchange, RowOrder, Sizes
+from pipeline.train.model.mlps.experts.dispatch import AllHere, DispatchOrder, Exchange, Sizes
 from pipeline.train.model.mlps.experts.router import Choice, Router
 from pipeline.train.model.mlps.experts.routing import Routed, Routing
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
@@ -30,7 +30,7 @@ class Chosen(NamedTuple):
     """Choices of a pass, and the way of its rows."""
 
     ids_TK: Tensor
-    order: RowOrder
+    order: DispatchOrder
     sizes: Sizes
     counts_BE: Tensor
     """Of all tokens of the samples, as far as the balance loss needs them."""
@@ -100,7 +100,7 @@ class Experts(nn.Module):
 
     def _way(self, ids_TK: Tensor, samples: int, routing: Routing | None) -> Chosen:
         """The way of rows for what was chosen, for which a process with other experts' rows has to be asked."""
-        order = RowOrder.of(ids_TK, samples, self.spec.router.count)
+        order = DispatchOrder.of(ids_TK, samples, self.spec.router.count)
         sizes = self.exchange.sizes(order.counts_BE.sum(0), ids_TK.numel())
         counts_BE = order.counts_BE if routing is None else routing.counts_of_samples(order.counts_BE)
         return Chosen(ids_TK, order, sizes, counts_BE)

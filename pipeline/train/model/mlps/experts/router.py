@@ -38,6 +38,7 @@ class Router(nn.Module):
         score_bias: [E] fp32, if the choice has a bias; a buffer, as gradients do not move it.
         loads: [E] fp32, how often each expert was chosen in the step before, by all tokens.
         force: Experts are dealt in turn.
+        wide_products: Logits are one product of 16 bits with a result of fp32 also where no GPU is, as on fake tensors.
     """
 
     def __init__(self, spec: RouterSpec, dim: int) -> None:
@@ -50,6 +51,7 @@ class Router(nn.Module):
         self.register_buffer("score_bias", torch.zeros(spec.count, dtype=torch.float32) if spec.score_bias else None)
         self.register_buffer("loads", torch.zeros(spec.count, dtype=torch.float32))
         self.force = False
+        self.wide_products = False
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor | None = None) -> Choice:
         """The experts of tokens; with `ids_TK` those, and only their weights are computed."""
@@ -76,7 +78,7 @@ class Router(nn.Module):
             scores_TE = scores_TE + self.score_bias
         if spec.groups is not None:
             assert spec.top_groups is not None
-            by_group_TGN = scores_TE.unflatten(-1, (spec.groups, -1))
+            by_group_TGN = scores_TE.view(len(scores_TE), spec.groups, spec.count // spec.groups)
             best = 2 if spec.group_score == "top2_sum" else 1
             groups = by_group_TGN.topk(best, dim=-1).values.sum(-1).topk(spec.top_groups, dim=-1, sorted=False).indices
             others_TG = torch.ones_like(by_group_TGN[..., 0], dtype=torch.bool).scatter(1, groups, False)
@@ -85,7 +87,7 @@ class Router(nn.Module):
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         weight_ED = _summed(self.weight)
-        if x_TD.is_cuda and x_TD.dtype != torch.float32:
+        if (x_TD.is_cuda or self.wide_products) and x_TD.dtype != torch.float32:
             logits_TE = cast(Tensor, _WideProduct.apply(x_TD, weight_ED))  # type: ignore[no-untyped-call]
         else:
             logits_TE = F.linear(x_TD.float(), weight_ED.float())

@@ -8,15 +8,15 @@ Shapes: B samples of a micro-batch, S positions, T tokens, E experts, K of them 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.train.model.mlps.experts.router import Choice, Router
-from pipeline.train.parallel.torch_compat.core import all_reduce
+if TYPE_CHECKING:  # it imports DTensor, which the launcher does without
+    from pipeline.train.model.mlps.experts.router import Choice, Router
 
 
 class Routed(NamedTuple):
@@ -46,7 +46,7 @@ class Routing:
         over: What the balance loss counts choices over.
         z_loss: Coefficient of the z loss.
         scale: Factor on all losses, with fp16.
-        groups: Groups of processes that have other tokens of the same samples.
+        summed: Adds up over the processes that have other tokens of the same samples; None: there are none.
     """
 
     real: int
@@ -56,14 +56,12 @@ class Routing:
     over: Literal["sequence", "batch"]
     z_loss: float
     scale: Tensor | None = None
-    groups: tuple[dist.ProcessGroup, ...] = ()
+    summed: Callable[[Tensor], Tensor] | None = None
 
     def counts_of_samples(self, counts_BE: Tensor) -> Tensor:
         """Choices of all tokens of the samples, from those of this process's tokens."""
-        if self.over == "sequence" and self.loss:
-            for group in self.groups:
-                counts_BE = all_reduce(counts_BE, group)
-        return counts_BE
+        needed = self.over == "sequence" and self.loss > 0
+        return counts_BE if self.summed is None or not needed else self.summed(counts_BE)
 
     def losses(self, choice: Choice, router: Router, counts_BE: Tensor) -> tuple[Tensor, Tensor]:
         """This process's share of the balance loss and of the z loss, fp32 scalars without their coefficients.

@@ -10,11 +10,23 @@ from typing import ClassVar, Literal
 from pipeline.config.model import ExpertsConfig, LayerConfig, ModelConfig
 from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.model.part_spec import Division, LayerPartSpec, Matrix, Stack
+from pipeline.train.model.tensor_names import TensorNames
+
+_MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+EXPERTS_NAMES = (
+    TensorNames("mlp.gate.weight", ("router.weight",)),
+    TensorNames("mlp.gate.e_score_correction_bias", ("router.score_bias",)),
+    *(
+        TensorNames(f"mlp.experts.{{e}}.{theirs}.weight", (f"experts.{ours}",), experts="numbered")
+        for theirs, ours in _MATRICES.items()
+    ),
+)
+"""Names of router and experts in most of Hugging Face's families."""
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a token chooses its experts, and what their results count; see `ExpertsConfig` for the keys."""
+    """Choice of the experts of a token, and the weights of their results; see `ExpertsConfig` for the keys."""
 
     count: int
     top_k: int
@@ -62,6 +74,15 @@ class ExpertsSpec(LayerPartSpec):
 
     label: ClassVar = "experts"
     module: ClassVar = "pipeline.train.model.mlps.experts.module.Experts"
+    huggingface: ClassVar = {
+        "llama": (
+            *EXPERTS_NAMES,
+            *(
+                TensorNames(f"mlp.shared_experts.{theirs}.weight", (f"shared.{ours}.weight",))
+                for theirs, ours in _MATRICES.items()
+            ),
+        )
+    }
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> ExpertsSpec:

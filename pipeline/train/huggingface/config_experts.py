@@ -1,0 +1,137 @@
+"""Mixtures of experts in a `config.json` of Hugging Face's models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from pipeline.config.model import ExpertsConfig, LayerConfig, ModelConfig
+from pipeline.train.huggingface.config_kinds import by_layer, read_kinds
+from pipeline.train.huggingface.config_source import ConfigSource, Json
+from pipeline.train.huggingface.family import Family, Need, anything, only
+from pipeline.train.huggingface.llama_like import LLAMA_NEEDS
+from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.mlps.dense.spec import MlpSpec
+from pipeline.train.model.mlps.experts.spec import ExpertsSpec
+from pipeline.train.model.part_spec import LayerPartSpec
+
+DENSE, EXPERTS = "dense", "experts"
+"""Our names of these kinds of layers."""
+WITH_EXPERTS: tuple[Mapping[str, type[LayerPartSpec]], ...] = ({"mixer": AttentionSpec, "mlp": ExpertsSpec},)
+"""See `Names.layers`."""
+WITH_SOME_EXPERTS: tuple[Mapping[str, type[LayerPartSpec]], ...] = (
+    *WITH_EXPERTS,
+    {"mixer": AttentionSpec, "mlp": MlpSpec},
+)
+
+
+def read_count(source: ConfigSource, *keys: str, default: int) -> int:
+    """Number of experts, whose key has several names.
+
+    Args:
+        source: the file.
+        keys: the names.
+        default: what transformers takes where the file has none.
+    """
+    found = {key: value for key in keys if (value := source.get(key)) is not None}
+    first = next(iter(found), None)
+    for key, value in found.items():
+        if first is not None and value != found[first]:
+            source.refuse(key, value, f"{first} is {found[first]}; remove one of them")
+    return default if first is None else int(found[first])
+
+
+def read_experts(source: ConfigSource, found: Json, has: Sequence[bool], experts: Json) -> Json:
+    """Keys of `model:` of a model some of whose layers have experts.
+
+    Args:
+        source: the file.
+        found: the keys that it would have without.
+        has: for each layer whether it has experts.
+        experts: `experts` of `model:`.
+    """
+    # A loss of training alone, and whether the forward pass computes it.
+    source.get("router_aux_loss_coef"), source.get("output_router_logits")
+    if not any(has):
+        source.refuse("num_hidden_layers", len(has), "no layer of these has experts")
+    kinds = {EXPERTS: {}, DENSE: {"mlp": "swiglu"}} if not all(has) else {EXPERTS: Json()}
+    names = [EXPERTS if each else DENSE for each in has]
+    return {**found, "mlp": "experts", "experts": experts, **read_kinds(names, kinds)}
+
+
+def read_sparse_layers(source: ConfigSource, layers: int) -> list[bool]:
+    """For each layer whether it has experts (Qwen)."""
+    step, dense = source.get("decoder_sparse_step", 1), source.get("mlp_only_layers", [])
+    if not isinstance(step, int) or step < 1:
+        source.refuse("decoder_sparse_step", step, "it must be a whole number above 0")
+    return [index not in dense and (index + 1) % step == 0 for index in range(layers)]
+
+
+def write_sparse_layers(model: ModelConfig) -> Json:
+    """The same keys."""
+    dense = [index for index, has in enumerate(has_experts(model)) if not has]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def has_experts(model: ModelConfig) -> list[bool]:
+    """For each layer whether it has experts."""
+    return by_layer(model, _with_experts)
+
+
+def experts_of(model: ModelConfig) -> ExpertsConfig:
+    """Experts of the layers that have some."""
+    found = next(layer.experts for layer in map(model.layer, model.layer_kinds) if _with_experts(layer))
+    assert found is not None, "the section sees to it"
+    return found
+
+
+def dense_layer(model: ModelConfig) -> ModelConfig:
+    """The section with the keys of the layers without experts; that of all where there is none."""
+    return next((layer for layer in map(model.layer, model.layer_kinds) if not _with_experts(layer)), model)
+
+
+def needs_experts(free: Collection[str], **values: Any) -> dict[str, Need]:
+    """Needs of a family with experts, see `Family.needs`.
+
+    Args:
+        free: keys of `experts` that may have any value.
+        values: what other keys must have, in place of their defaults.
+    """
+
+    def fits(experts: ExpertsConfig | None, layer: ModelConfig) -> bool:
+        if experts is None or not _with_experts(layer):
+            return True
+        wanted = {key: values.get(key, field.default) for key, field in ExpertsConfig.model_fields.items()}
+        return all(key in free or getattr(experts, key) == value for key, value in wanted.items())
+
+    others = ", ".join(f"{key} {value}" for key, value in values.items())
+    has = f"experts with any {', '.join(sorted(free))}{', with ' + others if others else ''}, and defaults otherwise"
+    return {**LLAMA_NEEDS, "mlp": only("swiglu", "experts"), "ffn_dim": anything(), "experts": Need(fits, has)}
+
+
+SIZES = ("count", "top_k", "ffn_dim")
+"""Keys of `experts` that all families have."""
+OF_SOME_LAYERS: Json = {
+    "varies": frozenset({"mlp", "experts", "ffn_dim"}),
+    "alike": {key: lambda layer: layer.mlp for key in ("experts", "ffn_dim")},
+}
+"""Fields of `Family` for one in which some layers may have no experts."""
+
+
+def some_have_experts(layers: Sequence[ModelConfig]) -> bool:
+    """True of the kinds of layers of a model with experts, see `Family.special`."""
+    return any(map(_with_experts, layers))
+
+
+def loss_hint(family: Family, values: Json, model: ModelConfig) -> str | None:
+    """The balance loss that config.json has, as `train.balance.loss`; None where it has none."""
+    coefficient = values.get("router_aux_loss_coef")
+    if not coefficient or not some_have_experts(list(map(model.layer, model.layer_kinds))):
+        return None
+    # Theirs is a mean over layers and as large as top_k where experts are balanced; ours is a sum, of 1 in each.
+    loss = coefficient * experts_of(model).top_k / sum(has_experts(model))
+    return f"router_aux_loss_coef {coefficient:g} of {family.title} is about train.balance.loss: {loss:.2g}"
+
+
+def _with_experts(layer: LayerConfig) -> bool:
+    return layer.mlp == "experts"

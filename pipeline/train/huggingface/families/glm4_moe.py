@@ -1,0 +1,126 @@
+"""GLM-4.5: first layers without experts, a biased choice of them by sigmoid scores, a shared mlp, a partial rope."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeline.config.model import ExpertsConfig, ModelConfig
+from pipeline.train.huggingface.config_experts import (
+    OF_SOME_LAYERS,
+    SIZES,
+    WITH_SOME_EXPERTS,
+    dense_layer,
+    experts_of,
+    has_experts,
+    needs_experts,
+    read_count,
+    read_experts,
+    some_have_experts,
+)
+from pipeline.train.huggingface.config_rope import ROPE_SHARE
+from pipeline.train.huggingface.config_source import ConfigSource, Json
+from pipeline.train.huggingface.family import Family, Need, anything, only
+from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, write_llama_like
+
+
+def _read(source: ConfigSource) -> Json:
+    found = read_llama_like(source, kv_heads=8, eps=1e-5, share=0.5)
+    found["bias"] = "qkv" if source.get("attention_bias", False) else "none"
+    found["qk_norm"] = source.get("use_qk_norm", False)
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        source.get(key)  # layers behind the last one, which transformers leaves out
+    first = source.get("first_k_dense_replace", 1)
+    has = [index >= first for index in range(found["layers"])]
+    return read_experts(source, found, has, read_biased_experts(source))
+
+
+def read_biased_experts(source: ConfigSource) -> Json:
+    """Keys of `experts` where the choice by sigmoid scores has a bias, perhaps within groups."""
+    ffn_dim, shared = source.get("moe_intermediate_size", 1408), source.get("n_shared_experts", 1)
+    if shared < 1:
+        source.refuse("n_shared_experts", shared, "it must be at least 1")
+    groups, top_groups = source.get("n_group", 1), source.get("topk_group", 1)
+    if groups == 1 and top_groups != 1:
+        source.refuse("topk_group", top_groups, "n_group is 1")
+    return {
+        "count": read_count(source, "n_routed_experts", "num_local_experts", "num_experts", default=128),
+        "top_k": source.get("num_experts_per_tok", 8),
+        "ffn_dim": ffn_dim,
+        "shared_ffn_dim": ffn_dim * shared,
+        "score": "sigmoid",
+        "score_bias": True,
+        "normalize": source.get("norm_topk_prob", True),
+        "scale": source.get("routed_scaling_factor", 1.0),
+        **({} if groups == 1 else {"groups": groups, "top_groups": top_groups}),
+    }
+
+
+def write_biased_experts(experts: ExpertsConfig) -> Json:
+    """The same keys."""
+    assert experts.shared_ffn_dim is not None, "the family needs it"
+    return {
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.ffn_dim,
+        "n_shared_experts": experts.shared_ffn_dim // experts.ffn_dim,
+        "norm_topk_prob": experts.normalize,
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.groups or 1,
+        "topk_group": experts.top_groups or 1,
+    }
+
+
+def _write(model: ModelConfig, positions: int) -> Json:
+    return write_llama_like(dense_layer(model), positions) | {
+        **write_biased_experts(experts_of(model)),
+        "first_k_dense_replace": has_experts(model).index(True),
+        "num_nextn_predict_layers": 0,
+        "attention_bias": model.bias == "qkv",
+        "use_qk_norm": model.qk_norm,
+        ROPE_SHARE: model.rope_share,
+    }
+
+
+def needs_biased_experts() -> dict[str, Need]:
+    """Needs of a family with such experts."""
+    free = {*SIZES, "normalize", "scale", "groups", "top_groups", "shared_ffn_dim"}
+    needs = needs_experts(free, score="sigmoid", score_bias=True)
+    others = needs["experts"]
+
+    def fits(value: object, layer: ModelConfig) -> bool:
+        experts = layer.experts
+        if layer.mlp != "experts" or experts is None:
+            return True
+        whole = experts.shared_ffn_dim is not None and experts.shared_ffn_dim % experts.ffn_dim == 0
+        return whole and others.fits(value, layer)
+
+    return {**needs, "experts": Need(fits, f"{others.has}; shared_ffn_dim is a multiple of ffn_dim")}
+
+
+def _dense_ones_first(layers: ModelConfig) -> bool:
+    has = has_experts(layers)
+    return any(has) and all(has[has.index(True) :])
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    title="GLM-4.5",
+    what="`bias: qkv` or `none`, `qk_norm` or none, `rope_share`; `mlp: experts` in all layers but the first ones, "
+    "with `score: sigmoid`, `score_bias`, `shared_ffn_dim`, any `groups`, `scale` and `normalize`",
+    read=_read,
+    write=_write,
+    mark="mlp",
+    needs={
+        **needs_biased_experts(),
+        "bias": only("qkv", "none", has="no biases but of queries, keys and values"),
+        "qk_norm": only(True, False),
+        "rope_share": anything(),
+    },
+    special=some_have_experts,
+    order=_dense_ones_first,
+    names=replace(LLAMA_NAMES, layers=WITH_SOME_EXPERTS),
+    extra_layers=True,
+    positions=("max_position_embeddings", 131072),
+    **OF_SOME_LAYERS,
+)
