@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pipeline.config.model import ExpertsConfig, LayerConfig, ModelConfig
@@ -17,9 +17,12 @@ from pipeline.train.model.part_spec import LayerPartSpec
 
 DENSE, EXPERTS = "dense", "experts"
 """Our names of these kinds of layers."""
-WITH_EXPERTS: tuple[dict[str, type[LayerPartSpec]], ...] = ({"mixer": AttentionSpec, "mlp": ExpertsSpec},)
+WITH_EXPERTS: tuple[Mapping[str, type[LayerPartSpec]], ...] = ({"mixer": AttentionSpec, "mlp": ExpertsSpec},)
 """See `Names.layers`."""
-WITH_SOME_EXPERTS = (*WITH_EXPERTS, {"mixer": AttentionSpec, "mlp": MlpSpec})
+WITH_SOME_EXPERTS: tuple[Mapping[str, type[LayerPartSpec]], ...] = (
+    *WITH_EXPERTS,
+    {"mixer": AttentionSpec, "mlp": MlpSpec},
+)
 
 
 def read_count(source: ConfigSource, *keys: str, default: int) -> int:

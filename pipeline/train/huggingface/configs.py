@@ -10,6 +10,8 @@ from pipeline.config.model import ModelConfig
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Family
+from pipeline.train.huggingface.quantized import KEY as QUANTIZATION
+from pipeline.train.huggingface.quantized import read_quantization
 from pipeline.train.huggingface.registry import FAMILIES, REFUSED
 
 
@@ -32,6 +34,8 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
         )
     family, source = FAMILIES[model_type], ConfigSource(values, file)
     model = family.read(source)
+    if QUANTIZATION not in ignore:
+        read_quantization(source)
     source.finish(ignore)
     return family, validated_model(model, f"{file} describes a model that cannot be built")
 

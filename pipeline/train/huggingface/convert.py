@@ -163,8 +163,11 @@ def from_hf(
                 "files": files,
             },
         )
+    quantized = (
+        f", decoded from {found.quantization.method} (exports are never quantized)" if found.quantization else ""
+    )
     return (
-        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors, "
+        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors{quantized}, "
         f"{sum(each.numel for each in found.tensors.values()):,} parameters, {total:,} bytes; a run file that includes "
         f"{to / MODEL_FILE} continues training from there" + ("" if tokenizer else f"; {_NO_TOKENIZER}")
     )
@@ -193,6 +196,8 @@ def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, conv
     head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
     if hint := loss_hint(found.family, found.values, found.model):
         head += f"# {hint}.\n"
+    if left_out := found.left_out:
+        head += f"# {len(left_out)} tensors for tokens further ahead are left out, such as {left_out[0]}.\n"
     if tokenizer is None:
         head += f"# {_NO_TOKENIZER[0].upper()}{_NO_TOKENIZER[1:]}.\n"
     else:

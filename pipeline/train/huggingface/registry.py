@@ -12,6 +12,7 @@ from pipeline.train.huggingface.families.gemma import GEMMA2, GEMMA3
 from pipeline.train.huggingface.families.glm4_moe import GLM4_MOE
 from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.gpt_neox import GPT_NEOX
+from pipeline.train.huggingface.families.gpt_oss import GPT_OSS
 from pipeline.train.huggingface.families.granite import GRANITE
 from pipeline.train.huggingface.families.llama import LLAMA
 from pipeline.train.huggingface.families.mistral import MISTRAL
@@ -31,12 +32,11 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GPT2, STARCODER2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3),
         *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
-        *(GLM4_MOE, QWEN2_MOE, QWEN3_MOE, OLMOE, MIXTRAL),
+        *(GPT_OSS, GLM4_MOE, QWEN2_MOE, QWEN3_MOE, OLMOE, MIXTRAL),
     )
 }
 
 REFUSED: dict[str, str] = {
-    "gpt_oss": "its mlps are mixtures of experts (num_local_experts), which are not supported yet",
     "gemma3": "it reads images, too; its text model alone is a gemma3_text",
 }
 """By `model_type` why a family is not here, where there is more to say than that."""

@@ -14,6 +14,7 @@ from transformers import (
     Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -67,6 +68,14 @@ def gemma3(unlike: Collection[str] = (), **values: Any) -> Row:
     shape = SHAPE | {"num_hidden_layers": 5, "head_dim": 10, "query_pre_attn_scalar": 7, "tie_word_embeddings": True}
     shape |= {"sliding_window": 6, "layer_types": alternating(5, period=3)}
     return Row(Gemma3TextConfig, {**shape, **values}, set(unlike), norm_offset=1.0)
+
+
+def gpt_oss(unlike: Collection[str] = (), **values: Any) -> Row:
+    """More experts than have one digit, a limit that many numbers reach, and a window shorter than the texts."""
+    shape = SHAPE | {"num_hidden_layers": 5, "head_dim": 10, "sliding_window": 6, "swiglu_limit": 0.8}
+    shape |= {"num_local_experts": 12, "num_experts_per_tok": 3}
+    # With a higher rate rounding grows: the limit cuts the slope of many numbers.
+    return Row(GptOssConfig, {**shape, **values}, {"router_aux_loss_coef", *unlike}, rate=2e-4)
 
 
 def alternating(layers: int, period: int) -> list[str]:
@@ -233,6 +242,15 @@ ROWS = {
         {**SHAPE, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500.0}}},
     ),
+    "gpt-oss": gpt_oss(),
+    "gpt-oss-no-yarn": gpt_oss(
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=False,
+        tie_word_embeddings=True,
+        swiglu_alpha=1.3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
     "mixtral": Row(MixtralConfig, {**EXPERTS, "num_experts_per_tok": 2, "head_dim": 10}, OF_TRAINING),
     "mixtral-window": Row(
         MixtralConfig,
@@ -316,3 +334,11 @@ def test_packed_documents(pair: Pair) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_twenty_steps(root: Path, name: str) -> None:
     parity.check_training(ROWS[name], root, name)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(
+    "name", ["mixtral", "olmoe", "qwen3-moe-some-dense", "qwen2-moe", "glm4-moe-two-dense", "gpt-oss"]
+)
+def test_twenty_steps_with_the_same_experts(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    parity.check_replayed_training(parity.pair_of(ROWS[name], tmp_path, tokenizer))

@@ -110,7 +110,7 @@ GLM4_MOE = Family(
     "with `score: sigmoid`, `score_bias`, `shared_ffn_dim`, any `groups`, `scale` and `normalize`",
     read=_read,
     write=_write,
-    mark="experts",
+    mark="mlp",
     needs={
         **needs_biased_experts(),
         "bias": only("qkv", "none", has="no biases but of queries, keys and values"),
