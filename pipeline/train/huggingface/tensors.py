@@ -125,7 +125,7 @@ class TensorMapping:
     """Name -> where it is."""
     our_shapes: dict[str, Shape]
     buffers: frozenset[str] = field(default_factory=frozenset)
-    """Those of ours that are no parameters; they stay in fp32, whatever the weights are."""
+    """Those of ours that are buffers; they stay in fp32, whatever the weights are."""
 
     @property
     def uncast(self) -> frozenset[str]:
@@ -191,7 +191,7 @@ def map_rules(
         rules: of a family; those of biases and norms that the model does not have are left out.
         our_shapes: by our names.
         vocab_size: rows of theirs in tensors with a row a token.
-        buffers: those of our names that are no parameters.
+        buffers: those of our names that are buffers.
     """
     theirs: dict[str, TensorRule] = {}
     their_shapes: dict[str, Shape] = {}
