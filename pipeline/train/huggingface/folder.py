@@ -21,6 +21,7 @@ from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
 from pipeline.train.huggingface.config_source import ConfigSource
 from pipeline.train.huggingface.configs import from_hf_config
+from pipeline.train.huggingface.names import LAYER
 from pipeline.train.huggingface.quantized import KEY, FolderTensors, read_quantization
 from pipeline.train.huggingface.tensors import TensorMapping, extra_layers, map_tensors, names_in_files
 from pipeline.train.model.config import DecoderSpec, decoder_spec
@@ -57,6 +58,12 @@ class HuggingFaceFolder:
         """The `model:` section that computes the same."""
         self.quantization = None if KEY in ignore else read_quantization(ConfigSource(self.values, str(file)))
         """How its files are quantized; they are read as the numbers that they stand for."""
+        self.missing_mtp = 0
+        """Layers of multi-token prediction that config.json speaks of, where the files have none: transformers leaves
+        them out when it saves a model."""
+        if model.mtp is not None and not self._has_mtp(model.layers):
+            self.missing_mtp = model.mtp.depth
+            self.model = self.model.model_copy(update={"mtp": None})
 
     @property
     def positions(self) -> int:
@@ -95,27 +102,44 @@ class HuggingFaceFolder:
         """Tensors of layers behind the last one, which transformers leaves out, too."""
         return extra_layers(self.family, self.mapping, self._found.tensors) if self.family.extra_layers else []
 
-    def _check_copy(self, embedding: str) -> None:
-        """A file may have the head beside a tied embedding: then they must be the same."""
-        name = self.family.names.head
+    def _has_mtp(self, layers: int) -> bool:
+        first = self.family.names.layer.replace(LAYER, str(layers)).removeprefix(self.family.prefix)
+        return any(name.removeprefix(self.family.prefix).startswith(first) for name in self._found.tensors)
+
+    def _check_copies(self) -> None:
+        """Files may have a tensor a second time: then both must be the same."""
+        mapping = self.mapping
+        for name, rule in mapping.theirs.items():
+            if rule.copy and name in self._names:
+                self._check_copy(
+                    self._names[name],
+                    self._names[mapping.ours[rule.ours[0]].theirs],
+                    "multi-token prediction has those of the model here; set num_nextn_predict_layers to 0 to leave it "
+                    "out",
+                )
+        head = self.family.names.head
+        if head in self._found.tensors and head not in mapping.theirs:
+            self._check_copy(
+                head,
+                self._names[mapping.ours["embedding.weight"].theirs],
+                "config.json ties them; set tie_word_embeddings to false if the head has its own weights",
+            )
+
+    def _check_copy(self, name: str, other: str, why: str) -> None:
         found = self._found
         rows = found.tensors[name].shape[0]
-        same = found.tensors[name] == found.tensors[embedding] and all(
-            found.read(name, part).equal(found.read(embedding, part))
+        same = found.tensors[name] == found.tensors[other] and all(
+            found.read(name, part).equal(found.read(other, part))
             for part in ((slice(row, row + _ROWS),) for row in range(0, rows, _ROWS))
         )
         if not same:
-            raise UserError(
-                f"{self.folder}: {name} differs from {embedding}, though config.json ties them; set "
-                "tie_word_embeddings to false if the head has its own weights"
-            )
+            raise UserError(f"{self.folder}: {name} differs from {other}, though {why}")
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """Ours, by name: of the type that theirs have. Whoever asks for them has all that can be checked checked."""
-        head, mapping = self.family.names.head, self.mapping
-        if head in self._found.tensors and head not in mapping.theirs:
-            self._check_copy(self._names[mapping.ours["embedding.weight"].theirs])
+        self._check_copies()
+        mapping = self.mapping
         return {
             name: Stored(mapping.our_shapes[name], torch.float32 if name in mapping.buffers else self._dtype(name))
             for name in mapping.ours

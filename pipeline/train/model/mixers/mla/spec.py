@@ -95,7 +95,7 @@ class MlaSpec(MixerSpec):
             nope_dim=mla.nope_dim,
             rope_dim=mla.rope_dim,
             value_dim=mla.value_dim,
-            norm=NormSpec("rmsnorm", model.norm_eps, offset=model.norm_offset),
+            norm=NormSpec("rmsnorm", mla.norm_eps or model.norm_eps, offset=model.norm_offset),
             reach=Reach.window(layer.sliding_window),
             scale=(layer.attention_scale or scale) * softmax_factor(rope.scaling if rope else None),
             rope=rope,
