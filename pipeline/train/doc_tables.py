@@ -15,7 +15,7 @@ from pipeline.train.model.tensor_names import EXPERT
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.rules.base import Rule
 from pipeline.train.parallel.rules.layout import RULES, WARNINGS
-from pipeline.train.parallel.tested import TESTED, Combination
+from pipeline.train.parallel.tested import OF_EXPERTS, TESTED, Combination
 from pipeline.train.resume import table as winners
 
 _END = "<!-- end -->"
@@ -53,8 +53,10 @@ def schedules() -> str:
 def tested() -> str:
     """A table of the tested combinations, those that differ in the schedule alone in one row."""
     groups: dict[tuple[str, str, str, str], list[Combination]] = {}
-    for row in TESTED:
-        kind, degrees = row.kind, {axis: degree for axis, degree in row.layout.degrees.items() if degree > 1}
+    dealt = [row for row in OF_EXPERTS if row.kind.ep and row.recompute.mode == "none" and not row.compile]
+    for row in (*TESTED, *dealt):
+        all_degrees = {**row.layout.degrees, "ep": row.layout.ep}
+        kind, degrees = row.kind, {axis: degree for axis, degree in all_degrees.items() if degree > 1}
         key = (
             " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()),
             {None: "", True: "yes", False: "no"}[kind.sequence_parallel],

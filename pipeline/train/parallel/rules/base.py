@@ -38,3 +38,10 @@ class Rule:
     """Config and layout -> a message for each violation, with the values and the nearest allowed setting."""
     of_training: bool = False
     """True if only training demands it: not an evaluation, which has no backward pass."""
+
+
+def nearest_degrees(degree: int, allows: Callable[[int], bool], most: int) -> str:
+    """`2 or 8`: the allowed degrees around one."""
+    below = next((d for d in range(min(degree, most), 0, -1) if allows(d)), None)
+    above = next((d for d in range(degree + 1, most + 1) if allows(d)), None)
+    return " or ".join(str(d) for d in (below, above) if d is not None)

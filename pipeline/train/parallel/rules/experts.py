@@ -1,13 +1,15 @@
-"""Warnings for the balance of experts, see `rules/layout.py`."""
+"""Rules and warnings for experts, see `rules/layout.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 from pipeline.config import Config
 from pipeline.config.train import BalanceConfig
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.rules.base import spec_of
+from pipeline.train.parallel.pipeline_schedules import WHOLE_BACKWARD
+from pipeline.train.parallel.rules.base import Rule, nearest_degrees, spec_of
 
 
 def balance_without_effect(config: Config) -> Iterator[str]:
@@ -50,3 +52,40 @@ def unbalanced_experts(config: Config, _: Layout) -> Iterator[str]:
             "train.balance.loss=0: nothing balances the experts, and a few of them may get all tokens; set "
             "train.balance.loss=0.01, or model.experts.score_bias=true"
         )
+
+
+def _dealt(config: Config, layout: Layout) -> Iterator[str]:
+    ep, layers = layout.ep, spec_of(config).expert_layers
+    if ep > 1 and not layers:
+        yield f"parallel.ep={ep}: no layer of the model has experts: set parallel.ep=1, or model.mlp=experts"
+    for count in dict.fromkeys(layer.router.count for layer in layers.values()):
+        if count % ep:
+            both = math.gcd(count, layout.places)
+            near = nearest_degrees(ep, lambda degree, both=both: both % degree == 0, both)  # type: ignore[misc]
+            yield f"model.experts.count={count} cannot be dealt to parallel.ep={ep}: set parallel.ep={near}"
+
+
+def _repeated(config: Config, _: Layout) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.splits_backward and config.train.recompute.mode == "full" and spec_of(config).expert_layers:
+        yield (
+            f"train.recompute.mode=full with schedule={parallel.pipeline.schedule} would send the tokens of experts "
+            "anew in both halves of a backward pass: set train.recompute.mode=none, or take one of "
+            f"{', '.join(WHOLE_BACKWARD)} as parallel.pipeline.schedule"
+        )
+
+
+EXPERT_RULES: Sequence[Rule] = (
+    Rule(
+        ("model.experts", "parallel.ep"),
+        "`ep` divides `dp_shard` x `cp` x `tp`, and the number of experts.",
+        _dealt,
+    ),
+    Rule(
+        ("model.experts", "train.recompute.mode", "parallel.pipeline.schedule"),
+        "With experts, `mode: full` goes with the schedules that do not split the backward pass.",
+        _repeated,
+        of_training=True,
+    ),
+)
+"""In the order in which they are told."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,8 +19,8 @@ from pipeline.train.model.part_spec import Division, LayerPartSpec, MixerSpec
 from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
-from pipeline.train.parallel.rules.base import Rule, key_of, spec_of
-from pipeline.train.parallel.rules.experts import balance_without_effect, unbalanced_experts
+from pipeline.train.parallel.rules.base import Rule, key_of, nearest_degrees, spec_of
+from pipeline.train.parallel.rules.experts import EXPERT_RULES, balance_without_effect, unbalanced_experts
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
 from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_without_effect
 from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
@@ -89,13 +89,6 @@ def _nearest_multiples(value: int, of: int) -> str:
     return f"{below} or {below + of}" if below else f"{of}"
 
 
-def _nearest_degrees(degree: int, allows: Callable[[int], bool], most: int) -> str:
-    """`2 or 8`: the allowed degrees around one."""
-    below = next((d for d in range(min(degree, most), 0, -1) if allows(d)), None)
-    above = next((d for d in range(degree + 1, most + 1) if allows(d)), None)
-    return " or ".join(str(d) for d in (below, above) if d is not None)
-
-
 def _divisions(config: Config, layout: Layout) -> Iterator[str]:
     parts = _parts(config)
     for label in dict.fromkeys(part.label for part in parts if part.divisions is None and layout.tp > 1):
@@ -110,13 +103,13 @@ def _undivided(key: str, division: Division, tp: int) -> str:
     if sharers is None:
         return (
             f"{key}={size} cannot be cut over parallel.tp={tp}: set {key}={_nearest_multiples(size, tp)}, or "
-            f"parallel.tp={_nearest_degrees(tp, division.fits, size)}"
+            f"parallel.tp={nearest_degrees(tp, division.fits, size)}"
         )
     allowed = [n for n in range(1, sharers + 1) if sharers % n == 0 and not (n % tp and tp % n)]
     near = sorted(sorted(allowed, key=lambda n: abs(n - size))[:2])
     return (
         f"{key}={size} can neither be cut nor copied evenly over parallel.tp={tp}: set "
-        f"{key}={' or '.join(map(str, near))}, or parallel.tp={_nearest_degrees(tp, division.fits, sharers)}"
+        f"{key}={' or '.join(map(str, near))}, or parallel.tp={nearest_degrees(tp, division.fits, sharers)}"
     )
 
 
@@ -128,7 +121,7 @@ def _parts(config: Config) -> list[LayerPartSpec]:
 def _vocabulary(config: Config, layout: Layout) -> Iterator[str]:
     multiple, tp = config.model.vocab_multiple, layout.tp
     if multiple % tp:
-        degrees = _nearest_degrees(tp, lambda d: multiple % d == 0, multiple)
+        degrees = nearest_degrees(tp, lambda d: multiple % d == 0, multiple)
         yield (
             f"model.vocab_multiple={multiple} is not a multiple of parallel.tp={tp}, so embedding and head cannot be "
             f"cut for every vocabulary: set model.vocab_multiple={math.lcm(multiple, tp)}, or parallel.tp={degrees}"
@@ -270,17 +263,6 @@ def _whole_sequences(config: Config, layout: Layout) -> Iterator[str]:
             )
 
 
-def _experts(config: Config, layout: Layout) -> Iterator[str]:
-    ep, layers = layout.ep, spec_of(config).expert_layers
-    if ep > 1 and not layers:
-        yield f"parallel.ep={ep}: no layer of the model has experts: set parallel.ep=1, or model.mlp=experts"
-    for count in dict.fromkeys(layer.router.count for layer in layers.values()):
-        if count % ep:
-            both = math.gcd(count, layout.places)
-            near = _nearest_degrees(ep, lambda degree, both=both: both % degree == 0, both)  # type: ignore[misc]
-            yield f"model.experts.count={count} cannot be dealt to parallel.ep={ep}: set parallel.ep={near}"
-
-
 def _mixers(config: Config) -> list[MixerSpec]:
     return [part for part in _parts(config) if isinstance(part, MixerSpec)]
 
@@ -397,11 +379,7 @@ RULES: Sequence[Rule] = (
         "multiple of `cp`, or `cp` is a multiple of them: then they are sent to several ranks.",
         _exchanged_heads,
     ),
-    Rule(
-        ("model.experts", "parallel.ep"),
-        "`ep` divides `dp_shard` x `cp` x `tp`, and the number of experts.",
-        _experts,
-    ),
+    *EXPERT_RULES,
     Rule(
         ("parallel.cp",),
         "Every mixer can compute on shards of sequences. Attention and latent attention can.",
