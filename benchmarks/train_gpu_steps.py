@@ -106,7 +106,9 @@ def place_of(config: Config) -> Place:
     layout = check_layout(config, ranks.world_size)
     (shape,) = step_shapes(config, layout.dp)
     device = init_rank(config, ranks)
-    return Place(config, Setup(device, build_mesh(layout, device.type), planned_spec(config)), shape)
+    spec = planned_spec(config)
+    mesh = build_mesh(layout, device.type, experts=bool(spec.expert_layers))
+    return Place(config, Setup(device, mesh, spec), shape)
 
 
 def ours(place: Place, steps: list[list[Batch]]) -> tuple[Step, dict[str, Any]]:
@@ -116,10 +118,11 @@ def ours(place: Place, steps: list[list[Batch]]) -> tuple[Step, dict[str, Any]]:
     with mock.patch("pipeline.train.parallel.parallelize.init_weights", _draw_all):
         model = build_model(config, place.setup)
     stepper = Stepper(config, place.setup, model, Optimizers(config, model), sources=1)
-    targets = place.shape.batch_size * place.shape.sequence_length
+    samples = place.shape.batch_size
+    targets, lr = samples * place.shape.sequence_length, config.train.optimizer.lr
 
     def step(number: int) -> Callable[[], float]:
-        arrived = stepper.step(steps[number], targets, config.train.optimizer.lr, step=number + 1).to_host()
+        arrived = stepper.step(steps[number], targets, lr, samples=samples, step=number + 1).to_host()
 
         def loss() -> float:
             result = arrived()

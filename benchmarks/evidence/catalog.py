@@ -279,13 +279,14 @@ def _speed(
     *,
     tiny: Mapping[str, Any] | None = None,
     own: Sequence[str] = (),
+    tiny_own: Sequence[str] | None = None,
     own_layers: bool = False,
     side: str = "ours",
     goals: Mapping[str, float] | None = None,
     least_s: float = 45,
 ) -> Item:
-    """A row of the table of speed; `tiny` is what is changed on a CPU instead."""
-    both = {"run_file": _LLAMA, "own": list(own), "own_layers": own_layers, "side": side, "goals": goals or {}}
+    """A row of the table of speed; `tiny` and `tiny_own` are what is changed on a CPU instead."""
+    both = {"run_file": _LLAMA, "own_layers": own_layers, "side": side, "goals": goals or {}}
     full = {
         "tiny": False,
         "base": _BASE,
@@ -307,8 +308,15 @@ def _speed(
         f"speed/{name}",
         question,
         "speed:measure",
-        full={**both, **full, "steps": 10, "warmup": 3},
-        rehearsal={**both, **small, "change": change if tiny is None else tiny, "steps": 2, "warmup": 1},
+        full={**both, **full, "own": list(own), "steps": 10, "warmup": 3},
+        rehearsal={
+            **both,
+            **small,
+            "own": list(own if tiny_own is None else tiny_own),
+            "change": change if tiny is None else tiny,
+            "steps": 2,
+            "warmup": 1,
+        },
         least_s=least_s,
         limit_s=180,
     )
@@ -368,6 +376,96 @@ _FP8 = (
     ),
 )
 
+_QWEN3 = {"count": 128, "top_k": 8, "ffn_dim": 768}
+_MIXTRAL = {"count": 8, "top_k": 2, "ffn_dim": 14336}
+_GPT_OSS = {
+    **{"count": 32, "top_k": 4, "ffn_dim": 2880, "bias": True, "router_bias": True},
+    "activation": "clamped_swiglu",
+}
+
+
+def _keys(model: Mapping[str, Any], experts: Mapping[str, Any], forced: bool) -> list[str]:
+    """Overrides of the shape of a model with experts."""
+    given = [f"model.{name}={value}" for name, value in {**model, "mlp": "experts"}.items()]
+    words = ", ".join(f"{name}: {str(value).lower()}" for name, value in experts.items())
+    return [*given, f"model.experts={{{words}}}", f"train.balance.force={str(forced).lower()}"]
+
+
+def _mixture(
+    name: str, title: str, model: Mapping[str, Any], experts: Mapping[str, Any], goals: Mapping[str, float]
+) -> tuple[Item, Item]:
+    """Steps of a slice of a model, with real routing and with balance that is forced."""
+    tiny = {**experts, "count": 8, "top_k": 2, "ffn_dim": 32}
+    return tuple(  # type: ignore[return-value]
+        _speed(
+            f"experts-{name}{'-forced' if forced else ''}",
+            f"layers of {title}, as many as fit, 4,096 tokens; {'balance is forced' if forced else 'real routing'}",
+            {"sequence": 4096},
+            tiny={"sequence": 64},
+            own=_keys(model, experts, forced),
+            tiny_own=_keys({}, tiny, forced),
+            own_layers=True,
+            goals={} if forced else goals,
+            least_s=60,
+        )
+        for forced in (False, True)
+    )
+
+
+_EXPERTS = (
+    Item(
+        "experts",
+        "How fast are grouped products beside a dense one, and what does a layer with experts take besides them?",
+        "experts:measure",
+        full={
+            "tokens": 32768,
+            "mixtures": {
+                "Qwen3 30B": {"dim": 2048, "experts": _QWEN3},
+                "Mixtral 8x7B": {"dim": 4096, "experts": _MIXTRAL},
+            },
+            "goals": {"Qwen3 30B": 0.3, "Mixtral 8x7B": 0.7},
+            "square": 8192,
+            "seconds": 2.0,
+        },
+        rehearsal={
+            "tokens": 256,
+            "mixtures": {
+                "Qwen3 30B": {"dim": 64, "experts": {"count": 16, "top_k": 4, "ffn_dim": 32}},
+                "Mixtral 8x7B": {"dim": 64, "experts": {"count": 8, "top_k": 2, "ffn_dim": 96}},
+            },
+            "goals": {"Qwen3 30B": 0.3, "Mixtral 8x7B": 0.7},
+            "square": 256,
+            "seconds": 0.01,
+        },
+        least_s=40,
+        limit_s=120,
+    ),
+    *_mixture(
+        "mixtral",
+        "Mixtral 8x7B",
+        {"dim": 4096, "heads": 32, "kv_heads": 8, "vocab_size": 32000},
+        _MIXTRAL,
+        {"mfu": 0.45},
+    ),
+    *_mixture(
+        "qwen3",
+        "Qwen3 30B",
+        {"dim": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "qk_norm": "true", "vocab_size": 151936},
+        _QWEN3,
+        {"mfu": 0.3},
+    ),
+    *_mixture(
+        "gpt-oss",
+        "GPT-OSS 20B",
+        {
+            **{"dim": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "bias": "attention", "vocab_size": 201088},
+            **{"sinks": "true", "pattern": "[near, far]", "kinds": "{near: {sliding_window: 128}, far: {}}"},
+        },
+        _GPT_OSS,
+        {"mfu": 0.28},
+    ),
+)
+
 _PROFILE = tuple(
     Item(
         f"profile/{name}",
@@ -388,4 +486,4 @@ _PROFILE = tuple(
     for steps in ({"micro_batches": 2, "warmup": 3, "steps": 3, "rows": 25},)
 )
 
-ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, _RATES, *_SPEED, *_FP8, *_PROFILE, *_RUNS)
+ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, _RATES, *_SPEED, *_FP8, *_EXPERTS, *_PROFILE, *_RUNS)

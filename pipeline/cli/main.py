@@ -314,6 +314,9 @@ def generate(
         typer.Option(help="With --json: log-probabilities, and those of the N most likely tokens.", min=0, metavar="N"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, with the tokens.")] = False,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="Show which experts each token was routed to, by layer, and their shares.")
+    ] = False,
     step: Step = None,
     weights: WeightsFolder = None,
 ) -> None:
@@ -334,7 +337,7 @@ def generate(
     config = _load(run, overrides, given)
     if logprobs is not None and not as_json:
         raise UserError("--logprobs shows nothing without --json; add --json")
-    if len(prompt or ()) < 2 and prompts is None and not as_json:
+    if len(prompt or ()) < 2 and prompts is None and not as_json and not experts:
         from pipeline.eval.text import continue_prompt
 
         continue_prompt(config, which)
@@ -342,7 +345,7 @@ def generate(
     from pipeline.eval.text import continue_prompts, read_prompts
 
     texts = [*(prompt or ()), *(read_prompts(prompts) if prompts else ())] or [config.generate.prompt]
-    continue_prompts(config, texts, which, as_json=as_json, logprobs=logprobs)
+    continue_prompts(config, texts, which, as_json=as_json, logprobs=logprobs, experts=experts)
 
 
 @app.command()

@@ -60,6 +60,9 @@ class MlaConfig(Section):
     """Dimensions of a head behind those that the rotary embedding turns (V3: 64); all heads share those of the keys."""
     value_dim: int = Field(ge=1, le=MAX_WIDTH)
     """Size of a value head (V3: 128)."""
+    norm_eps: float | None = Field(default=None, gt=0)
+    """Added to the variance in the norms of the latents; by default norm_eps of the model. Files of Hugging Face's have
+    1e-6 there, whatever their other norms have."""
 
 
 class InitConfig(Section):

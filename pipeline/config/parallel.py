@@ -72,7 +72,7 @@ class ParallelConfig(Section):
     sequence; heads, and key and value heads, are cut over tp x cp."""
     ep: int = Field(default=1, ge=1)
     """Expert parallel: the experts of a layer are dealt to N of the processes that share a model's weights, and tokens
-    travel to them and back. It is no axis of its own: it must divide dp_shard x cp x tp. tp cuts no expert."""
+    travel to them and back. It is not an axis of its own: it must divide dp_shard x cp x tp. tp cuts no expert."""
     dp_replicate: int = Field(default=1, ge=-1)
     """Data parallel with a whole copy of the weights on each process, or on each group of dp_shard. -1: the rest."""
     dp_shard: int = Field(default=-1, ge=-1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.common.errors import UserError
 from pipeline.eval.detokenize import Detokenizer, StopStrings, TextTokenizer
+from pipeline.eval.expert_choices import ChoiceCollector, ExpertChoices
 from pipeline.eval.sampling import Sampling, draw, penalize, probabilities
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.states import States
@@ -65,6 +66,8 @@ class Continuation:
     tokens: tuple[Token, ...]
     prompt_tokens: tuple[Token, ...]
     finish: Finish
+    choices: ExpertChoices | None = None
+    """Experts of its tokens, if they were asked for."""
 
 
 def encode_prompt(tokenizer: TextTokenizer, prompt: str) -> list[int]:
@@ -112,10 +115,20 @@ class GenerationBatch:
         tokenizer: The one that it was trained with.
         slots: Texts at once.
         max_length: Positions of each: prompt and new tokens. Learned positions may be fewer.
+        choices: Is shown which experts the tokens choose.
     """
 
-    def __init__(self, model: Decoder, tokenizer: TextTokenizer, *, slots: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: TextTokenizer,
+        *,
+        slots: int,
+        max_length: int,
+        choices: ChoiceCollector | None = None,
+    ) -> None:
         self._model, self._tokenizer = model, tokenizer
+        self._choices = choices
         self._slots = slots
         self._limit = "there are {} positions for it and its continuation"
         learned = model.spec.learned_positions
@@ -200,7 +213,7 @@ class GenerationBatch:
         pieces = []
         if self._rows:
             tokens_R1 = torch.tensor([[row.last] for row in self._rows], device=self._device)
-            logits_RV = self._forward(tokens_R1, Context(states=self._states))[:, -1]
+            logits_RV = self._forward(self._rows, tokens_R1, Context(states=self._states))[:, -1]
             pieces += self._continue(self._rows, logits_RV)
             self._remove([index for index, piece in enumerate(pieces) if piece[1].finish])
         if self._reading or self._waiting:
@@ -214,6 +227,8 @@ class GenerationBatch:
             self._reading = None
         self._remove([index for index, row in enumerate(self._rows) if row.key == key])
         self._prompt_tokens.pop(key, None)
+        if self._choices is not None:
+            self._choices.forget(key)
 
     def _chance(self, prompt_ids: Sequence[int], seed: int) -> torch.Generator:
         """Generator of a text's draws: the same wherever and whenever, and another one for another prompt."""
@@ -230,7 +245,10 @@ class GenerationBatch:
 
     # Around the model only: a generator would leave it switched on for its consumer between two tokens.
     @torch.no_grad()
-    def _forward(self, tokens_RS: Tensor, context: Context) -> Tensor:
+    def _forward(self, rows: Sequence[_Row], tokens_RS: Tensor, context: Context) -> Tensor:
+        if self._choices is not None:
+            counts = context.counts or [tokens_RS.shape[1]] * len(rows)
+            context = replace(context, on_routed=self._choices.observer([row.key for row in rows], counts))
         logits_RSV: Tensor = self._model(tokens_RS, context)
         return logits_RSV.float()
 
@@ -251,7 +269,7 @@ class GenerationBatch:
         padded = [[*prompt, *[0] * (max(counts) - len(prompt))] for prompt in prompts]
         tokens_RS = torch.tensor(padded, device=self._device)
         context = Context(states=states, counts=counts, last_only=not scored)
-        logits_RSV = self._forward(tokens_RS, context)
+        logits_RSV = self._forward(rows, tokens_RS, context)
         if scored:
             for row, logits_SV, count in zip(rows, logits_RSV, counts, strict=True):
                 self._score_prompt(row, logits_SV[:count], begin)
@@ -413,13 +431,18 @@ def as_they_end(
     *,
     slots: int = 8,
     max_length: int | None = None,
+    experts: bool = False,
 ) -> Iterator[tuple[int, Continuation]]:
-    """`generate`, one by one: the index of a prompt and its continuation, the first one to end first."""
+    """`generate`, one by one: the index of a prompt and its continuation, the first one to end first.
+
+    With `experts`, for a model that has some, continuations have the choices of their tokens.
+    """
     settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     ids = [encode_prompt(tokenizer, each) if isinstance(each, str) else list(each) for each in prompts]
     if max_length is None:
         max_length = max((len(a) + max(b.max_tokens, 1) for a, b in zip(ids, settings, strict=True)), default=1)
-    batch = GenerationBatch(model, tokenizer, slots=slots, max_length=max_length)
+    choices = ChoiceCollector() if experts else None
+    batch = GenerationBatch(model, tokenizer, slots=slots, max_length=max_length, choices=choices)
     texts: dict[int, tuple[int, list[str], list[Token]]] = {}
     waiting = deque(enumerate(zip(ids, settings, strict=True)))
     while waiting or texts:
@@ -432,7 +455,9 @@ def as_they_end(
             tokens.extend(piece.tokens)
             if piece.finish:
                 del texts[key]
-                yield index, Continuation("".join(words), tuple(tokens), batch.prompt_tokens(key), piece.finish)
+                everything = [*ids[index], *(token.id for token in tokens)]
+                chosen = None if choices is None else choices.take(key, everything)
+                yield index, Continuation("".join(words), tuple(tokens), batch.prompt_tokens(key), piece.finish, chosen)
 
 
 def stream(model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling) -> Iterator[GeneratedText]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from pipeline.common.console import Console, echo, say
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.eval import GenerateConfig
-from pipeline.eval.generate import Continuation, Token, as_they_end, stream
+from pipeline.eval.detokenize import TextTokenizer
+from pipeline.eval.expert_choices import ExpertChoices, check_has_experts, show_choices
+from pipeline.eval.generate import Continuation, Token, as_they_end, encode_prompt, stream
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.sampling import Sampling
 from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, section_of
@@ -58,6 +60,7 @@ def continue_prompts(
     *,
     as_json: bool = False,
     logprobs: int | None = None,
+    experts: bool = False,
     console: Console | None = None,
 ) -> None:
     """Print prompts and their continuations, which are generated together, in the order given.
@@ -69,22 +72,37 @@ def continue_prompts(
         as_json: Print nothing but an object a line: `prompt`, `text`, `finish`, and `tokens`, each of which has
             `id`, `text`, `logprob` and `top`, a list of objects with `id`, `text` and `logprob`.
         logprobs: See `Sampling.logprobs`.
+        experts: Show which experts the tokens chose. JSON then has `prompt_tokens` too. `experts` of a token are a
+            list by layer, or null for the last one if the model has not read it; `expert_shares` has by layer the share
+            of the tokens that chose each expert.
         console: Where to.
+
+    Raises:
+        UserError: Experts of a model that has none.
     """
     console = console or Console()
+    if experts:
+        check_has_experts(config)
     loaded = load_decoder(config, which)
     if not as_json:
         _say_weights(console, config, loaded.source)
     settings = sampling_of(config.generate, logprobs)
-    ended = as_they_end(loaded.model, loaded.tokenizer, prompts, settings, slots=_SLOTS)
+    ended = as_they_end(loaded.model, loaded.tokenizer, prompts, settings, slots=_SLOTS, experts=experts)
+    counts = {layer: mixture.router.count for layer, mixture in loaded.model.spec.expert_layers.items()}
     for number, (index, continuation) in enumerate(_in_order(ended)):
         if as_json:
-            echo(orjson.dumps(_values(prompts[index], continuation)).decode(), flush=True)
+            values = _values(prompts[index], continuation)
+            if continuation.choices is not None:
+                values = _with_experts(values, continuation.choices, counts, loaded.tokenizer)
+            echo(orjson.dumps(values).decode(), flush=True)
             continue
         if number:
             console.print()
         _show(console, prompts[index], style="bold")
         _show(console, continuation.text + "\n")
+        if continuation.choices is not None:
+            console.print()
+            show_choices(console, continuation.choices, counts, lambda token: loaded.tokenizer.decode([token]))
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -149,4 +167,24 @@ def _values(prompt: str, continuation: Continuation) -> dict[str, Any]:
         "text": continuation.text,
         "finish": continuation.finish,
         "tokens": [values(token) for token in continuation.tokens],
+    }
+
+
+def _with_experts(
+    values: dict[str, Any], choices: ExpertChoices, counts: Mapping[int, int], tokenizer: TextTokenizer
+) -> dict[str, Any]:
+    """The values of a continuation with the experts of its tokens and of its prompt's."""
+
+    def of(place: int) -> dict[str, Any]:
+        found = choices.of_token(place)
+        return {"experts": None if found is None else {str(layer): ids for layer, ids in found.items()}}
+
+    prompt = encode_prompt(tokenizer, values["prompt"])
+    return {
+        **values,
+        "prompt_tokens": [
+            {"id": token, "text": tokenizer.decode([token]), **of(place)} for place, token in enumerate(prompt)
+        ],
+        "tokens": [token | of(len(prompt) + place) for place, token in enumerate(values["tokens"])],
+        "expert_shares": {str(layer): shares for layer, shares in choices.shares(counts).items()},
     }

@@ -138,7 +138,7 @@ class Balance:
         self._rows = max(self._rows, chosen.rows)
 
     def told(self) -> list[Tensor]:
-        """What this rank adds to the step's sum over all ranks, fp64: counts and losses, and at its place its rows."""
+        """Tensors that this rank adds to the step's sum over all ranks, fp64: counts and losses; its rows."""
         rows = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         rows[dist.get_rank()] = self._rows
         return [self._sums, to_device(rows, self._sums.device)]

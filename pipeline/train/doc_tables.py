@@ -88,7 +88,10 @@ def tensors() -> str:
 def _tensors_of(names: Names) -> str:
     def ours(rule: TensorRule) -> str:
         text = ", ".join(f"`{name}`" for name in rule.ours)
-        text = f"{text}, one below the other" if len(rule.ours) > 1 else text
+        text = (
+            f"{text}, {'beside each other' if rule.beside else 'one below the other'}" if len(rule.ours) > 1 else text
+        )
+        text = f"{text}, again" if rule.copy else text
         text = f"{text}, rows {rule.order.text}" if rule.order else text
         text = f"{text}, [rows, 1, columns]" if rule.unit_dim else text
         text = {"numbered": f"{text}, of expert {EXPERT}", "stacked": f"{text}, of each expert", None: text}[
@@ -97,6 +100,8 @@ def _tensors_of(names: Names) -> str:
         return f"{text}, transposed" if rule.transposed else text
 
     layers = [rule for kinds in names.layers for rule in names.of_layer(LAYER, kinds)]
+    if names.mtp:
+        layers += names.of_depth("{n}", "{d}", names.layers[0])
     unlike = {(rule.theirs, rule.ours): rule for rule in layers}  # kinds of layers share parts
     rows = ((f"`{rule.theirs}`", ours(rule)) for rule in (*names.before, *unlike.values(), *names.behind))
     return _table(("there", "here"), rows)

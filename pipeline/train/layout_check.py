@@ -14,7 +14,7 @@ from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, t
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.model.flops import num_parameters
+from pipeline.train.model.flops import active_parameters, num_parameters
 from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.footprint import Footprint, end_parameters, layer_sizes, rank_footprints
 from pipeline.train.parallel.layout import Layout, fixed_processes
@@ -82,15 +82,25 @@ class PlannedModel(NamedTuple):
     @property
     def parameters(self) -> int:
         """Parameters without the padding of the vocabulary."""
+        return num_parameters(self.spec) - self._padding
+
+    @property
+    def active_parameters(self) -> int:
+        """Those of them that a token meets: of experts some."""
+        return active_parameters(self.spec) - self._padding
+
+    @property
+    def _padding(self) -> int:
         spec = self.spec
         tables = 1 if spec.tie_embeddings else 2
-        return num_parameters(spec) - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim
+        return tables * (spec.vocab_padded - spec.vocab_size) * spec.dim
 
     def __str__(self) -> str:
         parameters, padded, depth = self.parameters, num_parameters(self.spec), len(self.spec.mtp)
         more = f" ({padded:,} with the padded vocabulary)" if padded > parameters else ""
+        active = f", {self.active_parameters:,} active" if self.spec.expert_layers else ""
         return (
-            f"model: {parameters:,} parameters{more}, {len(self.spec.layers)} layers, "
+            f"model: {parameters:,} parameters{more}{active}, {len(self.spec.layers)} layers, "
             f"{f'multi-token prediction of depth {depth}, ' if depth else ''}"
             f"vocabulary of {self.spec.vocab_size:,} ({self.vocabulary})"
         )
@@ -152,6 +162,8 @@ def layout_lines(config: Config, layout: Layout) -> Iterable[str]:
         stride //= degree
         if degree > 1:
             yield f"  {axis:<12} {degree:>5}  {_AXES[axis]} over ranks {_ranks(degree, stride, layout.world_size)}"
+    if layout.ep > 1:
+        yield f"  {'ep':<12} {layout.ep:>5}  experts are dealt to ranks {_ranks(layout.ep, 1, layout.world_size)}"
 
 
 def _ranks(degree: int, stride: int, world_size: int) -> str:

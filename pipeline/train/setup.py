@@ -204,6 +204,8 @@ def _for_inference(config: Config, parallel: ParallelConfig) -> Config:
         "precision": config.train.precision.model_copy(update={"fp8": None}),
         # The training's own choice may not be installed here.
         "attention": AttentionConfig(),
+        # Whatever a training for measurements of speed did.
+        "balance": config.train.balance.model_copy(update={"force": False}),
     }
     return config.model_copy(update={"parallel": parallel, "train": config.train.model_copy(update=unused)})
 

@@ -57,7 +57,12 @@ VARIANTS: list[dict[str, Any]] = [
         "model.qk_norm": True,
         "train.precision.fp8": {"min_size": 16, "emulate": True},
     },
-    {"model.rope_scaling": {"type": "yarn", "factor": 2}, "train.metrics.wandb": {"project": "p", "mode": "offline"}},
+    {
+        "model.rope_scaling": {"type": "yarn", "factor": 2},
+        "model.mlp": "experts",
+        "model.experts": {"count": 4, "top_k": 2, "ffn_dim": 8, "activation": "clamped_swiglu", "score_bias": True},
+        "train.metrics.wandb": {"project": "p", "mode": "offline"},
+    },
     {
         "data.loader": {"read": "pread"},
         "stage.data": "local",

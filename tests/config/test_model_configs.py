@@ -15,7 +15,7 @@ from pipeline.train.distributed.process_group import destroy
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.model.flops import num_parameters
+from pipeline.train.model.flops import active_parameters, num_parameters
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.plan import plan
@@ -157,6 +157,92 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         7_241_732_096,
     ),
 }
+_MOE = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "output_router_logits": False,
+}
+
+
+def _qwen_moe(layers: int, dim: int, heads: int, ffn_dim: int) -> dict[str, Any]:
+    sizes = _sizes(layers, dim, heads, 3 * dim) | {"num_key_value_heads": 4, "moe_intermediate_size": ffn_dim}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    return _QWEN | _MOE | sizes | experts | {"model_type": "qwen3_moe", "mlp_only_layers": []}
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    return _sizes(layers, 2880, 64, 2880) | {
+        "model_type": "gpt_oss",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000,
+        "rope_scaling": rope | {"original_max_position_embeddings": 4096},
+        "attention_bias": True,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    }
+
+
+_MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
+    "mixtral-8x7b": (
+        _MOE
+        | _sizes(32, 4096, 32, 14336)
+        | {
+            "model_type": "mixtral",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 32768,
+            "vocab_size": 32000,
+        },
+        46_702_792_704,
+    ),
+    "olmoe-1b-7b": (
+        _MOE
+        | _sizes(16, 2048, 16, 1024)
+        | {
+            "model_type": "olmoe",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "clip_qkv": None,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "max_position_embeddings": 4096,
+            "vocab_size": 50304,
+        },
+        6_919_161_856,
+    ),
+    "qwen3-30b-a3b": (_qwen_moe(48, 2048, 32, 768), 30_532_122_624),
+    "qwen3-235b-a22b": (_qwen_moe(94, 4096, 64, 1536), 235_093_634_560),
+    "gpt-oss-20b": (_gpt_oss(24, 32), 20_914_757_184),
+    "gpt-oss-120b": (_gpt_oss(36, 128), 116_829_156_672),
+}
+PUBLISHED |= _MIXTURES
+ACTIVE = {
+    "mixtral-8x7b": 12.9e9,
+    "olmoe-1b-7b": 1.3e9,
+    "qwen3-30b-a3b": 3.3e9,
+    "qwen3-235b-a22b": 22e9,
+    # The model card counts the head, and not the embedding.
+    "gpt-oss-20b": 3.61e9 + 201088 * 2880,
+    "gpt-oss-120b": 5.13e9 + 201088 * 2880,
+}
+"""Parameters that a token meets, as the authors round them."""
 DEVICE = {"gpt2-124m": "a100"}
 """What the clusters of the files consist of; of H100 otherwise."""
 
@@ -177,6 +263,20 @@ def test_architecture(path: Path) -> None:
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**published))
     assert sum(value.numel() for value in theirs.parameters()) == parameters
+
+
+@pytest.mark.parametrize("name", _MIXTURES)
+def test_active_parameters(name: str) -> None:
+    config = load(packaged_configs() / "models" / f"{name}.yaml")
+    spec = decoder_spec(config.model, 1, config.max_positions)
+    assert active_parameters(spec) == pytest.approx(ACTIVE[name], rel=0.025)
+    assert f"{PUBLISHED[name][1]:,} parameters" in (text := _head(name)) and f"{active_parameters(spec):,}" in text
+
+
+def _head(name: str) -> str:
+    """The comment that a file begins with, as one line."""
+    text = (packaged_configs() / "models" / f"{name}.yaml").read_text()
+    return text.partition("run:")[0].replace("\n# ", " ")
 
 
 def _equal(mine: ModelConfig, theirs: ModelConfig) -> None:

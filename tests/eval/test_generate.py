@@ -27,6 +27,19 @@ LENGTHS = (10, 1, 23, 3, 39, 10, 2)
 GREEDY = Sampling(temperature=0)
 
 
+EXPERTS = ModelConfig.model_validate(
+    {
+        **{"layers": 3, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_multiple": 20},
+        "experts": {
+            **{"count": 12, "top_k": 3, "ffn_dim": 16, "score": "sigmoid", "score_bias": True, "scale": 1.5},
+            **{"groups": 4, "top_groups": 2, "shared_ffn_dim": 24, "shared_gate": True},
+        },
+        "pattern": ["dense", "routed", "routed"],
+        "kinds": {"dense": {}, "routed": {"mlp": "experts"}},
+    }
+)
+
+
 class Letters:
     """A token is a letter: id i is chr(i + 0x4E00), and `end_of_document` is whatever the test wants."""
 
@@ -41,8 +54,12 @@ class Letters:
 
 
 def decoder(family: str, max_positions: int = 64) -> Decoder:
-    model = Decoder(decoder_spec(FAMILIES[family].config, VOCAB, max_positions))
+    config = EXPERTS if family == "experts" else FAMILIES[family].config
+    model = Decoder(decoder_spec(config, VOCAB, max_positions))
     randomize(model, seed=3)
+    for number, (name, buffer) in enumerate(model.named_buffers()):
+        if name.endswith("score_bias"):
+            buffer.normal_(std=0.2, generator=torch.Generator().manual_seed(number))
     return model
 
 
@@ -98,7 +115,7 @@ def test_greedy_equals_transformers(family: str, penalty: float) -> None:
     assert max(lengths) > 15
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3", "experts"])
 @pytest.mark.parametrize("slots", [2, 7])
 def test_a_text_does_not_depend_on_the_others(family: str, slots: int) -> None:
     model, tokenizer = decoder(family), Letters(end_of_document=11)
@@ -111,7 +128,7 @@ def test_a_text_does_not_depend_on_the_others(family: str, slots: int) -> None:
         assert one == pytest.approx(other, abs=1e-4) if how.logprobs is not None else not any(one)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3", "experts"])
 def test_reading_in_parts_changes_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = decoder(family), Letters()
     prompts, settings = draw_prompts(), mixed_settings()
@@ -126,7 +143,7 @@ def test_reading_in_parts_changes_nothing(family: str, monkeypatch: pytest.Monke
     assert scores[0][1:] == pytest.approx(scores[1][1:], abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3", "experts"])
 def test_logprobs_are_those_of_the_model(family: str) -> None:
     """Before temperature, penalty and cuts, against one forward pass over prompt and new tokens."""
     model, tokenizer = decoder(family), Letters()

@@ -123,6 +123,7 @@ _VARIANTS = {
 
 CLASSES = {
     "pipeline.train.parallel.layout": ("Layout",),
+    "pipeline.train.planning.experts": ("ExpertPlan",),
     "pipeline.train.planning.shares": ("Shares", "MeasuredShares"),
     "pipeline.train.planning.show": (),  # MeasuredShares
     "pipeline.train.monitor.goodput": ("Goodput",),

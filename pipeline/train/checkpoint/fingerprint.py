@@ -19,7 +19,7 @@ Fingerprints = dict[str, Any]
 
 _KEYS = {"objective": "train.objective"}
 """Aspects that are a section of the run file with another name."""
-_OF_SHAPES = ("model.layers", "model.dim")
+_OF_SHAPES = ("model.layers", "model.dim", "model.mtp", "model.mtp.depth")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
 LATER_KEYS = (
     *("vocab_size", "pattern", "kinds", "mixer", "mla", "experts", "rope_share", "attention_scale"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor
@@ -135,29 +136,36 @@ def exported_tensors(folder: Path, listed: Iterable[str]) -> tuple[dict[str, str
     return tensors_in(folder, sorted(name for name in listed if name.endswith(".safetensors")))
 
 
-def tensors_in(folder: Path, names: Iterable[str]) -> tuple[dict[str, str], dict[str, Stored]]:
+def tensors_in(
+    folder: Path, names: Iterable[str], dtypes: Mapping[str, torch.dtype] = DTYPES
+) -> tuple[dict[str, str], dict[str, Stored]]:
     """The file of each tensor, and what it is, of safetensors files in a folder.
+
+    Args:
+        folder: of the files.
+        names: of the files.
+        dtypes: that tensors may have, by their names in the format.
 
     Raises:
         UserError: a file is none.
     """
     files, tensors = dict[str, str](), dict[str, Stored]()
     for name in names:
-        found = tensors_of(folder / name)
+        found = tensors_of(folder / name, dtypes)
         tensors |= found
         files |= dict.fromkeys(found, name)
     return files, tensors
 
 
-def tensors_of(path: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file; a `UserError` if it is none."""
+def tensors_of(path: Path, dtypes: Mapping[str, torch.dtype] = DTYPES) -> dict[str, Stored]:
+    """The tensors of one safetensors file; a `UserError` if it is none, or has other types than these."""
     found = {}
     try:
         storage.open_regular(path).close()  # which `safe_open` does not look at
         with safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 piece = tensors.get_slice(name)
-                dtype = DTYPES.get(piece.get_dtype())
+                dtype = dtypes.get(piece.get_dtype())
                 if dtype is None:
                     raise UserError(f"{path}: {name} has dtype {piece.get_dtype()}, which is not supported")
                 found[name] = Stored(tuple(piece.get_shape()), dtype)

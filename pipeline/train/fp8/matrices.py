@@ -112,5 +112,6 @@ def fp8_lines(config: Fp8Config, spec: DecoderSpec, layout: Layout, sequence_len
     names = [name for name, layers in left.items() if set(layers) - set(whole)]
     parts = [f"{', '.join(names)} of layers"] if names else []
     parts += [f"all of layers {spans(whole)}"] if whole else []
+    experts = ["experts (they stay in bf16)"] if spec.expert_layers else []
     ends = ["embedding", "norms", "attention", "head", *["multi-token prediction"] * bool(spec.mtp)]
-    yield f"not in fp8: {', '.join([*parts, *ends])}"
+    yield f"not in fp8: {', '.join([*parts, *experts, *ends])}"

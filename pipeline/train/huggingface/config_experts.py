@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pipeline.config.model import ExpertsConfig, LayerConfig, ModelConfig
@@ -17,9 +17,12 @@ from pipeline.train.model.part_spec import LayerPartSpec
 
 DENSE, EXPERTS = "dense", "experts"
 """Our names of these kinds of layers."""
-WITH_EXPERTS: tuple[dict[str, type[LayerPartSpec]], ...] = ({"mixer": AttentionSpec, "mlp": ExpertsSpec},)
+WITH_EXPERTS: tuple[Mapping[str, type[LayerPartSpec]], ...] = ({"mixer": AttentionSpec, "mlp": ExpertsSpec},)
 """See `Names.layers`."""
-WITH_SOME_EXPERTS = (*WITH_EXPERTS, {"mixer": AttentionSpec, "mlp": MlpSpec})
+WITH_SOME_EXPERTS: tuple[Mapping[str, type[LayerPartSpec]], ...] = (
+    *WITH_EXPERTS,
+    {"mixer": AttentionSpec, "mlp": MlpSpec},
+)
 
 
 def read_count(source: ConfigSource, *keys: str, default: int) -> int:
@@ -122,8 +125,13 @@ def some_have_experts(layers: Sequence[ModelConfig]) -> bool:
 
 def loss_hint(family: Family, values: Json, model: ModelConfig) -> str | None:
     """The balance loss that config.json has, as `train.balance.loss`; None where it has none."""
+    if not some_have_experts(list(map(model.layer, model.layer_kinds))):
+        return None
+    alpha = values.get("aux_loss_alpha")
+    if alpha and values.get("seq_aux") and experts_of(model).score == "softmax":
+        return f"aux_loss_alpha {alpha:g} of {family.title} is train.balance.loss: {alpha:g}"
     coefficient = values.get("router_aux_loss_coef")
-    if not coefficient or not some_have_experts(list(map(model.layer, model.layer_kinds))):
+    if not coefficient:
         return None
     # Theirs is a mean over layers and as large as top_k where experts are balanced; ours is a sum, of 1 in each.
     loss = coefficient * experts_of(model).top_k / sum(has_experts(model))

@@ -13,11 +13,18 @@ _SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
 }
 """Keys that decide the frequencies of a scaling."""
+_MSCALE = ("mscale", "mscale_all_dim")
+"""DeepSeek's, of YaRN."""
 ROPE_SHARE = "partial_rotary_factor"
 
 
 def read_rope(
-    source: ConfigSource, theta: float = 10000.0, *, shared: bool = False, theta_key: str = "rope_theta"
+    source: ConfigSource,
+    theta: float = 10000.0,
+    *,
+    shared: bool = False,
+    theta_key: str = "rope_theta",
+    mscale: bool = False,
 ) -> Json:
     """`rope_theta` and `rope_scaling` of `model:`.
 
@@ -26,11 +33,12 @@ def read_rope(
         theta: what transformers takes where the file has none.
         shared: the family can turn a part of a head; see `read_rope_share`.
         theta_key: what version 4 of transformers calls `rope_theta`.
+        mscale: the family has DeepSeek's keys of YaRN.
     """
     rope = _parameters(source, theta, theta_key)
     if shared:
         rope.pop(ROPE_SHARE, None)
-    return read_rope_values(source, rope, theta)
+    return read_rope_values(source, rope, theta, mscale=mscale)
 
 
 def read_rope_share(source: ConfigSource, key: str, default: float) -> float:
@@ -77,16 +85,17 @@ def write_rope(model: ModelConfig) -> Json:
     return {"rope_theta": model.rope_theta, "rope_scaling": _write_scaling(model)}
 
 
-def read_rope_values(source: ConfigSource, values: Json, theta: float) -> Json:
+def read_rope_values(source: ConfigSource, values: Json, theta: float, *, mscale: bool = False) -> Json:
     """The same from the values of one type of layers, which `rope_parameters` may have by type.
 
     Args:
         source: the file.
         values: of this type.
         theta: what transformers takes where they have none.
+        mscale: see `read_rope`.
     """
     rope = {**values, "rope_theta": theta if values.get("rope_theta") is None else values["rope_theta"]}
-    scaling = _read_scaling(source, rope, source.get("max_position_embeddings"))
+    scaling = _read_scaling(source, rope, source.get("max_position_embeddings"), mscale)
     return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
 
 
@@ -113,9 +122,10 @@ def _parameters(source: ConfigSource, default: float, theta_key: str) -> Json:
     return found
 
 
-def _read_scaling(source: ConfigSource, rope: Json, positions: int | None) -> Json | None:
+def _read_scaling(source: ConfigSource, rope: Json, positions: int | None, mscale: bool) -> Json | None:
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    known = {"rope_type", "type", "rope_theta", *_SCALING_KEYS.get(kind, ())}
+    keys = (*_SCALING_KEYS.get(kind, ()), *(_MSCALE if mscale and kind == "yarn" else ()))
+    known = {"rope_type", "type", "rope_theta", *keys}
     if kind == "default":
         return None
     if kind not in _SCALING_KEYS:
@@ -125,7 +135,10 @@ def _read_scaling(source: ConfigSource, rope: Json, positions: int | None) -> Js
             source.refuse("rope_scaling", f"{key}: {value}", "it is not supported")
     original = rope.get("original_max_position_embeddings")
     names = {"factor": "factor", "original_max_position_embeddings": "original_max_positions"}
-    found = {names.get(key, key): rope[key] for key in _SCALING_KEYS[kind] if rope.get(key) is not None}
+    found = {names.get(key, key): rope[key] for key in keys if rope.get(key) is not None}
+    first, second = (found.get(key) for key in _MSCALE)
+    if bool(first) != bool(second):  # each of the two has another meaning in transformers without the other
+        source.refuse("rope_scaling", rope, f"{' and '.join(_MSCALE)} need each other")
     if kind == "yarn" and "factor" not in found and original and positions:
         found["factor"] = positions / original
     if kind != "linear" and original is None:
@@ -140,7 +153,8 @@ def _write_scaling(model: ModelConfig) -> Json | None:
     if scaling is None:
         return None
     names = {"original_max_position_embeddings": scaling.original_max_positions}
-    found = {key: names.get(key, getattr(scaling, key, None)) for key in _SCALING_KEYS[scaling.type]}
+    keys = (*_SCALING_KEYS[scaling.type], *(_MSCALE if scaling.mscale_all_dim else ()))
+    found = {key: names.get(key, getattr(scaling, key, None)) for key in keys}
     if found.get("truncate"):
         del found["truncate"]  # as it is where the key is missing
     return {"rope_type": scaling.type, **{key: value for key, value in found.items() if value is not None}}

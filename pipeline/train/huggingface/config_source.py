@@ -89,7 +89,5 @@ class ConfigSource:
             why = "it is not supported"
             if key == "auto_map":
                 why = "the model needs its own code, and code that comes with weights is never run"
-            if key == "quantization_config":
-                why = "quantized weights cannot be trained; use the original ones"
             hint = f"pipeline convert from-hf DIR OUT --ignore {key}"
             self.refuse(key, value, f"{why}. If it does not change what the model computes: {hint}")

@@ -34,16 +34,19 @@ def read_windows(source: ConfigSource, layers: int, *, windowed: bool) -> Json:
     return read_kinds(names, {FULL: {}, SLIDING: {"sliding_window": int(window)}})
 
 
-def read_periodic(source: ConfigSource, layers: int, period: int) -> tuple[list[str], int | None]:
-    """Type of each layer, and the window of those that have one (Cohere 2, Gemma, OLMo 3).
+def read_periodic(
+    source: ConfigSource, layers: int, period: int, default: int = DEFAULT_WINDOW
+) -> tuple[list[str], int | None]:
+    """Type of each layer, and the window of those that have one (Cohere 2, Gemma, OLMo 3, GPT-OSS).
 
     Args:
         source: the file.
         layers: number of layers.
         period: number of layers of which the last one sees everything, where the file has no list.
+        default: the window that transformers takes where the key is missing.
     """
     types = layer_types(source, layers, (FULL, SLIDING), lambda index: SLIDING if (index + 1) % period else FULL)
-    window: int | None = source.get_absent("sliding_window", DEFAULT_WINDOW)
+    window: int | None = source.get_absent("sliding_window", default)
     if window is None and SLIDING in types:
         source.refuse("sliding_window", window, f"layers of the type {SLIDING} need one")
     return types, window

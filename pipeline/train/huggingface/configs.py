@@ -10,7 +10,9 @@ from pipeline.config.model import ModelConfig
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Family
-from pipeline.train.huggingface.registry import FAMILIES, REFUSED
+from pipeline.train.huggingface.quantized import KEY as QUANTIZATION
+from pipeline.train.huggingface.quantized import read_quantization
+from pipeline.train.huggingface.registry import FAMILIES, READ_AS, REFUSED
 
 
 def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
@@ -25,6 +27,8 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
         UserError: an unsupported architecture or feature, by name.
     """
     model_type = values.get("model_type")
+    if model_type in READ_AS and values.get("architectures") in (None, [FAMILIES[READ_AS[model_type]].architecture]):
+        model_type = READ_AS[model_type]
     if model_type not in FAMILIES:
         why = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
         raise UserError(
@@ -32,6 +36,8 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
         )
     family, source = FAMILIES[model_type], ConfigSource(values, file)
     model = family.read(source)
+    if QUANTIZATION not in ignore:
+        read_quantization(source)
     source.finish(ignore)
     return family, validated_model(model, f"{file} describes a model that cannot be built")
 

@@ -72,8 +72,9 @@ def to_hf(
     free_folder(to)
     found = open_weights(source, step, weights)
     vocab_size = found.model.vocab_size or found.tokenizer.vocab_size
-    model, mtp = found.model.model_copy(update={"mtp": None}), found.model.mtp
-    family, values = to_hf_config(model, vocab_size, found.positions)
+    family, values = to_hf_config(found.model, vocab_size, found.positions)
+    mtp = None if family.names.mtp else found.model.mtp
+    model = found.model if mtp is None else found.model.model_copy(update={"mtp": None})
     mapping = map_tensors(family, decoder_spec(model, vocab_size, model.max_positions or found.positions))
     kinds = {name: found.tensors[rule.ours[0]].dtype for name, rule in mapping.theirs.items()}
     uncast = mapping.uncast
@@ -163,8 +164,11 @@ def from_hf(
                 "files": files,
             },
         )
+    quantized = (
+        f", decoded from {found.quantization.method} (exports are never quantized)" if found.quantization else ""
+    )
     return (
-        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors, "
+        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors{quantized}, "
         f"{sum(each.numel for each in found.tensors.values()):,} parameters, {total:,} bytes; a run file that includes "
         f"{to / MODEL_FILE} continues training from there" + ("" if tokenizer else f"; {_NO_TOKENIZER}")
     )
@@ -193,6 +197,10 @@ def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, conv
     head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
     if hint := loss_hint(found.family, found.values, found.model):
         head += f"# {hint}.\n"
+    if left_out := found.left_out:
+        head += f"# {len(left_out)} tensors for tokens further ahead are left out, such as {left_out[0]}.\n"
+    if found.missing_mtp:
+        head += "# The files have no layers of multi-token prediction (num_nextn_predict_layers).\n"
     if tokenizer is None:
         head += f"# {_NO_TOKENIZER[0].upper()}{_NO_TOKENIZER[1:]}.\n"
     else:

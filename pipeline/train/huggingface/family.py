@@ -14,7 +14,7 @@ _ALL_HAVE = {
     *("layers", "dim", "heads", "ffn_dim", "norm_eps", "tie_embeddings", "init"),
     # Not of the weights, or seen in their shapes.
     *("vocab_size", "vocab_multiple", "max_positions", "document_attention"),
-    # Of training alone; `to_hf` says that it leaves multi-token prediction out.
+    # Of training alone; `to_hf` says so where it leaves multi-token prediction out.
     *("dropout", "mtp"),
 }
 """Keys of `model:` that fit every family with any value, unless it says otherwise."""

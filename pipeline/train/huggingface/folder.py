@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from pipeline.common import storage
@@ -21,9 +19,11 @@ from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.exported import HF_CONFIG
 from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
-from pipeline.train.checkpoint.weight_source import tensors_in
+from pipeline.train.huggingface.config_source import ConfigSource
 from pipeline.train.huggingface.configs import from_hf_config
-from pipeline.train.huggingface.tensors import TensorMapping, map_tensors, names_in_files
+from pipeline.train.huggingface.names import LAYER
+from pipeline.train.huggingface.quantized import KEY, FolderTensors, read_quantization
+from pipeline.train.huggingface.tensors import TensorMapping, extra_layers, map_tensors, names_in_files
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 
 CONFIG_FILE = HF_CONFIG
@@ -56,6 +56,14 @@ class HuggingFaceFolder:
         changes = {} if vocab_multiple is None else {"vocab_multiple": vocab_multiple}
         self.model: ModelConfig = model.model_copy(update=changes)
         """The `model:` section that computes the same."""
+        self.quantization = None if KEY in ignore else read_quantization(ConfigSource(self.values, str(file)))
+        """How its files are quantized; they are read as the numbers that they stand for."""
+        self.missing_mtp = 0
+        """Layers of multi-token prediction that config.json speaks of, where the files have none: transformers leaves
+        them out when it saves a model."""
+        if model.mtp is not None and not self._has_mtp(model.layers):
+            self.missing_mtp = model.mtp.depth
+            self.model = self.model.model_copy(update={"mtp": None})
 
     @property
     def positions(self) -> int:
@@ -75,44 +83,63 @@ class HuggingFaceFolder:
         return map_tensors(self.family, self.spec)
 
     @cached_property
-    def _found(self) -> tuple[dict[str, str], dict[str, Stored]]:
-        """File and kind of each tensor, by the names in the files."""
+    def _found(self) -> FolderTensors:
+        """Tensors by the names in the files."""
         names = self._weight_files()
         for path in (self.folder / name for name in names):
             if not path.is_file():
                 raise UserError(f"{path} is missing, though {INDEX} names it; is the download complete?")
-        return tensors_in(self.folder, names)
+        return FolderTensors(self.folder, names, self.quantization, self._decoded_dtype())
 
     @cached_property
     def _names(self) -> dict[str, str]:
         """The names that the files have for those of the plan."""
-        shapes = {name: each.shape for name, each in self._found[1].items()}
+        shapes = {name: each.shape for name, each in self._found.tensors.items()}
         return names_in_files(self.family, self.mapping, shapes, str(self.folder))
 
-    def _check_copy(self, embedding: str) -> None:
-        """A file may have the head beside a tied embedding: then they must be the same."""
-        name = self.family.names.head
-        files, kinds = self._found
-        with (
-            safe_open(self.folder / files[name], framework="pt") as of_head,
-            safe_open(self.folder / files[embedding], framework="pt") as of_embedding,
-        ):
-            head, other = of_head.get_slice(name), of_embedding.get_slice(embedding)
-            same = kinds[name] == kinds[embedding] and all(
-                head[row : row + _ROWS].equal(other[row : row + _ROWS]) for row in range(0, kinds[name].shape[0], _ROWS)
+    @property
+    def left_out(self) -> list[str]:
+        """Tensors of layers behind the last one, which transformers leaves out, too."""
+        return extra_layers(self.family, self.mapping, self._found.tensors) if self.family.extra_layers else []
+
+    def _has_mtp(self, layers: int) -> bool:
+        first = self.family.names.layer.replace(LAYER, str(layers)).removeprefix(self.family.prefix)
+        return any(name.removeprefix(self.family.prefix).startswith(first) for name in self._found.tensors)
+
+    def _check_copies(self) -> None:
+        """Files may have a tensor a second time: then both must be the same."""
+        mapping = self.mapping
+        for name, rule in mapping.theirs.items():
+            if rule.copy and name in self._names:
+                self._check_copy(
+                    self._names[name],
+                    self._names[mapping.ours[rule.ours[0]].theirs],
+                    "multi-token prediction has those of the model here; set num_nextn_predict_layers to 0 to leave it "
+                    "out",
+                )
+        head = self.family.names.head
+        if head in self._found.tensors and head not in mapping.theirs:
+            self._check_copy(
+                head,
+                self._names[mapping.ours["embedding.weight"].theirs],
+                "config.json ties them; set tie_word_embeddings to false if the head has its own weights",
             )
+
+    def _check_copy(self, name: str, other: str, why: str) -> None:
+        found = self._found
+        rows = found.tensors[name].shape[0]
+        same = found.tensors[name] == found.tensors[other] and all(
+            found.read(name, part).equal(found.read(other, part))
+            for part in ((slice(row, row + _ROWS),) for row in range(0, rows, _ROWS))
+        )
         if not same:
-            raise UserError(
-                f"{self.folder}: {name} differs from {embedding}, though config.json ties them; set "
-                "tie_word_embeddings to false if the head has its own weights"
-            )
+            raise UserError(f"{self.folder}: {name} differs from {other}, though {why}")
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         """Ours, by name: of the type that theirs have. Whoever asks for them has all that can be checked checked."""
-        head, mapping = self.family.names.head, self.mapping
-        if head in self._found[1] and head not in mapping.theirs:
-            self._check_copy(self._names[mapping.ours["embedding.weight"].theirs])
+        self._check_copies()
+        mapping = self.mapping
         return {
             name: Stored(mapping.our_shapes[name], torch.float32 if name in mapping.buffers else self._dtype(name))
             for name in mapping.ours
@@ -121,7 +148,7 @@ class HuggingFaceFolder:
     def _dtype(self, name: str) -> torch.dtype:
         """The type of all tensors of theirs that have one of ours."""
         theirs = self.mapping.ours[name].names(self.mapping.our_shapes[name][0])
-        found = {each: self._found[1][self._names[each]].dtype for each in theirs}
+        found = {each: self._found.tensors[self._names[each]].dtype for each in theirs}
         other = next((each for each, dtype in found.items() if dtype != found[theirs[0]]), None)
         if other is not None:
             raise UserError(
@@ -146,14 +173,10 @@ class HuggingFaceFolder:
         Experts are read one by one, so that little beside the target is in memory.
         """
         filled = 0
-        files = self._found[0]
-        for file, pieces in groupby(
-            self.mapping.ours[name].pieces(rows, *others), lambda each: files[self._names[each.theirs]]
-        ):
-            with safe_open(self.folder / file, framework="pt") as opened:
-                for theirs, piece, here in pieces:
-                    target[here].copy_(piece.of(opened.get_slice(self._names[theirs])[piece.there]))
-                    filled = here + 1 if isinstance(here, int) else here.stop
+        with self._found.opened() as read:
+            for theirs, piece, here in self.mapping.ours[name].pieces(rows, *others):
+                target[here].copy_(piece.of(read(self._names[theirs], piece.there)))
+                filled = here + 1 if isinstance(here, int) else here.stop
         target[filled:].zero_()
 
     def tokenizer(self, config: TokenizerConfig | None = None) -> Tokenizer:
@@ -188,6 +211,11 @@ class HuggingFaceFolder:
             f"neither {TOKENIZER_CONFIG_FILE} (eos_token) nor {CONFIG_FILE} (eos_token_id) of {self.folder} says which "
             "token ends a document; name it with --end-of-document"
         )
+
+    def _decoded_dtype(self) -> torch.dtype:
+        """Type of quantized tensors: that of config.json, if it is one of the two that have all their values."""
+        named = self.values.get("dtype") or self.values.get("torch_dtype")
+        return torch.float32 if named == "float32" else torch.bfloat16
 
     def _weight_files(self) -> list[str]:
         if (self.folder / SINGLE).is_file():  # before an index, which may be of an earlier save, as transformers does

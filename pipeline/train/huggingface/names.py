@@ -39,6 +39,10 @@ class TensorRule:
     """Ours have a dimension of experts before all others, and this is the rule of each expert."""
     expert: int | None = None
     """The one that `theirs` is of, in the rules of one model for experts that are numbered in names."""
+    beside: bool = False
+    """Ours are beside each other and not one below the other."""
+    copy: bool = False
+    """Files have ours a second time under this name. It may be missing, and must be the same where it is there."""
 
 
 HEAD_RULE = TensorRule(HEAD, ("head.weight",))
@@ -59,6 +63,9 @@ class Names:
     part, `mixer_out_norm` and `mlp_out_norm` for those on its output."""
     behind: tuple[TensorRule, ...]
     """Tensors of norm and head."""
+    mtp: bool = False
+    """Layers of multi-token prediction are behind those of the model, with its embedding and head again, see
+    `of_depth`."""
     norm_bias: bool = False
     transposed: bool = False
     """Matrices of layers."""
@@ -72,24 +79,68 @@ class Names:
         """Their name of the head's weight."""
         return next(rule.theirs for rule in self.behind if rule.ours == HEAD_RULE.ours)
 
-    def rules(self, layers: Sequence[Mapping[str, LayerPartSpec]]) -> list[TensorRule]:
-        """Rules of a model in its order, given the parts of its layers.
+    def rules(
+        self,
+        layers: Sequence[Mapping[str, LayerPartSpec]],
+        mtp: Sequence[Mapping[str, LayerPartSpec]] = (),
+        head: str = HEAD_RULE.ours[0],
+    ) -> list[TensorRule]:
+        """Rules of a model in its order.
+
+        Args:
+            layers: the parts of each.
+            mtp: of layers of multi-token prediction, those of each depth.
+            head: our parameter with the weight of the head.
 
         Raises:
             UserError: A kind of mixer or mlp has no names of this style.
         """
-        of_layers = [rule for index, parts in enumerate(layers) for rule in self.of_layer(str(index), parts)]
-        return [*self.before, *of_layers, *self.behind]
+        found = [rule for index, parts in enumerate(layers) for rule in self.of_layer(str(index), parts)]
+        for depth, parts in enumerate(mtp):
+            found += self.of_depth(str(len(layers) + depth), str(depth), parts, head)
+        return [*self.before, *found, *self.behind]
 
-    def of_layer(self, index: str, parts: Mapping[str, Part]) -> list[TensorRule]:
-        """Rules of a layer with this number, in the order of the model."""
+    def of_layer(self, index: str, parts: Mapping[str, Part], ours: str | None = None) -> list[TensorRule]:
+        """Rules of a layer in the order of the model.
+
+        Args:
+            index: its number.
+            parts: of the layer.
+            ours: begins our names; by default those of this layer of the model.
+        """
+        before = f"layers.{index}." if ours is None else ours
         found = list[TensorRule]()
         for place, part in parts.items():
-            found += self._norms(index, f"{place}_norm")
+            found += self._norms(index, before, f"{place}_norm")
             for names in self._table(index, part):
-                found += self._of_part(index, f"layers.{index}.{place}.", part, names)
-            found += self._norms(index, f"{place}_out_norm")
+                found += self._of_part(index, f"{before}{place}.", part, names)
+            found += self._norms(index, before, f"{place}_out_norm")
         return found
+
+    def of_depth(
+        self, index: str, depth: str, parts: Mapping[str, Part], head: str = HEAD_RULE.ours[0]
+    ) -> list[TensorRule]:
+        """Rules of a layer of multi-token prediction, see `rules`.
+
+        Args:
+            index: its number there, behind the layers of the model.
+            depth: its number here.
+            parts: of its layer.
+            head: our parameter with the weight of the head.
+        """
+        there, here = self.layer.replace(LAYER, index), f"mtp.{depth}."
+        (embedding,) = self.before[0].ours
+        return [
+            TensorRule(f"{there}embed_tokens.weight", (embedding,), copy=True),
+            TensorRule(f"{there}enorm.weight", (f"{here}embedding_norm.weight",)),
+            TensorRule(f"{there}hnorm.weight", (f"{here}stream_norm.weight",)),
+            TensorRule(
+                f"{there}eh_proj.weight", (f"{here}of_embedding.weight", f"{here}of_stream.weight"), beside=True
+            ),
+            *self.of_layer(index, parts, f"{here}layer."),
+            TensorRule(f"{there}shared_head.norm.weight", (f"{here}norm.weight",)),
+            TensorRule(f"{there}shared_head.head.weight", (head,), copy=True),
+        ]
 
     def _table(self, index: str, part: Part) -> list[TensorNames]:
         own = self.tables.get(part if isinstance(part, type) else type(part))
@@ -99,11 +150,11 @@ class Names:
             raise UserError(f"layer {index} has {part.label}: no family of Hugging Face models with it is known")
         return named(part.huggingface[self.style])
 
-    def _norms(self, index: str, module: str) -> list[TensorRule]:
+    def _norms(self, index: str, before: str, module: str) -> list[TensorRule]:
         found = list[TensorRule]()
         for norm, ours in self.norms.items():
             if ours == module:
-                theirs, name = self.layer.replace(LAYER, index) + norm, f"layers.{index}.{ours}"
+                theirs, name = self.layer.replace(LAYER, index) + norm, before + ours
                 found.append(TensorRule(f"{theirs}.weight", (f"{name}.weight",)))
                 found += [TensorRule(f"{theirs}.bias", (f"{name}.bias",))] * self.norm_bias
         return found

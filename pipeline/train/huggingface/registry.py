@@ -8,10 +8,12 @@ special ones stand behind general ones.
 from __future__ import annotations
 
 from pipeline.train.huggingface.families.cohere2 import COHERE2
+from pipeline.train.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pipeline.train.huggingface.families.gemma import GEMMA2, GEMMA3
 from pipeline.train.huggingface.families.glm4_moe import GLM4_MOE
 from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.gpt_neox import GPT_NEOX
+from pipeline.train.huggingface.families.gpt_oss import GPT_OSS
 from pipeline.train.huggingface.families.granite import GRANITE
 from pipeline.train.huggingface.families.llama import LLAMA
 from pipeline.train.huggingface.families.mistral import MISTRAL
@@ -31,12 +33,15 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GPT2, STARCODER2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3),
         *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
-        *(GLM4_MOE, QWEN2_MOE, QWEN3_MOE, OLMOE, MIXTRAL),
+        *(DEEPSEEK_V2, DEEPSEEK_V3),
+        *(GPT_OSS, GLM4_MOE, QWEN2_MOE, QWEN3_MOE, OLMOE, MIXTRAL),
     )
 }
 
+READ_AS: dict[str, str] = {"kimi_k2": "deepseek_v3"}
+"""By `model_type` of files whose architecture is that of a family, its `model_type`, which is written then."""
+
 REFUSED: dict[str, str] = {
-    "gpt_oss": "its mlps are mixtures of experts (num_local_experts), which are not supported yet",
     "gemma3": "it reads images, too; its text model alone is a gemma3_text",
 }
 """By `model_type` why a family is not here, where there is more to say than that."""

@@ -70,6 +70,8 @@ class TensorSlice:
     """Theirs has a dimension of 1 behind the rows."""
     experts: ExpertFiles | None = None
     """Ours has a dimension of experts before the rows."""
+    column: int | None = None
+    """Its first column there, where ours are beside each other."""
 
     def pieces(self, rows: slice, *others: slice) -> Iterator[PlacedPiece]:
         """Pieces of theirs that together are these rows and columns of ours; none where all are padding.
@@ -110,6 +112,9 @@ class TensorSlice:
             wanted = self.back()[there]
             there = slice(int(wanted.min()), int(wanted.max()) + 1)
             wanted = wanted - there.start
+        if self.column is not None:
+            (columns,) = others
+            others = (slice(self.column + columns.start, self.column + columns.stop),)
         found = (there, slice(0, 1), *others) if self.unit_dim else (there, *others)
         return TensorPiece(found[::-1] if self.transposed else found, wanted, self.transposed, self.unit_dim)
 
@@ -125,7 +130,7 @@ class TensorMapping:
     """Name -> where it is."""
     our_shapes: dict[str, Shape]
     buffers: frozenset[str] = field(default_factory=frozenset)
-    """Those of ours that are no parameters; they stay in fp32, whatever the weights are."""
+    """Those of ours that are buffers; they stay in fp32, whatever the weights are."""
 
     @property
     def uncast(self) -> frozenset[str]:
@@ -149,7 +154,7 @@ class TensorMapping:
         rule = self.theirs[name]
         dim = int(rule.experts == "stacked")
         pieces = [part.narrow(dim, 0, self.ours[ours].rows) for ours, part in zip(rule.ours, parts, strict=True)]
-        value = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        value = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1 if rule.beside else dim)
         if rule.order is not None:
             value = value.index_select(dim, torch.from_numpy(rule.order.of(rule.part)))
         value = value.unsqueeze(dim + 1) if rule.unit_dim else value
@@ -172,7 +177,9 @@ def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
     shapes = state_shapes(spec)
     buffers = shapes.weight_buffers
     our_shapes = shapes.parameters | buffers
-    rules = family.names.rules([layer.parts for layer in spec.layers])
+    head = "embedding.weight" if spec.tie_embeddings else "head.weight"
+    ahead = [each.layer.parts for each in spec.mtp]
+    rules = family.names.rules([layer.parts for layer in spec.layers], ahead, head)
     mapping = map_rules(rules, our_shapes, spec.vocab_size, frozenset(buffers))
     missing = our_shapes.keys() - mapping.ours.keys()
     assert not missing, f"{family.model_type} has no place for {sorted(missing)}"
@@ -191,7 +198,7 @@ def map_rules(
         rules: of a family; those of biases and norms that the model does not have are left out.
         our_shapes: by our names.
         vocab_size: rows of theirs in tensors with a row a token.
-        buffers: those of our names that are no parameters.
+        buffers: those of our names that are buffers.
     """
     theirs: dict[str, TensorRule] = {}
     their_shapes: dict[str, Shape] = {}
@@ -201,6 +208,13 @@ def map_rules(
         if not found:
             continue
         assert len(found) == len(rule.ours), rule
+        if rule.copy or rule.beside:
+            height, width = our_shapes[rule.ours[0]]
+            height = vocab_size if rule.ours[0] in _VOCABULARY else height
+            theirs[rule.theirs], their_shapes[rule.theirs] = rule, (height, width * len(rule.ours))
+            for index, name in enumerate(() if rule.copy else rule.ours):
+                ours[name] = TensorSlice(rule.theirs, 0, height, transposed=False, column=width * index)
+            continue
         back = None if rule.order is None else partial(rule.order.back, rule.part)
         skipped = int(rule.experts is not None)
         rows = [vocab_size if name in _VOCABULARY else our_shapes[name][skipped] for name in rule.ours]
@@ -227,7 +241,7 @@ def names_in_files(
 
     Args:
         family: of the model.
-        mapping: of the model.
+        mapping: of the model; of its copies some may be missing.
         found: shapes in the files by name.
         folder: of the files, for messages.
 
@@ -238,6 +252,8 @@ def names_in_files(
     names: dict[str, str] = {}
     for name, shape in mapping.their_shapes.items():
         actual = full.get(name.removeprefix(family.prefix))
+        if actual is None and mapping.theirs[name].copy:
+            continue
         if actual is None:
             raise UserError(f"{folder} has no tensor {name}, which its config.json asks for; is the download complete?")
         if tuple(found[actual]) != shape:

@@ -118,10 +118,7 @@ class Decoder(nn.Module):
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
             x = dropped(x, "embedding", dropout)
-        weight, ahead = self._head_weight(), [self._embed(tokens_BS) for tokens_BS in self._tokens_ahead(context)]
-        if ahead and not part.first:
-            x, *ahead = joined(x, *ahead, *([weight] if spec.tie_embeddings else []))
-            weight = ahead.pop() if spec.tie_embeddings else weight
+        x, weight, ahead = self._inputs_of_end(x, context)
         for block, of_layer in zip(self.layers.values(), contexts, strict=False):
             x = block(x, of_layer)
         if context.states is not None:
@@ -148,19 +145,21 @@ class Decoder(nn.Module):
         # Rounded to the type of the weights, as published models of 16 bits were trained.
         return x_BSD if scale == 1 else x_BSD * torch.full((), scale, dtype=x_BSD.dtype, device=x_BSD.device)
 
-    def _tokens_ahead(self, context: Context) -> list[Tensor]:
-        """Tokens [B, S] that each depth of multi-token prediction reads, where it is trained."""
-        if context.ahead is None or not self.part.last:
-            return []
-        assert context.criterion is not None
-        return [context.criterion.targets_BS, *context.ahead.targets_BNS.unbind(1)[:-1]]
-
-    def _head_weight(self) -> Tensor | None:
-        """The head's weight, if it is here."""
+    def _inputs_of_end(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """The stream, the head's weight, and by depth of multi-token prediction what it embeds, if these are here."""
         if not self.part.last:
-            return None
-        weight: Tensor = self.embedding.weight if self.spec.tie_embeddings else self.head.weight
-        return weight
+            return x, None, []
+        tied = self.spec.tie_embeddings
+        weight: Tensor = self.embedding.weight if tied else self.head.weight
+        if context.ahead is None:
+            return x, weight, []
+        assert context.criterion is not None
+        tokens = [context.criterion.targets_BS, *context.ahead.targets_BNS.unbind(1)[:-1]]
+        ahead = [self._embed(tokens_BS) for tokens_BS in tokens]
+        if not self.part.first:
+            x, *ahead = joined(x, *ahead, *([weight] if tied else []))
+            weight = ahead.pop() if tied else weight
+        return x, weight, ahead
 
     def new_states(self, rows: int, max_length: int | None = None) -> States:
         """Empty states, for `Context.states`.

@@ -37,9 +37,13 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
 
 def layer_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
     """FLOPs of one token in the forward pass of a layer; conventions as in `flops_per_token`."""
-    products = sum(matrix.elements for matrix in layer.matrices.values())
-    products += sum(stack.used_elements for stack in layer.stacks.values())
-    return 2.0 * products + extra_flops(layer, sequence_length, causal=causal)
+    products = 2.0 * sum(matrix.elements for matrix in layer.matrices.values())
+    return products + expert_flops(layer) + extra_flops(layer, sequence_length, causal=causal)
+
+
+def expert_flops(layer: LayerSpec) -> float:
+    """Those of them that are products of experts."""
+    return 2.0 * sum(stack.used_elements for stack in layer.stacks.values())
 
 
 def extra_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
@@ -85,13 +89,18 @@ def input_parameters(mtp: MtpSpec) -> int:
 def active_parameters(spec: DecoderSpec) -> int:
     """Parameters that a token meets: all, but of experts those that it goes to."""
     mixtures = spec.expert_layers.values()
-    idle = sum(stack.elements - stack.used_elements for mixture in mixtures for stack in mixture.stacks)
+    idle = sum(stack.parameters - stack.used_parameters for mixture in mixtures for stack in mixture.stacks)
     return num_parameters(spec) - idle
 
 
 def layer_parameters(layer: LayerSpec, tp: int = 1) -> int:
     """Parameters of a layer on one rank of the tp axis; norms and the biases of outputs are whole on each."""
     return sum(layer.norm_sizes) + sum(part.parameters(tp) for part in layer.parts.values())
+
+
+def expert_parameters(layer: LayerSpec, ranks: int = 1) -> int:
+    """Parameters of a layer's experts, or those that each of some ranks has of them."""
+    return sum(part.stack_parameters(ranks) for part in layer.parts.values())
 
 
 def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:

@@ -158,6 +158,11 @@ class Stack:
         return self.used * self.rows * self.columns
 
     @property
+    def used_parameters(self) -> int:
+        """The same with biases."""
+        return self.used_elements + (self.used * self.rows if self.bias else 0)
+
+    @property
     def bias_name(self) -> str:
         """Name of the parameter of the biases within the part: `experts.b1` of `experts.w1`."""
         module, _, name = self.name.rpartition(".")
@@ -241,6 +246,8 @@ class CpTransfer:
     calls: int
     numbers: int
     """Numbers sent in all calls, for each token of a rank."""
+    repeated_flops: float = 0.0
+    """FLOPs in the forward pass, for each token of a rank, that each rank does for all tokens, less those counted."""
 
 
 @dataclass(frozen=True)

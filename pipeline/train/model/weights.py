@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.meta import on_meta
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of tensors by name."""
@@ -28,6 +26,10 @@ class StateShapes(NamedTuple):
 
 def state_shapes(spec: DecoderSpec) -> StateShapes:
     """Those of a model."""
+    # Here, as commands that only read files import this module, and the model takes seconds.
+    from pipeline.train.model.decoder import Decoder
+    from pipeline.train.model.meta import on_meta
+
     with on_meta():
         model = Decoder(spec)
     return StateShapes(
@@ -37,7 +39,7 @@ def state_shapes(spec: DecoderSpec) -> StateShapes:
 
 
 def is_buffer(name: str) -> bool:
-    """True of tensors that are no parameters: they are in fp32 always, and no average of the weights has them."""
+    """True of buffers: they are in fp32 always, and an average of the weights lacks them."""
     return name.endswith((_BIAS, _LOADS))
 
 

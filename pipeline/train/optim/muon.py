@@ -33,16 +33,17 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
         matrix: [R, C], or several of them, [E, R, C], bf16; stays as it is.
         steps: Iterations.
     """
+    if matrix.ndim == 3:
+        # Each by itself: products of several at once round by their number, which a layout decides.
+        return torch.stack([orthogonalize(each, steps) for each in matrix]) if len(matrix) else matrix
     first, third, fifth = _COEFFICIENTS
-    product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
-    tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if tall else matrix  # the square matrices below are the smaller ones then
-    norm = x.norm() if matrix.ndim == 2 else x.flatten(1).norm(dim=1)[:, None, None]
-    x = x / norm.clamp(min=_SMALLEST_NORM)
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix  # the square matrices below are the smaller ones then
+    x = x / x.norm().clamp(min=_SMALLEST_NORM)
     for _ in range(steps):
-        square = x @ x.mT
-        x = product(x, product(square, square, square, beta=third, alpha=fifth), x, beta=first)
-    return x.mT if tall else x
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=third, alpha=fifth), x, beta=first)
+    return x.T if tall else x
 
 
 def rate_factor(shape: torch.Size, adjust: str) -> float:

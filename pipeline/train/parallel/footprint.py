@@ -10,7 +10,13 @@ from pipeline.config.train import OptimizerConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
-from pipeline.train.model.flops import layer_matrices, layer_parameters, mtp_parameters, num_parameters
+from pipeline.train.model.flops import (
+    expert_parameters,
+    layer_matrices,
+    layer_parameters,
+    mtp_parameters,
+    num_parameters,
+)
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead, reduction
 from pipeline.train.parallel.pipeline_stages import split_stages
@@ -64,12 +70,17 @@ def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence
     states = state * -(-parameters // layout.shards)
     states += MOMENT_BYTES[optimizer.states] * -(-moments(optimizer, parameters, matrices) // layout.shards)
     rounded = gathered_in_fp8(train.precision.fp8, spec, layout)
-    copies = sorted(width * size - rounded.get(index, 0) for index, size in layers.items())
+    gathered = gathered_sizes(spec, parts, layout)
+    copies = sorted(width * size - rounded.get(index, 0) for index, size in gathered.items())
     reshards = LayoutKind.of(config.parallel, layout).reshard
     together = 1 + layers_ahead(config.parallel.overlap) if reshards else len(copies)
     whole = width * ends + sum(copies[::-1][:together])
-    accumulates = reduction(config.parallel, layout) != "each" and layout.shards > 1
-    return Footprint(parameters, states, whole, GRADIENT_BYTES * parameters if accumulates else 0)
+    accumulated = 0
+    if reduction(config.parallel, layout) != "each":
+        experts = sum(expert_parameters(layer, layout.ep) for part in parts for _, layer in part.blocks(spec))
+        accumulated += ends + sum(gathered.values()) - experts if layout.shards > 1 else 0
+        accumulated += experts if layout.places > layout.ep else 0
+    return Footprint(parameters, states, whole, GRADIENT_BYTES * accumulated)
 
 
 def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
@@ -79,6 +90,19 @@ def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[F
         footprint(config, layout, spec, [stage.part for stage in stages if stage.rank == rank])
         for rank in range(layout.pp)
     ]
+
+
+def gathered_sizes(spec: DecoderSpec, parts: Sequence[ModelPart], layout: Layout) -> dict[int, int]:
+    """Those of `layer_sizes` of some parts as a rank has them while they are not sharded.
+
+    Shards of experts are those of `layer_sizes`, over dp_shard x cp x tp whatever ep is; gathered, a rank has all
+    experts, or with ep its own.
+    """
+    found = {index: size for part in parts for index, size in layer_sizes(spec, part, layout.tp).items()}
+    for part in parts:
+        for index, layer in part.blocks(spec):
+            found[index] += expert_parameters(layer, layout.ep) - expert_parameters(layer, layout.tp)
+    return found
 
 
 def moments(optimizer: OptimizerConfig, parameters: int, matrices: int) -> int:

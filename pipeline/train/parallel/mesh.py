@@ -16,14 +16,14 @@ MeshRole = Literal["pp", "tp", "cp", "params", "experts", "ep"]
 
 _SHARDS = "shards"
 """Axis of the mesh over which parameters are sharded: dp_shard and cp as one."""
-_EXPERT_SHARDS = "expert_shards"
+EXPERT_SHARDS = "expert_shards"
 """Axis over which the experts that a process has are sharded."""
 _AXES: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
     "tp": ("tp",),
     # HSDP: sharded along the last axis, replicated along the one before.
     "params": ("dp_replicate", _SHARDS),
-    "experts": ("dp_replicate", _EXPERT_SHARDS),
+    "experts": ("dp_replicate", EXPERT_SHARDS),
     "ep": ("ep",),
 }
 
@@ -116,7 +116,7 @@ def build_mesh(layout: Layout, device_type: str, *, experts: bool = False) -> Me
 def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     outer = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
     axes = {axis: degree for axis, degree in outer.items() if degree > 1}
-    axes[_EXPERT_SHARDS] = layout.places // layout.ep
+    axes[EXPERT_SHARDS] = layout.places // layout.ep
     if layout.ep > 1:
         axes["ep"] = layout.ep
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -28,13 +28,16 @@ from pipeline.train.model.kernels.choice import spec_uses
 from pipeline.train.model.kernels.sdpa import Mask, Sdpa, Unmasked
 from pipeline.train.model.kernels.tiles import Tiles
 from pipeline.train.model.loss import TokenLosses
+from pipeline.train.model.mlps.experts.router import Router
 from pipeline.train.optim.optimizers import Optimizers
+from pipeline.train.parallel.experts import AllToAll, mixtures
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import Mesh
+from pipeline.train.parallel.mesh import EXPERT_SHARDS, Mesh
 from pipeline.train.parallel.parallelize import ParallelModel, parallelize
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.torch_compat.core import local_shard
+from pipeline.train.planning.exchange import BalancedExchange
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.ledger import KINDS, MemoryKind, MemoryLedger, Passes
 from pipeline.train.step import Stepper
@@ -60,6 +63,8 @@ class Shape:
     length: int
     """Positions of a sample, of which the process has a share with cp."""
     micro_batches: int
+    over_mean: float = 1.0
+    """With ep, rows that the experts of the process get, over the mean of all processes."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ def measure(
     """
     pp, rank = _PIPELINES[ends]
     fake = replace(layout, pp=pp)
-    with fake_mesh(fake, rank * (fake.world_size // pp)) as mesh:
+    with fake_mesh(fake, rank * (fake.world_size // pp), experts=bool(spec.expert_layers)) as mesh:
         return [_measure(config, mesh, spec, shape, ends, layers, device_type) for layers in pieces]
 
 
@@ -149,7 +154,8 @@ def _measure(
     mine, other = islice(cycle(spec.layers), start, start + count), spec.layers[:1]
     small = replace(spec, layers=(*other * rank, *mine, *other * (pp - 1 - rank)))
     pipeline = PipelineConfig(schedule="1f1b", layers_per_stage=pieces) if pp > 1 else PipelineConfig()
-    parallel = config.parallel.model_copy(update={**mesh.layout.degrees, "pipeline": pipeline})
+    degrees = {**mesh.layout.degrees, "ep": mesh.layout.ep}
+    parallel = config.parallel.model_copy(update={**degrees, "pipeline": pipeline})
     config = config.model_copy(update={"parallel": parallel, "train": _plain(config.train)})
     model = parallelize(config, Setup(torch.device("meta"), mesh, small))
     ledger = MemoryLedger()
@@ -157,12 +163,16 @@ def _measure(
         _use_gpu_kernels(model)
     for part in model.parts.values():
         part.kernel = _kernel(config, spec, device_type)
+        for mixture in mixtures(part):
+            if isinstance(mixture.exchange, AllToAll):
+                mixture.exchange = BalancedExchange(mixture.exchange.group, shape.over_mean)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.whole.to_empty(device=_CPU)
         optimizers = Optimizers(config, model)
         stepper = Stepper(config, Setup(_CPU, mesh, small), model, optimizers, sources=1)
         count = pp if pp > 1 else min(2, shape.micro_batches)
-        return _Recording(model, optimizers, stepper, ledger).run(partial(_batches, shape, count, len(spec.mtp)))
+        batches = partial(_batches, shape, count, len(spec.mtp))
+        return _Recording(model, optimizers, stepper, ledger, mesh.layout).run(batches)
 
 
 def _plain(train: TrainConfig) -> TrainConfig:
@@ -194,8 +204,11 @@ def _batches(shape: Shape, count: int, depth: int) -> list[Batch]:
 class _Recording:
     """A step, and the parts that it has."""
 
-    def __init__(self, model: ParallelModel, optimizers: Optimizers, stepper: Stepper, ledger: MemoryLedger) -> None:
+    def __init__(
+        self, model: ParallelModel, optimizers: Optimizers, stepper: Stepper, ledger: MemoryLedger, layout: Layout
+    ) -> None:
         self._model, self._optimizers, self._stepper, self._ledger = model, optimizers, stepper, ledger
+        self._layout = layout
         self._passes = Passes()
         self._layers = len(model.whole.layers)
         self._in_flight = 0
@@ -252,7 +265,7 @@ class _Recording:
                 if sum(own.values()) > peaks.get(label, -1.0):
                     peaks[label] = sum(own.values())
                     points |= {(label, kind): value for kind, value in own.items()}
-        return StageMemory(points, kept, sum(map(_whole_numel, parameters)))
+        return StageMemory(points, kept, sum(_numel(parameter, self._layout) for parameter in parameters))
 
     def _states(self) -> list[Tensor]:
         states = [
@@ -329,24 +342,33 @@ class _Recording:
 
 
 def _whole_numel(parameter: Tensor) -> int:
-    """Elements on this rank if dp_shard were 1."""
+    """Elements that this rank has while they are not sharded."""
     assert isinstance(parameter, DTensor)
     names = parameter.device_mesh.mesh_dim_names or ()
     cut = 1
     for name, placement, size in zip(names, parameter.placements, parameter.device_mesh.shape, strict=True):
-        if name == "tp" and not placement.is_replicate():
+        if name in ("tp", "ep") and not placement.is_replicate():
             cut *= size
     return parameter.numel() // cut
+
+
+def _numel(parameter: Tensor, layout: Layout) -> int:
+    """Elements on this rank if dp_shard were 1; of experts, whatever ep is, those of all over tp."""
+    assert isinstance(parameter, DTensor)
+    of_experts = EXPERT_SHARDS in (parameter.device_mesh.mesh_dim_names or ())
+    return parameter.numel() // layout.tp if of_experts else _whole_numel(parameter)
 
 
 def _use_gpu_kernels(model: ParallelModel) -> None:
     """Use one operation where a GPU has one and a CPU several, which keep more for backward.
 
-    That is RMSNorm. Attention is one operation on both, see `_kernel`.
+    Those are RMSNorm and the product of a router. Attention is one operation on both, see `_kernel`.
     """
     for module in model.whole.modules():
         if isinstance(module, nn.RMSNorm):
             module.forward = partial(_fused_norm, module)  # type: ignore[method-assign]
+        elif isinstance(module, Router):
+            module.wide_products = True
 
 
 def _kernel(config: Config, spec: DecoderSpec, device_type: DeviceType) -> Kernel:

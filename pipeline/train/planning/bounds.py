@@ -16,6 +16,7 @@ from pipeline.train.parallel.footprint import (
     MASTER_BYTES,
     MOMENT_BYTES,
     end_parameters,
+    gathered_sizes,
     layer_sizes,
     moments,
     part_matrices,
@@ -55,17 +56,20 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         parts = [stage.part for stage in stages if stage.rank == rank]
         indices = [index for part in parts for index in part.layers]
         layers = [size for part in parts for size in layer_sizes(spec, part, layout.tp).values()]
-        parameters = sum(layers) + sum(end_parameters(spec, part, layout.tp) for part in parts)
+        ends = sum(end_parameters(spec, part, layout.tp) for part in parts)
+        parameters = sum(layers) + ends
+        gathered = gathered_sizes(spec, parts, layout).values()
         shard = parameters / layout.shards
         matrices = sum(part_matrices(spec, part, layout.tp) for part in parts)
         states = MOMENT_BYTES[optimizer.states] * moments(optimizer, parameters, matrices)
         held = weights * shard + states / layout.shards
-        whole = 0 if element == MASTER_BYTES else max(layers, default=0) if reshards else parameters
+        whole = 0 if element == MASTER_BYTES else max(gathered, default=0) if reshards else ends + sum(gathered)
         tokens = shape.micro_batch_size * shape.sequence_length / layout.cp
         begin = held + element * whole
         # In a later micro-batch gradients are there, whole ones where they add up before they are sharded.
         if shape.micro_batches >= 2 * layout.pp:
-            begin += GRADIENT_BYTES * (shard if reduction(config.parallel, layout) == "each" else parameters)
+            added_up = reduction(config.parallel, layout) == "each"
+            begin += GRADIENT_BYTES * (shard if added_up else ends + sum(gathered))
         if rank == 0:
             least = element * sum(_activation(config, layout, spec.layers[index], index) for index in indices)
             least = least if kept is None else max(least, kept * len(indices))
@@ -101,7 +105,7 @@ def _activation(config: Config, layout: Layout, layer: LayerSpec, index: int) ->
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Seconds that one micro-batch takes, forward and backward, on the tp and cp ranks that share its work."""
+    """Seconds that one micro-batch takes, forward and backward, on the ranks that share its work."""
 
     layer: float
     """In each layer, computing and what it waits for; the mean, where only some are computed again. Of several kinds
@@ -111,21 +115,22 @@ class MicroBatch:
 
 
 def micro_batch(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: Device) -> MicroBatch:
-    """The time of a micro-batch, which neither the pipeline nor data parallelism decides.
+    """The time of a micro-batch, which neither the pipeline nor data parallelism of weights decides.
 
     Args:
         config: The run file.
-        layout: Of it, tp and cp count.
+        layout: Of it, tp, cp and ep count.
         spec: The model.
         shape: Of it, micro-batch and sequence length count.
         device: What each process has.
     """
-    alone = Layout(cp=layout.cp, tp=layout.tp)
+    # With places for the experts.
+    alone = Layout(dp_shard=layout.ep, cp=layout.cp, tp=layout.tp, ep=layout.ep)
     one = replace(shape, batch_size=shape.micro_batch_size, ranks=1)
 
     def seconds(some: DecoderSpec) -> float:
         found = step_time(config, alone, some, one, device, [0]).seconds
-        sent = found.communication.get("tp", 0.0) + found.communication.get("cp", 0.0)
+        sent = sum(found.communication.get(axis, 0.0) for axis in ("tp", "cp", "ep"))
         return found.products + found.attention + found.recompute + found.elementwise + sent
 
     def of_equal(kind: LayerSpec) -> MicroBatch:

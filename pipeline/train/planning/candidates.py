@@ -6,6 +6,8 @@ What a run computes stays: model, batch, sequence lengths and data are never tou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,6 +19,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import LayoutKind, tested_kinds
 from pipeline.train.parallel.torch_compat import pipeline_stage
+from pipeline.train.planning.experts import common_counts
 
 Overrides = dict[str, Any]
 """Key path -> value."""
@@ -25,6 +28,8 @@ _MOST_STAGES = 64
 """Ranks of a pipeline at most."""
 _MOST_VIRTUAL = 8
 """Stages on a rank at most."""
+_MOST_EP = 64
+"""Ranks of ep at most."""
 _MOST_WINDOWS = 16
 """Windows of a micro-batch at most."""
 _LEAST_TOKENS = 4096
@@ -34,8 +39,9 @@ _LEAST_TOKENS = 4096
 def candidates(config: Config, spec: DecoderSpec, world_size: int, node_devices: int) -> Iterator[Overrides]:
     """Values of the keys that decide where and when things are computed, for each layout of a tested kind.
 
-    tp stays within a node. With pp, all schedules that the installed torch can train with but `gpipe` and `dualpipev`,
-    which keep more than others that wait no longer; the run file's own `parallel.pipeline` is one of them.
+    tp stays within a node. With experts, ep is each number that divides them and the processes of their weights, within
+    a node or over whole nodes. With pp, all schedules that the installed torch can train with but `gpipe` and
+    `dualpipev`, which keep more than others that wait no longer; the run file's own `parallel.pipeline` is one of them.
     Recomputation is `none`, `selective` or `full` of every layer, or what the run file has.
 
     Args:
@@ -47,9 +53,12 @@ def candidates(config: Config, spec: DecoderSpec, world_size: int, node_devices:
     shapes = step_shapes(config, 1)
     batch = min(shape.batch_size for shape in shapes)
     lengths = [config.train.sequence_length, *(shape.sequence_length for shape in shapes)]
-    for layout in _layouts(world_size, node_devices, batch, min(lengths), len(spec.layers)):
+    layouts = _layouts(world_size, node_devices, batch, min(lengths), len(spec.layers))
+    for layout in (each for one in layouts for each in _with_experts(one, spec, node_devices)):
         # What remains of a length that tp does not divide cannot be cut.
         cut = layout.tp == 1 or all(length // layout.cp % layout.tp == 0 for length in lengths)
+        if spec.expert_layers and not cut:  # ranks of tp route a share of the positions each
+            continue
         for parallel in _parallel(config, layout, cut):
             if LayoutKind.of(overridden(config, parallel).parallel, layout) not in tested_kinds():
                 continue
@@ -98,6 +107,14 @@ def _layouts(world_size: int, node_devices: int, batch: int, length: int, layers
                     yield Layout(pp=pp, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp)
 
 
+def _with_experts(layout: Layout, spec: DecoderSpec, node_devices: int) -> Iterator[Layout]:
+    """The layout with each degree of ep: within a node those that share its devices evenly, beyond it whole nodes."""
+    counts = common_counts(spec)
+    for ep in _divisors(gcd(layout.places, *counts), _MOST_EP) if counts else [1]:
+        if node_devices % ep == 0 or ep % node_devices == 0:
+            yield replace(layout, ep=ep)
+
+
 def _divisors(number: int, most: int) -> list[int]:
     return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
@@ -114,6 +131,7 @@ def _shards(dp: int, of_node: int) -> list[int]:
 def _parallel(config: Config, layout: Layout, cut: bool) -> Iterator[Overrides]:
     """All values of the `parallel:` section for a layout."""
     base: Overrides = {f"parallel.{axis}": degree for axis, degree in layout.degrees.items()}
+    base["parallel.ep"] = layout.ep
     given = config.parallel
     for axis in ("dp_replicate", "dp_shard"):
         if getattr(given, axis) == -1:  # what the other axes leave: that is this degree

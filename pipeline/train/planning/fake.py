@@ -13,7 +13,7 @@ from pipeline.train.parallel.torch_compat.core import FAKE_BACKEND, fake_store, 
 
 
 @contextmanager
-def fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
+def fake_mesh(layout: Layout, rank: int, *, experts: bool = False) -> Iterator[Mesh]:
     """The mesh of a layout as one of its ranks has it, in this process alone.
 
     Collectives return at once and leave in their outputs what was there. On leaving, no process group exists again.
@@ -21,6 +21,7 @@ def fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
     Args:
         layout: Of any size: 16,384 ranks take less than a tenth of a second.
         rank: That this process stands for, from 0 on.
+        experts: The model has some.
 
     Raises:
         RuntimeError: This process has a process group already, which would be lost.
@@ -31,7 +32,7 @@ def fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
     dist.init_process_group(FAKE_BACKEND, store=fake_store(), rank=rank, world_size=layout.world_size)
     try:
         with shardings_unseen():
-            yield build_mesh(layout, "cpu")
+            yield build_mesh(layout, "cpu", experts=experts)
     finally:
         dist.destroy_process_group()
         forget_shardings()

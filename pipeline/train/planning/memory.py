@@ -51,7 +51,12 @@ class RankMemory:
 
 
 def memory(
-    config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device_type: DeviceType = "cuda"
+    config: Config,
+    layout: Layout,
+    spec: DecoderSpec,
+    shape: StepShape,
+    device_type: DeviceType = "cuda",
+    over_mean: float = 1.0,
 ) -> list[RankMemory]:
     """By pp rank, what a process needs at the peak of a step of `shape`.
 
@@ -65,10 +70,12 @@ def memory(
         spec: The model.
         shape: Of the step.
         device_type: Whose kernels.
+        over_mean: With ep, rows that the experts of a process get in each layer, over the mean of all processes.
     """
     stages = split_stages(spec, layout.pp, config.parallel.pipeline, shape.sequence_length)
     # Of several micro-batches two are run.
-    piece = Shape(shape.micro_batch_size, shape.sequence_length, min(2, shape.micro_batches))
+    rows = over_mean if layout.ep > 1 else 1.0
+    piece = Shape(shape.micro_batch_size, shape.sequence_length, min(2, shape.micro_batches), rows)
     measured = _measure_stages(config, layout, spec, stages, piece, device_type)
     orders = _orders(config, layout, shape.micro_batches)
     ranks = []
@@ -192,7 +199,7 @@ def _run(
 
 def _settings(config: Config, layout: Layout) -> str:
     """All values of the run file that the memory of a stage depends on: not those of the pipeline's schedule."""
-    parallel = config.parallel.model_dump_json(exclude={"pipeline", *layout.degrees})
+    parallel = config.parallel.model_dump_json(exclude={"pipeline", "ep", *layout.degrees})
     train = config.train.model_dump_json(exclude={"micro_batch_size", "compile"})
     return parallel + config.model.model_dump_json() + train
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
@@ -16,6 +16,7 @@ from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.step_shapes import StepShape, step_counts, step_shapes
 from pipeline.train.planning.activations import DeviceType
 from pipeline.train.planning.devices import Device
+from pipeline.train.planning.experts import OVER_MEAN, ExpertPlan, expert_plan, expert_warnings
 from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.planning.memory import RankMemory, memory
 from pipeline.train.planning.timing import (
@@ -71,6 +72,8 @@ class ResourcePlan:
     """That one."""
     memory_limit: int
     """Bytes of a device that a process may use: its memory less a reserve."""
+    experts: ExpertPlan | None
+    """Its experts, in steps of `memory_shape`; None: it has none."""
     checkpoint_bytes: int
     phases: list[PhasePlan]
     """In their order; one of each shape of step."""
@@ -123,6 +126,8 @@ def plan(
     world_size: int,
     job_seconds: float | None = None,
     model: PlannedModel | None = None,
+    *,
+    uneven: bool = True,
 ) -> ResourcePlan:
     """Price a run.
 
@@ -132,6 +137,7 @@ def plan(
         world_size: Processes.
         job_seconds: What a job on a cluster has for steps.
         model: That of the run, where it is known: its tokenizer is not read again.
+        uneven: With ep, estimate memory also for processes whose experts get more tokens than others.
 
     Raises:
         UserError: The layout is refused, the size of the vocabulary is not known, or the device has no fp8.
@@ -142,6 +148,14 @@ def plan(
     counts = step_counts(config, layout.dp) or {step_shapes(config, layout.dp)[0]: 0}
     largest, needed = most_memory(config, layout, spec, counts)
     parameters = [rank.count for rank in needed]
+    limit = int(device.memory_bytes * (1 - RESERVE))
+    warnings = list(layout_warnings(config, layout))
+    experts = expert_plan(config, layout, spec, largest)
+    if experts is not None:
+        if uneven and layout.ep > 1:
+            ranks = memory(config, layout, spec, largest, over_mean=OVER_MEAN)
+            experts = replace(experts, uneven_bytes=max(rank.total for rank in ranks))
+        warnings += expert_warnings(experts, layout, device, limit)
     return ResourcePlan(
         config=config,
         layout=layout,
@@ -150,12 +164,13 @@ def plan(
         model=model,
         memory=needed,
         memory_shape=largest,
-        memory_limit=int(device.memory_bytes * (1 - RESERVE)),
+        memory_limit=limit,
+        experts=experts,
         checkpoint_bytes=checkpoint_bytes(config, spec),
         phases=[_phase(config, layout, spec, shape, steps, device, parameters) for shape, steps in counts.items()],
         job_seconds=job_seconds,
-        assumptions=assumptions(device, config.train.precision.fp8),
-        warnings=list(layout_warnings(config, layout)),
+        assumptions=assumptions(device, config.train.precision.fp8, experts=bool(spec.expert_layers)),
+        warnings=warnings,
     )
 
 

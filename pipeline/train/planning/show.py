@@ -13,6 +13,7 @@ from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.devices import Device
+from pipeline.train.planning.experts import expert_json, expert_lines
 from pipeline.train.planning.memory import RankMemory
 from pipeline.train.planning.plan import RESERVE, PhasePlan, ResourcePlan
 from pipeline.train.planning.suggest import as_arguments
@@ -53,6 +54,8 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
     yield from layout_lines(plan.config, plan.layout)
     yield str(plan.model)
     yield from group_lines(plan.config.train.optimizer, plan.model.spec)
+    if plan.experts is not None:
+        yield from expert_lines(plan.experts, plan.layout, plan.peak_bytes)
     yield f"checkpoint: {size(plan.checkpoint_bytes)}"
     yield from _memory_lines(plan)
     first, left_out, last = first_and_last(plan.phases, MOST_SHAPES)
@@ -85,6 +88,8 @@ def to_json(plan: ResourcePlan) -> dict[str, Any]:
         "device": device_json(plan.device, plan.compute),
         "parameters": plan.model.parameters,
         "parameters_padded": num_parameters(plan.model.spec),
+        "active_parameters": plan.model.active_parameters,
+        "experts": expert_json(plan.experts),
         "checkpoint_bytes": plan.checkpoint_bytes,
         "memory_limit_bytes": plan.memory_limit,
         "memory": [_memory_json(rank) for rank in plan.memory],

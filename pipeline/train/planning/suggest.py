@@ -70,7 +70,7 @@ def suggest(
         if search.is_hopeless(candidate):
             continue
         plans += 1
-        priced = plan(candidate.config, device, world_size, model=search.model)
+        priced = plan(candidate.config, device, world_size, model=search.model, uneven=False)
         advance(1)
         search.learn(candidate, priced)
         if priced.fits:
@@ -221,7 +221,7 @@ def _candidate(config: Config, overrides: Overrides, world_size: int) -> _Candid
     special = None if recompute.mode in ordinary else (recompute.mode, recompute.every)
     of_layout = {key: value for key, value in overrides.items() if key.startswith("parallel.")}
     layer = (
-        *(layout.tp, layout.cp, changed.parallel.cp_method, changed.parallel.sequence_parallel),
+        *(layout.tp, layout.cp, layout.ep, changed.parallel.cp_method, changed.parallel.sequence_parallel),
         *(recompute.mode, recompute.every),
     )
     return _Candidate(

@@ -17,7 +17,9 @@ from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
 from pipeline.train.model.flops import (
+    expert_flops,
     expert_orthogonal_flops,
+    expert_parameters,
     extra_flops,
     head_flops,
     input_flops,
@@ -33,7 +35,7 @@ from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.shares import UPDATE_BYTES
-from pipeline.train.planning.traffic import AXES, Axis, Transfer, is_recomputed, stage_traffic
+from pipeline.train.planning.traffic import AXES, Axis, Phase, Transfer, is_recomputed, stage_traffic
 
 LINK_SHARE = 0.7
 """Share of the stated bandwidth of links and network that collectives reach."""
@@ -47,6 +49,8 @@ _LOGIT_BYTES = 32
 """That the loss and its gradient move for a logit."""
 _ROUND_BYTES = 5
 """That rounding a number to fp8 moves: twice the bf16 one, for the scale and for the rounding, and the fp8 one."""
+_EXPERT_SIDE = 512
+"""Shorter side of an expert's matrix with which products of experts reach half of the speed of large ones."""
 _NOT_COMPILED = 2.5
 """Passes over memory where norms and activations are not fused, relative to where they are."""
 
@@ -58,8 +62,14 @@ def basis(device: Device) -> str:
     return f"shares of the peaks are {device.measured}"
 
 
-def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
-    """The assumptions behind a time, in words, and the origin of measured shares."""
+def assumptions(device: Device, fp8: Fp8Config | None = None, *, experts: bool = False) -> list[str]:
+    """The assumptions behind a time, in words, and the origin of measured shares.
+
+    Args:
+        device: What each process has.
+        fp8: The `train.precision.fp8:` section.
+        experts: The model has some.
+    """
     shares = device.shares
     share = shares.products
     measured_only = (
@@ -75,9 +85,18 @@ def assumptions(device: Device, fp8: Fp8Config | None = None) -> list[str]:
             f"moves {_ROUND_BYTES} bytes for each number of their inputs and of the gradients of their outputs; memory "
             "is that of bf16"
         )
+    of_experts = []
+    if experts:
+        unlike_others = "" if fp8 is None else " in bf16, which fp8 leaves them in,"
+        of_experts.append(
+            f"products of experts{unlike_others} reach side / (side + {_EXPERT_SIDE}) of the speed of large "
+            "ones, by the shorter side of a matrix, or take as long as reading their weights; every expert gets "
+            "equally many tokens, computing waits for all that ep sends, and the host waits for nothing"
+        )
     return [
         basis(device) if device.measured is None else f"{basis(device)}: {measured_only}",
         *in_fp8,
+        *of_experts,
         f"large matrix products reach {percent(share, 0)} of the stated peak, attention "
         f"{percent(share * shares.attention, 0)}, "
         f"elementwise operations {percent(shares.memory, 0)} of the memory bandwidth, the update of fp32 moments "
@@ -250,19 +269,24 @@ def _stage_work(
         # A mask is a table for the kernel, which then computes all of it.
         causal = not config.model.document_attention and (layer.mixer is None or layer.mixer.sees_all(length))
         scores = extra_flops(layer, length, causal=causal)
-        multiplied = layer_flops(layer, length, causal=causal) - scores
+        multiplied = layer_flops(layer, length, causal=causal) - scores - expert_flops(layer)
         rounded = matrices.get(index, [])
         share = 2 * sum(matrix.elements for matrix in rounded) / multiplied
-        products += rates.products(multiplied, share)
+        products += rates.products(multiplied, share) + rates.experts(expert_flops(layer), layer, tokens)
         attention += rates.attention(scores)
+        sent = layer.mixer.cp_transfer(config.parallel.cp_method, layout.tp, layout.cp) if layer.mixer else None
+        repeated = 0.0 if sent is None else sent.repeated_flops
+        products += rates.products(repeated)
         # A third of them is in the forward pass: inputs are rounded there and again for gradients of weights.
         passed = rates.passes(layer) + rates.memory(
             _ROUND_BYTES * sum(2 * matrix.columns + matrix.rows for matrix in rounded) / 3
         )
         passes += passed
         if is_recomputed(recompute, index):
-            twice, scores_twice = _again(recompute, layer, length, causal=causal)
-            again += rates.products(twice, share) + rates.attention(scores_twice) + passed
+            twice, experts_twice, scores_twice = _again(recompute, layer, length, causal=causal)
+            again += rates.products(twice, share) + rates.experts(experts_twice, layer, tokens)
+            again += rates.attention(scores_twice) + passed
+            again += rates.products(repeated) if twice else 0.0
     logits = 0.0
     if stage.part.last:
         times = 1 + len(spec.mtp)
@@ -274,7 +298,7 @@ def _stage_work(
     waiting: dict[Axis, float] = {}
     early = 0.0
     for each in transfers:
-        if each.axis in ("tp", "cp", "pp") and each.phase != "update":
+        if each.axis in ("tp", "cp", "ep", "pp") and each.phase != "update":
             seconds = transfer_seconds(each, layout, device) / shape.micro_batches
             waiting[each.axis] = waiting.get(each.axis, 0.0) + seconds
             early += seconds if each.phase == "forward" else 0.0
@@ -317,7 +341,7 @@ class _Rates:
         self._gain = device.flops.get("fp8", 0.0) / device.flops["bf16"]
         if fp8 is not None:
             self._gain *= shares.fp8_products(fp8.scaling) / shares.products
-        self._attention = shares.attention
+        self._attention, self._ep = shares.attention, layout.ep
         self._bandwidth = device.memory_bandwidth * shares.memory
         self._element = COMPUTE_BYTES[config.train.precision.compute]
         self._tp = layout.tp
@@ -328,6 +352,14 @@ class _Rates:
         """Seconds of matrix products, of which a fraction is in fp8."""
         quicker = fp8 / self._gain if fp8 else 0.0
         return flops * (1 - fp8 + quicker) / self._reached
+
+    def experts(self, flops: float, layer: LayerSpec, tokens: float) -> float:
+        """Seconds of products of experts for one of some tokens; all weights are read, however few tokens there are."""
+        if not flops:
+            return 0.0
+        side = min(min(stack.rows, stack.columns) for stack in layer.stacks.values())
+        weights = self.memory(expert_parameters(layer, self._ep) * self._element)
+        return max(flops / (self._reached * side / (side + _EXPERT_SIDE)), weights / tokens)
 
     def attention(self, flops: float) -> float:
         return flops / (self._reached * self._attention)
@@ -343,17 +375,25 @@ class _Rates:
         return self.memory(numbers * self._element * self._factor)
 
 
-def _again(recompute: RecomputeConfig, layer: LayerSpec, length: int, *, causal: bool) -> tuple[float, float]:
-    """Forward FLOPs of a token that are done twice in a layer: matrix products, attention."""
-    attention = extra_flops(layer, length, causal=causal)
-    products = layer_flops(layer, length, causal=causal) - attention
+def _again(recompute: RecomputeConfig, layer: LayerSpec, length: int, *, causal: bool) -> tuple[float, float, float]:
+    """Forward FLOPs of a token that are done twice in a layer: products with matrices and with experts, attention."""
+    attention, experts = extra_flops(layer, length, causal=causal), expert_flops(layer)
+    products = layer_flops(layer, length, causal=causal) - attention - experts
     if recompute.mode == "budget":
-        return (1 - recompute.budget) * products, (1 - recompute.budget) * attention
+        share = 1 - recompute.budget
+        return share * products, share * experts, share * attention
+    selective = recompute.mode == "selective"
     # Of the last product backward needs the factors and not the result, so that torch does not repeat it.
-    if layer.ends_in_sum:
+    if layer.mlp is not None and layer.stacks:
+        if selective:  # router and shared mlp keep what they need
+            products -= 2.0 * sum(matrix.elements for matrix in layer.mlp.matrices)
+            experts -= 2.0 * layer.mlp.stacks[-1].used_elements
+    elif layer.ends_in_sum:
         products -= 2.0 * list(layer.matrices.values())[-1].elements
-    kept = recompute.keep if recompute.mode == "selective" else []
-    return 0.0 if "matmul" in kept else products, 0.0 if "attention" in kept else attention
+    kept = recompute.keep if selective else []
+    if "matmul" in kept:
+        products = experts = 0.0
+    return products, experts, 0.0 if "attention" in kept else attention
 
 
 def _exposed(
@@ -361,25 +401,32 @@ def _exposed(
 ) -> dict[Axis, float]:
     """Seconds of a step in which a rank waits for weights and gradients.
 
-    They go beside the computation of other layers; at least one layer's have nothing beside them. Gradients that are
-    sent once a step go beside the last backward pass, or after it.
+    Those of experts, which have a mesh of their own, count with the others. They go beside the computation of other
+    layers; at least one layer's have nothing beside them. Gradients that are sent once a step go beside the last
+    backward pass, or after it.
     """
     forward = micro * sum(work.forward for work in works)
     backward = micro * sum(work.total for work in works) - forward
     last = 0.0 if when == "after" else backward / micro
     found: dict[Axis, float] = {}
-    for axis, phase, hidden in (
-        ("dp_shard", "forward", forward),
-        ("dp_shard", "backward", backward),
-        ("dp_shard", "update", last),
-        ("dp_replicate", "update", last),
-        ("pp", "update", 0.0),
-    ):
-        these = [each for each in transfers if (each.axis, each.phase) == (axis, phase)]
-        if these:
-            seconds = sum(transfer_seconds(each, layout, device) for each in these)
-            least = seconds / max(each.calls for each in these)
-            found[these[0].axis] = found.get(these[0].axis, 0.0) + max(least, seconds - hidden)
+    shards: tuple[Axis, ...] = ("dp_shard", "expert_shards")
+    groups: tuple[tuple[tuple[Axis, ...], Phase, float], ...] = (
+        (shards, "forward", forward),
+        (shards, "backward", backward),
+        (shards, "update", last),
+        (("dp_replicate",), "update", last),
+        (("pp",), "update", 0.0),
+    )
+    for axes, phase, hidden in groups:
+        these = [each for each in transfers if each.axis in axes and each.phase == phase]
+        by_axis = {
+            axis: sum(transfer_seconds(each, layout, device) for each in these if each.axis == axis) for axis in axes
+        }
+        total = sum(by_axis.values())
+        if total:
+            waits = max(total / max(each.calls for each in these), total - hidden)
+            for axis in {each.axis: None for each in these}:
+                found[axis] = found.get(axis, 0.0) + waits * (by_axis[axis] / total)
     return found
 
 
@@ -399,7 +446,7 @@ def stated_bandwidth(transfer: Transfer, layout: Layout, device: Device) -> floa
     Within a node that of its links. Between nodes, the ranks of a group that are in one node share their adapters: the
     rings go in parallel, each through another one. What is exchanged goes through the rank's own.
     """
-    strides: dict[Axis, int] = {"tp": 1, "cp": layout.tp, "dp_shard": layout.tp}
+    strides: dict[Axis, int] = {"tp": 1, "cp": layout.tp, "dp_shard": layout.tp, "ep": 1, "expert_shards": layout.ep}
     strides["dp_replicate"] = layout.tp * layout.cp * layout.dp_shard
     strides["pp"] = strides["dp_replicate"] * layout.dp_replicate
     stride = strides[transfer.axis]

@@ -3,7 +3,7 @@
 Shapes: B samples of a micro-batch, S positions of the whole sequence, D width, V padded vocabulary.
 
 Not counted are a few numbers a step that all ranks agree on (norm, loss, hashes), and the padding of shards whose first
-dimension the ranks do not divide.
+dimension the ranks do not divide. Tokens go to experts evenly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pipeline.config.parallel import ScheduleName
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.part_spec import LayerSpec
+from pipeline.train.model.flops import expert_parameters
+from pipeline.train.model.mlps.experts.spec import ExpertsSpec
+from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters, layer_sizes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
@@ -27,15 +29,15 @@ from pipeline.train.parallel.pipeline_stages import Stage
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 
-Axis = Literal["tp", "cp", "pp", "dp_shard", "dp_replicate"]
-AXES: tuple[Axis, ...] = ("tp", "cp", "pp", "dp_shard", "dp_replicate")
+Axis = Literal["tp", "cp", "ep", "pp", "dp_shard", "expert_shards", "dp_replicate"]
+AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp_shard", "expert_shards", "dp_replicate")
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 Phase = Literal["forward", "backward", "again", "update"]
 """`again`: forward passes that backward repeats. `update`: once a step, in the last backward pass or after it."""
 
 ACTIVE_STAGES = 3
 """A rank with several stages keeps the weights of those whole that its next actions need, at most this number."""
-_FP32 = 4
+_FP32, _INT64 = 4, 8
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Transfer:
     """Equal operations of one rank in a step."""
 
     axis: Axis
-    """`dp_shard` is over dp_shard x cp."""
+    """`dp_shard` is over dp_shard x cp, `expert_shards` over dp_shard x cp x tp / ep."""
     operation: Operation
     what: str
     phase: Phase
@@ -129,12 +131,20 @@ class _Counter:
         self._fp8 = gathered_in_fp8(config.train.precision.fp8, spec, layout)
         self._micro = shape.micro_batches
         self._tokens = shape.micro_batch_size * shape.sequence_length // layout.cp
+        self._samples = shape.micro_batch_size
         self._cut = config.parallel.sequence_parallel
         self._shards = layout.shards
         self._reduction = reduction(config.parallel, layout)
         self._reductions = self._micro if self._reduction == "each" else 1
         self._end_parameters = end_parameters(spec, stage.part, layout.tp)
+        mixtures = [(index, layer) for index, layer in self._layers if layer.stacks]
+        self._experts = [(index, layer.mlp) for index, layer in mixtures if isinstance(layer.mlp, ExpertsSpec)]
+        self._expert_parameters = sum(expert_parameters(layer, layout.ep) for _, layer in mixtures)
+        # Without those of experts, which are units of their own.
         self._layer_parameters = sum(layer_sizes(spec, stage.part, layout.tp).values())
+        self._layer_parameters -= sum(expert_parameters(layer, layout.tp) for _, layer in mixtures)
+        balance = config.train.balance
+        self._counts_of_samples = balance.over == "sequence" and balance.loss > 0
 
     def all(self) -> Iterator[Transfer]:
         """Every kind, some of them without calls or bytes."""
@@ -142,18 +152,25 @@ class _Counter:
             yield from self._tensor_parallel()
         if self._layout.cp > 1:
             yield from self._context_parallel()
+        if self._layout.ep > 1:
+            yield from self._expert_parallel()
         yield from self._pipeline()
         yield from self._sharded()
-        yield self._replicated()
+        yield from self._sharded_experts()
+        yield from self._replicated()
 
     def _tensor_parallel(self) -> Iterator[Transfer]:
         stream = self._tokens * self._spec.dim * self._element
         layers, part = [layer for _, layer in self._layers], self._stage.part
         again = [layer for index, layer in self._layers if is_recomputed(self._recompute, index)]
-        parts, repeated = (sum(len(layer.parts) for layer in some) for some in (layers, again))
-        gathered = repeated if repeats_gathers(self._recompute) else 0
-        # Of a layer's last operation backward needs the input alone, so that it is not repeated, and its sum neither.
-        summed = repeated - sum(layer.ends_in_sum for layer in again)
+        parts = sum(len(part.tp_inputs) for layer in layers for part in layer.parts.values())
+        gathered = summed = 0
+        if repeats_gathers(self._recompute):
+            inputs = [[len(part.tp_inputs) for part in self._repeated(layer)] for layer in again]
+            gathered = sum(map(sum, inputs))
+            # Of a layer's last operation backward needs the input alone, so that it is not repeated, and its sum
+            # neither. A shared mlp is not the last: experts come behind it.
+            summed = gathered - sum(layer.ends_in_sum and not layer.stacks for layer in again)
         if not repeats_communication(self._recompute):
             again, summed = [], 0
         rows: list[tuple[Operation, str, Phase, int]] = [
@@ -184,6 +201,11 @@ class _Counter:
         yield from self._wide_norms("forward", layers)
         yield from self._wide_norms("backward", layers)
         yield from self._wide_norms("again", again)
+        yield from self._routed("tp")
+        if not self._cut:
+            calls = len(self._experts)
+            for what, phase in (("outputs of experts", "forward"), ("gradients of their inputs", "backward")):
+                yield self._in_each_micro_batch("tp", "all_gather", what, phase, calls, calls * stream)
         if part.last:
             tokens = self._tokens * (1 + len(self._mtp))
             chunks = -(-tokens // self._chunk)
@@ -192,6 +214,19 @@ class _Counter:
             yield self._in_each_micro_batch("tp", "all_reduce", "sums of the softmax", "forward", chunks, 2 * size)
         yield self._partial_gradients()
 
+    def _repeated(self, layer: LayerSpec) -> Iterator[LayerPartSpec]:
+        """Parts of a layer that backward computes again from their inputs on."""
+        for part in layer.parts.values():
+            # Of a mixture of experts, products alone are repeated where something is kept.
+            if self._recompute.mode == "full" or not part.stacks:
+                yield part
+
+    def _routed(self, axis: Literal["tp", "cp"]) -> Iterator[Transfer]:
+        """Choices of samples whose tokens the ranks of an axis share, for the balance loss."""
+        if self._counts_of_samples:
+            size = sum(part.router.count for _, part in self._experts) * self._samples * _INT64
+            yield self._in_each_micro_batch(axis, "all_reduce", "choices", "forward", len(self._experts), size)
+
     def _wide_norms(self, phase: Phase, layers: Sequence[LayerSpec]) -> Iterator[Transfer]:
         """Sums of squares over the ranks of tp."""
         calls = sum(part.tp_sums(self._layout.tp) for layer in layers for part in layer.parts.values())
@@ -199,9 +234,9 @@ class _Counter:
             yield self._in_each_micro_batch("tp", "all_reduce", "squares", phase, calls, calls * self._tokens * _FP32)
 
     def _in_each_micro_batch(
-        self, axis: Literal["tp", "cp"], operation: Operation, what: str, phase: Phase, calls: int, size: int
+        self, axis: Literal["tp", "cp", "ep"], operation: Operation, what: str, phase: Phase, calls: int, size: int
     ) -> Transfer:
-        ranks = self._layout.tp if axis == "tp" else self._layout.cp
+        ranks: int = getattr(self._layout, axis)
         return Transfer(axis, operation, what, phase, self._micro * calls, self._micro * size, ranks)
 
     def _partial_gradients(self) -> Transfer:
@@ -244,6 +279,27 @@ class _Counter:
             yield self._in_each_micro_batch("cp", backward, gradients, "backward", sent.calls, size)
             if is_recomputed(self._recompute, index) and repeats:
                 yield self._in_each_micro_batch("cp", forward, sent.what, "again", sent.calls, size)
+        yield from self._routed("cp")
+
+    def _expert_parallel(self) -> Iterator[Transfer]:
+        """Numbers of rows; rows, each with its fp32 weight, to their experts and back; and their gradients."""
+        tokens = self._tokens // self._layout.tp
+        for index, part in self._experts:
+            rows = tokens * part.router.top_k
+            back = rows * part.dim * self._element
+            there = back + rows * _FP32
+            transfers: list[tuple[str, Phase, int]] = [
+                ("numbers of rows", "forward", part.router.count * _INT64),
+                ("rows for experts", "forward", there),
+                ("results of experts", "forward", back),
+                ("gradients of results", "backward", back),
+                ("gradients of rows", "backward", there),
+            ]
+            if is_recomputed(self._recompute, index) and self._recompute.mode == "full":
+                # The losses of the router, which backward needs again, come behind both.
+                transfers += [("rows for experts", "again", there), ("results of experts", "again", back)]
+            for what, phase, size in transfers:
+                yield self._in_each_micro_batch("ep", "all_to_all", what, phase, 1, size)
 
     def _pipeline(self) -> Iterator[Transfer]:
         layout, index = self._layout, self._stage.index
@@ -264,7 +320,7 @@ class _Counter:
 
     def _sharded(self) -> Iterator[Transfer]:
         ends, layers = self._end_parameters, self._layer_parameters
-        (forward, backward), rest = self._gathers()
+        (forward, backward), rest = self._gathers(self._shards)
         # One byte each instead of two.
         gathered = layers * self._element - sum(self._fp8.get(index, 0) for index, _ in self._layers)
         for what, size, units, calls, phase in (
@@ -284,12 +340,26 @@ class _Counter:
             self._shards,
         )
 
-    def _gathers(self) -> tuple[tuple[int, int], int]:
+    def _sharded_experts(self) -> Iterator[Transfer]:
+        """The same for experts, which are sharded over tp, too, and with ep over fewer processes."""
+        units, parameters = len(self._experts), self._expert_parameters
+        shards = self._layout.places // self._layout.ep
+        (forward, backward), _ = self._gathers(shards)
+        times, last = self._reductions, "backward" if self._reduction == "each" else "update"
+        size = parameters * self._element
+        for what, operation, calls, bytes_, phase in (
+            ("weights of experts", "all_gather", forward, forward * size, "forward"),
+            ("weights of experts", "all_gather", backward, backward * size, "backward"),
+            ("gradients of experts", "reduce_scatter", times, times * GRADIENT_BYTES * parameters, last),
+        ):
+            yield Transfer("expert_shards", operation, what, phase, calls * units, bytes_, shards)  # type: ignore[arg-type]
+
+    def _gathers(self, shards: int) -> tuple[tuple[int, int], int]:
         """Gathers of whole weights in a step: of layers in forward and in backward passes, of the rest."""
         reshards = LayoutKind.of(self._parallel, self._layout).reshard or False
         if self._layout.pp == 1:
             return (self._micro, self._micro if reshards else 0), self._micro
-        if self._shards == 1:
+        if shards == 1:
             return (0, 0), 0
         pipeline = self._parallel.pipeline
         by_stage = _gathers_in_pipeline(
@@ -297,16 +367,14 @@ class _Counter:
         )
         return by_stage[self._stage.index]
 
-    def _replicated(self) -> Transfer:
-        return Transfer(
-            "dp_replicate",
-            "all_reduce",
-            "gradients",
-            "update",
-            len(self._layers) + (1 if self._end_parameters else 0),
-            GRADIENT_BYTES * (self._layer_parameters + self._end_parameters) // self._shards,
-            self._layout.dp_replicate,
-        )
+    def _replicated(self) -> Iterator[Transfer]:
+        layout, others = self._layout, self._layer_parameters + self._end_parameters
+        for what, units, parameters, shards in (
+            ("gradients", len(self._layers) + (1 if self._end_parameters else 0), others, self._shards),
+            ("gradients of experts", len(self._experts), self._expert_parameters, layout.places // layout.ep),
+        ):
+            size = GRADIENT_BYTES * parameters // shards
+            yield Transfer("dp_replicate", "all_reduce", what, "update", units, size, layout.dp_replicate)
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,16 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from pipeline.common import storage
 from pipeline.config.load import load
@@ -49,7 +58,7 @@ def gpt2(root: Path) -> Path:
     return _saved(GPT2LMHeadModel(config), root / "gpt2", root)
 
 
-def _saved(model: LlamaForCausalLM | GPT2LMHeadModel, folder: Path, root: Path) -> Path:
+def _saved(model: LlamaForCausalLM | GPT2LMHeadModel | Qwen3MoeForCausalLM, folder: Path, root: Path) -> Path:
     randomize(model, seed=5)
     model.save_pretrained(folder, max_shard_size="50KB")
     run_tokenizer(load(root / "run.yaml")).save(folder)
@@ -205,3 +214,20 @@ def test_conversion_needs_the_memory_of_a_few_tensors(root: Path, llama: Path, t
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 10
     assert size > 150e6 and int(done.stdout) < size / 6
+
+
+@pytest.mark.slow
+def test_conversion_needs_the_memory_of_a_few_experts(root: Path, llama: Path, tmp_path: Path) -> None:
+    """A layer whose experts are three tensors of 67 MB here."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=512, moe_intermediate_size=512, num_experts=64, num_hidden_layers=1,
+        num_attention_heads=8, num_key_value_heads=8, intermediate_size=64, eos_token_id=0, bos_token_id=0,
+    )  # fmt: skip
+    folder = _saved(Qwen3MoeForCausalLM(config), tmp_path / "large", root)
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY, str(llama), str(tmp_path), str(folder)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) < len(list((tmp_path / "back").glob("*.safetensors")))
+    assert size > 200e6 and int(done.stdout) < size / 6

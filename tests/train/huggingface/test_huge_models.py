@@ -45,6 +45,21 @@ def test_other_sizes(tmp_path: Path, key: str) -> None:
         _ = HuggingFaceFolder(folder(tmp_path / "hf", **{key: 2**40})).mapping
 
 
+def test_billions_of_experts(tmp_path: Path) -> None:
+    moe = {"model_type": "mixtral", "num_experts_per_tok": 2}
+    with pytest.raises(UserError, match="experts.count: .*less than or equal to"):
+        _ = HuggingFaceFolder(folder(tmp_path / "hf", **moe, num_local_experts=10**9)).mapping
+
+
+def test_as_many_experts_as_published_models_have(tmp_path: Path) -> None:
+    """Kimi K2's 60 layers of 384 experts, in the order of their numbers."""
+    moe = {"model_type": "mixtral", "num_experts_per_tok": 8, "num_local_experts": 384, "num_hidden_layers": 60}
+    mapping = HuggingFaceFolder(folder(tmp_path / "hf", **moe)).mapping
+    experts = [name for name in mapping.theirs if ".experts." in name]
+    assert len(experts) == 60 * 384 * 3
+    assert [name.split(".")[5] for name in experts[:384]] == [str(expert) for expert in range(384)]
+
+
 def test_exported_weights(tmp_path: Path) -> None:
     fingerprints = {"model": TINY | {"layers": 10**9}}
     about = {

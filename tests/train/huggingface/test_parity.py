@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from transformers import (
     Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -69,19 +72,33 @@ def gemma3(unlike: Collection[str] = (), **values: Any) -> Row:
     return Row(Gemma3TextConfig, {**shape, **values}, set(unlike), norm_offset=1.0)
 
 
+def gpt_oss(unlike: Collection[str] = (), **values: Any) -> Row:
+    """More experts than have one digit, a limit that many numbers reach, and a window shorter than the texts."""
+    shape = SHAPE | {"num_hidden_layers": 5, "head_dim": 10, "sliding_window": 6, "swiglu_limit": 0.8}
+    shape |= {"num_local_experts": 12, "num_experts_per_tok": 3, "intermediate_size": 40}
+    # With a higher rate rounding grows: the limit cuts the slope of many numbers.
+    return Row(GptOssConfig, {**shape, **values}, {"router_aux_loss_coef", *unlike}, rate=2e-4)
+
+
 def alternating(layers: int, period: int) -> list[str]:
     return ["sliding_attention" if index % period < period - 1 else "full_attention" for index in range(layers)]
 
 
 # More experts than have one digit, most of which a token does not go to.
-EXPERTS = {**SHAPE, "num_experts_per_tok": 3, "num_experts": 12}
-MOE = {**EXPERTS, "moe_intermediate_size": 20}
+EXPERTS = {**SHAPE, "intermediate_size": 40, "num_experts_per_tok": 3, "num_experts": 12}
+MOE = {**EXPERTS, "moe_intermediate_size": 16}
 GLM = {key: value for key, value in MOE.items() if key != "num_experts"} | {"n_routed_experts": 12, "head_dim": 8}
+LATENT = {
+    **{"kv_lora_rank": 20, "q_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 9},
+    **{key: value for key, value in GLM.items() if key != "head_dim"},
+    **{"num_key_value_heads": 6, "first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 4, "topk_group": 2},
+}
 # What only training reads, and layers that transformers leaves out.
 OF_TRAINING = {"router_aux_loss_coef", "num_nextn_predict_layers"}
 BETAS = {"beta_fast": 24.0, "beta_slow": 2.0}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 YARN |= {"beta_fast": 24.0, "beta_slow": 2.0}
+V2_YARN = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}
 # Of transformers' models whose windows are off, these are not read.
 NO_WINDOW = {"max_window_layers"}
 NEOX = {
@@ -233,6 +250,15 @@ ROWS = {
         {**SHAPE, "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500.0}}},
     ),
+    "gpt-oss": gpt_oss(),
+    "gpt-oss-no-yarn": gpt_oss(
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=False,
+        tie_word_embeddings=True,
+        swiglu_alpha=1.3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
     "mixtral": Row(MixtralConfig, {**EXPERTS, "num_experts_per_tok": 2, "head_dim": 10}, OF_TRAINING),
     "mixtral-window": Row(
         MixtralConfig,
@@ -271,11 +297,36 @@ ROWS = {
         | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True},
         OF_TRAINING,
     ),
+    "deepseek-v2": Row(
+        DeepseekV2Config,
+        {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "rope_parameters": V2_YARN},
+        OF_TRAINING,
+    ),
+    "deepseek-v2-lite": Row(
+        DeepseekV2Config,
+        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "rms_norm_eps": 1e-6}
+        | {"first_k_dense_replace": 2, "tie_word_embeddings": True, "rope_theta": 500.0},
+        OF_TRAINING,
+    ),
+    "deepseek-v3": Row(
+        DeepseekV3Config,
+        {**LATENT, "routed_scaling_factor": 2.5, "rope_parameters": {**V2_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        OF_TRAINING,
+    ),
+    "deepseek-v3-no-latent-of-queries": Row(
+        DeepseekV3Config,
+        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+        | {"tie_word_embeddings": True, "first_k_dense_replace": 0, "rms_norm_eps": 1e-6},
+        OF_TRAINING,
+    ),
     "starcoder2": Row(
         Starcoder2Config, {**SIZES, "norm_epsilon": 1e-4, "sliding_window": 7, "tie_word_embeddings": False}
     ),
     "starcoder2-tied-no-biases": Row(Starcoder2Config, {**SIZES, "use_bias": False}),
 }
+
+
+DEEPSEEK = [name for name in ROWS if name.startswith("deepseek")]
 
 
 @pytest.fixture(scope="module", params=tiers.first(2, ROWS, rest="guard"))
@@ -316,3 +367,12 @@ def test_packed_documents(pair: Pair) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_twenty_steps(root: Path, name: str) -> None:
     parity.check_training(ROWS[name], root, name)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "olmoe", "qwen3-moe-some-dense", "qwen2-moe", "glm4-moe-two-dense", "gpt-oss", *DEEPSEEK[::2]],
+)
+def test_twenty_steps_with_the_same_experts(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    parity.check_replayed_training(parity.pair_of(ROWS[name], tmp_path, tokenizer))

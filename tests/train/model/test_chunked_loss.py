@@ -77,7 +77,7 @@ def test_a_gradient_in_bf16_is_summed_in_fp32() -> None:
         wanted = criterion(size)
         targets, weight = (each.repeat(times, 1) for each in (wanted.targets_BS, wanted.weight_BS))
         module.weight.grad = None
-        total, _ = module(x, module.weight, replace(wanted, targets_BS=targets, weight_BS=weight))
+        total = module(x, module.weight, replace(wanted, targets_BS=targets, weight_BS=weight)).total
         total.backward()
         assert x.grad is not None and module.weight.grad is not None and x.grad.dtype == torch.bfloat16
         results[size] = x.grad, module.weight.grad
@@ -88,7 +88,7 @@ def test_a_gradient_in_bf16_is_summed_in_fp32() -> None:
 
 def test_backward_may_come_twice() -> None:
     module, x = head(), stream()
-    total, _ = module(x, module.weight, criterion(10))
+    total = module(x, module.weight, criterion(10)).total
     first = torch.autograd.grad(total, (x, module.weight), retain_graph=True)
     (again,) = torch.autograd.grad(total, (module.weight,))
     assert torch.equal(first[1], again)
@@ -100,7 +100,7 @@ def test_a_tied_table_gets_the_sum_of_both_gradients() -> None:
     tokens = torch.randint(0, VOCAB, (SAMPLES, POSITIONS))
     grads = []
     for size in (None, 10):
-        total, _ = module(table[tokens], table, replace(wanted, chunk_tokens=size))
+        total = module(table[tokens], table, replace(wanted, chunk_tokens=size)).total
         grads.append(torch.autograd.grad(total, table)[0])
     torch.testing.assert_close(grads[0], grads[1])
 

@@ -294,10 +294,11 @@ def test_equal_layers_written_as_kinds_have_the_same_names_and_weights() -> None
 
 
 @pytest.mark.guard
-def test_layers_of_a_kind_share_what_is_compiled() -> None:
+@pytest.mark.parametrize("name", ["norms, windows, rope", "latents"])
+def test_layers_of_a_kind_share_what_is_compiled(name: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = section("norms, windows, rope")
+    config = section(name)
     plain, model = built(config), built(config)
     compile_layers(model, RecomputeConfig())
     found, expected = (each(TOKENS, Context())[..., :VOCAB] for each in (model, plain))

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
+from pipeline.common.errors import UserError
+from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
@@ -25,6 +27,7 @@ from pipeline.train.model.mixers.mla.module import LatentAttention
 from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.part_spec import CpTransfer, Reach
 from pipeline.train.model.states import KVCache
+from pipeline.train.parallel.rules.layout import check_layout
 
 DIM, HEADS, LENGTH = 24, 3, 40
 TOLERANCE = 1e-5
@@ -179,6 +182,36 @@ def test_values_of_another_size_than_keys(
         torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), (q, k, v)), of_expected)
 
 
+def test_what_does_not_fit_a_layout_is_refused_by_name() -> None:
+    def config(*, backend: str = "auto", **parallel: Any) -> Config:
+        train = {
+            "duration": "1 steps",
+            "sequence_length": 64,
+            "optimizer": {"lr": 1e-3},
+            "attention": {"backend": backend},
+        }
+        return Config.model_validate(
+            {
+                "run": {"dir": "x"},
+                "data": {"sources": [{"name": "s", "type": "text", "paths": ["a"]}]},
+                "tokenizer": {"train": {"vocab_size": 300}},
+                "model": our_model(None, {}, heads=6).model_dump(exclude_unset=True),
+                "train": {**train, "batch_size": 4, "precision": {"compute": "bf16"}},
+                "parallel": parallel,
+            }
+        )
+
+    assert check_layout(config(tp=2, cp=2), 4).cp == 2
+    with pytest.raises(UserError, match="model.heads=6 cannot be cut over parallel.tp=4"):
+        check_layout(config(tp=4), 4)
+    with pytest.raises(
+        UserError, match="model.heads=6 cannot be cut over parallel.tp=2 x parallel.cp=2 with cp_method"
+    ):
+        check_layout(config(tp=2, cp=2, cp_method="ulysses"), 4)
+    with pytest.raises(UserError, match="but this model's is 20: change the sizes in model.mla, or train.attention"):
+        check_layout(config(backend="flash"), 1)
+
+
 def test_numbers_of_v3() -> None:
     model = our_model(None, {}, dim=7168, heads=128, mla=V3, init={"scheme": "mup", "mup_base_dim": 1792})
     spec = decoder_spec(model, 50, 4096)
@@ -189,7 +222,9 @@ def test_numbers_of_v3() -> None:
     assert [mixer.parameters(tp) for tp in (1, 8)] == [whole + heads + 2048, whole + heads // 8 + 2048]
     assert list(mixer.partial_gradients(8)) == [1536, 512, 1536 * 7168, 512 * 7168, 64 * 7168]
     assert mixer.extra_flops(4096, causal=True) == 2 * 128 * (192 + 128) * 2048
-    assert mixer.cp_transfer("all_gather", 8, 4) == CpTransfer("latents and rotary keys", 1, 4 * 576)
+    made = 2 * 512 * 128 * 256
+    assert mixer.cp_transfer("all_gather", 8, 4) == CpTransfer("latents and rotary keys", 1, 4 * 576, 3 * made)
+    assert mixer.cp_transfer("all_gather", 1, 1).repeated_flops == 0
     assert mixer.cp_transfer("ulysses", 8, 4) == CpTransfer("queries, keys, values, outputs", 2, 16 * 2 * 320)
     chosen = fp8_matrices(Fp8Config(min_size=64), spec, tp=8)[0]
     assert [each.name for each in chosen] == [f"mixer.{name}" for name in "wqa wqb wkva wkr wkb wvb wo".split()]

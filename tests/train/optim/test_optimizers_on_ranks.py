@@ -34,7 +34,14 @@ from tests.train.runs import column, exact, weights_hash
 pytestmark = pytest.mark.parallel
 
 CPU = torch.device("cpu")
-MODEL = ModelConfig(layers=4, dim=32, heads=4, kv_heads=2, ffn_dim=52, qk_norm=True, vocab_multiple=16)
+MODEL = ModelConfig.model_validate(
+    {
+        **{"layers": 4, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 52, "qk_norm": True, "vocab_multiple": 16},
+        "pattern": ["dense", "routed"],
+        "kinds": {"dense": {}, "routed": {"mlp": "experts"}},
+        "experts": {"count": 4, "top_k": 2, "ffn_dim": 16, "bias": True},
+    }
+)
 SPEC = decoder_spec(MODEL, 61, 16)
 LR, STEPS, WITHHELD = 1e-2, 4, 2
 GROUPS = [
@@ -53,7 +60,8 @@ SLOW = pytest.mark.slow
 
 def updated(degrees: dict[str, int], keys: dict[str, Any]) -> dict[str, Tensor]:
     """Weights and states of this rank's parts, whole, after some steps with known gradients."""
-    parallel, optimizer = Layout(**degrees).degrees, {"lr": LR, **keys}
+    layout, optimizer = Layout(**degrees), {"lr": LR, **keys}
+    parallel = {**layout.degrees, "ep": layout.ep}
     config = config_of(MODEL, parallel=parallel, sequence_length=16, precision={"compute": "fp32"}, optimizer=optimizer)
     model = build_model(config, set_up(config, 61, CPU))
     optimizers = Optimizers(config, model)
@@ -104,6 +112,8 @@ def connected() -> Iterator[Callable[[int], Ranks]]:
     [
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, id="hsdp", marks=SLOW),
         pytest.param({"dp_shard": 2, "tp": 2}, id="fsdp2-tp2"),
+        pytest.param({"dp_shard": 2, "tp": 2, "ep": 2}, id="fsdp2-tp2-ep2", marks=pytest.mark.guard),
+        pytest.param({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2}, id="pp2-hsdp-ep2", marks=SLOW),
         pytest.param({"tp": 4}, id="tp4-shared-keys", marks=pytest.mark.guard),
         pytest.param({"pp": 2, "dp_shard": 2}, id="pp2-fsdp2", marks=pytest.mark.guard),
         pytest.param({"dp_shard": 2, "cp": 2}, id="fsdp2-cp2", marks=SLOW),

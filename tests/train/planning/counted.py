@@ -41,11 +41,11 @@ _SILENT = {"c10d::recv_", "_c10d_functional::wait_tensor", "_c10d_functional::_w
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts collectives and sends by group, while it is entered."""
 
-    def __init__(self, axes: dict[str, str], cp: str | None) -> None:
+    def __init__(self, axes: dict[str, str], cp: str | None, ep: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counts = {}
         self._axes = {group: "dp_shard" if axis == "shards" else axis for group, axis in axes.items()}
-        self._cp = cp
+        self._cp, self._ep = cp, ep
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -70,6 +70,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         # The groups of cp and of the shards may be one; weights and gradients are sent in place.
         axis = "cp" if group == self._cp and functional else self._axes.get(group, group)
+        if group == self._ep and operation == "all_to_all":  # the group may be that of another axis, too
+            axis = "ep"
         key = axis, operation
         calls, size = self.counts.get(key, (0, 0))
         self.counts[key] = calls + 1, size + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -97,8 +99,13 @@ def _counted(number: int) -> Iterator[list[Counter]]:
             return before(self, *args, **kwargs)
         devices = self._mesh.devices
         axes = {devices.get_group(name).group_name: name for name in devices.mesh_dim_names or ()}
+        ep = None
+        if (experts := self._mesh.experts) is not None:
+            of_experts = {experts.get_group(name).group_name: name for name in experts.mesh_dim_names or ()}
+            axes = {**of_experts, **axes}
+            ep = experts.get_group("ep").group_name if "ep" in (experts.mesh_dim_names or ()) else None
         cp = self._mesh.role("cp").get_group().group_name if self._mesh.size("cp") > 1 else None
-        counters.append(Counter(axes, cp))
+        counters.append(Counter(axes, cp, ep))
         with counters[-1]:
             return before(self, *args, **kwargs)
 

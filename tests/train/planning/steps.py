@@ -43,6 +43,15 @@ KINDS: dict[str, Any] = {
 }
 """Six layers, of which the first and the fourth have more of everything."""
 
+EXPERTS: dict[str, Any] = {
+    "model.mlp": "experts",
+    "model.experts": {"count": 8, "top_k": 2, "ffn_dim": 256, "shared_ffn_dim": 128},
+    # Otherwise some ranks get more than others.
+    "train.balance": {"force": True},
+    "train.precision": {"compute": "bf16"},
+}
+_EP2 = {**EXPERTS, "parallel.dp_shard": 2, "parallel.ep": 2, "train.batch_size": 4}
+
 CASES: dict[str, dict[str, Any]] = {
     "one process": {},
     "one process, bf16": {"train.precision": {"compute": "bf16"}},
@@ -59,6 +68,33 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "layers of two kinds": KINDS,
     "layers of two kinds, pp2": {**KINDS, "parallel.pp": 2, "train.batch_size": 8, "train.micro_batch_size": 1},
+    "experts": EXPERTS,
+    "experts, biases, the first layers dense": {
+        **EXPERTS,
+        "model.experts": {"count": 16, "top_k": 2, "ffn_dim": 128, "bias": True, "activation": "clamped_swiglu"},
+        "model.pattern": ["dense", "dense", *["sparse"] * 4],
+        "model.kinds": {"dense": {"mlp": "swiglu"}, "sparse": {}},
+    },
+    "experts, full recomputation": {**EXPERTS, "train.recompute": {"mode": "full"}},
+    "experts, selective recomputation": {**EXPERTS, "train.recompute": {"mode": "selective"}},
+    "experts, fsdp2": {**_EP2, "parallel.ep": 1},
+    "experts, ep2": _EP2,
+    "experts, ep2, kept": {**_EP2, "parallel.reshard_after_forward": False},
+    "experts, fsdp4 ep2": {**_EP2, "parallel.dp_shard": 4, "train.batch_size": 8},
+    "experts, tp2": {**EXPERTS, "parallel.tp": 2},
+    "experts, tp2 ep2": {**EXPERTS, "parallel.tp": 2, "parallel.ep": 2},
+    "experts, tp2 ep2, no sequence parallelism": {
+        **EXPERTS,
+        "parallel.tp": 2,
+        "parallel.ep": 2,
+        "parallel.sequence_parallel": False,
+    },
+    "experts, pp2 x fsdp2 ep2": {
+        **_EP2,
+        "parallel.pp": 2,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 1,
+    },
     "multi-token prediction": {"model.mtp": {"depth": 2}},
     "multi-token prediction, chunked loss, bf16": {
         "model.mtp": {"depth": 1},

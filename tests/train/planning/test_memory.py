@@ -29,7 +29,13 @@ from tests.train.parallel import layouts
 from tests.train.planning.steps import CASES, case_config, measured_peak, of_case
 
 TOLERANCE = 0.1
-_QUICK = ("one process", "chunked loss", "full recomputation, every second layer", "multi-token prediction")
+_QUICK = (
+    "one process",
+    "chunked loss",
+    "full recomputation, every second layer",
+    "multi-token prediction",
+    "experts, ep2",
+)
 
 
 def _estimate(config: Config, device_type: str = "cpu") -> list[RankMemory]:

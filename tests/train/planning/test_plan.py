@@ -20,6 +20,7 @@ from pipeline.train.layout_check import planned_spec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.step_shapes import step_counts
 from pipeline.train.planning.devices import DEVICES
+from pipeline.train.planning.exchange import _even
 from pipeline.train.planning.plan import RESERVE, plan
 from pipeline.train.planning.show import plan_lines
 from pipeline.train.planning.timing import StepSeconds
@@ -149,8 +150,8 @@ def test_the_size_of_the_vocabulary_is_enough(tmp_path: Path) -> None:
 
 
 SCHEMA = {
-    "": "fits layout device parameters parameters_padded checkpoint_bytes memory_limit_bytes memory phases steps "
-    "tokens hours device_hours links assumptions warnings",
+    "": "fits layout device parameters parameters_padded active_parameters experts checkpoint_bytes "
+    "memory_limit_bytes memory phases steps tokens hours device_hours links assumptions warnings",
     "layout": "pp dp_replicate dp_shard cp tp dp world_size",
     "device": "name memory_bytes flops source shares measured",
     "memory": "pp_rank parameters weights moments gradients unsharded activations working total when",
@@ -216,6 +217,35 @@ def test_advice_leaves_out_what_is_set(run_file: Path) -> None:
     phases = phases.replace("131_072", "524_288")
     set_ = advice(phases, f"train={{{steps}, micro_batch_size: 1, recompute: {{mode: full}}}}")
     assert "micro_batch_size" not in set_ and "recompute" not in set_ and "parallel.tp or parallel.cp" in set_
+
+
+EXPERTS = [
+    "model={layers: 2, dim: 256, heads: 4, mlp: experts, experts: {count: 16, top_k: 4, ffn_dim: 128}}",
+    "train={duration: 10 steps, batch_size: 16, micro_batch_size: 1}",
+]
+
+
+def test_experts_of_a_plan(run_file: Path) -> None:
+    """Break-even of 3 E F / k tokens; uneven rows need more; a group of more than a node is warned of."""
+    config = load(run_file, [*EXPERTS, "parallel.ep=16"])
+    found = plan(config, H100, 16)
+    experts = found.experts
+    assert experts is not None and (experts.layers, experts.count, experts.on_rank) == (2, 16, 1)
+    assert experts.break_even == 3 * 16 * 128 / 4
+    assert experts.gathered_bytes == 2 * 3 * 128 * 256
+    # Scores in fp32, as logits too; rows, and of their hidden layers four.
+    assert experts.kept_bytes == 8 * 16 + 2 * 4 * (256 + 4 * 128)
+    assert experts.uneven_bytes is not None and experts.uneven_bytes > found.peak_bytes
+    assert any(line.startswith("parallel.ep=16 is more than the 8 devices") for line in found.warnings)
+    assert found.model.parameters - found.model.active_parameters == 2 * 12 * 3 * 128 * 256
+    text = "\n".join(plan_lines(found))
+    assert f"{found.model.active_parameters:,} active" in text and "ep sends less" in text and "below 1,536" in text
+    alone = plan(load(run_file, EXPERTS), H100, 1).experts
+    assert alone is not None and alone.break_even is None and alone.uneven_bytes is None
+
+
+def test_rows_go_evenly_on_fake_tensors() -> None:
+    assert [_even(10, 4), _even(8, 4), _even(0, 2)] == [[3, 3, 2, 2], [2, 2, 2, 2], [0, 0]]
 
 
 def test_ranks_that_need_the_same_are_one_row(run_file: Path) -> None:

@@ -75,6 +75,19 @@ def test_no_schedule_is_tried_that_torch_cannot_train_with(monkeypatch: pytest.M
         assert found == {"1f1b", "interleaved_1f1b"} | wanted
 
 
+def test_degrees_of_ep_divide_experts_and_the_processes_of_their_weights() -> None:
+    experts = '{"count": 12, "top_k": 2, "ffn_dim": 512}'
+    config = small("train.batch_size=16", "model.mlp=experts", f"model.experts={experts}")
+    found = {
+        (each["parallel.tp"] * each["parallel.pp"], each["parallel.dp_replicate"], each["parallel.ep"])
+        for each in candidates(config, planned_spec(config), 8, 8)
+    }
+    assert {ep for model, replicas, ep in found if (model, replicas) == (1, 1)} == {1, 2, 4}
+    assert {ep for _, _, ep in found} == {1, 2, 4}
+    dense = small("train.batch_size=16")
+    assert {each["parallel.ep"] for each in candidates(dense, planned_spec(dense), 8, 8)} == {1}
+
+
 def test_nothing_fits() -> None:
     with pytest.raises(UserError, match=r"no layout over 1 device \(h100\) fits: the nearest .* of 75\.7 GiB"):
         suggest(load(Path("models/llama3-70b.yaml")), H100, 1)

@@ -18,8 +18,9 @@ from pipeline.train.layout_check import planned_spec
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Context, Decoder
-from pipeline.train.model.flops import flops_per_token, layer_parameters, num_parameters
+from pipeline.train.model.flops import expert_flops, flops_per_token, layer_parameters, num_parameters
 from pipeline.train.model.loss import Criterion
+from pipeline.train.model.mlps.experts.routing import Routing
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.footprint import end_parameters
 from pipeline.train.parallel.layout import Layout, resolve
@@ -29,6 +30,7 @@ from pipeline.train.planning.devices import DEVICES, Device
 from pipeline.train.planning.timing import (
     LINK_SHARE,
     StepTime,
+    _again,
     recompute_flops_per_token,
     step_time,
     transfer_seconds,
@@ -220,6 +222,64 @@ def test_recomputation_is_what_torch_counts(tmp_path: Path, recompute: Recompute
     more = _products(case.spec, recompute) - _products(case.spec, RecomputeConfig())
     attention = {"full": 2.0 * 64 * 32 * (4 // recompute.every), "selective": 0.0}[recompute.mode]
     assert more == 2 * 32 * (recompute_flops_per_token(recompute, case.spec, 32) - attention)
+
+
+EXPERTS = "model={layers: 4, dim: 64, heads: 4, kv_heads: 2, mlp: experts, experts: {count: 8, top_k: 2, ffn_dim: 32}}"
+
+
+def test_products_of_experts_by_hand(tmp_path: Path) -> None:
+    """Those that a token goes to count, at the speed of their sides; where tokens are few, reading the weights does."""
+    many = Case(tmp_path, 1, EXPERTS, train(4096, 4, 4))
+    dense = Case(tmp_path, 1, "model={layers: 4, dim: 64, heads: 4, kv_heads: 2, mlp: none}", train(4096, 4, 4))
+    tokens, rate = 4 * 4096, 0.6 * 989e12
+    more = many.time(H100).seconds.products - dense.time(H100).seconds.products
+    router, experts = 6 * tokens * 4 * 8 * 64 / rate, 6 * tokens * 4 * 2 * 3 * 32 * 64 / rate
+    assert more == pytest.approx(router + experts * (32 + 512) / 32, rel=1e-6)
+    assert many.time(H100).seconds.communication == {}
+    few = Case(tmp_path, 1, EXPERTS.replace("count: 8", "count: 4096"), train(32, 1, 1))
+    other = Case(tmp_path, 1, "model={layers: 4, dim: 64, heads: 4, kv_heads: 2, mlp: none}", train(32, 1, 1))
+    more = few.time(H100).seconds.products - other.time(H100).seconds.products
+    router, read = 6 * 32 * 4 * 4096 * 64 / rate, 3 * 4 * 2 * 3 * 4096 * 32 * 64 / (0.8 * 3.35e12)
+    assert more == pytest.approx(router + read, rel=1e-6)
+
+
+def test_groups_of_experts_have_the_nearest_ranks(tmp_path: Path) -> None:
+    """ep 8 stays within a node; what its shards gather goes between nodes, and 16 of ep through the network."""
+    wide = EXPERTS.replace("count: 8", "count: 16").replace("dim: 64", "dim: 2048")
+    seconds = {}
+    for ep in (8, 16):
+        steps = train(4096, 64, 1)
+        case = Case(tmp_path, 64, wide, f"parallel={{ep: {ep}}}", steps)
+        found = case.time(H100)
+        seconds[ep] = found.seconds.communication["ep"]
+        shards = next(each for each in found.traffic[0] if each.axis == "expert_shards")
+        assert shards.ranks == 64 // ep
+    assert seconds[16] > 4 * seconds[8]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_of_experts_is_what_torch_counts(tmp_path: Path, mode: Any) -> None:
+    case = Case(tmp_path, 1, EXPERTS, train(32, 2, 2))
+    recompute = RecomputeConfig(mode=mode, keep=["attention"])
+    before, after = (_grouped(case.spec, each) for each in (RecomputeConfig(), recompute))
+    assert before == 3 * 2 * 32 * sum(map(expert_flops, case.spec.layers))
+    again = sum(_again(recompute, layer, 32, causal=True)[1] for layer in case.spec.layers)
+    assert after - before == 2 * 32 * again > 0
+
+
+def _grouped(spec: DecoderSpec, recompute: RecomputeConfig) -> int:
+    """FLOPs of the products of experts in a training step."""
+    model = Decoder(spec)
+    for index, layer in model.layers.items():
+        assert isinstance(layer, Block)
+        layer.recompute = Recompute.of_layer(recompute, int(index), spec.layers[int(index)])
+        layer.mlp.experts.recompute = Recompute.of_experts(recompute, int(index), spec.layers[int(index)])
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    routing = Routing(2, 2, 32, 0.01, "sequence", 0.0)
+    context = Context(length=32, criterion=Criterion(tokens, torch.ones(2, 32)), routing=routing)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, context).total.backward()
+    return sum(flops for operation, flops in counter.get_flop_counts()["Global"].items() if "grouped" in str(operation))
 
 
 def _products(spec: DecoderSpec, recompute: RecomputeConfig) -> int:

@@ -85,7 +85,11 @@ def needs_biased_experts() -> dict[str, Need]:
     """Needs of a family with such experts."""
     free = {*SIZES, "normalize", "scale", "groups", "top_groups", "shared_ffn_dim"}
     needs = needs_experts(free, score="sigmoid", score_bias=True)
-    others = needs["experts"]
+    return {**needs, "experts": with_shared_experts(needs["experts"])}
+
+
+def with_shared_experts(others: Need) -> Need:
+    """With shared experts of the size of the others beside them."""
 
     def fits(value: object, layer: ModelConfig) -> bool:
         experts = layer.experts
@@ -94,10 +98,11 @@ def needs_biased_experts() -> dict[str, Need]:
         whole = experts.shared_ffn_dim is not None and experts.shared_ffn_dim % experts.ffn_dim == 0
         return whole and others.fits(value, layer)
 
-    return {**needs, "experts": Need(fits, f"{others.has}; shared_ffn_dim is a multiple of ffn_dim")}
+    return Need(fits, f"{others.has}; shared_ffn_dim is a multiple of ffn_dim")
 
 
-def _dense_ones_first(layers: ModelConfig) -> bool:
+def dense_ones_first(layers: ModelConfig) -> bool:
+    """True if all layers behind the first one with experts have some."""
     has = has_experts(layers)
     return any(has) and all(has[has.index(True) :])
 
@@ -110,7 +115,7 @@ GLM4_MOE = Family(
     "with `score: sigmoid`, `score_bias`, `shared_ffn_dim`, any `groups`, `scale` and `normalize`",
     read=_read,
     write=_write,
-    mark="experts",
+    mark="mlp",
     needs={
         **needs_biased_experts(),
         "bias": only("qkv", "none", has="no biases but of queries, keys and values"),
@@ -118,7 +123,7 @@ GLM4_MOE = Family(
         "rope_share": anything(),
     },
     special=some_have_experts,
-    order=_dense_ones_first,
+    order=dense_ones_first,
     names=replace(LLAMA_NAMES, layers=WITH_SOME_EXPERTS),
     extra_layers=True,
     positions=("max_position_embeddings", 131072),

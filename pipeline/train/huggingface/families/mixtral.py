@@ -51,7 +51,7 @@ MIXTRAL = Family(
     what="`mlp: experts`, `sliding_window` or none",
     read=_read,
     write=_write,
-    mark="experts",
+    mark="mlp",
     needs={
         **needs_experts(SIZES),
         "mlp": only("experts"),

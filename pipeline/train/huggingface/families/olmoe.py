@@ -55,7 +55,7 @@ OLMOE = Family(
     what="`mlp: experts` with any `normalize`, `qk_norm: full`, `bias: none` or `attention`",
     read=_read,
     write=_write,
-    mark="experts",
+    mark="mlp",
     needs={
         **needs_experts({*SIZES, "normalize"}),
         "mlp": only("experts"),

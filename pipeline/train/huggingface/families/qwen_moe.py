@@ -108,7 +108,7 @@ QWEN2_MOE = Family(
     what="`bias: qkv` or `none`, `mlp: experts` in all or some layers, with `shared_ffn_dim` and `shared_gate`",
     read=_read_qwen2_moe,
     write=_write_qwen2_moe,
-    mark="experts",
+    mark="mlp",
     needs=_needs_shared(
         {
             **needs_experts({*SIZES, "normalize", "shared_ffn_dim"}, shared_gate=True),
@@ -141,7 +141,7 @@ QWEN3_MOE = Family(
     what="`qk_norm`, `mlp: experts` in all or some layers, with any `normalize`, `sliding_window` or none",
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
-    mark="experts",
+    mark="mlp",
     needs={
         **needs_experts({*SIZES, "normalize"}),
         "bias": only("none", has="no biases"),

@@ -95,7 +95,7 @@ class MlaSpec(MixerSpec):
             nope_dim=mla.nope_dim,
             rope_dim=mla.rope_dim,
             value_dim=mla.value_dim,
-            norm=NormSpec("rmsnorm", model.norm_eps, offset=model.norm_offset),
+            norm=NormSpec("rmsnorm", mla.norm_eps or model.norm_eps, offset=model.norm_offset),
             reach=Reach.window(layer.sliding_window),
             scale=(layer.attention_scale or scale) * softmax_factor(rope.scaling if rope else None),
             rope=rope,
@@ -177,7 +177,8 @@ class MlaSpec(MixerSpec):
     def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer:
         """See `MixerSpec`."""
         if method != "ulysses":  # collected is what all ranks have together; keys and values are made of it then
-            return CpTransfer("latents and rotary keys", 1, cp * (self.kv_rank + self.rope_dim))
+            made = 2.0 * self.heads * (self.nope_dim + self.value_dim) * self.kv_rank
+            return CpTransfer("latents and rotary keys", 1, cp * (self.kv_rank + self.rope_dim), (cp - 1) * made)
         numbers = 2 * (self.heads // tp) * (self.head_dim + self.value_dim)
         return CpTransfer("queries, keys, values, outputs", 2, numbers)
 

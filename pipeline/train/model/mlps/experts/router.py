@@ -38,6 +38,7 @@ class Router(nn.Module):
         score_bias: [E] fp32, if the choice has a bias; a buffer, as gradients do not move it.
         loads: [E] fp32, how often each expert was chosen in the step before, by all tokens.
         force: Experts are dealt in turn.
+        wide_products: Logits are one product of 16 bits with a result of fp32 also where no GPU is, as on fake tensors.
     """
 
     def __init__(self, spec: RouterSpec, dim: int) -> None:
@@ -50,6 +51,7 @@ class Router(nn.Module):
         self.register_buffer("score_bias", torch.zeros(spec.count, dtype=torch.float32) if spec.score_bias else None)
         self.register_buffer("loads", torch.zeros(spec.count, dtype=torch.float32))
         self.force = False
+        self.wide_products = False
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor | None = None) -> Choice:
         """The experts of tokens; with `ids_TK` those, and only their weights are computed."""
@@ -85,7 +87,7 @@ class Router(nn.Module):
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         weight_ED = _summed(self.weight)
-        if x_TD.is_cuda and x_TD.dtype != torch.float32:
+        if (x_TD.is_cuda or self.wide_products) and x_TD.dtype != torch.float32:
             logits_TE = cast(Tensor, _WideProduct.apply(x_TD, weight_ED))  # type: ignore[no-untyped-call]
         else:
             logits_TE = F.linear(x_TD.float(), weight_ED.float())

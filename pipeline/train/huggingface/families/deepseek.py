@@ -1,0 +1,239 @@
+"""DeepSeek-V2 and V3 (with Kimi K2): latent attention, first layers without experts, shared ones beside the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeline.config.model import MAX_LAYERS, MlaConfig, ModelConfig
+from pipeline.train.huggingface.config_experts import (
+    OF_SOME_LAYERS,
+    SIZES,
+    dense_layer,
+    experts_of,
+    has_experts,
+    needs_experts,
+    read_count,
+    read_experts,
+    some_have_experts,
+)
+from pipeline.train.huggingface.config_rope import read_rope
+from pipeline.train.huggingface.config_source import ConfigSource, Json
+from pipeline.train.huggingface.families.glm4_moe import dense_ones_first, needs_biased_experts, with_shared_experts
+from pipeline.train.huggingface.families.glm4_moe import write_biased_experts as write_experts
+from pipeline.train.huggingface.family import Family, Need, only, where
+from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, write_llama_like
+from pipeline.train.model.mixers.mla.spec import MlaSpec
+from pipeline.train.model.mlps.dense.spec import MlpSpec
+from pipeline.train.model.mlps.experts.spec import ExpertsSpec
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever `rms_norm_eps` is: in transformers and in the code that DeepSeek published."""
+_OWN_CODE = ("configuration_deepseek", "modeling_deepseek")
+"""Modules of that code, of which files speak; it computes what is computed here."""
+_V3_NEXT = "num_nextn_predict_layers"
+
+
+def _read_v2(source: ConfigSource) -> Json:
+    source.must_be("mlp_bias", (False,), False)
+    source.must_be("scoring_func", ("softmax",), "softmax")
+    source.must_be("norm_topk_prob", (False,), False)  # which transformers does not read here
+    method = source.get("topk_method", "greedy")
+    source.must_be("topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    groups, top_groups = source.get("n_group"), source.get("topk_group")
+    experts = _read_experts(source, count=64, ffn_dim=1407, shared=2)
+    experts |= {
+        "top_k": source.need("num_experts_per_tok"),
+        "score": "softmax",
+        "normalize": False,
+        "scale": source.get("routed_scaling_factor", 1.0),
+    }
+    if method == "group_limited_greedy" and (groups, top_groups) != (1, 1):
+        experts |= {"groups": groups, "top_groups": top_groups, "group_score": "max"}
+    return _read(source, experts, dense=source.get("first_k_dense_replace", 0))
+
+
+def _read_v3(source: ConfigSource) -> Json:
+    source.must_be("rope_interleave", (True,), True)
+    source.must_be("scoring_func", ("sigmoid",), "sigmoid")
+    source.must_be("topk_method", ("noaux_tc",), "noaux_tc")
+    groups, top_groups = source.get("n_group", 8), source.get("topk_group", 4)
+    if groups == 1 and top_groups != 1:
+        source.refuse("topk_group", top_groups, "n_group is 1")
+    experts = _read_experts(source, count=256, ffn_dim=2048, shared=1)
+    experts |= {
+        "top_k": source.get("num_experts_per_tok", 8),
+        "score": "sigmoid",
+        "score_bias": True,
+        "normalize": source.get("norm_topk_prob", True),
+        "scale": source.get("routed_scaling_factor", 2.5),
+        **({} if groups == 1 else {"groups": groups, "top_groups": top_groups}),
+    }
+    found = _read(source, experts, dense=source.get("first_k_dense_replace", 3), kv_heads=128)
+    depth = read_count(source, _V3_NEXT, "num_mtp_layers", default=1)
+    return found | ({"mtp": {"depth": depth}} if depth else {})
+
+
+def _read_experts(source: ConfigSource, *, count: int, ffn_dim: int, shared: int) -> Json:
+    """Keys of `experts` for numbers and sizes, with what transformers takes where there are none."""
+    source.must_be("moe_layer_freq", (1,), 1)
+    for of_training in ("aux_loss_alpha", "seq_aux", "ep_size"):
+        source.get(of_training)
+    size, beside = source.get("moe_intermediate_size", ffn_dim), source.get("n_shared_experts", shared)
+    if beside < 1:
+        source.refuse("n_shared_experts", beside, "it must be at least 1")
+    found = read_count(source, "n_routed_experts", "num_local_experts", "num_experts", default=count)
+    return {"count": found, "ffn_dim": size, "shared_ffn_dim": size * beside}
+
+
+def _read(source: ConfigSource, experts: Json, *, dense: int, kv_heads: int | None = None) -> Json:
+    """Keys that both have.
+
+    Args:
+        source: the file.
+        experts: `experts` of `model:`.
+        dense: number of layers without.
+        kv_heads: what transformers takes where the file has none.
+    """
+    found = read_llama_like(source, rope=read_rope(source, mscale=True), kv_heads=kv_heads)
+    heads, of_keys = found["heads"], found.pop("kv_heads")
+    if of_keys != heads:
+        source.refuse("num_key_value_heads", of_keys, f"latent attention has as many as num_attention_heads ({heads})")
+    source.must_be("attention_bias", (False,), False)
+    del found["head_dim"]  # transformers computes it, and qk_head_dim, from the sizes below
+    source.get("qk_head_dim")
+    for name in (source.get("auto_map") or {}).values():
+        if str(name).split(".")[0] not in _OWN_CODE:
+            source.refuse("auto_map", name, "the model needs its own code, and code that comes with weights is not run")
+    eps = None if found["norm_eps"] == _LATENT_EPS else _LATENT_EPS
+    found |= {
+        "mixer": "mla",
+        "mla": {
+            "kv_rank": source.get("kv_lora_rank", 512),
+            "q_rank": source.get_absent("q_lora_rank", 1536),  # null means one matrix
+            "nope_dim": source.get("qk_nope_head_dim", 128),
+            "rope_dim": source.get("qk_rope_head_dim", 64),
+            "value_dim": source.get("v_head_dim", 128),
+            **({} if eps is None else {"norm_eps": eps}),
+        },
+    }
+    if not isinstance(dense, int) or not 0 <= dense <= MAX_LAYERS:
+        source.refuse("first_k_dense_replace", dense, f"it must be a whole number from 0 to {MAX_LAYERS}")
+    return read_experts(source, found, [index >= dense for index in range(found["layers"])], experts)
+
+
+def _write_v2(model: ModelConfig, positions: int) -> Json:
+    grouped = experts_of(model).groups is not None
+    return _write(model, positions) | {
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+        "scoring_func": "softmax",
+        "mlp_bias": False,
+    }
+
+
+def _write_v3(model: ModelConfig, positions: int) -> Json:
+    return _write(model, positions) | {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        _V3_NEXT: 0 if model.mtp is None else model.mtp.depth,
+    }
+
+
+def _write(model: ModelConfig, positions: int) -> Json:
+    mla = _latent(model)
+    return write_llama_like(dense_layer(model), positions) | {
+        **write_experts(experts_of(model)),
+        "first_k_dense_replace": has_experts(model).index(True),
+        "moe_layer_freq": 1,
+        "head_dim": mla.rope_dim,
+        "kv_lora_rank": mla.kv_rank,
+        "q_lora_rank": mla.q_rank,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.value_dim,
+        "attention_bias": False,
+    }
+
+
+def _latent(model: ModelConfig) -> MlaConfig:
+    mla = model.layer(model.layer_kinds[0]).mla
+    assert mla is not None, "the family needs it"
+    return mla
+
+
+def _fits_latent(layer: ModelConfig) -> bool:
+    return layer.mla is None or (layer.mla.norm_eps or layer.norm_eps) == _LATENT_EPS
+
+
+def _heads_divide(layer: ModelConfig) -> bool:
+    return layer.dim % layer.heads == 0
+
+
+def _fits_scaling(layer: ModelConfig) -> bool:
+    scaling = layer.rope_scaling
+    if scaling is None or (scaling.mscale, scaling.mscale_all_dim) == (1.0, 0.0):
+        return True
+    return scaling.mscale > 0 and scaling.mscale_all_dim > 0
+
+
+def _v2_experts() -> Need:
+    free = {*SIZES, "scale", "groups", "top_groups", "group_score", "shared_ffn_dim"}
+    others = with_shared_experts(needs_experts(free, normalize=False)["experts"])
+
+    def fits(value: object, layer: ModelConfig) -> bool:
+        experts = layer.experts if layer.mlp == "experts" else None
+        if experts is not None and experts.groups is not None and experts.group_score != "max":
+            return False
+        return others.fits(value, layer)
+
+    return Need(fits, f"{others.has}; group_score is max")
+
+
+def _needs(experts: Need) -> dict[str, Need]:
+    return {
+        **needs_experts(()),
+        "experts": experts,
+        "mixer": only("mla"),
+        "mla": where(_fits_latent, "1e-6 in the norms of latents (norm_eps, or mla.norm_eps beside another)"),
+        "rope_scaling": where(_fits_scaling, "mscale and mscale_all_dim together, or neither"),
+    }
+
+
+_LAYERS: tuple[dict[str, type], ...] = (
+    {"mixer": MlaSpec, "mlp": ExpertsSpec},
+    {"mixer": MlaSpec, "mlp": MlpSpec},
+)
+_WHAT = "`mixer: mla`, perhaps YaRN with `mscale` and `mscale_all_dim`; `mlp: experts` in all layers but the first ones"
+
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    title="DeepSeek-V2",
+    what=f"{_WHAT}, with `shared_ffn_dim`, `normalize: false`, any `scale`, and `groups` with `group_score: max` or "
+    "none",
+    read=_read_v2,
+    write=_write_v2,
+    mark="mixer",
+    needs={**_needs(_v2_experts()), "heads": where(_heads_divide, "heads that divide dim")},
+    special=some_have_experts,
+    order=dense_ones_first,
+    names=replace(LLAMA_NAMES, layers=_LAYERS),
+    positions=("max_position_embeddings", 2048),
+    **OF_SOME_LAYERS,
+)
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    title="DeepSeek-V3",
+    what=f"{_WHAT}, with `score: sigmoid`, `score_bias`, `shared_ffn_dim`, any `groups`, `scale` and `normalize`; "
+    "`mtp`. Kimi K2 (`kimi_k2`) is read as one",
+    read=_read_v3,
+    write=_write_v3,
+    mark="mixer",
+    needs=_needs(needs_biased_experts()["experts"]),
+    special=some_have_experts,
+    order=dense_ones_first,
+    names=replace(LLAMA_NAMES, layers=_LAYERS, mtp=True),
+    extra_layers=True,
+    positions=("max_position_embeddings", 4096),
+    **OF_SOME_LAYERS,
+)
