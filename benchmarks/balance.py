@@ -40,6 +40,8 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "none": ({}, {"loss": 0.0}),
     "sequence": ({}, {"loss": 0.01}),
     "batch": ({}, {"loss": 0.01, "over": "batch"}),
+    "sequence, scale 2": ({"scale": 2.0}, {"loss": 0.01}),
+    "bias, scale 2": (_SIGMOID | {"scale": 2.0}, {"loss": 0.0, "bias_rate": 0.01}),
     "none, sigmoid": ({"score": "sigmoid"}, {"loss": 0.0}),
     "bias": (_SIGMOID, {"loss": 0.0, "bias_rate": 0.001}),
     "bias, rate 0.01": (_SIGMOID, {"loss": 0.0, "bias_rate": 0.01}),
@@ -50,6 +52,8 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "batch, 1": ({}, {"loss": 1.0, "over": "batch"}),
 }
 """What `model.experts` and `train.balance` have in addition; the model is dense without the first."""
+SETTINGS = ("steps", "rows", "length", "layers", "dim", "count", "ffn_dim", "lr")
+"""Arguments on which a row depends besides."""
 DRAWN = ("dense", "none", "sequence", "batch", "bias, rate 0.01")
 """Ways in the picture."""
 
@@ -93,7 +97,7 @@ def train(way: str, given: argparse.Namespace) -> dict[str, Any]:
     row = {
         "way": way,
         "seed": given.seed,
-        "steps": given.steps,
+        **{name: getattr(given, name) for name in SETTINGS},
         "loss": round(statistics.mean(last["loss"]), 4),
         "grad_norm_most": round(max(curves["grad_norm"][_WARM_UP:], default=0.0), 3),
         "cpu_s": round(statistics.median(curves["cpu_s"]), 3),
@@ -138,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="a file of text, of 100 kB or more")
     parser.add_argument(
-        "--keep", type=Path, default=Path("balance.jsonl"), help="rows with curves; what is in it is not repeated"
+        "--keep", type=Path, default=Path("balance.jsonl"), help="rows with curves; those in it are not made again"
     )
     parser.add_argument("--to", type=Path, help="the picture, an SVG")
     parser.add_argument("--layers", type=int, default=3)
@@ -157,7 +161,8 @@ def main() -> None:
         given.seed = int(given.one[1])
         print(json.dumps(train(given.one[0], given)), flush=True)
         return
-    rows = [json.loads(line) for line in given.keep.read_text().splitlines()] if given.keep.exists() else []
+    kept = [json.loads(line) for line in given.keep.read_text().splitlines()] if given.keep.exists() else []
+    rows = [row for row in kept if all(row[name] == getattr(given, name) for name in SETTINGS)]
     for seed in given.seeds:
         for way in given.ways:
             if any((row["way"], row["seed"]) == (way, seed) for row in rows):
