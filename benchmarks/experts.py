@@ -39,7 +39,7 @@ from pipeline.train.model.kernels.grouped import grouped_products
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.mlps.dense.module import Mlp
 from pipeline.train.model.mlps.dense.spec import MlpSpec
-from pipeline.train.model.mlps.experts.dispatch import RowOrder
+from pipeline.train.model.mlps.experts.dispatch import DispatchOrder
 from pipeline.train.model.mlps.experts.module import Experts
 from pipeline.train.model.mlps.experts.routing import Routing
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
@@ -196,7 +196,7 @@ def _order_seconds(mixture: dict[str, int], rounds: int, device: torch.device) -
     """Of the order of rows alone."""
     count, top_k = mixture["count"], mixture["top_k"]
     ids_TK = torch.rand(SAMPLES * LENGTH, count, device=device).topk(top_k).indices
-    return medians({"order": lambda: RowOrder.of(ids_TK, SAMPLES, count)}, rounds, device)["order"]
+    return medians({"order": lambda: DispatchOrder.of(ids_TK, SAMPLES, count)}, rounds, device)["order"]
 
 
 def model_of(mixture: dict[str, int] | None) -> dict[str, Any]:
