@@ -16,12 +16,14 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.report.command import report
 from pipeline.train import trainer
-from pipeline.train.balance import StepRouting
+from pipeline.train.balance import Balance, StepRouting
 from pipeline.train.monitor.imbalance import Imbalance
 from pipeline.train.monitor.metrics import flat
+from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.run.folder import read_metrics
 from slurm.status.command import show_status
 from tests import tiny
+from tests.train.one_process import CPU, config_of, setup_of
 from tests.train.runs import start, train
 
 LAYERS, DIM, FFN, VOCABULARY, LENGTH = 2, 32, 24, 304, 32
@@ -67,6 +69,24 @@ def test_metrics_are_what_numpy_computes() -> None:
     for layer, each in counts.items():
         assert found["load_by_layer"][str(layer)] == pytest.approx((each / each.mean()).tolist())
     assert "balance_forced" not in found
+
+
+def test_biases_move_towards_equal_loads_and_not_in_a_withheld_step() -> None:
+    experts = {"count": 4, "top_k": 1, "ffn_dim": 8, "score": "sigmoid", "score_bias": True}
+    keys = {"layers": 1, "dim": 16, "heads": 2, "mlp": "experts", "experts": experts}
+    config = config_of(keys, balance={"bias_rate": 0.5}, precision={"compute": "fp32"})
+    setup = setup_of(config)
+    model = build_model(config, setup)
+    balance = Balance(config.train.balance, model, setup.mesh, CPU, None)
+    router = model.whole.layers["0"].mlp.router
+    told = [torch.tensor([2.0, 6.0, 4.0, 4.0, 1.0, 1.0, 0.0], dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
+    for step, updated in enumerate((False, True, True, False), start=1):
+        before = router.score_bias.clone(), router.loads.clone()
+        balance.update(step, told, torch.tensor(updated))
+        if not updated:
+            assert torch.equal(router.score_bias, before[0]) and torch.equal(router.loads, before[1])
+    assert router.score_bias.tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert router.loads.tolist() == [2.0, 6.0, 4.0, 4.0]
 
 
 def test_even_and_collapsed_loads() -> None:
