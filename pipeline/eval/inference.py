@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
+from pipeline.train.checkpoint.state_shapes import is_buffer
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.meta import on_meta
-from pipeline.train.model.weights import is_buffer
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
 from pipeline.train.setup import load_for_inference
 

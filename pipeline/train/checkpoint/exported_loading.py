@@ -16,10 +16,10 @@ from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.committed import changed
 from pipeline.train.checkpoint.exported import ExportedWeights, Weights
 from pipeline.train.checkpoint.resume_point import files_by_rank
+from pipeline.train.checkpoint.state_shapes import is_count
 from pipeline.train.checkpoint.weight_source import exported_tensors
 from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
 from pipeline.train.model.init import local_range
-from pipeline.train.model.weights import is_count
 from pipeline.train.parallel.parallelize import ParallelModel
 
 Shapes = dict[str, tuple[int, ...]]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.dcp_metadata import METADATA, read_metadata
-from pipeline.train.model.weights import is_buffer, is_count
+from pipeline.train.checkpoint.state_shapes import is_buffer, is_count
 from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader, RowsPlanner, first_cause
 
 _AT_ONCE_BYTES = 2**28

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import shape_text
+from pipeline.train.checkpoint.state_shapes import state_shapes
 from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.names import LAYER, TensorRule
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.tensor_names import EXPERT, ExpertFiles, RowNumbers
-from pipeline.train.model.weights import state_shapes
 
 Shape = tuple[int, ...]
 

@@ -34,6 +34,7 @@ from pipeline.data.datasets.open import open_datasets
 from pipeline.data.loading.loader import open_loader
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.state_shapes import is_count
 from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.huggingface.config_source import NEUTRAL_KEYS, ConfigSource
 from pipeline.train.huggingface.configs import family_config, from_hf_config
@@ -46,7 +47,6 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.mlps.experts.router import Router
-from pipeline.train.model.weights import is_count
 from tests import tiny
 from tests.train.huggingface.hf_mapping import randomize
 from tests.train.runs import column, train
