@@ -15,6 +15,7 @@ from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.tested import OF_EXPERTS, Combination
 from tests.train.distributed.ranks import RankFailed, Ranks
 from tests.train.parallel import layouts
+from tests.train.runs import column
 
 pytestmark = pytest.mark.parallel
 
@@ -65,6 +66,18 @@ def test_a_layout_computes_what_one_process_does(
     root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
     assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []
+
+
+@pytest.mark.guard
+def test_losses_of_routers_have_the_scale_of_fp16(root: Path, processes: Callable[[int], Ranks]) -> None:
+    norms = []
+    for compute in ("fp32", "fp16"):
+        run = root / f"mixtral-{compute}"
+        values = [f"run.dir={run}", "train.duration=1 steps", "train.balance.loss=10", "parallel={dp_shard: 2, ep: 2}"]
+        ranks = processes(2)
+        ranks.call(layouts.train, root / "mixtral.yaml", [*values, f"train.precision.compute={compute}"])
+        norms += column(run, "grad_norm")
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
 @pytest.mark.guard
