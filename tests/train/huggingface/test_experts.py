@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from pipeline.common.errors import UserError
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import ExpertsConfig, ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import tensors
 from pipeline.train.checkpoint.export import export
@@ -204,3 +204,42 @@ def test_a_run_starts_from_them_and_is_exported(root: Path, monkeypatch: pytest.
         assert code == 0, said
         both = (parity.column(root / f"glm-{how}-{weights}", "loss") for how in ("from", "of"))
         assert len({tuple(losses) for losses in both}) == 1
+
+
+PUBLISHED_GPT_OSS = {
+    **{"model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64},
+    **{"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32},
+    **{"num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128, "initial_context_length": 4096},
+    **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000, "swiglu_limit": 7.0},
+    **{"attention_bias": True, "attention_dropout": 0.0, "hidden_act": "silu", "tie_word_embeddings": False},
+    **{"output_router_logits": False, "router_aux_loss_coef": 0.9, "pad_token_id": 199999, "eos_token_id": 200002},
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False},
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+}
+"""Of GPT-OSS 20B, as version 4 of transformers wrote it."""
+
+
+def test_gpt_oss_as_published() -> None:
+    family, model = from_hf_config(PUBLISHED_GPT_OSS, "config.json")
+    assert family.model_type == "gpt_oss" and not family.misfits(model)
+    assert model.pattern == ["sliding_attention", "full_attention"]
+    assert [model.layer(name).sliding_window for name in model.layer_kinds[:2]] == [128, None]
+    assert model.sinks and model.bias == "attention" and model.head_dim == 64 and model.kv_heads == 8
+    assert model.experts == ExpertsConfig(
+        count=32, top_k=4, ffn_dim=2880, activation="clamped_swiglu", bias=True, router_bias=True
+    )
+    assert model.rope_scaling is not None and not model.rope_scaling.truncate
+    # Without a scaling transformers takes the same one.
+    rest = {key: value for key, value in PUBLISHED_GPT_OSS.items() if key not in ("rope_scaling", "layer_types")}
+    assert from_hf_config(rest, "config.json")[1] == model
+    plain = {**PUBLISHED_GPT_OSS, "rope_scaling": {"rope_type": "default"}}
+    _, unscaled = from_hf_config(plain, "config.json")
+    written = to_hf_config(unscaled, 201088, 131072)[1]
+    assert unscaled.rope_scaling is None and written["rope_parameters"]["rope_type"] == "default"
+    assert from_hf_config(written, "config.json")[1].rope_scaling is None
+    with pytest.raises(UserError, match="experts_per_token: 5"):
+        from_hf_config({**PUBLISHED_GPT_OSS, "experts_per_token": 5}, "config.json")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pipeline.common.errors import UserError
@@ -23,8 +23,10 @@ from pipeline.train.huggingface.config_source import ConfigSource
 from pipeline.train.huggingface.convert import from_hf, to_hf
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.huggingface.quantized import FolderTensors, Quantization, read_quantization
+from pipeline.train.model.context import Context
+from pipeline.train.model.decoder import Decoder
 from tests.train.huggingface.hf_mapping import randomize
-from tests.train.huggingface.parity import QUIET, tensors_of
+from tests.train.huggingface.parity import QUIET, close, draw, tensors_of
 
 MXFP4 = Quantization("mxfp4")
 BLOCK = (4, 3)
@@ -229,6 +231,55 @@ def test_fp32_if_the_config_says_so(tmp_path: Path, tokenizer: Tokenizer) -> Non
     found = HuggingFaceFolder(packed)
     assert found.tensors["layers.0.mixer.wq.weight"].dtype == torch.float32
     assert found.tensors["embedding.weight"].dtype == torch.bfloat16
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """As published: blocks and scales of experts, all else in bf16; compared with what transformers decodes."""
+    config = GptOssConfig(**SHAPES | {"hidden_size": 64, "intermediate_size": 32}, **HEADS, num_local_experts=3)
+    config.head_dim, config.num_experts_per_tok, config.sliding_window = 16, 2, 6
+    model = GptOssForCausalLM(config).to(torch.bfloat16)
+    randomize(model, seed=3)
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    model.save_pretrained(plain)
+    full, encoded, generator = tensors_of(plain), dict[str, Tensor](), torch.Generator().manual_seed(5)
+    for name, value in tensors_of(plain).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            encoded[name] = value
+            continue
+        experts, columns, rows = value.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 127, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+        encoded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        full[name] = convert_moe_packed_tensors(blocks, scales)
+        assert full[name].shape == value.shape
+    save_file(full, plain / FILE)
+    packed.mkdir()
+    values = json.loads((plain / "config.json").read_bytes())
+    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (packed / "config.json").write_text(json.dumps(values))
+    save_file(encoded, packed / FILE)
+    for each in (plain, packed):
+        tokenizer.save(each)
+    folders = [HuggingFaceFolder(each) for each in (packed, plain)]
+    ours, wanted = (each.read(each.tensors) for each in folders)
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[name]) and value.dtype == torch.bfloat16 for name, value in ours.items())
+    for name in ("layers.1.mlp.experts.w1", "layers.0.mlp.experts.w3", "layers.1.mlp.experts.w2"):
+        for index in ranges(*ours[name].shape):
+            piece = torch.full([each.stop - each.start for each in index], torch.nan)
+            folders[0].read_into(piece, name, *index)
+            assert torch.equal(piece, wanted[name][index].float())
+    message = from_hf(packed, tmp_path / "ours", end_of_document="<|endoftext|>", console=QUIET)
+    assert "decoded from mxfp4" in message
+    to_hf(tmp_path / "ours", tmp_path / "back", console=QUIET)
+    back = tensors_of(tmp_path / "back")
+    assert back.keys() == full.keys() and all(torch.equal(value, full[name]) for name, value in back.items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32, attn_implementation="eager")
+    decoder = Decoder(folders[0].spec)
+    decoder.load_state_dict({name: value.float() for name, value in ours.items()}, strict=False)
+    tokens = draw(2, 30)
+    with torch.no_grad():
+        close(decoder.eval()(tokens, Context())[..., :310], loaded.eval()(tokens).logits, "logits")
 
 
 # What is refused
