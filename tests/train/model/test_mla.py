@@ -99,7 +99,7 @@ def test_outputs_and_gradients_are_those_of_transformers(q_rank: int | None, yar
     assert of_theirs.keys() == mapping.theirs.keys()
     assert {name: tuple(value.shape) for name, value in of_theirs.items()} == mapping.their_shapes
 
-    converted = {name: mapping.to_ours(name, of_theirs[mapping.ours[name].theirs]) for name in mapping.ours}
+    converted = {name: mapping.to_ours(name, of_theirs) for name in mapping.ours}
     for name, value in of_theirs.items():
         assert torch.equal(mapping.to_theirs(name, converted), value), "both ways bit for bit"
     ours.load_state_dict({name.removeprefix("layers.0.mixer."): value for name, value in converted.items()})
@@ -124,7 +124,9 @@ def test_rows_without_rope_are_not_permuted() -> None:
     for name in ("q_proj", "kv_a_proj_with_mqa"):
         theirs = torch.arange(float(mapping.their_shapes[f"model.layers.0.self_attn.{name}.weight"][0]))[:, None]
         found = [
-            mapping.to_ours(ours, theirs.expand(-1, DIM)) for ours, part in mapping.ours.items() if name in part.theirs
+            mapping.to_ours(ours, {part.theirs: theirs.expand(-1, DIM)})
+            for ours, part in mapping.ours.items()
+            if name in part.theirs
         ]
         assert torch.equal(torch.cat(found)[:, :1], theirs)
 
