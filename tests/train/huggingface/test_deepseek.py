@@ -22,6 +22,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import tensors
+from pipeline.train.checkpoint.state_shapes import is_count
 from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
 from pipeline.train.huggingface.convert import describe, from_hf, to_hf
@@ -31,7 +32,6 @@ from pipeline.train.model.context import Ahead, Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.model.loss import Criterion
-from pipeline.train.model.weights import is_count
 from tests import tiny
 from tests.train.huggingface import parity
 from tests.train.huggingface.parity import QUIET, VOCAB
