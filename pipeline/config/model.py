@@ -324,6 +324,9 @@ class ModelConfig(LayerConfig, _Size):
             _check_layer(self, self, "", self)
         for name, kind in self.kinds.items():
             _check_layer(self.layer(name), self, f"kinds.{name}: ", kind)
+        kinds = [self.layer(name) for name in self.kinds] if self.pattern is not None else [self]
+        if self.experts is not None and all(each.mlp != "experts" for each in kinds):
+            raise ValueError("experts needs layers with mlp: experts, and there are none")
         mixers = {self.layer(name).mixer for name in self.kinds} - {"none"}
         if mixers == {"mla"}:
             _check_unused_by_mla(self, "")
@@ -366,6 +369,8 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
             raise ValueError(f"{where}mlp: experts needs residual: sequential, not {layer.residual}")
         if model.dim % EXPERT_MULTIPLE:
             raise ValueError(f"{where}dim {model.dim} is not a multiple of {EXPERT_MULTIPLE}, which mlp: experts needs")
+    elif own.experts is not None and where:
+        raise ValueError(f"{where}experts needs mlp: experts, and mlp is {layer.mlp}")
     if own.mla is not None and layer.mixer != "mla":
         raise ValueError(f"{where}mla needs mixer: mla, and mixer is {layer.mixer}")
     if layer.mixer == "none":

@@ -47,6 +47,7 @@ def test_what_no_layer_has_is_not_checked() -> None:
     assert model(heads=3, pattern=["a"], kinds={"a": {"heads": 4}}).layer("a").heads == 4
 
 
+EXPERTS = {"count": 4, "top_k": 2, "ffn_dim": 16}
 MLA = {"kv_rank": 8, "nope_dim": 4, "rope_dim": 2, "value_dim": 4}
 
 
@@ -65,6 +66,12 @@ def test_keys_of_attention_are_for_the_layers_that_have_it() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"experts": EXPERTS}, "experts needs layers with mlp: experts, and there are none"),
+        (
+            {"experts": EXPERTS, "pattern": ["a"], "kinds": {"a": {}}},
+            "experts needs layers with mlp: experts, and there are none",
+        ),
+        ({"pattern": ["a"], "kinds": {"a": {"experts": EXPERTS}}}, "kinds.a: experts needs mlp: experts"),
         ({"mixer": "mla"}, "mixer: mla needs mla: {kv_rank, nope_dim, rope_dim, value_dim}"),
         ({"mla": MLA}, "mla needs mixer: mla, and mixer is attention"),
         ({"mla": MLA, "pattern": ["a"], "kinds": {"a": {}}}, "mla needs layers with mixer: mla, and no kind has it"),

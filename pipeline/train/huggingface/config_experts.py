@@ -38,7 +38,7 @@ def read_count(source: ConfigSource, *keys: str, default: int) -> int:
     for key, value in found.items():
         if first is not None and value != found[first]:
             source.refuse(key, value, f"{first} is {found[first]}; remove one of them")
-    return default if first is None else int(found[first])
+    return default if first is None else source.count(first, default, least=1)
 
 
 def read_experts(source: ConfigSource, found: Json, has: Sequence[bool], experts: Json) -> Json:
@@ -61,9 +61,9 @@ def read_experts(source: ConfigSource, found: Json, has: Sequence[bool], experts
 
 def read_sparse_layers(source: ConfigSource, layers: int) -> list[bool]:
     """For each layer whether it has experts (Qwen)."""
-    step, dense = source.get("decoder_sparse_step", 1), source.get("mlp_only_layers", [])
-    if not isinstance(step, int) or step < 1:
-        source.refuse("decoder_sparse_step", step, "it must be a whole number above 0")
+    step, dense = source.count("decoder_sparse_step", 1, least=1), source.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        source.refuse("mlp_only_layers", dense, "it must be a list of numbers of layers")
     return [index not in dense and (index + 1) % step == 0 for index in range(layers)]
 
 
@@ -128,10 +128,10 @@ def loss_hint(family: Family, values: Json, model: ModelConfig) -> str | None:
     if not some_have_experts(list(map(model.layer, model.layer_kinds))):
         return None
     alpha = values.get("aux_loss_alpha")
-    if alpha and values.get("seq_aux") and experts_of(model).score == "softmax":
+    if isinstance(alpha, (int, float)) and alpha and values.get("seq_aux") and experts_of(model).score == "softmax":
         return f"aux_loss_alpha {alpha:g} of {family.title} is train.balance.loss: {alpha:g}"
     coefficient = values.get("router_aux_loss_coef")
-    if not coefficient:
+    if not isinstance(coefficient, (int, float)) or not coefficient:
         return None
     # Theirs is a mean over layers and as large as top_k where experts are balanced; ours is a sum, of 1 in each.
     loss = coefficient * experts_of(model).top_k / sum(has_experts(model))

@@ -66,6 +66,13 @@ class ConfigSource:
             self.refuse(key, found, f"it must be a whole number from 1 to {most}")
         return found
 
+    def count(self, key: str, default: int, least: int = 0) -> int:
+        """A number that is computed with before the rest is checked."""
+        found = self.get(key, default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < least:
+            self.refuse(key, found, f"it must be a whole number from {least} on")
+        return found
+
     def must_be(self, key: str, wanted: Collection[Any], default: Any) -> None:
         """Refuse what we do not compute."""
         found = self.get(key, default)

@@ -144,7 +144,7 @@ class _Counter:
         self._layer_parameters = sum(layer_sizes(spec, stage.part, layout.tp).values())
         self._layer_parameters -= sum(expert_parameters(layer, layout.tp) for _, layer in mixtures)
         balance = config.train.balance
-        self._counts_of_samples = balance.over == "sequence" and balance.loss > 0
+        self._counts_of_samples = balance.over == "sequence"
 
     def all(self) -> Iterator[Transfer]:
         """Every kind, some of them without calls or bytes."""

@@ -188,10 +188,12 @@ for _keys in EXPERT_FAMILIES.values():
 FAMILIES |= EXPERT_FAMILIES
 FAMILIES["few"] = EXPERT_FAMILIES["mixtral"] | {"model.experts": {"count": 2, "top_k": 1, "ffn_dim": 32, "bias": True}}
 """Fewer experts than processes that they are sharded over."""
+FAMILIES["loose"] = EXPERT_FAMILIES["mixtral"] | {"train.balance": {"loss": 0.0}}
+"""Nothing balances the experts."""
 
 CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null", "latent": 29}
 CHUNK_TOKENS |= {"ahead": 41, "ahead_tied": "null"}
-CHUNK_TOKENS |= {"few": 37, "mixtral": 37, "deepseek": "null", "gpt_oss": 16}
+CHUNK_TOKENS |= {"few": 37, "loose": 37, "mixtral": 37, "deepseek": "null", "gpt_oss": 16}
 """What the layouts compute their loss in; the one process does so in one piece."""
 
 COMMON: dict[str, Any] = {

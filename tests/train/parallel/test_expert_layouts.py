@@ -95,6 +95,12 @@ def test_fewer_experts_than_shards_are_cut_each(root: Path, processes: Callable[
     assert layouts.compare(root, "few", row, processes(4)) == []
 
 
+@pytest.mark.guard
+def test_metrics_are_the_same_where_the_loss_counts_for_nothing(root: Path, processes: Callable[[int], Ranks]) -> None:
+    row = next(each for each in OF_EXPERTS if each.name == "tp2")
+    assert layouts.compare(root, "loose", row, processes(2)) == []
+
+
 def break_mesh() -> None:
     """Experts are sharded over the mesh of the other parameters, and not over tp."""
     role = Mesh.role

@@ -29,16 +29,15 @@ def _read(source: ConfigSource) -> Json:
     found["qk_norm"] = source.get("use_qk_norm", False)
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         source.get(key)  # layers behind the last one, which transformers leaves out
-    first = source.get("first_k_dense_replace", 1)
+    first = source.count("first_k_dense_replace", 1)
     has = [index >= first for index in range(found["layers"])]
     return read_experts(source, found, has, read_biased_experts(source))
 
 
 def read_biased_experts(source: ConfigSource) -> Json:
     """Keys of `experts` where the choice by sigmoid scores has a bias, perhaps within groups."""
-    ffn_dim, shared = source.get("moe_intermediate_size", 1408), source.get("n_shared_experts", 1)
-    if shared < 1:
-        source.refuse("n_shared_experts", shared, "it must be at least 1")
+    ffn_dim = source.count("moe_intermediate_size", 1408, least=1)
+    shared = source.count("n_shared_experts", 1, least=1)
     groups, top_groups = source.get("n_group", 1), source.get("topk_group", 1)
     if groups == 1 and top_groups != 1:
         source.refuse("topk_group", top_groups, "n_group is 1")

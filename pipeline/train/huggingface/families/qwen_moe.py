@@ -47,7 +47,7 @@ def _read_qwen3_moe(source: ConfigSource) -> Json:
     source.get("max_window_layers")  # which transformers does not read here
     window = source.get_absent("sliding_window", DEFAULT_WINDOW)
     window = window if source.get("use_sliding_window", False) else None
-    found |= {"qk_norm": True, "sliding_window": None if window is None else int(window)}
+    found |= {"qk_norm": True, "sliding_window": window}
     experts = _read_experts(source, count=128, top_k=8, ffn_dim=768)
     return read_experts(source, found, read_sparse_layers(source, found["layers"]), experts)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
-from pipeline.train.model.kernels.grouped import grouped_products
+from pipeline.train.model.kernels.grouped import grouped_products, rows_of_groups
 from pipeline.train.model.mlps.dense.module import Mlp
 from pipeline.train.model.mlps.experts.dispatch import AllHere, DispatchOrder, Exchange, Sizes
 from pipeline.train.model.mlps.experts.router import Choice, Router
@@ -170,5 +170,4 @@ class ExpertStacks(nn.Module):
 
     def _bias(self, name: str, ends_E: Tensor, rows: int) -> Tensor:
         """The bias of each row's expert."""
-        counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-        return own_part(self.get_parameter(name)).repeat_interleave(counts_E, dim=0, output_size=rows)
+        return rows_of_groups(own_part(self.get_parameter(name)), ends_E, rows)

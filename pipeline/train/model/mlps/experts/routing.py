@@ -59,9 +59,11 @@ class Routing:
     summed: Callable[[Tensor], Tensor] | None = None
 
     def counts_of_samples(self, counts_BE: Tensor) -> Tensor:
-        """Choices of all tokens of the samples, from those of this process's tokens."""
-        needed = self.over == "sequence" and self.loss > 0
-        return counts_BE if self.summed is None or not needed else self.summed(counts_BE)
+        """Choices of all tokens of the samples, from those of this process's tokens.
+
+        Also where the loss counts for nothing, as the metrics tell it.
+        """
+        return counts_BE if self.summed is None or self.over != "sequence" else self.summed(counts_BE)
 
     def losses(self, choice: Choice, router: Router, counts_BE: Tensor) -> tuple[Tensor, Tensor]:
         """This process's share of the balance loss and of the z loss, fp32 scalars without their coefficients.
