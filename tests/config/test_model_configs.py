@@ -289,6 +289,8 @@ def _equal(mine: ModelConfig, theirs: ModelConfig) -> None:
         for field in LayerConfig.model_fields:
             if field == "kv_heads":  # the default says the same
                 assert (here.kv_heads or here.heads) == (there.kv_heads or there.heads)
+            elif field == "ffn_dim" and here.mlp == there.mlp == "experts":
+                continue  # theirs is that of dense layers, of which there may be none
             elif field == "head_dim":
                 assert here.head_size == there.head_size
             elif not (here.positions == there.positions == "none" and field.startswith("rope_")):
