@@ -14,7 +14,7 @@ from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.registry import FAMILIES
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import active_parameters, num_parameters
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.planning.devices import DEVICES
@@ -193,6 +193,31 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+def _deepseek_v3(heads: int, dense: int, experts: int, groups: int) -> dict[str, Any]:
+    attention = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    routing = {"n_group": groups, "topk_group": max(groups // 2, 1), "norm_topk_prob": True}
+    return (
+        _sizes(61, 7168, heads, 18432)
+        | attention
+        | routing
+        | {
+            "model_type": "deepseek_v3",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "num_key_value_heads": heads,
+            "v_head_dim": 128,
+            "first_k_dense_replace": dense,
+            "n_routed_experts": experts,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
 _MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
     "mixtral-8x7b": (
         _MOE
@@ -231,6 +256,17 @@ _MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
     "qwen3-235b-a22b": (_qwen_moe(94, 4096, 64, 1536), 235_093_634_560),
     "gpt-oss-20b": (_gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": (_gpt_oss(36, 128), 116_829_156_672),
+    # As published, but without the scaling of rotary frequencies, which came with contexts of 128K.
+    "deepseek-v3": (
+        _deepseek_v3(128, 3, 256, 8)
+        | {"rope_theta": 10000.0, "routed_scaling_factor": 2.5, "vocab_size": 129280, "num_nextn_predict_layers": 1},
+        671_026_404_352,
+    ),
+    "kimi-k2": (
+        _deepseek_v3(64, 1, 384, 1)
+        | {"rope_theta": 50000.0, "routed_scaling_factor": 2.827, "vocab_size": 163840, "num_nextn_predict_layers": 0},
+        1_026_408_209_408,
+    ),
 }
 PUBLISHED |= _MIXTURES
 ACTIVE = {
@@ -241,6 +277,8 @@ ACTIVE = {
     # The model card counts the head, and not the embedding.
     "gpt-oss-20b": 3.61e9 + 201088 * 2880,
     "gpt-oss-120b": 5.13e9 + 201088 * 2880,
+    "deepseek-v3": 37e9,
+    "kimi-k2": 32.6e9,
 }
 """Parameters that a token meets, as the authors round them."""
 DEVICE = {"gpt2-124m": "a100"}
@@ -257,7 +295,7 @@ def test_architecture(path: Path) -> None:
     config = load(path)
     if published["model_type"] in FAMILIES:
         _equal(config.model, from_hf_config(published, "config.json")[1])
-    spec = decoder_spec(config.model, 1, config.max_positions)
+    spec = _spec(config.model)
     tables = 1 if spec.tie_embeddings else 2
     assert num_parameters(spec) - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim == parameters
     with torch.device("meta"):
@@ -267,10 +305,14 @@ def test_architecture(path: Path) -> None:
 
 @pytest.mark.parametrize("name", _MIXTURES)
 def test_active_parameters(name: str) -> None:
-    config = load(packaged_configs() / "models" / f"{name}.yaml")
-    spec = decoder_spec(config.model, 1, config.max_positions)
+    spec = _spec(load(packaged_configs() / "models" / f"{name}.yaml").model)
     assert active_parameters(spec) == pytest.approx(ACTIVE[name], rel=0.025)
     assert f"{PUBLISHED[name][1]:,} parameters" in (text := _head(name)) and f"{active_parameters(spec):,}" in text
+
+
+def _spec(model: ModelConfig) -> DecoderSpec:
+    """What a model consists of without multi-token prediction, which neither authors nor transformers count."""
+    return decoder_spec(model.model_copy(update={"mtp": None}), 1, 1)
 
 
 def _head(name: str) -> str:
