@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def write_run(root: Path, changes: dict[str, Any] | None = None, name: str = "ru
         *path, last = key.split(".")
         for part in path:
             section = section.setdefault(part, {})
-        section[last] = value
+        section[last] = deepcopy(value)  # of which later changes are of this file alone
     file = root / name
     file.write_text(yaml.safe_dump(everything))
     return file

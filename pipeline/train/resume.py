@@ -51,6 +51,7 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "train.schedule": ("run file", "computed from the place in the run, as if it had always been so"),
     "train.objective": ("checkpoint", "(resume.allow: objective)"),
     "train.loss": ("run file", ""),
+    "train.balance": ("run file", ""),
     "train.precision": ("run file", "master weights are fp32 always; the loss scale is the checkpoint's"),
     "train.attention": ("run file", "changes no result but rounding"),
     "train.recompute": ("run file", "changes memory and time"),

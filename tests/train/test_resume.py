@@ -53,9 +53,11 @@ def shown(out: str) -> list[str]:
 
 
 def winner(key: str) -> str:
-    while key not in WINNERS:
-        key = key.rpartition(".")[0]
-    return WINNERS[key][0]
+    above = key
+    while above not in WINNERS:
+        above = above.rpartition(".")[0]
+        assert above, f"{key} has no winner"
+    return WINNERS[above][0]
 
 
 def test_every_key_has_a_winner_and_every_winner_is_a_key() -> None:

@@ -43,7 +43,9 @@ def expected(loader, step, depth):
     for entry, weight in zip(loader.describe(step), plain, strict=True):
         windows = loader._instances[number][entry["source"]]
         text = windows._dataset
-        tokens, owners = text.read(0, text.tokens).tolist(), [text.document_at(t) for t in range(text.tokens)]
+        ids = np.empty(text.tokens, text.dtype)
+        text.fill(0, ids)
+        tokens, owners = ids.tolist(), [text.document_at(t) for t in range(text.tokens)]
         place = int(windows.places(np.array([entry["lap"]]), np.array([entry["position"]]))[0])
 
         def document(token, owners=owners):

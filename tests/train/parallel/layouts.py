@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +215,7 @@ COMMON: dict[str, Any] = {
 def write(root: Path) -> None:
     """A corpus, its datasets, and a run file for each family."""
     for name, keys in FAMILIES.items():
-        file = tiny.write_run(root, {**deepcopy(COMMON), **keys}, f"{name}.yaml")
+        file = tiny.write_run(root, {**COMMON, **keys}, f"{name}.yaml")
     preprocess(load(file))
 
 
