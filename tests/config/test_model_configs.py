@@ -295,7 +295,7 @@ def test_architecture(path: Path) -> None:
     config = load(path)
     if published["model_type"] in FAMILIES:
         _equal(config.model, from_hf_config(published, "config.json")[1])
-    spec = _spec(config.model)
+    spec = _spec(config.model, config.max_positions)
     tables = 1 if spec.tie_embeddings else 2
     assert num_parameters(spec) - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim == parameters
     with torch.device("meta"):
@@ -310,9 +310,9 @@ def test_active_parameters(name: str) -> None:
     assert f"{PUBLISHED[name][1]:,} parameters" in (text := _head(name)) and f"{active_parameters(spec):,}" in text
 
 
-def _spec(model: ModelConfig) -> DecoderSpec:
+def _spec(model: ModelConfig, positions: int = 1) -> DecoderSpec:
     """What a model consists of without multi-token prediction, which neither authors nor transformers count."""
-    return decoder_spec(model.model_copy(update={"mtp": None}), 1, 1)
+    return decoder_spec(model.model_copy(update={"mtp": None}), 1, positions)
 
 
 def _head(name: str) -> str:

@@ -25,20 +25,21 @@ WITH_SOME_EXPERTS: tuple[Mapping[str, type[LayerPartSpec]], ...] = (
 )
 
 
-def read_count(source: ConfigSource, *keys: str, default: int) -> int:
-    """Number of experts, whose key has several names.
+def read_count(source: ConfigSource, *keys: str, default: int, least: int = 1) -> int:
+    """Number of experts, or of something else, whose key has several names.
 
     Args:
         source: the file.
         keys: the names.
         default: what transformers takes where the file has none.
+        least: that may be.
     """
     found = {key: value for key in keys if (value := source.get(key)) is not None}
     first = next(iter(found), None)
     for key, value in found.items():
         if first is not None and value != found[first]:
             source.refuse(key, value, f"{first} is {found[first]}; remove one of them")
-    return default if first is None else source.count(first, default, least=1)
+    return default if first is None else source.count(first, default, least)
 
 
 def read_experts(source: ConfigSource, found: Json, has: Sequence[bool], experts: Json) -> Json:

@@ -69,7 +69,7 @@ def _read_v3(source: ConfigSource) -> Json:
         **({} if groups == 1 else {"groups": groups, "top_groups": top_groups}),
     }
     found = _read(source, experts, dense=source.get("first_k_dense_replace", 3), kv_heads=128)
-    depth = read_count(source, _V3_NEXT, "num_mtp_layers", default=1)
+    depth = read_count(source, _V3_NEXT, "num_mtp_layers", default=1, least=0)
     return found | ({"mtp": {"depth": depth}} if depth else {})
 
 
