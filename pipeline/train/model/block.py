@@ -16,7 +16,6 @@ from pipeline.train.model.mlps.experts.routing import Routed
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.recompute import Recompute
-from pipeline.train.model.states import MixerState
 
 Attended = tuple[Tensor, Tensor, AttentionMask, float]
 """Queries, keys, what is seen and the scale of an attention: what an `ActivationObserver` gets, without gradients."""
@@ -116,34 +115,31 @@ class Block(nn.Module):
         """The stream behind the mixer, and the input of the mlp."""
         attended: list[Attended] = []
         if self.spec.mixer is not None:
-            x_BSD = self._mix(x_BSD, self._watched(context, attended))
+            of_mixer_BSD = self._mixed(self._input(x_BSD, "mixer"), context, attended)
+            x_BSD = self._add(x_BSD, "mixer", of_mixer_BSD, context.dropout)
         return (x_BSD, self._input(x_BSD, "mlp")), attended
 
     def _compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
-        attended: list[Attended] = []
-        context, spec, module = self._watched(context, attended), self.spec, self.get_submodule
-        if spec.residual != "sequential":
-            input_BSD = module("mixer_norm")(x_BSD)
-            of_mlp_BSD = input_BSD if spec.residual == "parallel_shared" else module("mlp_norm")(x_BSD)
-            of_mixer_BSD = dropped(module("mixer")(input_BSD, context, self._state(context)), "mixer", context.dropout)
-            branches_BSD = of_mixer_BSD + dropped(module("mlp")(of_mlp_BSD), "mlp", context.dropout)
-            return x_BSD + self._scaled(branches_BSD), attended
-        if spec.mixer is not None:
-            x_BSD = self._mix(x_BSD, context)
-        if spec.mlp is not None:
-            x_BSD = self._add(x_BSD, "mlp", module("mlp")(self._input(x_BSD, "mlp")), context.dropout)
-        return x_BSD, attended
+        spec, module = self.spec, self.get_submodule
+        if spec.residual == "sequential":
+            (x_BSD, input_BSD), attended = self._first_piece(x_BSD, context)
+            if spec.mlp is not None:
+                x_BSD = self._add(x_BSD, "mlp", module("mlp")(input_BSD), context.dropout)
+            return x_BSD, attended
+        attended = []
+        input_BSD = module("mixer_norm")(x_BSD)
+        of_mlp_BSD = input_BSD if spec.residual == "parallel_shared" else module("mlp_norm")(x_BSD)
+        of_mixer_BSD = dropped(self._mixed(input_BSD, context, attended), "mixer", context.dropout)
+        branches_BSD = of_mixer_BSD + dropped(module("mlp")(of_mlp_BSD), "mlp", context.dropout)
+        return x_BSD + self._scaled(branches_BSD), attended
 
-    def _watched(self, context: LayerContext, attended: list[Attended]) -> LayerContext:
-        return context if context.observer is None else replace(context, observer=_Recorder(attended))
-
-    def _state(self, context: LayerContext) -> MixerState | None:
-        return None if context.states is None else context.states.layers[self.index]
-
-    def _mix(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
-        """The stream behind the mixer."""
-        out_BSD = self.get_submodule("mixer")(self._input(x_BSD, "mixer"), context, self._state(context))
-        return self._add(x_BSD, "mixer", out_BSD, context.dropout)
+    def _mixed(self, input_BSD: Tensor, context: LayerContext, attended: list[Attended]) -> Tensor:
+        """Output of the mixer; notes what there is to watch."""
+        state = None if context.states is None else context.states.layers[self.index]
+        if context.observer is not None:
+            context = replace(context, observer=_Recorder(attended))
+        out_BSD: Tensor = self.get_submodule("mixer")(input_BSD, context, state)
+        return out_BSD
 
     def _input(self, x_BSD: Tensor, place: str) -> Tensor:
         """The input of a part, with its norm."""

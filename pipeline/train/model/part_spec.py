@@ -264,6 +264,11 @@ class Reach:
         """Causal reach of `size` positions, the query's own among them; None: all."""
         return cls(None if size is None else size - 1)
 
+    def mean_keys(self, length: int, *, causal: bool) -> float:
+        """Keys that FLOPs are counted for, of a query of a sequence; see `flops_per_token` for the conventions."""
+        window = length if self.back is None else min(self.back + 1, length)
+        return window - window**2 / (2 * length) if causal else window
+
     def sees_all(self, length: int) -> bool:
         """True if distance hides no key of a sequence, or causality alone does."""
         back = self.back is None or self.back >= length - 1

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.mlps.experts.dispatch import Sizes, permuted
 from pipeline.train.model.mlps.experts.module import Experts
-from pipeline.train.parallel.torch_compat.core import all_gather, all_to_all, all_to_all_rows, own_part, wait_for
+from pipeline.train.parallel.torch_compat.core import all_to_all, all_to_all_rows, own_part, wait_for
 
 
 def mixtures(part: nn.Module) -> Iterator[Experts]:
@@ -160,43 +160,15 @@ class _Back(torch.autograd.Function):
 class PositionsOfRanks:
     """Shares of the positions of a residual stream that all ranks of tp have whole, see `PositionShare`."""
 
-    group: dist.ProcessGroup
+    mesh: DeviceMesh
 
     def take(self, x_BSD: Tensor) -> Tensor:
         """See `PositionShare`."""
-        return cast(Tensor, _Take.apply(x_BSD, self.group))  # type: ignore[no-untyped-call]
+        return self._placed(x_BSD, Replicate(), Shard(1))
 
     def give(self, x_BSD: Tensor) -> Tensor:
         """See `PositionShare`."""
-        return cast(Tensor, _Give.apply(x_BSD, self.group))  # type: ignore[no-untyped-call]
+        return self._placed(x_BSD, Shard(1), Replicate())
 
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_positions(x_BSD, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_positions(gradients[0], ctx.group), None
-
-
-class _Give(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_positions(x_BSD, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _own_positions(gradients[0], ctx.group), None
-
-
-def _own_positions(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    assert x_BSD.shape[1] % group.size() == 0, "positions that tp cannot cut"
-    return x_BSD.chunk(group.size(), dim=1)[group.rank()].contiguous()
-
-
-def _all_positions(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return torch.cat(all_gather(x_BSD, group).unbind(), dim=1)
+    def _placed(self, x_BSD: Tensor, now: Placement, then: Placement) -> Tensor:
+        return DTensor.from_local(x_BSD, self.mesh, [now], run_check=False).redistribute(placements=[then]).to_local()

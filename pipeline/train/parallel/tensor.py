@@ -104,7 +104,7 @@ def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
     for mixture in mixtures(block):
         _distribute(mixture.router, mesh, Replicate())
         if stream.is_replicate():
-            mixture.share = PositionsOfRanks(mesh.get_group())
+            mixture.share = PositionsOfRanks(mesh)
 
 
 def _cut_mtp(layer: MtpLayer, mesh: DeviceMesh, stream: Placement) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.attention_mask import Terms
-from pipeline.train.model.kernels.sdpa import attend_once, masked_attention
+from pipeline.train.model.mixers.attend import attend_to_states, attention_of_pieces
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import apply_rope
@@ -78,19 +78,8 @@ class Attention(nn.Module):
         if state is not None:
             assert isinstance(state, KVCache) and context.places is not None
             k_BTKE, v_BTKE = state.append(k_BSKE, v_BSKE, context.places)
-            attend = attend_once if q_BSHE.shape[1] == 1 else masked_attention
-            return attend(q_BSHE, k_BTKE, v_BTKE, context.mask, self.terms, sinks_H)
-        cut = context.cut
-        if cut is not None and sinks_H is not None:
-            sinks_H = cut.own_heads(sinks_H)
-
-        def attend_piece(q_BCHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, piece: int) -> Tensor:
-            mask = context.sights[piece]
-            assert k_BTKE.shape[1] == mask.keys, "a piece has the keys that it needs"
-            if context.observer is not None:
-                context.observer.attention(self, q_BCHE, k_BTKE, mask, self.terms.scale)
-            return context.kernel(q_BCHE, k_BTKE, v_BTKE, context.prepared[piece], self.terms, sinks_H)
-
-        if cut is None:
-            return attend_piece(q_BSHE, k_BSKE, v_BSKE, 0)
-        return cut.attend(q_BSHE, k_BSKE, v_BSKE, attend_piece, [mask.keys for mask in context.sights])
+            return attend_to_states(q_BSHE, k_BTKE, v_BTKE, context, self.terms, sinks_H)
+        attend = attention_of_pieces(self, context, self.terms, sinks_H)
+        if context.cut is None:
+            return attend(q_BSHE, k_BSKE, v_BSKE, 0)
+        return context.cut.attend(q_BSHE, k_BSKE, v_BSKE, attend, [mask.keys for mask in context.sights])

@@ -65,7 +65,7 @@ class AttentionSpec(MixerSpec):
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> AttentionSpec:
         """That of the layers with these keys."""
-        head_dim, window = head_size(layer, model.dim), layer.sliding_window
+        head_dim = head_size(layer, model.dim)
         scale = default_scale(head_dim, mup=model.init.mup_base_dim is not None)
         rope = None
         if layer.positions == "rope":
@@ -78,7 +78,7 @@ class AttentionSpec(MixerSpec):
             qkv_bias=layer.bias in ("qkv", "attention", "all"),
             output_bias=layer.bias in ("attention", "all"),
             qk_norm=NormSpec("rmsnorm", model.norm_eps, offset=model.norm_offset) if layer.qk_norm else None,
-            reach=Reach(None if window is None else window - 1),
+            reach=Reach.window(layer.sliding_window),
             scale=(layer.attention_scale or scale) * softmax_factor(rope.scaling if rope else None),
             wide_qk_norm=layer.qk_norm == "full",
             rope=rope,
@@ -140,9 +140,7 @@ class AttentionSpec(MixerSpec):
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """Scores and their sum over values."""
-        window = sequence_length if self.reach.back is None else min(self.reach.back + 1, sequence_length)
-        keys = window - window**2 / (2 * sequence_length) if causal else window
-        return 4.0 * self.heads * self.head_dim * keys
+        return 4.0 * self.heads * self.head_dim * self.reach.mean_keys(sequence_length, causal=causal)
 
     def elementwise_numbers(self, tp: int) -> float:
         """The rotation; the gate."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.attention_mask import Terms
-from pipeline.train.model.kernels.sdpa import attend_once, masked_attention
+from pipeline.train.model.mixers.attend import attend_to_states, attention_of_pieces
 from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.rope import apply_rope
@@ -86,24 +86,13 @@ class LatentAttention(nn.Module):
         if state is not None:
             assert isinstance(state, KVCache) and context.places is not None
             k_BTHE, v_BTHV = self._keys_values(*state.append(c_BSC, r_BSR, context.places))
-            attend = attend_once if q_BSHE.shape[1] == 1 else masked_attention
-            return attend(q_BSHE, k_BTHE, v_BTHV, context.mask, self.terms, sinks_H)
-        cut = context.cut
-        if cut is not None and sinks_H is not None:
-            sinks_H = cut.own_heads(sinks_H)
-
-        def attend_piece(q_BCHE: Tensor, k_BTHE: Tensor, v_BTHV: Tensor, piece: int) -> Tensor:
-            mask = context.sights[piece]
-            assert k_BTHE.shape[1] == mask.keys, "a piece has the keys that it needs"
-            if context.observer is not None:
-                context.observer.attention(self, q_BCHE, k_BTHE, mask, self.terms.scale)
-            return context.kernel(q_BCHE, k_BTHE, v_BTHV, context.prepared[piece], self.terms, sinks_H)
-
-        if cut is None:
-            return attend_piece(q_BSHE, *self._keys_values(c_BSC, r_BSR), 0)
+            return attend_to_states(q_BSHE, k_BTHE, v_BTHV, context, self.terms, sinks_H)
+        attend = attention_of_pieces(self, context, self.terms, sinks_H)
+        if context.cut is None:
+            return attend(q_BSHE, *self._keys_values(c_BSC, r_BSR), 0)
 
         def expand(g_BTG: Tensor) -> tuple[Tensor, Tensor]:
             return self._keys_values(*torch.split(g_BTG, [self.spec.kv_rank, self.spec.rope_dim], dim=-1))
 
         g_BLG = torch.cat((c_BSC, r_BSR), dim=-1)
-        return cut.attend_latent(q_BSHE, g_BLG, expand, attend_piece, [mask.keys for mask in context.sights])
+        return context.cut.attend_latent(q_BSHE, g_BLG, expand, attend, [mask.keys for mask in context.sights])

@@ -151,8 +151,7 @@ class MlaSpec(MixerSpec):
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """Scores and their sum over values, of keys and values that are made of the latent."""
-        window = sequence_length if self.reach.back is None else min(self.reach.back + 1, sequence_length)
-        keys = window - window**2 / (2 * sequence_length) if causal else window
+        keys = self.reach.mean_keys(sequence_length, causal=causal)
         return 2.0 * self.heads * (self.head_dim + self.value_dim) * keys
 
     def elementwise_numbers(self, tp: int) -> float:
