@@ -40,7 +40,7 @@ class DispatchOrder:
 
     def rows(self, x_TD: Tensor) -> Tensor:
         """The rows [N, D] of tokens."""
-        return cast(Tensor, _Rows.apply(x_TD, self))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Dispatched.apply(x_TD, self, True))  # type: ignore[no-untyped-call]
 
     def gates(self, gates_TK: Tensor) -> Tensor:
         """Their weights [N]."""
@@ -48,7 +48,7 @@ class DispatchOrder:
 
     def summed(self, rows_ND: Tensor) -> Tensor:
         """The sum over the rows of each token [T, D], added in fp32."""
-        return cast(Tensor, _Summed.apply(rows_ND, self))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Dispatched.apply(rows_ND, self, False))  # type: ignore[no-untyped-call]
 
 
 class Sizes(Protocol):
@@ -123,26 +123,18 @@ class _Permuted(torch.autograd.Function):
         return gradients[0].index_select(0, inverse_N), None, None
 
 
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: DispatchOrder) -> Tensor:
-        ctx.order = order
-        return _of_tokens(x_TD, order)
+class _Dispatched(torch.autograd.Function):
+    """Rows of tokens, or the sums of each token's rows: one is the gradient of the other."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradients[0], ctx.order), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, order: DispatchOrder) -> Tensor:
-        ctx.order = order
-        return _sum(rows_ND, order)
+    def forward(ctx: Any, x: Tensor, order: DispatchOrder, to_rows: bool) -> Tensor:
+        ctx.order, ctx.to_rows = order, to_rows
+        return _of_tokens(x, order) if to_rows else _sum(x, order)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _of_tokens(gradients[0], ctx.order), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        back = _sum if ctx.to_rows else _of_tokens
+        return back(gradients[0], ctx.order), None, None
 
 
 def _of_tokens(x_TD: Tensor, order: DispatchOrder) -> Tensor:
