@@ -521,7 +521,7 @@ class MtpSpec:
     def inputs(self) -> tuple[Matrix, Matrix]:
         """Matrices before the block, which every rank of tp has whole."""
         return tuple(  # type: ignore[return-value]
-            Matrix(name, self.dim, self.dim, cut="rows", fp8=False) for name in ("of_embedding", "of_stream")
+            Matrix(name, self.dim, self.dim, cut="positions", fp8=False) for name in ("of_embedding", "of_stream")
         )
 
     @cached_property

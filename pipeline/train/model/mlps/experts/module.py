@@ -32,6 +32,8 @@ class Chosen(NamedTuple):
     ids_TK: Tensor
     order: DispatchOrder
     sizes: Sizes
+    counts_E: Tensor
+    """How often this process's tokens chose each expert."""
     counts_BE: Tensor
     """Of all tokens of the samples, as far as the balance loss needs them."""
 
@@ -89,8 +91,7 @@ class Experts(nn.Module):
             balance, z = routing.losses(choice, self.router, way.counts_BE)
             out_TD = routing.attached(out_TD, balance, z)
         if context.routed is not None:
-            counts_E = order.counts_BE.sum(0)
-            context.routed.append(Routed(counts_E, balance.detach(), z.detach(), sizes.rows, choice.ids_TK))
+            context.routed.append(Routed(way.counts_E, balance.detach(), z.detach(), sizes.rows, choice.ids_TK))
         out_BSD = out_TD.view(real, *mine_BSD.shape[1:])
         if real < len(mine_BSD):
             out_BSD = torch.cat((out_BSD, torch.zeros_like(mine_BSD[real:])))
@@ -101,9 +102,10 @@ class Experts(nn.Module):
     def _way(self, ids_TK: Tensor, samples: int, routing: Routing | None) -> Chosen:
         """The way of rows for what was chosen, for which a process with other experts' rows has to be asked."""
         order = DispatchOrder.of(ids_TK, samples, self.spec.router.count)
-        sizes = self.exchange.sizes(order.counts_BE.sum(0), ids_TK.numel())
+        counts_E = order.counts_BE.sum(0)
+        sizes = self.exchange.sizes(counts_E, ids_TK.numel())
         counts_BE = order.counts_BE if routing is None else routing.counts_of_samples(order.counts_BE)
-        return Chosen(ids_TK, order, sizes, counts_BE)
+        return Chosen(ids_TK, order, sizes, counts_E, counts_BE)
 
     def _shared(self, x_BSD: Tensor) -> Tensor | None:
         if self.spec.shared is None:
