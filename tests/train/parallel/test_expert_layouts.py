@@ -54,6 +54,8 @@ def cases() -> Iterator[Any]:
     families = list(layouts.EXPERT_FAMILIES)
     for number, row in enumerate(OF_EXPERTS):
         for place, family in enumerate(families):
+            if layouts.EXPERT_FAMILIES[family]["model.experts"]["count"] % row.layout.ep:
+                continue  # refused by a rule
             marks = [pytest.mark.slow]
             if number % len(families) == place and row.name in (*COVERING, *GUARD):
                 marks = [] if row.name in COVERING else [pytest.mark.guard]
