@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pipeline.config.model import ExpertsConfig, LayerConfig, ModelConfig
@@ -108,6 +108,23 @@ def needs_experts(free: Collection[str], **values: Any) -> dict[str, Need]:
     others = ", ".join(f"{key} {value}" for key, value in values.items())
     has = f"experts with any {', '.join(sorted(free))}{', with ' + others if others else ''}, and defaults otherwise"
     return {**LLAMA_NEEDS, "mlp": only("swiglu", "experts"), "ffn_dim": anything(), "experts": Need(fits, has)}
+
+
+def restricted(experts: Need, fits: Callable[[ExpertsConfig], bool], has: str) -> Need:
+    """A need of `experts` with one more condition on layers that have some.
+
+    Args:
+        experts: the need without it.
+        fits: the condition.
+        has: words for it.
+    """
+
+    def fits_both(value: ExpertsConfig | None, layer: ModelConfig) -> bool:
+        if value is None or not _with_experts(layer):
+            return True
+        return fits(value) and experts.fits(value, layer)
+
+    return Need(fits_both, f"{experts.has}; {has}")
 
 
 SIZES = ("count", "top_k", "ffn_dim")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config.model import MAX_LAYERS, MlaConfig, ModelConfig
+from pipeline.config.model import MAX_LAYERS, ExpertsConfig, MlaConfig, ModelConfig
 from pipeline.train.huggingface.config_experts import (
     OF_SOME_LAYERS,
     SIZES,
@@ -14,6 +14,7 @@ from pipeline.train.huggingface.config_experts import (
     needs_experts,
     read_count,
     read_experts,
+    restricted,
     some_have_experts,
 )
 from pipeline.train.huggingface.config_rope import read_rope
@@ -178,14 +179,11 @@ def _fits_scaling(layer: ModelConfig) -> bool:
 def _v2_experts() -> Need:
     free = {*SIZES, "scale", "groups", "top_groups", "group_score", "shared_ffn_dim"}
     others = with_shared_experts(needs_experts(free, normalize=False)["experts"])
+    return restricted(others, _has_max_score, "group_score is max")
 
-    def fits(value: object, layer: ModelConfig) -> bool:
-        experts = layer.experts if layer.mlp == "experts" else None
-        if experts is not None and experts.groups is not None and experts.group_score != "max":
-            return False
-        return others.fits(value, layer)
 
-    return Need(fits, f"{others.has}; group_score is max")
+def _has_max_score(experts: ExpertsConfig) -> bool:
+    return experts.groups is None or experts.group_score == "max"
 
 
 def _needs(experts: Need) -> dict[str, Need]:

@@ -15,6 +15,7 @@ from pipeline.train.huggingface.config_experts import (
     needs_experts,
     read_count,
     read_experts,
+    restricted,
     some_have_experts,
 )
 from pipeline.train.huggingface.config_rope import ROPE_SHARE
@@ -89,15 +90,11 @@ def needs_biased_experts() -> dict[str, Need]:
 
 def with_shared_experts(others: Need) -> Need:
     """With shared experts of the size of the others beside them."""
+    return restricted(others, _whole_shared_experts, "shared_ffn_dim is a multiple of ffn_dim")
 
-    def fits(value: object, layer: ModelConfig) -> bool:
-        experts = layer.experts
-        if layer.mlp != "experts" or experts is None:
-            return True
-        whole = experts.shared_ffn_dim is not None and experts.shared_ffn_dim % experts.ffn_dim == 0
-        return whole and others.fits(value, layer)
 
-    return Need(fits, f"{others.has}; shared_ffn_dim is a multiple of ffn_dim")
+def _whole_shared_experts(experts: ExpertsConfig) -> bool:
+    return experts.shared_ffn_dim is not None and experts.shared_ffn_dim % experts.ffn_dim == 0
 
 
 def dense_ones_first(layers: ModelConfig) -> bool:
