@@ -143,7 +143,8 @@ def some_have_experts(layers: Sequence[ModelConfig]) -> bool:
 
 def loss_hint(family: Family, values: Json, model: ModelConfig) -> str | None:
     """The balance loss that config.json has, as `train.balance.loss`; None where it has none."""
-    if not some_have_experts(list(map(model.layer, model.layer_kinds))):
+    has = has_experts(model)
+    if not any(has):
         return None
     alpha = values.get("aux_loss_alpha")
     if isinstance(alpha, (int, float)) and alpha and values.get("seq_aux") and experts_of(model).score == "softmax":
@@ -152,7 +153,7 @@ def loss_hint(family: Family, values: Json, model: ModelConfig) -> str | None:
     if not isinstance(coefficient, (int, float)) or not coefficient:
         return None
     # Theirs is a mean over layers and as large as top_k where experts are balanced; ours is a sum, of 1 in each.
-    loss = coefficient * experts_of(model).top_k / sum(has_experts(model))
+    loss = coefficient * experts_of(model).top_k / sum(has)
     return f"router_aux_loss_coef {coefficient:g} of {family.title} is about train.balance.loss: {loss:.2g}"
 
 

@@ -15,7 +15,6 @@ from pipeline.train.huggingface.config_experts import (
     read_count,
     read_experts,
     restricted,
-    some_have_experts,
 )
 from pipeline.train.huggingface.config_rope import read_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json
@@ -199,7 +198,6 @@ DEEPSEEK_V2 = Family(
     write=_write_v2,
     mark="mixer",
     needs={**_needs(_v2_experts()), "heads": where(_heads_divide, "heads that divide dim")},
-    special=some_have_experts,
     order=dense_ones_first,
     names=replace(LLAMA_NAMES, layers=_LAYERS),
     positions=("max_position_embeddings", 2048),
@@ -215,7 +213,6 @@ DEEPSEEK_V3 = Family(
     write=_write_v3,
     mark="mixer",
     needs=_needs(needs_biased_experts()["experts"]),
-    special=some_have_experts,
     order=dense_ones_first,
     names=replace(LLAMA_NAMES, layers=_LAYERS, mtp=True),
     extra_layers=True,

@@ -16,7 +16,6 @@ from pipeline.train.huggingface.config_experts import (
     read_count,
     read_experts,
     restricted,
-    some_have_experts,
 )
 from pipeline.train.huggingface.config_rope import ROPE_SHARE
 from pipeline.train.huggingface.config_source import ConfigSource, Json
@@ -135,7 +134,6 @@ GLM4_MOE = Family(
         "qk_norm": only(True, False),
         "rope_share": anything(),
     },
-    special=some_have_experts,
     order=dense_ones_first,
     names=replace(LLAMA_NAMES, layers=WITH_SOME_EXPERTS),
     extra_layers=True,
