@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pipeline.config.model import ExpertsConfig, LayerConfig, ModelConfig
@@ -110,6 +110,23 @@ def needs_experts(free: Collection[str], **values: Any) -> dict[str, Need]:
     return {**LLAMA_NEEDS, "mlp": only("swiglu", "experts"), "ffn_dim": anything(), "experts": Need(fits, has)}
 
 
+def restricted(experts: Need, fits: Callable[[ExpertsConfig], bool], has: str) -> Need:
+    """A need of `experts` with one more condition on layers that have some.
+
+    Args:
+        experts: the need without it.
+        fits: the condition.
+        has: words for it.
+    """
+
+    def fits_both(value: ExpertsConfig | None, layer: ModelConfig) -> bool:
+        if value is None or not _with_experts(layer):
+            return True
+        return fits(value) and experts.fits(value, layer)
+
+    return Need(fits_both, f"{experts.has}; {has}")
+
+
 SIZES = ("count", "top_k", "ffn_dim")
 """Keys of `experts` that all families have."""
 OF_SOME_LAYERS: Json = {
@@ -126,7 +143,8 @@ def some_have_experts(layers: Sequence[ModelConfig]) -> bool:
 
 def loss_hint(family: Family, values: Json, model: ModelConfig) -> str | None:
     """The balance loss that config.json has, as `train.balance.loss`; None where it has none."""
-    if not some_have_experts(list(map(model.layer, model.layer_kinds))):
+    has = has_experts(model)
+    if not any(has):
         return None
     alpha = values.get("aux_loss_alpha")
     if isinstance(alpha, (int, float)) and alpha and values.get("seq_aux") and experts_of(model).score == "softmax":
@@ -135,7 +153,7 @@ def loss_hint(family: Family, values: Json, model: ModelConfig) -> str | None:
     if not isinstance(coefficient, (int, float)) or not coefficient:
         return None
     # Theirs is a mean over layers and as large as top_k where experts are balanced; ours is a sum, of 1 in each.
-    loss = coefficient * experts_of(model).top_k / sum(has_experts(model))
+    loss = coefficient * experts_of(model).top_k / sum(has)
     return f"router_aux_loss_coef {coefficient:g} of {family.title} is about train.balance.loss: {loss:.2g}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from pipeline.train.huggingface.folder import (
     HuggingFaceFolder,
     read_json,
 )
+from pipeline.train.huggingface.names import TensorRule
 from pipeline.train.huggingface.tensors import TensorMapping, map_tensors
 from pipeline.train.model.config import decoder_spec
 
@@ -239,18 +240,14 @@ def _their_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """In order; a group of them at a time is in memory, of stacked experts some."""
     for group in groups(wanted):
-        stacked = any(mapping.theirs[name].experts == "stacked" for name in group)
+        rules = {name: mapping.theirs[name] for name in group}
+        whole = {ours: source.tensors[ours] for rule in rules.values() if rule.expert is None for ours in rule.ours}
+        experts = _Experts(source, rules.values())
+        stacked = any(rule.experts == "stacked" for rule in rules.values())
         for rows in row_ranges(group) if stacked else (None,):
-            whole = {
-                ours: source.tensors[ours]
-                for name in group
-                for ours in mapping.theirs[name].ours
-                if mapping.theirs[name].expert is None
-            }
             values = source.read(whole, rows)
-            experts = _Experts(source, mapping, group)
             for name, each in group.items():
-                rule = mapping.theirs[name]
+                rule = rules[name]
                 parts = [values[ours] if rule.expert is None else experts.of(ours, rule.expert) for ours in rule.ours]
                 yield name, mapping.joined(name, parts).to(each.dtype)
 
@@ -258,9 +255,9 @@ def _their_tensors(
 class _Experts:
     """Matrices of experts that are numbered in a group of tensors, which is what is read of ours."""
 
-    def __init__(self, source: WeightSource, mapping: TensorMapping, group: Collection[str]) -> None:
+    def __init__(self, source: WeightSource, rules: Iterable[TensorRule]) -> None:
         numbers: dict[str, list[int]] = {}
-        for rule in (mapping.theirs[name] for name in group):
+        for rule in rules:
             if rule.expert is not None:
                 for ours in rule.ours:
                     numbers.setdefault(ours, []).append(rule.expert)

@@ -126,12 +126,12 @@ class HuggingFaceFolder:
             )
 
     def _check_copy(self, name: str, other: str, why: str) -> None:
-        found = self._found
-        rows = found.tensors[name].shape[0]
-        same = found.tensors[name] == found.tensors[other] and all(
-            found.read(name, part).equal(found.read(other, part))
-            for part in ((slice(row, row + _ROWS),) for row in range(0, rows, _ROWS))
-        )
+        tensors = self._found.tensors
+        with self._found.opened() as read:
+            same = tensors[name] == tensors[other] and all(
+                read(name, part).equal(read(other, part))
+                for part in ((slice(row, row + _ROWS),) for row in range(0, tensors[name].shape[0], _ROWS))
+            )
         if not same:
             raise UserError(f"{self.folder}: {name} differs from {other}, though {why}")
 

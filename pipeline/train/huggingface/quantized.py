@@ -80,7 +80,7 @@ def read_quantization(source: ConfigSource) -> Quantization | None:
             source.refuse(f"{KEY}.{key}", given[key], f"only {wanted} is read; {_WAY_OUT}")
     block = given.get("weight_block_size", [_BLOCK, _BLOCK])
     match block:
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0 and bool not in map(type, block):
             return Quantization("fp8", (rows, columns))
     source.refuse(f"{KEY}.weight_block_size", block, f"it must be two whole numbers above 0; {_WAY_OUT}")
 
@@ -140,7 +140,11 @@ class _Fp8(_Encoded):
             yield part, columns
 
     def decode(self, parts: Read, index: Range) -> tuple[Tensor, Tensor]:
-        numbers = [torch.arange(part.start, part.stop) // size for part, size in zip(index, self.block, strict=True)]
+        # A block may be larger than the matrix, by more than fits into a tensor's numbers.
+        numbers = [
+            torch.arange(part.start, part.stop) // min(size, part.stop)
+            for part, size in zip(index, self.block, strict=True)
+        ]
         needed = tuple(slice(int(each[0]), int(each[-1]) + 1) for each in numbers)
         values, scales = parts(self.names[0], index).float(), parts(self.names[1], needed).float()
         of_rows, of_columns = (each - each[0] for each in numbers)
@@ -181,11 +185,6 @@ class FolderTensors:
         """
         with ExitStack() as stack:
             yield partial(self._read, _Parts(stack, self._folder, self._files))
-
-    def read(self, name: str, index: Index = ()) -> Tensor:
-        """A range of one tensor, see `opened`."""
-        with self.opened() as read:
-            return read(name, index)
 
     def _read(self, parts: Read, name: str, index: Index = ()) -> Tensor:
         encoded = self._encoded.get(name)

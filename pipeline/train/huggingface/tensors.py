@@ -18,12 +18,16 @@ from pipeline.train.checkpoint.state_shapes import state_shapes
 from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.names import LAYER, TensorRule
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.tensor_names import EXPERT, ExpertFiles, RowNumbers
 
 Shape = tuple[int, ...]
 
 _VOCABULARY = ("embedding.weight", "head.weight")
 """Tensors with a row a token; theirs have no rows of padding."""
+_MOST_EXPERTS = 2**17
+"""Of all layers. Each has tensors with names of their own, which are listed before any file is looked at; Kimi K2 has
+23,040."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,18 @@ class TensorMapping:
 
 
 def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
-    """The rules of a family with the names and shapes of one model."""
+    """The rules of a family with the names and shapes of one model.
+
+    Raises:
+        UserError: the model has more experts than are gone through one by one.
+    """
+    layers = (*spec.layers, *(each.layer for each in spec.mtp))
+    counts = [part.router.count for layer in layers for part in layer.parts.values() if isinstance(part, ExpertsSpec)]
+    if sum(counts) > _MOST_EXPERTS:
+        raise UserError(
+            f"layers {len(spec.layers)} and experts.count {max(counts)} are {sum(counts):,} experts in all; models "
+            f"with at most {_MOST_EXPERTS:,} are converted"
+        )
     shapes = state_shapes(spec)
     buffers = shapes.weight_buffers
     our_shapes = shapes.parameters | buffers

@@ -177,6 +177,8 @@ def config_of(name: str, **more: Any) -> dict[str, Any]:
         ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func: 'sigmoid'"),
         ("deepseek-v2", {"num_key_value_heads": 2}, "num_key_value_heads: 2 .*as many as num_attention_heads"),
         ("deepseek-v2", {"n_shared_experts": 0}, "n_shared_experts: 0"),
+        ("deepseek-v2", {"n_shared_experts": "x"}, "n_shared_experts: 'x' .*whole number"),
+        ("deepseek-v3", {"moe_intermediate_size": "x"}, "moe_intermediate_size: 'x' .*whole number"),
         ("deepseek-v3", {"rope_interleave": False}, "rope_interleave: False"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func: 'softmax'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq: 2"),

@@ -51,6 +51,17 @@ def test_billions_of_experts(tmp_path: Path) -> None:
         _ = HuggingFaceFolder(folder(tmp_path / "hf", **moe, num_local_experts=10**9)).mapping
 
 
+def test_more_experts_in_all_than_have_names_in_memory(tmp_path: Path) -> None:
+    """Layers and experts that are each within their bounds, before any file of weights is looked at."""
+    moe = {"model_type": "mixtral", "num_experts_per_tok": 2}
+    message = bounded.refused(
+        "HuggingFaceFolder(Path(sys.argv[1])).mapping",
+        "from pathlib import Path\nfrom pipeline.train.huggingface.folder import HuggingFaceFolder",
+        folder(tmp_path / "hf", **moe, num_local_experts=2**14, num_hidden_layers=4096),
+    )
+    assert "layers 4096 and experts.count 16384" in message and "67,108,864" in message and "131,072" in message
+
+
 def test_as_many_experts_as_published_models_have(tmp_path: Path) -> None:
     """Kimi K2's 60 layers of 384 experts, in the order of their numbers."""
     moe = {"model_type": "mixtral", "num_experts_per_tok": 8, "num_local_experts": 384, "num_hidden_layers": 60}

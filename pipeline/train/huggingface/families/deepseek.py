@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config.model import MAX_LAYERS, MlaConfig, ModelConfig
+from pipeline.config.model import MAX_LAYERS, ExpertsConfig, MlaConfig, ModelConfig
 from pipeline.train.huggingface.config_experts import (
     OF_SOME_LAYERS,
     SIZES,
@@ -14,12 +14,18 @@ from pipeline.train.huggingface.config_experts import (
     needs_experts,
     read_count,
     read_experts,
-    some_have_experts,
+    restricted,
 )
 from pipeline.train.huggingface.config_rope import read_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.huggingface.families.glm4_moe import dense_ones_first, needs_biased_experts, with_shared_experts
-from pipeline.train.huggingface.families.glm4_moe import write_biased_experts as write_experts
+from pipeline.train.huggingface.families.glm4_moe import (
+    dense_ones_first,
+    needs_biased_experts,
+    read_biased_experts,
+    read_expert_sizes,
+    with_shared_experts,
+    write_biased_experts,
+)
 from pipeline.train.huggingface.family import Family, Need, only, where
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, write_llama_like
 from pipeline.train.model.mixers.mla.spec import MlaSpec
@@ -40,8 +46,8 @@ def _read_v2(source: ConfigSource) -> Json:
     method = source.get("topk_method", "greedy")
     source.must_be("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     groups, top_groups = source.get("n_group"), source.get("topk_group")
-    experts = _read_experts(source, count=64, ffn_dim=1407, shared=2)
-    experts |= {
+    experts = {
+        **read_expert_sizes(source, count=64, ffn_dim=1407, shared=2),
         "top_k": source.need("num_experts_per_tok"),
         "score": "softmax",
         "normalize": False,
@@ -56,33 +62,11 @@ def _read_v3(source: ConfigSource) -> Json:
     source.must_be("rope_interleave", (True,), True)
     source.must_be("scoring_func", ("sigmoid",), "sigmoid")
     source.must_be("topk_method", ("noaux_tc",), "noaux_tc")
-    groups, top_groups = source.get("n_group", 8), source.get("topk_group", 4)
-    if groups == 1 and top_groups != 1:
-        source.refuse("topk_group", top_groups, "n_group is 1")
-    experts = _read_experts(source, count=256, ffn_dim=2048, shared=1)
-    experts |= {
-        "top_k": source.get("num_experts_per_tok", 8),
-        "score": "sigmoid",
-        "score_bias": True,
-        "normalize": source.get("norm_topk_prob", True),
-        "scale": source.get("routed_scaling_factor", 2.5),
-        **({} if groups == 1 else {"groups": groups, "top_groups": top_groups}),
-    }
+    sizes = read_expert_sizes(source, count=256, ffn_dim=2048, shared=1)
+    experts = read_biased_experts(source, sizes, scale=2.5, groups=8, top_groups=4)
     found = _read(source, experts, dense=source.get("first_k_dense_replace", 3), kv_heads=128)
     depth = read_count(source, _V3_NEXT, "num_mtp_layers", default=1, least=0)
     return found | ({"mtp": {"depth": depth}} if depth else {})
-
-
-def _read_experts(source: ConfigSource, *, count: int, ffn_dim: int, shared: int) -> Json:
-    """Keys of `experts` for numbers and sizes, with what transformers takes where there are none."""
-    source.must_be("moe_layer_freq", (1,), 1)
-    for of_training in ("aux_loss_alpha", "seq_aux", "ep_size"):
-        source.get(of_training)
-    size, beside = source.get("moe_intermediate_size", ffn_dim), source.get("n_shared_experts", shared)
-    if beside < 1:
-        source.refuse("n_shared_experts", beside, "it must be at least 1")
-    found = read_count(source, "n_routed_experts", "num_local_experts", "num_experts", default=count)
-    return {"count": found, "ffn_dim": size, "shared_ffn_dim": size * beside}
 
 
 def _read(source: ConfigSource, experts: Json, *, dense: int, kv_heads: int | None = None) -> Json:
@@ -99,6 +83,9 @@ def _read(source: ConfigSource, experts: Json, *, dense: int, kv_heads: int | No
     if of_keys != heads:
         source.refuse("num_key_value_heads", of_keys, f"latent attention has as many as num_attention_heads ({heads})")
     source.must_be("attention_bias", (False,), False)
+    source.must_be("moe_layer_freq", (1,), 1)
+    for of_training in ("aux_loss_alpha", "seq_aux", "ep_size"):
+        source.get(of_training)
     del found["head_dim"]  # transformers computes it, and qk_head_dim, from the sizes below
     source.get("qk_head_dim")
     for name in (source.get("auto_map") or {}).values():
@@ -141,7 +128,7 @@ def _write_v3(model: ModelConfig, positions: int) -> Json:
 def _write(model: ModelConfig, positions: int) -> Json:
     mla = _latent(model)
     return write_llama_like(dense_layer(model), positions) | {
-        **write_experts(experts_of(model)),
+        **write_biased_experts(experts_of(model)),
         "first_k_dense_replace": has_experts(model).index(True),
         "moe_layer_freq": 1,
         "head_dim": mla.rope_dim,
@@ -178,14 +165,11 @@ def _fits_scaling(layer: ModelConfig) -> bool:
 def _v2_experts() -> Need:
     free = {*SIZES, "scale", "groups", "top_groups", "group_score", "shared_ffn_dim"}
     others = with_shared_experts(needs_experts(free, normalize=False)["experts"])
+    return restricted(others, _has_max_score, "group_score is max")
 
-    def fits(value: object, layer: ModelConfig) -> bool:
-        experts = layer.experts if layer.mlp == "experts" else None
-        if experts is not None and experts.groups is not None and experts.group_score != "max":
-            return False
-        return others.fits(value, layer)
 
-    return Need(fits, f"{others.has}; group_score is max")
+def _has_max_score(experts: ExpertsConfig) -> bool:
+    return experts.groups is None or experts.group_score == "max"
 
 
 def _needs(experts: Need) -> dict[str, Need]:
@@ -214,7 +198,6 @@ DEEPSEEK_V2 = Family(
     write=_write_v2,
     mark="mixer",
     needs={**_needs(_v2_experts()), "heads": where(_heads_divide, "heads that divide dim")},
-    special=some_have_experts,
     order=dense_ones_first,
     names=replace(LLAMA_NAMES, layers=_LAYERS),
     positions=("max_position_embeddings", 2048),
@@ -230,7 +213,6 @@ DEEPSEEK_V3 = Family(
     write=_write_v3,
     mark="mixer",
     needs=_needs(needs_biased_experts()["experts"]),
-    special=some_have_experts,
     order=dense_ones_first,
     names=replace(LLAMA_NAMES, layers=_LAYERS, mtp=True),
     extra_layers=True,

@@ -15,7 +15,7 @@ from pipeline.train.huggingface.config_experts import (
     needs_experts,
     read_count,
     read_experts,
-    some_have_experts,
+    restricted,
 )
 from pipeline.train.huggingface.config_rope import ROPE_SHARE
 from pipeline.train.huggingface.config_source import ConfigSource, Json
@@ -31,26 +31,43 @@ def _read(source: ConfigSource) -> Json:
         source.get(key)  # layers behind the last one, which transformers leaves out
     first = source.count("first_k_dense_replace", 1)
     has = [index >= first for index in range(found["layers"])]
-    return read_experts(source, found, has, read_biased_experts(source))
+    sizes = read_expert_sizes(source, count=128, ffn_dim=1408, shared=1)
+    return read_experts(source, found, has, read_biased_experts(source, sizes))
 
 
-def read_biased_experts(source: ConfigSource) -> Json:
-    """Keys of `experts` where the choice by sigmoid scores has a bias, perhaps within groups."""
-    ffn_dim = source.count("moe_intermediate_size", 1408, least=1)
-    shared = source.count("n_shared_experts", 1, least=1)
-    groups, top_groups = source.get("n_group", 1), source.get("topk_group", 1)
-    if groups == 1 and top_groups != 1:
-        source.refuse("topk_group", top_groups, "n_group is 1")
+def read_biased_experts(
+    source: ConfigSource, sizes: Json, *, scale: float = 1.0, groups: int = 1, top_groups: int = 1
+) -> Json:
+    """Keys of `experts` where the choice by sigmoid scores has a bias, perhaps within groups.
+
+    Args:
+        source: the file.
+        sizes: from `read_expert_sizes`.
+        scale: what transformers takes where the key is not there.
+        groups: the same.
+        top_groups: the same.
+    """
+    found_groups, found_top = source.get("n_group", groups), source.get("topk_group", top_groups)
+    if found_groups == 1 and found_top != 1:
+        source.refuse("topk_group", found_top, "n_group is 1")
     return {
-        "count": read_count(source, "n_routed_experts", "num_local_experts", "num_experts", default=128),
+        **sizes,
         "top_k": source.get("num_experts_per_tok", 8),
-        "ffn_dim": ffn_dim,
-        "shared_ffn_dim": ffn_dim * shared,
         "score": "sigmoid",
         "score_bias": True,
         "normalize": source.get("norm_topk_prob", True),
-        "scale": source.get("routed_scaling_factor", 1.0),
-        **({} if groups == 1 else {"groups": groups, "top_groups": top_groups}),
+        "scale": source.get("routed_scaling_factor", scale),
+        **({} if found_groups == 1 else {"groups": found_groups, "top_groups": found_top}),
+    }
+
+
+def read_expert_sizes(source: ConfigSource, *, count: int, ffn_dim: int, shared: int) -> Json:
+    """Keys of `experts` for numbers and sizes, with what transformers takes where there are none."""
+    size = source.count("moe_intermediate_size", ffn_dim, least=1)
+    return {
+        "count": read_count(source, "n_routed_experts", "num_local_experts", "num_experts", default=count),
+        "ffn_dim": size,
+        "shared_ffn_dim": size * source.count("n_shared_experts", shared, least=1),
     }
 
 
@@ -89,15 +106,11 @@ def needs_biased_experts() -> dict[str, Need]:
 
 def with_shared_experts(others: Need) -> Need:
     """With shared experts of the size of the others beside them."""
+    return restricted(others, _whole_shared_experts, "shared_ffn_dim is a multiple of ffn_dim")
 
-    def fits(value: object, layer: ModelConfig) -> bool:
-        experts = layer.experts
-        if layer.mlp != "experts" or experts is None:
-            return True
-        whole = experts.shared_ffn_dim is not None and experts.shared_ffn_dim % experts.ffn_dim == 0
-        return whole and others.fits(value, layer)
 
-    return Need(fits, f"{others.has}; shared_ffn_dim is a multiple of ffn_dim")
+def _whole_shared_experts(experts: ExpertsConfig) -> bool:
+    return experts.shared_ffn_dim is not None and experts.shared_ffn_dim % experts.ffn_dim == 0
 
 
 def dense_ones_first(layers: ModelConfig) -> bool:
@@ -121,7 +134,6 @@ GLM4_MOE = Family(
         "qk_norm": only(True, False),
         "rope_share": anything(),
     },
-    special=some_have_experts,
     order=dense_ones_first,
     names=replace(LLAMA_NAMES, layers=WITH_SOME_EXPERTS),
     extra_layers=True,

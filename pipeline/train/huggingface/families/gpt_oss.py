@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.huggingface.config_experts import SIZES, WITH_EXPERTS, experts_of, needs_experts
+from pipeline.train.huggingface.config_experts import SIZES, WITH_EXPERTS, experts_of, needs_experts, read_experts
 from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_rope import read_rope, read_rope_values, write_rope_values
 from pipeline.train.huggingface.config_source import ConfigSource, Json
@@ -46,8 +46,7 @@ def _read(source: ConfigSource) -> Json:
     types, window = read_periodic(source, found["layers"], period=2, default=_WINDOW)
     top_k = source.get("num_experts_per_tok", 4)
     source.must_be("experts_per_token", (top_k,), top_k)  # the same once more, in published files
-    for of_training in ("router_aux_loss_coef", "output_router_logits", "initial_context_length"):
-        source.get(of_training)
+    source.get("initial_context_length")  # of training
     experts = {
         **_EXPERTS,
         "count": source.get("num_local_experts", 128),
@@ -56,15 +55,13 @@ def _read(source: ConfigSource) -> Json:
         "clamp": source.get("swiglu_limit", _LIMIT),
         "alpha": source.get("swiglu_alpha", _ALPHA),
     }
-    return {
-        **found,
+    found |= {
         "head_dim": source.get_absent("head_dim", 64),
-        "mlp": "experts",
-        "experts": experts,
         "sinks": True,
         "bias": "attention" if source.get("attention_bias", True) else "none",
         **read_kinds(types, {FULL: {}, SLIDING: {"sliding_window": window}}),
     }
+    return read_experts(source, found, [True] * found["layers"], experts)
 
 
 def _read_rope(source: ConfigSource) -> Json:

@@ -15,6 +15,7 @@ from pipeline.train.huggingface.config_experts import (
     read_count,
     read_experts,
     read_sparse_layers,
+    restricted,
     some_have_experts,
     write_sparse_layers,
 )
@@ -92,13 +93,8 @@ def _write(model: ModelConfig, positions: int) -> Json:
 
 def _needs_shared(needs: dict[str, Need]) -> dict[str, Need]:
     """With a shared mlp in layers with experts."""
-    experts = needs["experts"]
-
-    def fits(value: object, layer: ModelConfig) -> bool:
-        shared = layer.mlp != "experts" or (layer.experts is not None and layer.experts.shared_ffn_dim is not None)
-        return shared and experts.fits(value, layer)
-
-    return {**needs, "experts": Need(fits, f"{experts.has}; a shared mlp")}
+    shared = restricted(needs["experts"], lambda experts: experts.shared_ffn_dim is not None, "a shared mlp")
+    return {**needs, "experts": shared}
 
 
 QWEN2_MOE = Family(
