@@ -57,7 +57,7 @@ def shard_dim(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Numbers of rows, see `Sizes`."""
+    """Numbers of rows of an `AllToAll`, see `Sizes`."""
 
     ends_E: Tensor
     rows: int
