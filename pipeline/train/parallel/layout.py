@@ -49,6 +49,11 @@ class Layout:
         """Processes that have other tokens of a model, or shards of its weights: those that experts are cut over."""
         return self.dp_shard * self.cp * self.tp
 
+    @property
+    def expert_shards(self) -> int:
+        """Processes that the experts of a rank of ep are sharded over."""
+        return self.places // self.ep
+
     def to_json(self) -> dict[str, int]:
         """For the records of a run: the degrees, and what follows from them."""
         of_experts = {"ep": self.ep} if self.ep > 1 else {}

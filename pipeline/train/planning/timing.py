@@ -327,8 +327,8 @@ def _muon_seconds(config: Config, layout: Layout, spec: DecoderSpec, device: Dev
         flops = [each for layer in layers for each in orthogonal_flops(layer, optimizer.muon.steps)]
         # As many at once as there are processes, of which the slowest counts.
         alone = sum(sorted(flops, reverse=True)[::processes])
-        shards = layout.shards * layout.tp
-        most = max(most, alone + sum(expert_orthogonal_flops(each, optimizer.muon.steps, shards) for each in layers))
+        experts = sum(expert_orthogonal_flops(each, optimizer.muon.steps, layout.places) for each in layers)
+        most = max(most, alone + experts)
     return most / (device.flops["bf16"] * device.shares.products)
 
 
