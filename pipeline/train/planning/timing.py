@@ -15,7 +15,6 @@ from pipeline.config import Config
 from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.decoder import ModelPart
 from pipeline.train.model.flops import (
     expert_flops,
     expert_orthogonal_flops,
@@ -229,7 +228,7 @@ def recompute_flops_per_token(recompute: RecomputeConfig, spec: DecoderSpec, seq
     """FLOPs that backward does again for a token, attention counted half."""
     return sum(
         sum(_again(recompute, layer, sequence_length, causal=True))
-        for index, layer in ModelPart.whole(spec).blocks(spec)
+        for index, layer in enumerate(spec.blocks)
         if is_recomputed(recompute, index)
     )
 
