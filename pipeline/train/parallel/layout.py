@@ -30,6 +30,11 @@ class Layout:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
+    def settings(self) -> dict[str, int]:
+        """Key of the `parallel:` section -> degree: the axes, and ep."""
+        return {**self.degrees, "ep": self.ep}
+
+    @property
     def world_size(self) -> int:
         """Processes in all."""
         return prod(self.degrees.values())

@@ -129,8 +129,7 @@ def _shards(dp: int, of_node: int) -> list[int]:
 
 def _parallel(config: Config, layout: Layout, cut: bool) -> Iterator[Overrides]:
     """All values of the `parallel:` section for a layout."""
-    base: Overrides = {f"parallel.{axis}": degree for axis, degree in layout.degrees.items()}
-    base["parallel.ep"] = layout.ep
+    base: Overrides = {f"parallel.{key}": degree for key, degree in layout.settings.items()}
     given = config.parallel
     for axis in ("dp_replicate", "dp_shard"):
         if getattr(given, axis) == -1:  # what the other axes leave: that is this degree
