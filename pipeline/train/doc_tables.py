@@ -55,8 +55,7 @@ def tested() -> str:
     groups: dict[tuple[str, str, str, str], list[Combination]] = {}
     dealt = [row for row in OF_EXPERTS if row.kind.ep and row.recompute.mode == "none" and not row.compile]
     for row in (*TESTED, *dealt):
-        all_degrees = {**row.layout.degrees, "ep": row.layout.ep}
-        kind, degrees = row.kind, {axis: degree for axis, degree in all_degrees.items() if degree > 1}
+        kind, degrees = row.kind, {axis: degree for axis, degree in row.layout.settings.items() if degree > 1}
         key = (
             " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()),
             {None: "", True: "yes", False: "no"}[kind.sequence_parallel],

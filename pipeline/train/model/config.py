@@ -60,10 +60,19 @@ class DecoderSpec:
         return list(dict.fromkeys({id(layer): layer for layer in self.layers}.values()))
 
     @property
+    def blocks(self) -> list[LayerSpec]:
+        """Layers, and behind them the blocks of multi-token prediction."""
+        return [*self.layers, *(each.layer for each in self.mtp)]
+
+    @property
     def expert_layers(self) -> dict[int, ExpertsSpec]:
         """Index -> mixture of experts, of the layers that have one; multi-token prediction comes behind the model's."""
-        layers = [*self.layers, *(each.layer for each in self.mtp)]
-        return {index: layer.mlp for index, layer in enumerate(layers) if isinstance(layer.mlp, ExpertsSpec)}
+        return {index: layer.mlp for index, layer in enumerate(self.blocks) if isinstance(layer.mlp, ExpertsSpec)}
+
+    @property
+    def expert_counts(self) -> list[int]:
+        """Numbers of experts of its layers, each once: those that ep has to divide."""
+        return list(dict.fromkeys(part.router.count for part in self.expert_layers.values()))
 
     @property
     def period(self) -> int:

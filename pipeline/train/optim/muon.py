@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.train import MuonConfig
 from pipeline.train.optim.bf16_adamw import StatesOptimizer, pieces
-from pipeline.train.optim.muon_owners import Owners, has_whole_experts
+from pipeline.train.optim.muon_owners import Owners
 from pipeline.train.parallel.torch_compat.core import local_shard
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -77,14 +77,12 @@ class Muon(StatesOptimizer):
         super().__init__(groups, names, ("momentum_buffer",), dtype)
         self._config = config
         self._owners: list[Owners] = []
-        self._of_experts: dict[nn.Parameter, Owners] = {}
+        self._of_experts: dict[Tensor, Owners] = {}
         """Of stacks whose matrices are cut."""
         for these in self.param_groups:
             matrices, stacks = _by_kind(these)
             self._owners.append(Owners.of_matrices([cast(DTensor, each) for each in matrices], group))
-            for stack in stacks:
-                if not has_whole_experts(cast(DTensor, stack)):
-                    self._of_experts[stack] = Owners.of_experts(cast(DTensor, stack), group)
+            self._of_experts |= Owners.of_experts([cast(DTensor, each) for each in stacks], group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -96,15 +96,24 @@ class Owners:
         known: dict[tuple[object, ...], _Cut] = {}
         cuts = []
         for matrix in matrices:
-            key = (matrix.shape, matrix.device_mesh, matrix.placements)
+            key = _key(matrix)
             known[key] = known.get(key) or _Cut.of(matrix)
             cuts.append(known[key])
         return cls(cuts, group)
 
     @classmethod
-    def of_experts(cls, stack: DTensor, group: dist.ProcessGroup) -> Owners:
-        """Owners of the matrices of a stack, [E, R, C]."""
-        return cls([_Cut.of(stack, expert) for expert in range(stack.shape[0])], group)
+    def of_experts(cls, stacks: Sequence[DTensor], group: dist.ProcessGroup) -> dict[Tensor, Owners]:
+        """Owners of the matrices of each stack, [E, R, C]; a stack whose matrices are whole needs none."""
+        known: dict[tuple[object, ...], Owners | None] = {}
+        found: dict[Tensor, Owners] = {}
+        for stack in stacks:
+            key = _key(stack)
+            if key not in known:
+                cut = not has_whole_experts(stack)
+                known[key] = cls([_Cut.of(stack, expert) for expert in range(stack.shape[0])], group) if cut else None
+            if owners := known[key]:
+                found[stack] = owners
+        return found
 
     def rounds(self) -> Iterator[list[int]]:
         """Places of matrices that are dealt together, one to a process at most, in the order of their owners."""
@@ -177,6 +186,11 @@ class Owners:
         received = flat.new_empty(sum(come))
         dist.all_to_all_single(received, flat, come, to, group=self._group)
         return torch.split(received, come)
+
+
+def _key(parameter: DTensor) -> tuple[object, ...]:
+    """Key of a parameter, which others with the same cut share, as those of other layers."""
+    return parameter.shape, parameter.device_mesh, parameter.placements
 
 
 def has_whole_experts(stack: DTensor) -> bool:

@@ -56,8 +56,8 @@ def shard_dim(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """Numbers of rows, see `Sizes`."""
+class RowCounts:
+    """Numbers of rows of an `AllToAll`, see `Sizes`."""
 
     ends_E: Tensor
     rows: int
@@ -84,7 +84,7 @@ class AllToAll:
         experts_M = experts_M.repeat_interleave(come_PE.flatten(), output_size=sum(come))
         order_M = torch.sort(experts_M, stable=True).indices
         inverse_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(sum(come), device=order_M.device))
-        return _Numbers(come_PE.sum(0).cumsum(0).int(), sum(come), go, come, order_M, inverse_M)
+        return RowCounts(come_PE.sum(0).cumsum(0).int(), sum(come), go, come, order_M, inverse_M)
 
     def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
         """See `Exchange`: both in one collective."""
@@ -98,7 +98,7 @@ class AllToAll:
 
     def back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
         """See `Exchange`."""
-        numbers = cast(_Numbers, sizes)
+        numbers = cast(RowCounts, sizes)
         by_rank_MD = permuted(rows_ND, numbers.inverse_M, numbers.order_M)
         return cast(Tensor, _Back.apply(by_rank_MD, numbers, self.group))  # type: ignore[no-untyped-call]
 
@@ -117,7 +117,7 @@ class _There(torch.autograd.Function):
     """Rows and weights to the ranks that have their experts, packed; backward sends the gradients of both back."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, gates_N: Tensor, numbers: _Numbers, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, gates_N: Tensor, numbers: RowCounts, group: dist.ProcessGroup) -> Tensor:
         ctx.numbers, ctx.group = numbers, group
         return all_to_all_rows(_packed(rows_ND, gates_N), numbers.come, numbers.go, group, wait=False)
 
@@ -133,7 +133,7 @@ class _Unpacked(torch.autograd.Function):
     """Rows and weights of what arrived, in the order of this rank's experts."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, numbers: _Numbers) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, packed: Tensor, numbers: RowCounts) -> tuple[Tensor, Tensor]:
         ctx.numbers = numbers
         rows_MD, gates_M = _unpacked(packed)
         return rows_MD.index_select(0, numbers.order_M), gates_M.index_select(0, numbers.order_M)
@@ -147,7 +147,7 @@ class _Back(torch.autograd.Function):
     """Results of rows to the ranks that sent them."""
 
     @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, numbers: _Numbers, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows_MD: Tensor, numbers: RowCounts, group: dist.ProcessGroup) -> Tensor:
         ctx.numbers, ctx.group = numbers, group
         return all_to_all_rows(rows_MD, numbers.go, numbers.come, group)
 

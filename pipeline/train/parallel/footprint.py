@@ -79,7 +79,7 @@ def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence
     if reduction(config.parallel, layout) != "each":
         experts = sum(expert_parameters(layer, layout.ep) for part in parts for _, layer in part.blocks(spec))
         accumulated += ends + sum(gathered.values()) - experts if layout.shards > 1 else 0
-        accumulated += experts if layout.places > layout.ep else 0
+        accumulated += experts if layout.expert_shards > 1 else 0
     return Footprint(parameters, states, whole, GRADIENT_BYTES * accumulated)
 
 

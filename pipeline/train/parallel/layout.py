@@ -30,6 +30,11 @@ class Layout:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
+    def settings(self) -> dict[str, int]:
+        """Key of the `parallel:` section -> degree: the axes, and ep."""
+        return {**self.degrees, "ep": self.ep}
+
+    @property
     def world_size(self) -> int:
         """Processes in all."""
         return prod(self.degrees.values())
@@ -48,6 +53,11 @@ class Layout:
     def places(self) -> int:
         """Processes that have other tokens of a model, or shards of its weights: those that experts are cut over."""
         return self.dp_shard * self.cp * self.tp
+
+    @property
+    def expert_shards(self) -> int:
+        """Processes that the experts of a rank of ep are sharded over."""
+        return self.places // self.ep
 
     def to_json(self) -> dict[str, int]:
         """For the records of a run: the degrees, and what follows from them."""

@@ -116,7 +116,7 @@ def build_mesh(layout: Layout, device_type: str, *, experts: bool = False) -> Me
 def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     outer = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
     axes = {axis: degree for axis, degree in outer.items() if degree > 1}
-    axes[EXPERT_SHARDS] = layout.places // layout.ep
+    axes[EXPERT_SHARDS] = layout.expert_shards
     if layout.ep > 1:
         axes["ep"] = layout.ep
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

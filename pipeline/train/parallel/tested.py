@@ -131,8 +131,7 @@ class Combination:
             pipeline["layers_per_stage"] = list(self.layers_per_stage)
         return ParallelConfig.model_validate(
             {
-                **self.layout.degrees,
-                "ep": self.layout.ep,
+                **self.layout.settings,
                 "sequence_parallel": self.sequence_parallel,
                 "reshard_after_forward": self.reshard_after_forward,
                 "cp_method": self.cp_method,

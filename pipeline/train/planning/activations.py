@@ -154,8 +154,7 @@ def _measure(
     mine, other = islice(cycle(spec.layers), start, start + count), spec.layers[:1]
     small = replace(spec, layers=(*other * rank, *mine, *other * (pp - 1 - rank)))
     pipeline = PipelineConfig(schedule="1f1b", layers_per_stage=pieces) if pp > 1 else PipelineConfig()
-    degrees = {**mesh.layout.degrees, "ep": mesh.layout.ep}
-    parallel = config.parallel.model_copy(update={**degrees, "pipeline": pipeline})
+    parallel = config.parallel.model_copy(update={**mesh.layout.settings, "pipeline": pipeline})
     config = config.model_copy(update={"parallel": parallel, "train": _plain(config.train)})
     model = parallelize(config, Setup(torch.device("meta"), mesh, small))
     ledger = MemoryLedger()

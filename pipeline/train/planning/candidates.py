@@ -19,7 +19,6 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import LayoutKind, tested_kinds
 from pipeline.train.parallel.torch_compat import pipeline_stage
-from pipeline.train.planning.experts import common_counts
 
 Overrides = dict[str, Any]
 """Key path -> value."""
@@ -109,7 +108,7 @@ def _layouts(world_size: int, node_devices: int, batch: int, length: int, layers
 
 def _with_experts(layout: Layout, spec: DecoderSpec, node_devices: int) -> Iterator[Layout]:
     """The layout with each degree of ep: within a node those that share its devices evenly, beyond it whole nodes."""
-    counts = common_counts(spec)
+    counts = spec.expert_counts
     for ep in _divisors(gcd(layout.places, *counts), _MOST_EP) if counts else [1]:
         if node_devices % ep == 0 or ep % node_devices == 0:
             yield replace(layout, ep=ep)
@@ -130,8 +129,7 @@ def _shards(dp: int, of_node: int) -> list[int]:
 
 def _parallel(config: Config, layout: Layout, cut: bool) -> Iterator[Overrides]:
     """All values of the `parallel:` section for a layout."""
-    base: Overrides = {f"parallel.{axis}": degree for axis, degree in layout.degrees.items()}
-    base["parallel.ep"] = layout.ep
+    base: Overrides = {f"parallel.{key}": degree for key, degree in layout.settings.items()}
     given = config.parallel
     for axis in ("dp_replicate", "dp_shard"):
         if getattr(given, axis) == -1:  # what the other axes leave: that is this degree

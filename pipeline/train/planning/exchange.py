@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from pipeline.train.model.mlps.experts.dispatch import Sizes
-from pipeline.train.parallel.experts import AllToAll
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """Numbers of rows as `AllToAll` has them, see there."""
-
-    ends_E: Tensor
-    rows: int
-    go: list[int]
-    come: list[int]
-    order_M: Tensor
-    inverse_M: Tensor
+from pipeline.train.parallel.experts import AllToAll, RowCounts
 
 
 @dataclass(frozen=True)
@@ -37,7 +24,7 @@ class BalancedExchange(AllToAll):
         go, come = _even(rows, ranks), _even(round(rows * self.over_mean), ranks)
         ends_E = torch.empty(len(counts_E) // ranks, dtype=torch.int32)
         order_M, inverse_M = torch.empty(2, sum(come), dtype=torch.int64).unbind()
-        return cast(Sizes, _Numbers(ends_E, sum(come), go, come, order_M, inverse_M))
+        return RowCounts(ends_E, sum(come), go, come, order_M, inverse_M)
 
 
 def _even(number: int, parts: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -114,8 +114,3 @@ def expert_lines(plan: ExpertPlan, layout: Layout, even_bytes: int) -> Iterator[
 def expert_json(plan: ExpertPlan | None) -> dict[str, Any] | None:
     """The same for programs."""
     return None if plan is None else asdict(plan)
-
-
-def common_counts(spec: DecoderSpec) -> Sequence[int]:
-    """Numbers of experts that ep has to divide."""
-    return list(dict.fromkeys(part.router.count for part in spec.expert_layers.values()))

@@ -199,7 +199,7 @@ def _run(
 
 def _settings(config: Config, layout: Layout) -> str:
     """All values of the run file that the memory of a stage depends on: not those of the pipeline's schedule."""
-    parallel = config.parallel.model_dump_json(exclude={"pipeline", "ep", *layout.degrees})
+    parallel = config.parallel.model_dump_json(exclude={"pipeline", *layout.settings})
     train = config.train.model_dump_json(exclude={"micro_batch_size", "compile"})
     return parallel + config.model.model_dump_json() + train
 

@@ -15,7 +15,6 @@ from pipeline.config import Config
 from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.decoder import ModelPart
 from pipeline.train.model.flops import (
     expert_flops,
     expert_orthogonal_flops,
@@ -229,7 +228,7 @@ def recompute_flops_per_token(recompute: RecomputeConfig, spec: DecoderSpec, seq
     """FLOPs that backward does again for a token, attention counted half."""
     return sum(
         sum(_again(recompute, layer, sequence_length, causal=True))
-        for index, layer in ModelPart.whole(spec).blocks(spec)
+        for index, layer in enumerate(spec.blocks)
         if is_recomputed(recompute, index)
     )
 
@@ -327,8 +326,8 @@ def _muon_seconds(config: Config, layout: Layout, spec: DecoderSpec, device: Dev
         flops = [each for layer in layers for each in orthogonal_flops(layer, optimizer.muon.steps)]
         # As many at once as there are processes, of which the slowest counts.
         alone = sum(sorted(flops, reverse=True)[::processes])
-        shards = layout.shards * layout.tp
-        most = max(most, alone + sum(expert_orthogonal_flops(each, optimizer.muon.steps, shards) for each in layers))
+        experts = sum(expert_orthogonal_flops(each, optimizer.muon.steps, layout.places) for each in layers)
+        most = max(most, alone + experts)
     return most / (device.flops["bf16"] * device.shares.products)
 
 

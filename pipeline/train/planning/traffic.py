@@ -18,8 +18,6 @@ from pipeline.config.parallel import ScheduleName
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.flops import expert_parameters
-from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters, layer_sizes
 from pipeline.train.parallel.layout import Layout
@@ -137,14 +135,13 @@ class _Counter:
         self._reduction = reduction(config.parallel, layout)
         self._reductions = self._micro if self._reduction == "each" else 1
         self._end_parameters = end_parameters(spec, stage.part, layout.tp)
-        mixtures = [(index, layer) for index, layer in self._layers if layer.stacks]
-        self._experts = [(index, layer.mlp) for index, layer in mixtures if isinstance(layer.mlp, ExpertsSpec)]
-        self._expert_parameters = sum(expert_parameters(layer, layout.ep) for _, layer in mixtures)
+        mixtures = spec.expert_layers
+        self._experts = [(index, mixtures[index]) for index, _ in self._layers if index in mixtures]
+        self._expert_parameters = sum(part.stack_parameters(layout.ep) for _, part in self._experts)
         # Without those of experts, which are units of their own.
         self._layer_parameters = sum(layer_sizes(spec, stage.part, layout.tp).values())
-        self._layer_parameters -= sum(expert_parameters(layer, layout.tp) for _, layer in mixtures)
-        balance = config.train.balance
-        self._counts_of_samples = balance.over == "sequence"
+        self._layer_parameters -= sum(part.stack_parameters(layout.tp) for _, part in self._experts)
+        self._counts_of_samples = config.train.balance.over == "sequence"
 
     def all(self) -> Iterator[Transfer]:
         """Every kind, some of them without calls or bytes."""
@@ -343,7 +340,7 @@ class _Counter:
     def _sharded_experts(self) -> Iterator[Transfer]:
         """The same for experts, which are sharded over tp, too, and with ep over fewer processes."""
         units, parameters = len(self._experts), self._expert_parameters
-        shards = self._layout.places // self._layout.ep
+        shards = self._layout.expert_shards
         (forward, backward), _ = self._gathers(shards)
         times, last = self._reductions, "backward" if self._reduction == "each" else "update"
         size = parameters * self._element
@@ -371,7 +368,7 @@ class _Counter:
         layout, others = self._layout, self._layer_parameters + self._end_parameters
         for what, units, parameters, shards in (
             ("gradients", len(self._layers) + (1 if self._end_parameters else 0), others, self._shards),
-            ("gradients of experts", len(self._experts), self._expert_parameters, layout.places // layout.ep),
+            ("gradients of experts", len(self._experts), self._expert_parameters, layout.expert_shards),
         ):
             size = GRADIENT_BYTES * parameters // shards
             yield Transfer("dp_replicate", "all_reduce", what, "update", units, size, layout.dp_replicate)

@@ -60,8 +60,7 @@ SLOW = pytest.mark.slow
 
 def updated(degrees: dict[str, int], keys: dict[str, Any]) -> dict[str, Tensor]:
     """Weights and states of this rank's parts, whole, after some steps with known gradients."""
-    layout, optimizer = Layout(**degrees), {"lr": LR, **keys}
-    parallel = {**layout.degrees, "ep": layout.ep}
+    parallel, optimizer = Layout(**degrees).settings, {"lr": LR, **keys}
     config = config_of(MODEL, parallel=parallel, sequence_length=16, precision={"compute": "fp32"}, optimizer=optimizer)
     model = build_model(config, set_up(config, 61, CPU))
     optimizers = Optimizers(config, model)

@@ -55,10 +55,10 @@ def unbalanced_experts(config: Config, _: Layout) -> Iterator[str]:
 
 
 def _dealt(config: Config, layout: Layout) -> Iterator[str]:
-    ep, layers = layout.ep, spec_of(config).expert_layers
-    if ep > 1 and not layers:
+    ep, counts = layout.ep, spec_of(config).expert_counts
+    if ep > 1 and not counts:
         yield f"parallel.ep={ep}: no layer of the model has experts: set parallel.ep=1, or model.mlp=experts"
-    for count in dict.fromkeys(layer.router.count for layer in layers.values()):
+    for count in counts:
         if count % ep:
             both = math.gcd(count, layout.places)
             near = nearest_degrees(ep, lambda degree, both=both: both % degree == 0, both)  # type: ignore[misc]
