@@ -30,10 +30,9 @@ from one_process import stepper_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.distributed import process_group
+from pipeline.train.distributed.rank import of_environment
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.grouped import grouped_products
 from pipeline.train.model.kernels.sdpa import Sdpa
@@ -43,10 +42,6 @@ from pipeline.train.model.mlps.experts.dispatch import DispatchOrder
 from pipeline.train.model.mlps.experts.module import Experts
 from pipeline.train.model.mlps.experts.routing import Routing
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
-from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.setup import set_up
-from pipeline.train.step import Stepper
 
 DIM, ACTIVE, LAYERS, SAMPLES, LENGTH, VOCABULARY = 256, 1024, 4, 8, 256, 1024
 MIXTURES: dict[str, dict[str, int]] = {
@@ -250,20 +245,14 @@ def count_exchanges(number: int, world: int, port: int, recompute: str) -> None:
     os.environ.update(RANK=str(number), WORLD_SIZE=str(world), LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device, micro_batches = torch.device("cpu"), 2
-    config = Config.model_validate(
-        {
-            "run": {"dir": "/nowhere", "seed": 1},
-            "data": {"sources": [{"name": "text", "paths": ["/nowhere"]}]},
-            "tokenizer": {"train": {"vocab_size": 300}},
-            "model": model_of(MIXTURES["8 of 512, top 2"]),
-            "train": {"duration": "1 steps", **train_of(recompute={"mode": recompute})},
-            "parallel": {"dp_shard": world, "ep": world},
-        }
+    stepper = stepper_of(
+        device,
+        VOCABULARY,
+        model=model_of(MIXTURES["8 of 512, top 2"]),
+        train=train_of(recompute={"mode": recompute}),
+        parallel={"dp_shard": world, "ep": world},
+        ranks=of_environment(),
     )
-    process_group.init_process_group(process_group.of_environment(), device, config.launch.time_limits)
-    setup = set_up(config, VOCABULARY, device)
-    model = build_model(config, setup)
-    stepper = Stepper(config, setup, model, Optimizers(config, model), sources=1)
     batches = [batch_of(device, 2)] * micro_batches
     with _Counted() as counted:
         stepper.step(batches, 2 * 2 * micro_batches * LENGTH, 1e-4, samples=2 * 2 * micro_batches, step=1)

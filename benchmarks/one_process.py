@@ -1,4 +1,4 @@
-"""A model that trains in one process: a `Stepper` from the sections of a run file, without a run or data."""
+"""A model that trains in this process: a `Stepper` from the sections of a run file, without a run or data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from pipeline.config import Config
 from pipeline.train.distributed.process_group import init_process_group
+from pipeline.train.distributed.rank import Processes
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.setup import set_up
@@ -16,7 +17,14 @@ from pipeline.train.step import Stepper
 
 
 def stepper_of(
-    device: torch.device, vocabulary: int, *, model: dict[str, Any], train: dict[str, Any], seed: int = 1
+    device: torch.device,
+    vocabulary: int,
+    *,
+    model: dict[str, Any],
+    train: dict[str, Any],
+    seed: int = 1,
+    parallel: dict[str, Any] | None = None,
+    ranks: Processes = ALONE,
 ) -> Stepper:
     """A stepper for batches of one source.
 
@@ -24,6 +32,8 @@ def stepper_of(
         vocabulary: Entries of the tokenizer.
         model: The `model:` section.
         train: The `train:` section but for the duration.
+        parallel: The `parallel:` section.
+        ranks: This process, of those that train the model.
     """
     config = Config.model_validate(
         {
@@ -32,9 +42,10 @@ def stepper_of(
             "tokenizer": {"train": {"vocab_size": 300}},
             "model": model,
             "train": {"duration": "1 steps", **train},
+            "parallel": parallel or {},
         }
     )
-    init_process_group(ALONE, device, config.launch.time_limits)
+    init_process_group(ranks, device, config.launch.time_limits)
     setup = set_up(config, vocabulary, device)
     built = build_model(config, setup)
     return Stepper(config, setup, built, Optimizers(config, built), sources=1)

@@ -320,17 +320,16 @@ class ModelConfig(LayerConfig, _Size):
     def _shapes(self) -> ModelConfig:
         if self.norm_offset != 0 and self.norm != "rmsnorm":
             raise ValueError(f"norm_offset needs norm: rmsnorm, and norm is {self.norm}")
-        if self.pattern is None:
-            _check_layer(self, self, "", self)
-        for name, kind in self.kinds.items():
-            _check_layer(self.layer(name), self, f"kinds.{name}: ", kind)
-        kinds = [self.layer(name) for name in self.kinds] if self.pattern is not None else [self]
-        if self.experts is not None and all(each.mlp != "experts" for each in kinds):
+        kinds = [(f"kinds.{name}: ", self.layer(name), kind) for name, kind in self.kinds.items()]
+        layers = [("", self, self)] if self.pattern is None else kinds
+        for where, layer, own in layers:
+            _check_layer(layer, self, where, own)
+        if self.experts is not None and all(layer.mlp != "experts" for _, layer, _ in layers):
             raise ValueError("experts needs layers with mlp: experts, and there are none")
-        mixers = {self.layer(name).mixer for name in self.kinds} - {"none"}
+        mixers = {layer.mixer for _, layer, _ in layers} - {"none"}
         if mixers == {"mla"}:
             _check_unused_by_mla(self, "")
-        elif self.pattern is not None and self.mla is not None and "mla" not in mixers:
+        elif self.mla is not None and "mla" not in mixers:
             raise ValueError("mla needs layers with mixer: mla, and no kind has it")
         return self
 

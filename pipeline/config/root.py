@@ -14,11 +14,11 @@ from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run import LaunchConfig, RunConfig
+from pipeline.config.run import LaunchConfig, ResumeConfig, RunConfig
 from pipeline.config.serve import ServeConfig
 from pipeline.config.slurm import SlurmConfig
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.config.train import ResumeConfig, TrainConfig
+from pipeline.config.train import TrainConfig
 
 
 class Config(Section):

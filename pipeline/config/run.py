@@ -1,10 +1,10 @@
-"""`run:` and `launch:`: where a run lives, its seed, and the machine it uses."""
+"""`run:`, `launch:` and `resume:`: where a run lives, its seed, the machine it uses, and where it resumes."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pipeline.config.base import AbsLinePath, Section
 
@@ -58,3 +58,29 @@ class LaunchConfig(Section):
     """Where several processes share a machine, `auto` gives each cores of its own: on GPUs those of the NUMA node that
     its GPU is next to, else whole cores side by side. It never takes a core that the process could not use before, and
     changes nothing where SLURM or another launcher has bound the processes."""
+
+
+class ResumeConfig(Section):
+    """The checkpoint to resume from, and what may differ from it."""
+
+    from_: int | Literal["latest"] | None = Field(default=None, alias="from")
+    """The step of the checkpoint; later ones are moved to `abandoned`. `latest`: there must be one. By default the
+    latest valid one, and a run that never had one starts. A start that would lose more than one save
+    needs the step here."""
+    verify_on_load: Literal["full", "size"] = "full"
+    """`full` reads every file of the checkpoint and compares its hash; `size` looks at names and sizes only."""
+    allow: list[Literal["data", "tokenizer", "objective", "model", "code"]] = Field(default_factory=list)
+    """Differences to accept, by name; each is otherwise an error that shows what differs."""
+
+    @property
+    def step(self) -> int | None:
+        """The step that is named, if one is."""
+        return self.from_ if isinstance(self.from_, int) else None
+
+    @field_validator("from_", mode="before")
+    @classmethod
+    def _from(cls, value: Any) -> Any:
+        # A union would complain once for each of its types.
+        if value is None or value == "latest" or (type(value) is int and value >= 0):
+            return value
+        raise ValueError("must be the step of a checkpoint, a whole number ≥ 0, or `latest`")

@@ -1,10 +1,10 @@
-"""`train:` and `resume:`: steps, batches, optimizer, schedule, precision, validation, checkpoints, metrics."""
+"""`train:`: steps, batches, optimizer, schedule, precision, validation, checkpoints, metrics."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.config.base import AbsPath, Count, Duration, Section
 
@@ -481,29 +481,3 @@ class TrainConfig(Section):
                 f"{self.batch_size}"
             )
         return self
-
-
-class ResumeConfig(Section):
-    """The checkpoint to resume from, and what may differ from it."""
-
-    from_: int | Literal["latest"] | None = Field(default=None, alias="from")
-    """The step of the checkpoint; later ones are moved to `abandoned`. `latest`: there must be one. By default the
-    latest valid one, and a run that never had one starts. A start that would lose more than one save
-    needs the step here."""
-    verify_on_load: Literal["full", "size"] = "full"
-    """`full` reads every file of the checkpoint and compares its hash; `size` looks at names and sizes only."""
-    allow: list[Literal["data", "tokenizer", "objective", "model", "code"]] = Field(default_factory=list)
-    """Differences to accept, by name; each is otherwise an error that shows what differs."""
-
-    @property
-    def step(self) -> int | None:
-        """The step that is named, if one is."""
-        return self.from_ if isinstance(self.from_, int) else None
-
-    @field_validator("from_", mode="before")
-    @classmethod
-    def _from(cls, value: Any) -> Any:
-        # A union would complain once for each of its types.
-        if value is None or value == "latest" or (type(value) is int and value >= 0):
-            return value
-        raise ValueError("must be the step of a checkpoint, a whole number ≥ 0, or `latest`")

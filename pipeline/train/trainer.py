@@ -129,7 +129,7 @@ class Trainer:
                             data.micro_batches,
                             data.valid_targets,
                             issued.lr,
-                            samples=sum(data.tokens_by_source.values()) // issued.segment.sequence_length,
+                            samples=issued.segment.batch_size,
                             valid_ahead=data.valid_ahead,
                             step=step,
                             data_hash=data.data_hash,

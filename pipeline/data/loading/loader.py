@@ -150,8 +150,8 @@ class Loader:
         located = self._lookup.step(step, last)
         if located is None:
             return self._skipped(step, length)
-        weights = self._masks.of(step, located)
-        masked = self._masks.ahead(step, located, self._ahead) if self._ahead else None
+        masked = self._masks.masked(step, located, self._ahead)
+        weights = self._masks.of(step, located, masked)
         micro_batches, data_hash = [], 0
         for micro_batch in range(len(located.micro_batches)):
             batch, hashes = self._batch(step, number, located, micro_batch, weights, masked)

@@ -29,28 +29,13 @@ class Masks:
         self._objective = objective
         self._ranges: dict[tuple[int, int], IntArray] = {}  # by segment and identity of the skip, which may be long
 
-    def of(self, step: int, located: Located) -> list[FloatArray | None] | None:
-        """For each row of `located` the weights [L], or None where all targets count; None if they do in all rows."""
-        skips = self._journal.masks(step)
-        if not self._objective.masks and not skips:
-            return None
-        number = self._journal.segment_number(step)
-        rows = zip(located.samples.tolist(), located.sources.tolist(), located.places.tolist(), strict=True)
-        weights = []
-        for row, (index, source, place) in enumerate(rows):
-            weight = self._objective_weight(number, index, located, row)
-            for skip in skips:
-                weight = self._masked(weight, skip, number, index, self._journal.names[source], place)
-            weights.append(weight)
-        return weights
-
-    def ahead(self, step: int, located: Located, depth: int) -> list[list[tuple[int, int]]] | None:
+    def masked(self, step: int, located: Located, ahead: int) -> list[list[tuple[int, int]]] | None:
         """For each row of `located` the targets [first, end) that skips mask; None if there are no skips.
 
         Args:
             step: Of the run.
             located: The same.
-            depth: Tokens behind an instance that are targets besides.
+            ahead: Tokens behind an instance that are targets besides.
         """
         skips = self._journal.masks(step)
         if not skips:
@@ -61,10 +46,34 @@ class Masks:
             [
                 masked
                 for skip in skips
-                for masked in self._masked_targets(skip, number, index, self._journal.names[source], place, depth)
+                for masked in self._masked_targets(skip, number, index, self._journal.names[source], place, ahead)
             ]
             for index, source, place in rows
         ]
+
+    def of(
+        self, step: int, located: Located, masked: list[list[tuple[int, int]]] | None
+    ) -> list[FloatArray | None] | None:
+        """For each row of `located` the weights [L], or None where all targets count; None if they do in all rows.
+
+        Args:
+            step: Of the run.
+            located: The same.
+            masked: From `masked`; targets behind the instance are left out.
+        """
+        if not self._objective.masks and masked is None:
+            return None
+        number = self._journal.segment_number(step)
+        length = self._journal.segments[number].sequence_length
+        weights = []
+        for row, index in enumerate(located.samples.tolist()):
+            weight = self._objective_weight(number, index, located, row)
+            if masked is not None and masked[row]:
+                weight = np.ones(length, np.float32) if weight is None else weight.copy()
+                for first, end in masked[row]:
+                    weight[first:end] = 0
+            weights.append(weight)
+        return weights
 
     def _objective_weight(self, number: int, index: int, located: Located, row: int) -> FloatArray | None:
         if not self._objective.masks:
@@ -73,19 +82,8 @@ class Masks:
         bounds = bounds_of(located.begins_of(row, size), size)
         return self._objective.weight(bounds, sample_key(self._journal.seed, index))
 
-    def _masked(
-        self, weight: FloatArray | None, skip: Skip, number: int, index: int, name: str, place: int
-    ) -> FloatArray | None:
-        """The weights with what a skip masks of sample `index`, which lies at `place` of source `name`."""
-        if masked := self._masked_targets(skip, number, index, name, place):
-            length = self._journal.segments[number].sequence_length
-            weight = np.ones(length, np.float32) if weight is None else weight.copy()
-            for first, end in masked:
-                weight[first:end] = 0
-        return weight
-
     def _masked_targets(
-        self, skip: Skip, number: int, index: int, name: str, place: int, ahead: int = 0
+        self, skip: Skip, number: int, index: int, name: str, place: int, ahead: int
     ) -> list[tuple[int, int]]:
         """The targets [first, end) that a skip masks of a sample, and of those `ahead`."""
         whole = [(0, self._journal.segments[number].sequence_length + ahead)]

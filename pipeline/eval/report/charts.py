@@ -55,15 +55,15 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     yield _by_step(runs, scale, "loss", "Loss", "nats per token", line="training", validation=True, logarithmic=True)
     yield from _losses_by_source(runs, scale)
     yield from _validations_by_source(runs, scale)
-    if any(np.isfinite(each.columns.column("mtp_loss")).any() for each in runs):
+    if _has(runs, "mtp_loss"):
         title = "Loss of multi-token prediction"
         yield _by_step(runs, scale, "mtp_loss", title, "nats per token, mean of the depths", logarithmic=True)
     yield _by_step(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True)
     yield _by_step(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
     yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
-    if any(np.isfinite(each.columns.column("mfu")).any() for each in runs):
+    if _has(runs, "mfu"):
         yield _by_step(runs, scale, "mfu", "Model FLOP utilization", "fraction of the peak", from_zero=True)
-    if any(np.isfinite(each.columns.column("load_max_over_mean")).any() for each in runs):
+    if _has(runs, "load_max_over_mean"):
         yield _by_step(
             runs,
             scale,
@@ -73,6 +73,11 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
             from_zero=True,
         )
         yield _by_step(runs, scale, "balance_loss", "Balance loss", "sum over layers, without coefficient")
+
+
+def _has(runs: Sequence[RunFacts], name: str) -> bool:
+    """True if a step of a run has a finite number in a column."""
+    return any(np.isfinite(each.columns.column(name)).any() for each in runs)
 
 
 def _tokens_at(facts: RunFacts, step: int) -> float:

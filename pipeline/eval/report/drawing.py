@@ -136,7 +136,7 @@ def _sheet(charts: Sequence[Chart], title: str, lines: Sequence[str], undrawn: S
 
 def height(chart: Chart) -> float:
     """Height of a chart in inches."""
-    return _HEIGHT if not isinstance(chart, BarChart) else _BAR_ROOM + _BAR_HEIGHT * 2 * max(1, len(chart.bars))
+    return _BAR_ROOM + _BAR_HEIGHT * 2 * max(1, len(chart.bars)) if isinstance(chart, BarChart) else _HEIGHT
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.common.errors import MachineError
-from pipeline.config.train import ResumeConfig
+from pipeline.config.run import ResumeConfig
 from pipeline.train.checkpoint.committed import Files, changed, wait_until_visible
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, Verify
 from pipeline.train.distributed.process_group import broadcast_from_rank0, gather

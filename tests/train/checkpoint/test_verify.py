@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.common.errors import EXIT_OTHER, EXIT_REFUSED, RankFailed, UserError
-from pipeline.config.train import ResumeConfig
+from pipeline.config.run import ResumeConfig
 from pipeline.train.checkpoint import committed
 from pipeline.train.checkpoint.manager import Checkpoints, Files, record_of
 from pipeline.train.checkpoint.resume_point import files_by_rank, resume_point, rewind_point
