@@ -8,12 +8,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.mixers import MAX_EXPERTS, MAX_LAYERS, MAX_ROWS, MAX_WIDTH, DeltaConfig, Mamba2Config, MlaConfig
 
-MAX_LAYERS = 4096
-MAX_WIDTH = 2**20
-MAX_ROWS = 2**28
-MAX_EXPERTS = 2**14
-"""Far above any model: a config.json of somebody else's may say a billion layers, each built before any is read."""
 EXPERT_MULTIPLE = 8
 """Divisor of both sizes of an expert: its products read rows of numbers of 2 bytes that begin at a multiple of 16."""
 
@@ -45,24 +41,6 @@ class RopeScalingConfig(Section):
     """yarn: see mscale; the products of queries and keys are multiplied by m(mscale_all_dim) squared."""
     attention_factor: float | None = Field(default=None, gt=0)
     """yarn: factor on cos and sin, in place of that of mscale and mscale_all_dim, by default 0.1 * ln(factor) + 1."""
-
-
-class MlaConfig(Section):
-    """Sizes of multi-head latent attention (`mixer: mla`, DeepSeek-V2 and V3), which has `heads` heads."""
-
-    kv_rank: int = Field(ge=1, le=MAX_WIDTH)
-    """Size of the latent that the keys and values of all heads are made of (V3: 512)."""
-    q_rank: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
-    """Size of the latent that queries are made of (V3: 1536); by default they come from the stream by one matrix."""
-    nope_dim: int = Field(ge=1, le=MAX_WIDTH)
-    """Dimensions of a query and key head that are made of the latents and have no rotary embedding (V3: 128)."""
-    rope_dim: int = Field(ge=1, le=MAX_WIDTH)
-    """Dimensions of a head behind those that the rotary embedding turns (V3: 64); all heads share those of the keys."""
-    value_dim: int = Field(ge=1, le=MAX_WIDTH)
-    """Size of a value head (V3: 128)."""
-    norm_eps: float | None = Field(default=None, gt=0)
-    """Added to the variance in the norms of the latents; by default norm_eps of the model. Files of Hugging Face's have
-    1e-6 there, whatever their other norms have."""
 
 
 class InitConfig(Section):
@@ -176,18 +154,23 @@ class LayerConfig(Section):
     """Keys of `model:` that `model.kinds` may set for some layers."""
 
     heads: int = Field(default=1, ge=1, le=MAX_WIDTH)
-    """Query heads."""
+    """Query heads. Layers with attention need it."""
     kv_heads: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """Key and value heads (grouped-query attention); by default `heads`."""
     head_dim: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """Size of a head; by default dim / heads."""
     ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
     """Hidden size of the mlp; by default 4 * dim without a gate and 8/3 * dim, rounded up to a multiple of 64, with."""
-    mixer: Literal["attention", "mla", "none"] = "attention"
+    mixer: Literal["attention", "mla", "mamba2", "gated_delta", "kda", "none"] = "attention"
     """Part of a layer that moves information between positions. `attention`: with grouped queries. `mla`: keys and
-    values are made of a small latent of each token, see `mla`. `none`: the layer is an mlp alone."""
+    values are made of a small latent of each token, see `mla`. `mamba2`, `gated_delta`, `kda`: recurrences, with a
+    state of one size whatever the length, see `mamba2` and `delta`. `none`: the layer is an mlp alone."""
     mla: MlaConfig | None = None
     """Sizes of latent attention."""
+    mamba2: Mamba2Config | None = None
+    """Sizes of Mamba-2."""
+    delta: DeltaConfig | None = None
+    """Sizes of gated_delta and kda."""
     mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2", "experts", "none"] = "swiglu"
     """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2); `gelu_exact`: without it (Pythia).
     `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu2`: relu(w1 x)^2 (Nemotron). `experts`: a
@@ -240,8 +223,6 @@ class LayerKindConfig(LayerConfig):
 class ModelConfig(LayerConfig, _Size):
     """A decoder: embedding, `layers` blocks of attention and mlp, head."""
 
-    heads: int = Field(ge=1, le=MAX_WIDTH)
-    """Query heads."""
     pattern: list[str] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
     """Kinds of the layers, by their names in `kinds`: repeated until there are `layers`, which need not be a multiple.
     By default all layers are equal."""
@@ -258,7 +239,8 @@ class ModelConfig(LayerConfig, _Size):
     max_positions: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """Rows of the learned position embedding; by default train.sequence_length. Not used by rope."""
     document_attention: bool = False
-    """Attention stays inside a document and positions restart at its first token. False: windows are one text."""
+    """Attention, and the state of a recurrence, stays inside a document and positions restart at its first token.
+    False: windows are one text."""
     tie_embeddings: bool = False
     """The head uses the embedding's weights."""
     vocab_size: int | None = Field(default=None, ge=1, le=MAX_ROWS)
@@ -327,10 +309,11 @@ class ModelConfig(LayerConfig, _Size):
         if self.experts is not None and all(layer.mlp != "experts" for _, layer, _ in layers):
             raise ValueError("experts needs layers with mlp: experts, and there are none")
         mixers = {layer.mixer for _, layer, _ in layers} - {"none"}
-        if mixers == {"mla"}:
-            _check_unused_by_mla(self, "")
-        elif self.mla is not None and "mla" not in mixers:
-            raise ValueError("mla needs layers with mixer: mla, and no kind has it")
+        if len(mixers) == 1:
+            _check_unused(self, self, "", *mixers)
+        for key, kinds in _SECTIONS.items():
+            if getattr(self, key) is not None and not mixers.intersection(kinds):
+                raise ValueError(f"{key} needs layers with mixer: {' or '.join(kinds)}, and there are none")
         return self
 
 
@@ -370,16 +353,25 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
             raise ValueError(f"{where}dim {model.dim} is not a multiple of {EXPERT_MULTIPLE}, which mlp: experts needs")
     elif own.experts is not None and where:
         raise ValueError(f"{where}experts needs mlp: experts, and mlp is {layer.mlp}")
-    if own.mla is not None and layer.mixer != "mla":
-        raise ValueError(f"{where}mla needs mixer: mla, and mixer is {layer.mixer}")
+    for key, mixers in _SECTIONS.items():
+        if getattr(own, key) is not None and layer.mixer not in mixers:
+            raise ValueError(f"{where}{key} needs mixer: {' or '.join(mixers)}, and mixer is {layer.mixer}")
+        if getattr(layer, key) is None and layer.mixer in mixers:
+            raise ValueError(f"{where}mixer: {layer.mixer} needs the section {key} with its sizes")
     if layer.mixer == "none":
         return
+    _check_unused(layer, own, where, layer.mixer)
+    if layer.mixer in RECURRENT:
+        _check_recurrent(layer, model, where)
+        return
+    if not {"heads"} & (layer.model_fields_set | model.model_fields_set):
+        raise ValueError(f"{where}heads is missing, which mixer: {layer.mixer} needs")
     if layer.positions != "rope" and own.rope_scaling is not None:
         raise ValueError(f"{where}rope_scaling needs positions: rope")
     if layer.attention_scale is not None and model.init.scheme == "mup":
         raise ValueError(f"{where}attention_scale and init.scheme: mup both set the factor on attention; leave one out")
     if layer.mixer == "mla":
-        _check_mla(layer, where, own)
+        _check_mla(layer, where)
     else:
         _check_heads(layer, model, where)
 
@@ -398,22 +390,41 @@ def _check_heads(layer: LayerConfig, model: ModelConfig, where: str) -> None:
         raise ValueError(f"{where}rope_share {layer.rope_share} of a head is {turned:g}, which must be an even number")
 
 
-_NOT_OF_MLA = ("kv_heads", "head_dim", "qk_norm", "rope_share", "output_gate")
-"""Keys of attention that latent attention has otherwise, or not."""
+RECURRENT = ("mamba2", "gated_delta", "kda")
+"""Values of `mixer` that are recurrences."""
+_SECTIONS = {"mla": ("mla",), "mamba2": ("mamba2",), "delta": ("gated_delta", "kda")}
+"""By section of sizes, the values of `mixer` that have it."""
+_OF_HEADS = ("kv_heads", "head_dim", "qk_norm", "rope_share", "output_gate")
+_OF_ATTENTION = ("heads", *_OF_HEADS, "sliding_window", "attention_scale", "attention_soft_cap", "sinks")
+_UNUSED = {"mla": _OF_HEADS, **dict.fromkeys(RECURRENT, _OF_ATTENTION)}
+"""By value of `mixer`, keys of attention that it has otherwise, or not."""
 
 
-def _check_mla(layer: LayerConfig, where: str, own: LayerConfig) -> None:
+def _check_unused(layer: LayerConfig, own: LayerConfig, where: str, mixer: str) -> None:
+    """Raise a `ValueError` where a key of attention is meant for a mixer that does not have it."""
+    for key in _UNUSED.get(mixer, ()):
+        if getattr(own, key) != LayerConfig.model_fields[key].default:
+            section = next(name for name, mixers in _SECTIONS.items() if mixer in mixers)
+            raise ValueError(f"{where}{key} is not for mixer: {mixer}, whose sizes are in {section}; leave it out")
+    # Layers with latent attention do not inherit a bias of attention, those of a recurrence beside attention may.
+    bias = layer.bias if mixer == "mla" else own.bias
+    if mixer in _UNUSED and bias not in ("none", "mlp"):
+        raise ValueError(f"{where}bias: {bias} is not for mixer: {mixer}, which has no biases; set none or mlp")
+
+
+def _check_mla(layer: LayerConfig, where: str) -> None:
     """Raise a `ValueError` where the keys of latent attention do not fit."""
-    if layer.mla is None:
-        raise ValueError(f"{where}mixer: mla needs mla: {{kv_rank, nope_dim, rope_dim, value_dim}}")
-    _check_unused_by_mla(own, where)
-    if layer.bias not in ("none", "mlp"):
-        raise ValueError(f"{where}bias: {layer.bias} is not for mixer: mla, which has no biases; set none or mlp")
+    assert layer.mla is not None
     if layer.positions == "rope" and layer.mla.rope_dim % 2:
         raise ValueError(f"{where}mla.rope_dim {layer.mla.rope_dim} must be an even number with positions: rope")
 
 
-def _check_unused_by_mla(own: LayerConfig, where: str) -> None:
-    for key in _NOT_OF_MLA:
-        if getattr(own, key) != LayerConfig.model_fields[key].default:
-            raise ValueError(f"{where}{key} is not for mixer: mla, whose sizes are in mla; leave it out")
+def _check_recurrent(layer: LayerConfig, model: ModelConfig, where: str) -> None:
+    """Raise a `ValueError` where the keys of a recurrence do not fit."""
+    if model.init.scheme == "mup":
+        raise ValueError(f"{where}init.scheme: mup is not known for mixer: {layer.mixer}; set depth_scaled or normal")
+    delta = layer.delta
+    if layer.mixer == "kda" and delta is not None and delta.value_heads not in (None, delta.key_heads):
+        raise ValueError(f"{where}delta.value_heads must be as many as key_heads with mixer: kda; leave it out")
+    if layer.mixer == "gated_delta" and delta is not None and delta.rank is not None:
+        raise ValueError(f"{where}delta.rank needs mixer: kda, and mixer is gated_delta")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config.model import MAX_LAYERS, ExpertsConfig, MlaConfig, ModelConfig
+from pipeline.config.mixers import MAX_LAYERS, MlaConfig
+from pipeline.config.model import ExpertsConfig, ModelConfig
 from pipeline.train.huggingface.config_experts import (
     OF_SOME_LAYERS,
     SIZES,
