@@ -311,9 +311,9 @@ class ModelConfig(LayerConfig, _Size):
         mixers = {layer.mixer for _, layer, _ in layers} - {"none"}
         if len(mixers) == 1:
             _check_unused(self, self, "", *mixers)
-        for key, kinds in _SECTIONS.items():
-            if getattr(self, key) is not None and not mixers.intersection(kinds):
-                raise ValueError(f"{key} needs layers with mixer: {' or '.join(kinds)}, and there are none")
+        for key, owners in _SECTIONS.items():
+            if getattr(self, key) is not None and not mixers.intersection(owners):
+                raise ValueError(f"{key} needs layers with mixer: {' or '.join(owners)}, and there are none")
         return self
 
 
@@ -353,10 +353,10 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
             raise ValueError(f"{where}dim {model.dim} is not a multiple of {EXPERT_MULTIPLE}, which mlp: experts needs")
     elif own.experts is not None and where:
         raise ValueError(f"{where}experts needs mlp: experts, and mlp is {layer.mlp}")
-    for key, mixers in _SECTIONS.items():
-        if getattr(own, key) is not None and layer.mixer not in mixers:
-            raise ValueError(f"{where}{key} needs mixer: {' or '.join(mixers)}, and mixer is {layer.mixer}")
-        if getattr(layer, key) is None and layer.mixer in mixers:
+    for key, owners in _SECTIONS.items():
+        if getattr(own, key) is not None and layer.mixer not in owners:
+            raise ValueError(f"{where}{key} needs mixer: {' or '.join(owners)}, and mixer is {layer.mixer}")
+        if getattr(layer, key) is None and layer.mixer in owners:
             raise ValueError(f"{where}mixer: {layer.mixer} needs the section {key} with its sizes")
     if layer.mixer == "none":
         return
@@ -364,7 +364,7 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
     if layer.mixer in RECURRENT:
         _check_recurrent(layer, model, where)
         return
-    if not {"heads"} & (layer.model_fields_set | model.model_fields_set):
+    if "heads" not in layer.model_fields_set | model.model_fields_set:
         raise ValueError(f"{where}heads is missing, which mixer: {layer.mixer} needs")
     if layer.positions != "rope" and own.rope_scaling is not None:
         raise ValueError(f"{where}rope_scaling needs positions: rope")

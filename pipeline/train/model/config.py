@@ -13,6 +13,8 @@ from typing import get_args
 from pipeline.common.errors import UserError
 from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.mixers.delta.spec import DeltaSpec, KdaSpec
+from pipeline.train.model.mixers.mamba2.spec import Mamba2Spec
 from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.mlps.dense.spec import DenseKind, MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
@@ -88,6 +90,9 @@ def period_of(items: Sequence[object]) -> int:
 MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {
     "attention": AttentionSpec.of,
     "mla": MlaSpec.of,
+    "mamba2": Mamba2Spec.of,
+    "gated_delta": DeltaSpec.of,
+    "kda": KdaSpec.of,
 }
 """By value of `model.mixer`, what makes the spec of the mixer."""
 MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = {

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
 from pipeline.train.model.dropout import Dropout, PlacedDropout
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
+from pipeline.train.model.kernels.recurrent import PLAIN, RecurrentKernels
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.mlps.experts.routing import Routed, Routing
 from pipeline.train.model.states import MixerState, Places, States
+
+if TYPE_CHECKING:
+    from pipeline.train.model.mixers.recurrence import Pieces
 
 
 class ActivationObserver(Protocol):
@@ -45,6 +49,12 @@ class SequenceCut(Protocol):
 
     def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
         """Positions, from and to, of each piece that `attend` cuts the queries into; the length is the whole's."""
+
+    def gather_pieces(self, x_P: Tensor) -> Tensor:
+        """What is known of each of this process's pieces, [P, ...], of all pieces in their order: [N, ...].
+
+        Its gradient is summed over the processes, each of which gets that of its pieces.
+        """
 
     def own_heads(self, x_H: Tensor) -> Tensor:
         """Those elements, one for each query head of this process, whose heads `attend` computes here."""
@@ -150,6 +160,8 @@ class LayerContext:
         mask: With states, which keys are seen, see `AttentionMask.mask`.
         places: Where the new positions go in the states.
         dropout: What is dropped in this pass, at the places of the part of the model, or within one layer.
+        pieces: Pieces of the sequence that a recurrence is computed by, where there are no states.
+        recurrent: What computes recurrences.
         routed: What the tokens of a layer chose goes here; None: nobody asks.
         chosen: What a pass of a layer chose that backward repeats; empty before it.
     """
@@ -168,6 +180,8 @@ class LayerContext:
     dropout: PlacedDropout | None = None
     routing: Routing | None = None
     on_routed: RoutingObserver | None = None
+    pieces: Pieces | None = None
+    recurrent: RecurrentKernels = PLAIN
     routed: list[Routed] | None = None
     chosen: list[Any] | None = None
 

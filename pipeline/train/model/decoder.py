@@ -19,8 +19,10 @@ from pipeline.train.model.context import Context, LayerContext, Mixer, SequenceC
 from pipeline.train.model.dropout import Dropout, DropoutPlaces, PlacedDropout, dropped
 from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel, Prepared, mask_by_row
+from pipeline.train.model.kernels.recurrent import PLAIN
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
+from pipeline.train.model.mixers.recurrence import Pieces
 from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec, Reach
@@ -64,6 +66,7 @@ class Decoder(nn.Module):
 
     Attributes:
         kernel: What computes attention, where there are no states.
+        recurrent: What computes recurrences.
         stream_shard: With tensor parallelism that cuts the residual stream along the sequence, what gives of positions
             [1, S] those of this rank.
     """
@@ -73,6 +76,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.part = part = part or ModelPart.whole(spec)
         self.kernel: Kernel = Sdpa()
+        self.recurrent = PLAIN
         self.stream_shard: Callable[[Tensor], Tensor] | None = None
         self._prepared = Prepared()
         self._dropout_places = DropoutPlaces(
@@ -215,12 +219,16 @@ class Decoder(nn.Module):
             seen = {each: self._look(common, documents, each, x.shape[0], keys, device) for each in reaches}
         if context.cut is not None:
             positions = context.cut.shard(positions)
+        pieces = None
+        if places is None and any(mixer.recurrent for mixer in different.values()):
+            pieces = Pieces.of(keys, context.bounds_BS, context.cut)
         ropes = dict.fromkeys(mixer.rope for mixer in different.values() if mixer.rope is not None)
         tables = {spec: rope_tables(spec, positions) for spec in ropes}
         contexts = {id(None): common}
         for key, mixer in different.items():
             use, rope = uses[key], mixer.rope
             looking = common if use is None else seen[use.reach]
+            looking = replace(looking, pieces=pieces, recurrent=self.recurrent) if mixer.recurrent else looking
             contexts[key] = looking if rope is None else replace(looking, rope=tables[rope])
         return positions, common.dropout, [contexts[id(mixer)] for mixer in mixers]
 

@@ -55,7 +55,7 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
         elif name.endswith(".bias") or (stack is not None and parameter.ndim == 2):
             local.zero_()
         elif _NORM.fullmatch(name):
-            local.fill_(1 - spec.norm.offset)
+            local.fill_(1 - _norm_offset(name, spec))
         elif stack is not None:
             std = weight_std(name, spec, init)
             rows, columns = local_range(parameter, 1), local_range(parameter, 2)
@@ -95,6 +95,12 @@ def is_layer_matrix(name: str, spec: DecoderSpec) -> bool:
     return _matrix(name, spec) is not None or (stack is not None and name.endswith(stack.name))
 
 
+def takes_muon(name: str, spec: DecoderSpec) -> bool:
+    """True for a matrix that Muon may have."""
+    matrix = _matrix(name, spec)
+    return is_layer_matrix(name, spec) and (matrix is None or matrix.muon)
+
+
 def _matrix(name: str, spec: DecoderSpec) -> Matrix | None:
     part, own = _part(name, spec)
     if part is not None:
@@ -114,6 +120,13 @@ def stack_of(name: str, spec: DecoderSpec) -> Stack | None:
 def _vector(name: str, spec: DecoderSpec) -> Vector | None:
     part, own = _part(name, spec)
     return None if part is None else next((each for each in part.vectors if each.name == own), None)
+
+
+def _norm_offset(name: str, spec: DecoderSpec) -> float:
+    """That of a norm within a part, or of the norms of the model."""
+    part, own = _part(name, spec)
+    within = () if part is None else part.head_norms
+    return next((norm.spec.offset for norm in within if own == f"{norm.name}.weight"), spec.norm.offset)
 
 
 def _part(name: str, spec: DecoderSpec) -> tuple[LayerPartSpec | None, str]:

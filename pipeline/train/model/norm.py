@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +15,26 @@ def build_norm(spec: NormSpec, dim: int) -> nn.Module:
         assert spec.offset == 0, "a layernorm with an offset"
         return nn.LayerNorm(dim, spec.eps, bias=spec.bias)
     return nn.RMSNorm(dim, spec.eps) if spec.offset == 0 else OffsetRMSNorm(spec, dim)
+
+
+class GroupedRMSNorm(nn.RMSNorm):
+    """RMSNorm of equal groups of neighbours, each by itself."""
+
+    def __init__(self, spec: NormSpec, dim: int, groups: int) -> None:
+        super().__init__(dim, spec.eps)
+        self.offset = spec.offset
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return grouped_rms_norm(x, self.weight, self.offset, self.eps or 0.0, self.groups)
+
+
+def grouped_rms_norm(x: Tensor, weight_D: Tensor, offset: float, eps: float, groups: int) -> Tensor:
+    """[..., D] -> [..., D], computed in fp32."""
+    grouped = torch.unflatten(x.float(), -1, (groups, -1))
+    normalized = F.rms_norm(grouped, grouped.shape[-1:], None, eps).flatten(-2)
+    return (normalized * (weight_D.float() + offset)).to(x.dtype)
 
 
 class OffsetRMSNorm(nn.RMSNorm):

@@ -91,6 +91,8 @@ class Matrix:
     """The product may be in fp8."""
     of_whole: bool = False
     """Its input comes from a `whole` matrix, so that each rank keeps its part of the gradient of that."""
+    muon: bool = True
+    """Muon may have it. False: its rows are rates or gates of some heads each, and no map between spaces."""
 
     @property
     def elements(self) -> int:
@@ -194,12 +196,26 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Vector:
-    """A parameter that is in no `nn.Linear`: taps of a convolution, sinks, decays. tp cuts its rows."""
+    """A parameter that is in no `nn.Linear`: taps of a convolution, sinks, decays. tp cuts its rows.
+
+    The module that has one with `heads` has an attribute `own_rows`: the slice of those that it uses, where all ranks
+    have all of them, and otherwise None.
+    """
 
     name: str
     """Within the part; with a dot that of a module within it."""
     shape: tuple[int, ...]
     initial: Normal | Uniform = Normal()
+    heads: int | None = None
+    """See `Matrix`."""
+
+    def shared(self, tp: int) -> bool:
+        """See `Matrix`."""
+        return self.heads is not None and self.heads % tp > 0
+
+    def parameters(self, tp: int) -> int:
+        """Elements that a rank of tp has."""
+        return prod(self.shape) // (1 if self.shared(tp) else tp)
 
 
 @dataclass(frozen=True)
@@ -215,6 +231,12 @@ class HeadNorm:
     head_dim: int
     heads: int | None = None
     """Heads that are normalized together; None: each by itself."""
+    groups: int = 1
+    """Equal runs of these heads, each of which is normalized by itself."""
+
+    def sums(self, tp: int) -> int:
+        """Numbers of a token that are summed over tp, where a rank does not have all of what it normalizes."""
+        return 0 if self.heads is None or self.groups % tp == 0 else self.groups
 
     def parameters(self, tp: int) -> int:
         """Parameters on a rank of tp."""
@@ -248,6 +270,16 @@ class CpTransfer:
     """Numbers sent in all calls, for each token of a rank."""
     repeated_flops: float = 0.0
     """FLOPs in the forward pass, for each token of a rank, that each rank does for all tokens, less those counted."""
+    of_sample: int = 0
+    """Numbers sent in all calls for each sample, whatever its length. With them, or those below, all ranks get what
+    each has, whatever the method."""
+    of_sample_fp32: int = 0
+    """The same of numbers in fp32."""
+
+    @property
+    def gathers(self) -> bool:
+        """True if all ranks get what each has, whatever the method."""
+        return bool(self.of_sample or self.of_sample_fp32)
 
 
 @dataclass(frozen=True)
@@ -347,9 +379,9 @@ class LayerPartSpec(ABC):
         """Norms within the part."""
         return ()
 
-    def tp_sums(self, tp: int) -> int:
-        """All-reduces over tp within the part's forward pass, each of one fp32 number of a token."""
-        return 0
+    def tp_sums(self, tp: int) -> tuple[int, ...]:
+        """Fp32 numbers of a token in each all-reduce over tp within the part's forward pass."""
+        return tuple(sums for norm in self.head_norms if (sums := norm.sums(tp)))
 
     @property
     @abstractmethod
@@ -395,7 +427,7 @@ class LayerPartSpec(ABC):
         """Parameters on one rank of tp."""
         biases = sum(matrix.bias_parameters(tp) for matrix in self.matrices)
         norms = sum(norm.parameters(tp) for norm in self.head_norms)
-        vectors = sum(prod(vector.shape) // tp for vector in self.vectors)
+        vectors = sum(vector.parameters(tp) for vector in self.vectors)
         return self.matrix_parameters(tp) + biases + norms + vectors + self.stack_parameters(tp)
 
     def matrix_parameters(self, tp: int = 1) -> int:
@@ -411,6 +443,9 @@ class LayerPartSpec(ABC):
         for norm in self.head_norms:
             if norm.heads is None:
                 yield from norm.spec.parameters(norm.head_dim)
+        for vector in self.vectors:
+            if vector.shared(tp):
+                yield prod(vector.shape)
         for matrix in self.matrices:
             if matrix.whole(tp):
                 yield matrix.elements
@@ -433,6 +468,11 @@ class MixerSpec(LayerPartSpec):
     def rope(self) -> RopeSpec | None:
         """Rotary embedding; None: it has none."""
         return None
+
+    @property
+    def recurrent(self) -> bool:
+        """True if a state goes from position to position, see `pipeline.train.model.mixers.recurrence`."""
+        return False
 
     def sees_all(self, length: int) -> bool:
         """True if a kernel needs no mask for a sequence of one document."""

@@ -93,7 +93,7 @@ class Recompute:
         needless = {len(spec.matrices) - 1} if spec.ends_in_sum else set()
         if tp > 1 and "communication" in config.keep:
             needless |= {number for number, matrix in enumerate(spec.matrices.values()) if matrix.to_residual}
-        sums = sum(1 + part.tp_sums(tp) for part in spec.parts.values())
+        sums = sum(1 + len(part.tp_sums(tp)) for part in spec.parts.values())
         keep = {operation for name in config.keep for operation in OPERATIONS[name]}
         if "attention" in config.keep:
             keep.update(packed.operations())

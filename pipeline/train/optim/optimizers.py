@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config import Config
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.init import is_layer_matrix, lr_scale, stack_of
+from pipeline.train.model.init import lr_scale, stack_of, takes_muon
 from pipeline.train.optim.bf16_adamw import Bf16AdamW
 from pipeline.train.optim.muon import Muon
 from pipeline.train.optim.muon_owners import group_of
@@ -62,7 +62,7 @@ def _build(config: Config, part: Decoder, group: dist.ProcessGroup | None) -> tu
     optimizer = config.train.optimizer
     groups: dict[tuple[bool, float, float], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in part.named_parameters():
-        muon = optimizer.type == "muon" and is_layer_matrix(name, part.spec)
+        muon = optimizer.type == "muon" and takes_muon(name, part.spec)
         dimensions = parameter.ndim if stack_of(name, part.spec) is None else parameter.ndim - 1
         decay = weight_decay(name, dimensions, optimizer)
         scale = lr_scale(name, part.spec, config.model.init) * group_lr_scale(name, optimizer.groups)

@@ -83,6 +83,12 @@ class GatheredKeys(_ContextAxis):
         size = length // (2 * self.size)
         return tuple((place * size, (place + 1) * size) for place in self._places(self.rank))
 
+    def gather_pieces(self, x_P: Tensor) -> Tensor:
+        """See `SequenceCut`."""
+        of_ranks = cast(Tensor, _GatherPieces.apply(x_P, self))  # type: ignore[no-untyped-call]
+        # The second pieces of the ranks follow each other from the end on.
+        return torch.cat((of_ranks[:, 0], of_ranks[:, 1].flip(0)))
+
     def own_heads(self, x_H: Tensor) -> Tensor:
         """See `SequenceCut`: all."""
         return x_H
@@ -170,6 +176,19 @@ class _Gather(torch.autograd.Function):
         return reduce_scatter(ctx.cut.dealt(gradients[0]), ctx.cut.group), None
 
 
+class _GatherPieces(torch.autograd.Function):
+    """[P, ...] of each rank -> [cp, P, ...]; the gradient of a rank's own is the sum over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x_P: Tensor, cut: _ContextAxis) -> Tensor:
+        ctx.cut = cut
+        return all_gather(x_P, cut.group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(gradients[0], ctx.cut.group), None
+
+
 @dataclass(frozen=True)
 class ExchangedHeads(_ContextAxis):
     """Every rank has one piece of the sequence, and some heads of all of it while it attends."""
@@ -183,6 +202,10 @@ class ExchangedHeads(_ContextAxis):
     def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
         """See `SequenceCut`: one, as without cp."""
         return ((0, length),)
+
+    def gather_pieces(self, x_P: Tensor) -> Tensor:
+        """See `SequenceCut`."""
+        return cast(Tensor, _GatherPieces.apply(x_P, self))[:, 0]  # type: ignore[no-untyped-call]
 
     def own_heads(self, x_H: Tensor) -> Tensor:
         """See `SequenceCut`: piece r of cp."""

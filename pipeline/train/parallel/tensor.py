@@ -45,7 +45,8 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.head import Head
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.mtp import MtpLayer
-from pipeline.train.model.part_spec import HeadNorm, LayerPartSpec, Matrix
+from pipeline.train.model.norm import grouped_rms_norm
+from pipeline.train.model.part_spec import HeadNorm, LayerPartSpec
 from pipeline.train.parallel.experts import PositionsOfRanks, mixtures
 from pipeline.train.parallel.torch_compat.core import all_reduce, with_parts_of_gradient
 
@@ -127,7 +128,9 @@ def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: 
                 module.set_submodule(matrix.name, WholeLinear(linear, mesh, stream))
         elif matrix.shared(mesh.size()):
             linear = cast(nn.Linear, module.get_submodule(matrix.name))
-            module.set_submodule(matrix.name, SharedHeads(linear, _shared_rows(matrix, mesh), mesh))
+            assert matrix.heads is not None
+            rows = _shared_rows(matrix.heads, matrix.rows, mesh)
+            module.set_submodule(matrix.name, SharedHeads(linear, rows, mesh))
         elif matrix.cut == "whole":
             plan[matrix.name] = _WholeParameters(_OWN)
         elif matrix.cut == "columns":
@@ -140,17 +143,21 @@ def _cut_part(module: nn.Module, part: LayerPartSpec, mesh: DeviceMesh, stream: 
         else:
             module.set_submodule(norm.name, ShardedRMSNorm(norm, module.get_submodule(norm.name), mesh))
     for vector in part.vectors:
-        inner, _, name = vector.name.rpartition(".")
-        whole = module.get_parameter(vector.name)
-        module.get_submodule(inner).register_parameter(name, _distributed(whole, mesh, Shard(0)))
+        name, _, own = vector.name.rpartition(".")
+        inner, shared = module.get_submodule(name), vector.shared(mesh.size())
+        placed = _distributed(module.get_parameter(vector.name), mesh, Replicate() if shared else Shard(0))
+        inner.register_parameter(own, placed)
+        if shared:
+            assert vector.heads is not None
+            inner.own_rows = _shared_rows(vector.heads, vector.shape[0], mesh)  # type: ignore[assignment]
     return plan
 
 
-def _shared_rows(matrix: Matrix, mesh: DeviceMesh) -> slice:
+def _shared_rows(heads: int, rows: int, mesh: DeviceMesh) -> slice:
     """Rows of the head that this rank uses: those that share one are consecutive."""
-    assert matrix.heads is not None and mesh.size() % matrix.heads == 0, (matrix, mesh.size())
-    head, rows = mesh.get_local_rank() * matrix.heads // mesh.size(), matrix.rows // matrix.heads
-    return slice(head * rows, (head + 1) * rows)
+    assert mesh.size() % heads == 0, (heads, mesh.size())
+    head, of_head = mesh.get_local_rank() * heads // mesh.size(), rows // heads
+    return slice(head * of_head, (head + 1) * of_head)
 
 
 def _distributed(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
@@ -288,22 +295,38 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMSNorm over all heads, of which this rank has some: the squares of all are summed over the ranks."""
+    """RMSNorm over all heads, or over runs of them, of which this rank has some.
+
+    The squares of what is normalized together are summed over the ranks, unless this one has all of it.
+    """
 
     def __init__(self, norm: HeadNorm, whole: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__()
         assert norm.heads is not None and norm.spec.kind == "rmsnorm"
-        self._size = norm.heads * norm.head_dim
+        ranks, rank = mesh.size(), mesh.get_local_rank()
+        assert norm.groups % ranks == 0 or ranks % norm.groups == 0, (norm, ranks)
+        self._own_groups = max(1, norm.groups // ranks)
+        self._summed = norm.sums(ranks)
+        self._group_of_rank = rank * norm.groups // ranks
+        self._size = norm.heads * norm.head_dim // norm.groups
         self._spec = norm.spec
         self._group = mesh.get_group()
         self.weight = _distributed(whole.get_parameter("weight"), mesh, Shard(0))
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         """The channels of this rank's heads, [B, S, C]."""
+        spec, weight_C = self._spec, cast(DTensor, self.weight).to_local()
+        if not self._summed:
+            return grouped_rms_norm(x_BSC, weight_C, spec.offset, spec.eps, self._own_groups)
         x = x_BSC.float()
-        squares_BS1 = cast(Tensor, _SumOverRanks.apply(x.square().sum(-1, keepdim=True), self._group))  # type: ignore[no-untyped-call]
-        normalized = x * torch.rsqrt(squares_BS1 / self._size + self._spec.eps)
-        return (normalized * (cast(DTensor, self.weight).to_local().float() + self._spec.offset)).to(x_BSC.dtype)
+        squares = x.square().sum(-1, keepdim=True)
+        if self._summed > 1:  # each group's, of which this rank knows something of one
+            before = self._group_of_rank
+            squares = F.pad(squares, (before, self._summed - 1 - before))
+        squares = cast(Tensor, _SumOverRanks.apply(squares, self._group))  # type: ignore[no-untyped-call]
+        squares_BS1 = squares[..., self._group_of_rank, None] if self._summed > 1 else squares
+        normalized = x * torch.rsqrt(squares_BS1 / self._size + spec.eps)
+        return (normalized * (weight_C.float() + spec.offset)).to(x_BSC.dtype)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -226,9 +226,10 @@ class _Counter:
 
     def _wide_norms(self, phase: Phase, layers: Sequence[LayerSpec]) -> Iterator[Transfer]:
         """Sums of squares over the ranks of tp."""
-        calls = sum(part.tp_sums(self._layout.tp) for layer in layers for part in layer.parts.values())
-        if calls:
-            yield self._in_each_micro_batch("tp", "all_reduce", "squares", phase, calls, calls * self._tokens * _FP32)
+        sums = [each for layer in layers for part in layer.parts.values() for each in part.tp_sums(self._layout.tp)]
+        if sums:
+            size = sum(sums) * self._tokens * _FP32
+            yield self._in_each_micro_batch("tp", "all_reduce", "squares", phase, len(sums), size)
 
     def _in_each_micro_batch(
         self, axis: Literal["tp", "cp", "ep"], operation: Operation, what: str, phase: Phase, calls: int, size: int
@@ -261,16 +262,17 @@ class _Counter:
 
     def _context_parallel(self) -> Iterator[Transfer]:
         layout, method = self._layout, self._parallel.cp_method
-        exchanges = method == "ulysses"
-        forward: Operation = "all_to_all" if exchanges else "all_gather"
-        backward: Operation = "all_to_all" if exchanges else "reduce_scatter"
-        repeats = (repeats_communication if exchanges else repeats_gathers)(self._recompute)
         for index, layer in self._layers:
             if layer.mixer is None:
                 continue
             sent = layer.mixer.cp_transfer(method, layout.tp, layout.cp)
             assert sent is not None, f"{layer.mixer.label} over cp"
-            size = self._tokens * sent.numbers * self._element
+            exchanges = method == "ulysses" and not sent.gathers
+            forward: Operation = "all_to_all" if exchanges else "all_gather"
+            backward: Operation = "all_to_all" if exchanges else "reduce_scatter"
+            repeats = (repeats_communication if exchanges else repeats_gathers)(self._recompute)
+            numbers = self._tokens * sent.numbers + self._samples * sent.of_sample
+            size = numbers * self._element + self._samples * sent.of_sample_fp32 * _FP32
             gradients = f"gradients of {sent.what}"
             yield self._in_each_micro_batch("cp", forward, sent.what, "forward", sent.calls, size)
             yield self._in_each_micro_batch("cp", backward, gradients, "backward", sent.calls, size)

@@ -50,7 +50,7 @@ class Chunks:
         # What fills up the last chunk continues its document.
         of_all_BS = F.pad(bounds_BS, (0, padding), mode="replicate") if padding else bounds_BS
         starts_n1 = torch.arange(0, length, CHUNK, device=bounds_BS.device)[:, None]
-        bounds_BnQ = of_all_BS.unflatten(1, (-1, CHUNK)) - starts_n1
+        bounds_BnQ = torch.unflatten(of_all_BS, 1, (-1, CHUNK)) - starts_n1
         place_Q = torch.arange(CHUNK, device=bounds_BS.device)
         last_Bn1 = bounds_BnQ[..., -1:]
         same_BnQQ = (place_Q <= place_Q[:, None]) & (place_Q >= bounds_BnQ[..., None])
@@ -71,7 +71,7 @@ class Chunks:
         padding = -self.length % CHUNK
         if padding:
             x_BS = F.pad(x_BS, (0, 0) * (x_BS.ndim - 2) + (0, padding))
-        return x_BS.unflatten(1, (-1, CHUNK))
+        return torch.unflatten(x_BS, 1, (-1, CHUNK))
 
     def join(self, x_BnQ: Tensor) -> Tensor:
         """The reverse of `cut`."""

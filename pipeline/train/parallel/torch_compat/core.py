@@ -57,9 +57,16 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter within a forward pass, with a gradient."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def own_part(parameter: torch.Tensor, rows: slice | None = None) -> torch.Tensor:
+    """This rank's part of a parameter within a forward pass, with a gradient.
+
+    Args:
+        parameter: Plain, or a DTensor.
+        rows: Those that this rank uses of a parameter that all ranks have; its gradient is a sum over the ranks.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local() if rows is None else parameter.to_local(grad_placements=[Partial()])[rows]
 
 
 def with_parts_of_gradient(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:

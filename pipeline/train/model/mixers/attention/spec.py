@@ -120,10 +120,6 @@ class AttentionSpec(MixerSpec):
             for name, count in zip(("q_norm", "k_norm"), heads, strict=True)
         )
 
-    def tp_sums(self, tp: int) -> int:
-        """Squares of queries and keys, where they are normalized over all heads."""
-        return 2 if tp > 1 and self.wide_qk_norm else 0
-
     @property
     def divisions(self) -> tuple[Division, ...]:
         """See `LayerPartSpec`."""

@@ -1,0 +1,172 @@
+"""Gated delta rules as data: everything that is asked about them without building them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.train.model.mixers.recurrent_spec import CHUNK, STEPS, RecurrentSpec, conv_vectors
+from pipeline.train.model.part_spec import Division, HeadNorm, Matrix, NormSpec, Uniform, Vector
+
+
+@dataclass(frozen=True)
+class DeltaSpec(RecurrentSpec):
+    """Gated delta rule: the state of a head decays at one rate."""
+
+    dim: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+    beta_max: float
+    norm: NormSpec
+    """Of the result of each head."""
+
+    label: ClassVar = "the gated delta rule"
+    module: ClassVar = "pipeline.train.model.mixers.delta.module.GatedDelta"
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: LayerConfig) -> DeltaSpec:
+        """That of the layers with these keys."""
+        sizes = layer.delta
+        assert sizes is not None
+        return cls(
+            dim=model.dim,
+            key_heads=sizes.key_heads,
+            value_heads=sizes.value_heads or sizes.key_heads,
+            key_dim=sizes.key_dim,
+            value_dim=sizes.value_dim,
+            conv_size=sizes.conv_size,
+            beta_max=float(sizes.beta_max),
+            norm=NormSpec("rmsnorm", sizes.norm_eps or model.norm_eps),
+        )
+
+    @property
+    def keys_dim(self) -> int:
+        """Size of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values_dim(self) -> int:
+        """Size of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def decays(self) -> int:
+        """Rates of decay of a position."""
+        return self.value_heads
+
+    @cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """See `LayerPartSpec`."""
+        return (
+            *self._of_rule,
+            Matrix("wa", self.value_heads, self.dim, "rows", fp8=False, muon=False),
+            Matrix("wz", self.values_dim, self.dim, "rows"),
+            self._last,
+        )
+
+    @property
+    def _of_rule(self) -> tuple[Matrix, ...]:
+        return (
+            Matrix("wq", self.keys_dim, self.dim, "rows"),
+            Matrix("wk", self.keys_dim, self.dim, "rows"),
+            Matrix("wv", self.values_dim, self.dim, "rows"),
+            Matrix("wb", self.value_heads, self.dim, "rows", fp8=False, muon=False),
+        )
+
+    @property
+    def _last(self) -> Matrix:
+        return Matrix("wo", self.dim, self.values_dim, "columns", to_residual=True)
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """See `LayerPartSpec`."""
+        return (
+            *conv_vectors("conv_q", self.keys_dim, self.conv_size),
+            *conv_vectors("conv_k", self.keys_dim, self.conv_size),
+            *conv_vectors("conv_v", self.values_dim, self.conv_size),
+            Vector("decay.a_log", (self.value_heads,), Uniform(1.0, 16.0, "log")),
+            Vector("decay.dt_bias", (self.decays,), STEPS),
+        )
+
+    @property
+    def head_norms(self) -> tuple[HeadNorm, ...]:
+        """See `LayerPartSpec`."""
+        return (HeadNorm("norm", self.norm, self.value_dim),)
+
+    @property
+    def divisions(self) -> tuple[Division, ...]:
+        """See `LayerPartSpec`."""
+        # Value heads stay with their key heads.
+        return (Division("delta.key_heads", self.key_heads),)
+
+    def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
+        """The state, what a key replaces in it and what is read of it; products within a chunk."""
+        state = 6.0 * self.value_heads * self.key_dim * self.value_dim
+        return state + CHUNK * self.value_heads * (3 * self.key_dim + 2 * self.value_dim)
+
+    def elementwise_numbers(self, tp: int) -> float:
+        """Convolutions and norms of queries and keys; decays; the gate."""
+        return (2 * (4 * self.keys_dim + self.values_dim) + 3 * self.values_dim + 3 * self.decays) / tp
+
+    def kept_numbers(self, tp: int) -> float:
+        """Inputs and results of the convolutions; decays; the result of the rule, of the norm, and the gate."""
+        return (2 * (2 * self.keys_dim + self.values_dim) + 3 * self.values_dim + 2 * self.decays) / tp
+
+    def kept_results(self, keep: Collection[str], tp: int) -> float:
+        """Those of all products but the last."""
+        if "matmul" not in keep:
+            return 0.0
+        return sum(matrix.on_rank(tp)[0] for matrix in self.matrices[:-1])
+
+    def most_numbers(self, sequence_length: int) -> int:
+        """See `LayerPartSpec`."""
+        states = self.value_heads * self.key_dim * self.value_dim // CHUNK
+        of_heads = self.value_heads * (24 * (self.key_dim + self.value_dim) + 8 * CHUNK)
+        return 40 * self.dim + of_heads + 8 * states
+
+    def conv_channels(self, tp: int) -> int:
+        """See `RecurrentSpec`."""
+        return (2 * self.keys_dim + self.values_dim) // tp
+
+    def piece_numbers(self, tp: int) -> int:
+        """See `RecurrentSpec`: the state of each head and the matrix that an entering one is multiplied with."""
+        return self.value_heads // tp * self.key_dim * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class KdaSpec(DeltaSpec):
+    """Kimi delta attention: each dimension of a key head decays at a rate of its own."""
+
+    rank: int
+    """Size between the two matrices of the decay, and of the gate."""
+
+    label: ClassVar = "Kimi delta attention"
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: LayerConfig) -> KdaSpec:
+        """That of the layers with these keys."""
+        assert layer.delta is not None
+        return cls(**vars(DeltaSpec.of(model, layer)), rank=layer.delta.rank or layer.delta.value_dim)
+
+    @property
+    def decays(self) -> int:
+        """Rates of decay of a position."""
+        return self.keys_dim
+
+    @cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """See `LayerPartSpec`."""
+        return (
+            *self._of_rule,
+            Matrix("waa", self.rank, self.dim, "whole"),
+            Matrix("wab", self.decays, self.rank, "rows", of_whole=True),
+            Matrix("wza", self.rank, self.dim, "whole"),
+            Matrix("wzb", self.values_dim, self.rank, "rows", of_whole=True),
+            self._last,
+        )
