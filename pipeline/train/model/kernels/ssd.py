@@ -14,7 +14,7 @@ N state size, K chunks at a time, n chunks, Q positions of one, see `chunks.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -26,8 +26,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from pipeline.train.model.kernels.chunks import CHUNK, Chunks
 
-_SCORES = {"cpu": 1 << 17, "cuda": 1 << 26}
-"""Numbers of scores that are in memory at a time: on a CPU they stay in its cache."""
+_RUN = 16
+"""Heads that a CPU computes at a time, at most, in one chunk of one row: their state and scores stay in its cache."""
+_SCORES = 1 << 26
+"""Numbers of scores that are in the memory of a GPU at a time."""
 
 
 def ssd(
@@ -68,7 +70,8 @@ def ssd_entering(dt_BSH: Tensor, a_H: Tensor, c_BSGN: Tensor, chunks: Chunks, st
     factor_BSH = chunks.join(within_BnQH + before_BnH[:, :, None]).exp()
     if chunks.bounds_BS is not None:
         factor_BSH = factor_BSH * (chunks.bounds_BS < 0)[..., None]
-    read_BGSX = c_BSGN.to(state_BHPN.dtype).transpose(1, 2) @ _by_groups(state_BHPN, G)
+    state_BGNX = state_BHPN.reshape(B, G, H // G * P, -1).transpose(2, 3)
+    read_BGSX = c_BSGN.to(state_BHPN.dtype).transpose(1, 2) @ state_BGNX
     return read_BGSX.transpose(1, 2).reshape(B, S, H, P) * factor_BSH[..., None]
 
 
@@ -89,190 +92,179 @@ def ssd_step(
     return (state_BHPN @ c_BHN[..., None])[..., 0].to(x_BHP.dtype), state_BHPN
 
 
-def _by_groups(state_BHPN: Tensor, groups: int) -> Tensor:
-    """[B, H, P, N] -> [B, G, N, R P]."""
-    B, _, _, N = state_BHPN.shape
-    return state_BHPN.reshape(B, groups, -1, N).transpose(2, 3)
-
-
-def _by_heads(state_BGNX: Tensor, heads: int) -> Tensor:
-    """The reverse of `_by_groups`."""
-    B, _, N, _ = state_BGNX.shape
-    return state_BGNX.transpose(2, 3).reshape(B, heads, -1, N)
-
-
 @dataclass(frozen=True)
-class _Inputs:
-    """Tensors that a scan is of."""
+class _Documents:
+    """Masks of the chunks of some rows, see `Chunks`, and the functions that apply them."""
 
-    x_BSHP: Tensor
-    dt_BSH: Tensor
-    a_H: Tensor
-    b_BSGN: Tensor
-    c_BSGN: Tensor
-    same_BnQQ: Tensor | None
+    length: int
+    dtype: torch.dtype
+    same_BnQQ: Tensor
     enters_BnQ: Tensor | None
     leaves_BnQ: Tensor | None
     passes_Bn: Tensor | None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of all that is computed."""
-        return torch.promote_types(self.x_BSHP.dtype, torch.float32)
+    def cut(self, x_BS: Tensor) -> Tensor:
+        """[B, S, ...] -> [B, n, Q, ...], filled up with zeros."""
+        return Chunks(self.length).cut(x_BS.to(self.dtype))
 
-    @property
-    def groups(self) -> int:
-        return self.b_BSGN.shape[2]
+    @cached_property
+    def ones_BnQQ(self) -> Tensor:
+        return self.same_BnQQ.to(self.dtype)
 
-    def blocks(self) -> list[_Block]:
-        """The chunks of the sequence, as many at a time as may be in memory."""
-        B, S, H, _ = self.x_BSHP.shape
-        most = _SCORES["cpu" if self.x_BSHP.device.type == "cpu" else "cuda"]
-        size, count = max(1, most // (B * H * CHUNK * CHUNK)), -(-S // CHUNK)
-        return [_Block(self, begin, min(begin + size, count)) for begin in range(0, count, size)]
-
-    def first(self, initial_BHPN: Tensor | None) -> Tensor:
-        """The state ahead of the sequence."""
-        if initial_BHPN is not None:
-            return _by_groups(initial_BHPN.to(self.dtype), self.groups)
-        (B, _, H, P), (_, _, G, N) = self.x_BSHP.shape, self.b_BSGN.shape
-        return self.x_BSHP.new_zeros(B, G, N, H // G * P, dtype=self.dtype)
+    @cached_property
+    def hidden_BnQQ(self) -> Tensor:
+        """0 where a position is seen, else -inf."""
+        return torch.zeros_like(self.ones_BnQQ).masked_fill_(~self.same_BnQQ, -torch.inf)
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Some chunks of a sequence and what is computed of them."""
+class _Heads:
+    """Some heads of a group: logarithms and factors of decays for all positions."""
 
-    inputs: _Inputs
-    begin: int
-    end: int
+    heads: slice
+    x_BSRP: Tensor
+    dt_BnQR: Tensor
+    a_R: Tensor
+    sums_BnQR: Tensor
+    """Logarithm of the decay since the chunk or the document began."""
+    enter_BnQR: Tensor
+    """Share of the entering state that a position sees."""
+    leave_BnQR: Tensor
+    """Share of what a position writes in the leaving state."""
+    pass_BnR: Tensor
+    """Share of the entering state in the leaving one."""
 
-    def cut(self, x_BS: Tensor) -> Tensor:
-        """[B, S, ...] -> [B, K, Q, ...], filled up with zeros."""
-        x_BS = x_BS[:, self.begin * CHUNK : self.end * CHUNK].to(self.inputs.dtype)
-        if missing := (self.end - self.begin) * CHUNK - x_BS.shape[1]:
-            x_BS = F.pad(x_BS, (0, 0) * (x_BS.ndim - 2) + (0, missing))
-        return _split(x_BS, 1, self.end - self.begin)
-
-    def put(self, x_BKQ: Tensor, to_BS: Tensor) -> None:
-        """The reverse of `cut`: write them to their place."""
-        place_BS = to_BS[:, self.begin * CHUNK : self.end * CHUNK]
-        place_BS.copy_(x_BKQ.flatten(1, 2)[:, : place_BS.shape[1]])
-
-    def grouped(self, x_BKQHP: Tensor) -> Tensor:
-        """-> [B, K, G, Q, R P]."""
-        return _split(x_BKQHP, 3, self.inputs.groups).flatten(4).transpose(2, 3)
-
-    def headed(self, x_BKGQX: Tensor) -> Tensor:
-        """The reverse of `grouped`."""
-        B, K, _, Q, _ = x_BKGQX.shape
-        return x_BKGQX.transpose(2, 3).reshape(B, K, Q, self.inputs.x_BSHP.shape[2], -1)
-
-    def state_heads(self, state_BKGNX: Tensor) -> Tensor:
-        """-> [B, K, H, P, N]."""
-        return (
-            _split(state_BKGNX, 4, self.inputs.x_BSHP.shape[2] // self.inputs.groups)
-            .permute(0, 1, 2, 4, 5, 3)
-            .flatten(2, 3)
+    @classmethod
+    def of(cls, heads: slice, x_BSRP: Tensor, dt_BSR: Tensor, a_R: Tensor, documents: _Documents) -> _Heads:
+        dt_BnQR, a_R = documents.cut(dt_BSR), a_R.to(documents.dtype)
+        sums_BnQR = documents.ones_BnQQ @ (dt_BnQR * a_R)
+        last_BnR = sums_BnQR[:, :, -1]
+        return cls(
+            heads,
+            x_BSRP,
+            dt_BnQR,
+            a_R,
+            sums_BnQR,
+            _hide(sums_BnQR, documents.enters_BnQ).exp(),
+            _hide(last_BnR[:, :, None] - sums_BnQR, documents.leaves_BnQ).exp(),
+            _hide(last_BnR, documents.passes_Bn).exp(),
         )
 
     @cached_property
-    def x_BKQHP(self) -> Tensor:
-        return self.cut(self.inputs.x_BSHP)
+    def written_BnQR(self) -> Tensor:
+        """Factor on what a position leaves behind."""
+        return self.dt_BnQR * self.leave_BnQR
 
     @cached_property
-    def dt_BKQH(self) -> Tensor:
-        return self.cut(self.inputs.dt_BSH)
+    def rows_BnRQ(self) -> Tensor:
+        return self.sums_BnQR.transpose(2, 3).contiguous()
+
+
+def _hide(logarithm_Bn: Tensor, seen_Bn: Tensor | None) -> Tensor:
+    return logarithm_Bn if seen_Bn is None else logarithm_Bn.masked_fill(~seen_Bn[..., None], -torch.inf)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Heads of one group in some rows."""
+
+    documents: _Documents
+    runs: tuple[_Heads, ...]
+    """Heads that are computed at a time."""
+    blocks: tuple[slice, ...]
+    """Chunks that are."""
+    b_BnQN: Tensor
+    c_BnQN: Tensor
 
     @cached_property
-    def b_BKGQN(self) -> Tensor:
-        return self.cut(self.inputs.b_BSGN).transpose(2, 3)
-
-    @cached_property
-    def c_BKGQN(self) -> Tensor:
-        return self.cut(self.inputs.c_BSGN).transpose(2, 3)
-
-    @cached_property
-    def same_BKQQ(self) -> Tensor:
-        same_BnQQ = self.inputs.same_BnQQ
-        if same_BnQQ is None:
-            return Chunks.causal(self.inputs.x_BSHP.device)[None, None]
-        return same_BnQQ[:, self.begin : self.end]
-
-    @cached_property
-    def sums_BKQH(self) -> Tensor:
-        """Logarithm of the decay since the chunk or the document began."""
-        return self.same_BKQQ.to(self.inputs.dtype) @ (self.dt_BKQH * self.inputs.a_H.to(self.inputs.dtype))
-
-    @cached_property
-    def enter_BKQH(self) -> Tensor:
-        """Share of the entering state that a position sees."""
-        return self._hidden(self.sums_BKQH, self.inputs.enters_BnQ).exp()
-
-    @cached_property
-    def leave_BKQH(self) -> Tensor:
-        """Share of what a position writes in the leaving state."""
-        return self._hidden(self.sums_BKQH[:, :, -1:] - self.sums_BKQH, self.inputs.leaves_BnQ).exp()
-
-    @cached_property
-    def pass_BKH(self) -> Tensor:
-        """Share of the entering state in the leaving one."""
-        return self._hidden(self.sums_BKQH[:, :, -1], self.inputs.passes_Bn).exp()
-
-    def _hidden(self, logarithm_BK: Tensor, seen_Bn: Tensor | None) -> Tensor:
-        if seen_Bn is None:
-            return logarithm_BK
-        return logarithm_BK.masked_fill(~seen_Bn[:, self.begin : self.end, ..., None], -torch.inf)
-
-    @cached_property
-    def decays_BKHQQ(self) -> Tensor:
-        """Share of what position j writes that i reads."""
-        sums_BKHQ = self.sums_BKQH.transpose(2, 3).contiguous()
-        hidden_BKQQ = torch.zeros_like(self.same_BKQQ, dtype=sums_BKHQ.dtype).masked_fill(~self.same_BKQQ, -torch.inf)
-        return (sums_BKHQ[..., None] - sums_BKHQ[..., None, :]).add_(hidden_BKQQ[:, :, None]).exp_()
-
-    @cached_property
-    def products_BKGQQ(self) -> Tensor:
+    def products_BnQQ(self) -> Tensor:
         """C B^T."""
-        return self.c_BKGQN @ self.b_BKGQN.mT
+        return self.c_BnQN @ self.b_BnQN.mT
 
-    def times_products(self, m_BKHQQ: Tensor) -> Tensor:
-        """The products of the group of each head times this."""
-        m_BKGRQQ = _split(m_BKHQQ, 2, self.inputs.groups)
-        return (m_BKGRQQ * self.products_BKGQQ[:, :, :, None]).flatten(2, 3)
+    def cut(self, x_BSRP: Tensor, block: slice) -> Tensor:
+        """A block of x, [B, K, Q, R, P]."""
+        x_BSRP = x_BSRP[:, block.start * CHUNK : block.stop * CHUNK].to(self.documents.dtype)
+        if missing := (block.stop - block.start) * CHUNK - x_BSRP.shape[1]:
+            x_BSRP = F.pad(x_BSRP, (0, 0, 0, 0, 0, missing))
+        return torch.unflatten(x_BSRP, 1, (-1, CHUNK))
 
-    @cached_property
-    def dx_BKQHP(self) -> Tensor:
-        """Inputs times their step sizes."""
-        return self.x_BKQHP * self.dt_BKQH[..., None]
+    def put(self, x_BKQRP: Tensor, to_BSRP: Tensor, block: slice) -> None:
+        """The reverse of `cut`: to its place."""
+        place_BSRP = to_BSRP[:, block.start * CHUNK : block.stop * CHUNK]
+        place_BSRP.copy_(x_BKQRP.flatten(1, 2)[:, : place_BSRP.shape[1]])
 
-    @cached_property
-    def kept_BKGQX(self) -> Tensor:
-        """Inputs by step size and by their share in the leaving state."""
-        return self.grouped(self.x_BKQHP * (self.dt_BKQH * self.leave_BKQH)[..., None])
+    def decays(self, run: _Heads, block: slice) -> Tensor:
+        """Share of what position j writes that i reads, [B, K, R, Q, Q]."""
+        rows_BKRQ, hidden_BKQQ = run.rows_BnRQ[:, block], self.documents.hidden_BnQQ
+        hidden_BKQQ = hidden_BKQQ if hidden_BKQQ.shape[1] == 1 else hidden_BKQQ[:, block]
+        return (rows_BKRQ[..., None] - rows_BKRQ[..., None, :]).add_(hidden_BKQQ[:, :, None]).exp_()
 
-    def chain(self, state_BGNX: Tensor) -> tuple[Tensor, Tensor]:
-        """The state that enters each chunk, [B, K, G, N, R P], and the one that leaves the last."""
-        written = (self.b_BKGQN.mT @ self.kept_BKGQX).unbind(1)
-        states = [state_BGNX]
-        for written_BGNX, pass_BG1X in zip(written, self.by_numbers(self.pass_BKH), strict=True):
-            states.append(torch.addcmul(written_BGNX, states[-1], pass_BG1X))
-        return _stack(states[:-1]), states[-1]
-
-    def by_numbers(self, factor_BKH: Tensor) -> tuple[Tensor, ...]:
-        """Factors on states, by chunk: [B, G, 1, R P]."""
-        size = self.inputs.x_BSHP.shape[3]
-        factor_BKGR = _split(factor_BKH, 2, self.inputs.groups)
-        return factor_BKGR.repeat_interleave(size, dim=3)[:, :, :, None].unbind(1)
+    def chain(self, run: _Heads, block: slice, x_BKQRP: Tensor, state_BNX: Tensor) -> tuple[Tensor, Tensor]:
+        """The state that enters each chunk, [B, K, N, R P], and the one that leaves the last."""
+        kept_BKQX = (x_BKQRP * run.written_BnQR[:, block, :, :, None]).flatten(3)
+        written_BKNX = self.b_BnQN[:, block].mT @ kept_BKQX
+        return _chain(written_BKNX, run.pass_BnR[:, block], state_BNX, reverse=False)
 
 
-def _split(x: Tensor, dim: int, parts: int) -> Tensor:
-    """A dimension becomes two, the first of this size."""
-    return x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+def _chain(written_BKNX: Tensor, pass_BKR: Tensor, state_BNX: Tensor, *, reverse: bool) -> tuple[Tensor, Tensor]:
+    """The state ahead of each chunk, or with `reverse` behind it, and the one at the other end."""
+    (B, K, N, X), R = written_BKNX.shape, pass_BKR.shape[2]
+    state_BNRP, states = state_BNX.view(B, N, R, X // R), list[Tensor]()
+    chunks = list(zip(written_BKNX.view(B, K, N, R, X // R).unbind(1), pass_BKR.unbind(1), strict=True))
+    for written_BNRP, pass_BR in reversed(chunks) if reverse else chunks:
+        states.append(state_BNRP)
+        state_BNRP = torch.addcmul(written_BNRP, state_BNRP, pass_BR[:, None, :, None])
+    states = states[::-1] if reverse else states
+    stacked_BKNRP = torch.stack(states, 1) if K > 1 else states[0][:, None]
+    return stacked_BKNRP.flatten(3), state_BNRP.flatten(2)
 
 
-def _stack(states: list[Tensor]) -> Tensor:
-    return torch.stack(states, 1) if len(states) > 1 else states[0][:, None]
+def _groups(
+    x_BSHP: Tensor,
+    dt_BSH: Tensor,
+    a_H: Tensor,
+    b_BSGN: Tensor,
+    c_BSGN: Tensor,
+    same_BnQQ: Tensor | None,
+    enters_BnQ: Tensor | None,
+    leaves_BnQ: Tensor | None,
+    passes_Bn: Tensor | None,
+) -> Iterator[tuple[slice, int, _Group]]:
+    """Parts of a scan that are computed one after the other: rows, a group, and what is known of them."""
+    (B, S, H, _), G = x_BSHP.shape, b_BSGN.shape[2]
+    per_group, count, dtype = H // G, -(-S // CHUNK), torch.promote_types(x_BSHP.dtype, torch.float32)
+    if x_BSHP.device.type == "cpu":
+        rows, run, block = 1, max(size for size in range(1, _RUN + 1) if per_group % size == 0), 1
+    else:
+        rows, run, block = B, per_group, max(1, _SCORES // (B * per_group * CHUNK * CHUNK))
+    blocks = tuple(slice(begin, min(begin + block, count)) for begin in range(0, count, block))
+    for row in range(0, B, rows):
+        part = slice(row, row + rows)
+        same = Chunks.causal(x_BSHP.device)[None, None] if same_BnQQ is None else same_BnQQ[part]
+        masks = (None if mask is None else mask[part] for mask in (enters_BnQ, leaves_BnQ, passes_Bn))
+        documents = _Documents(S, dtype, same, *masks)
+        for group in range(G):
+            begins = range(group * per_group, (group + 1) * per_group, run)
+            runs = tuple(
+                _Heads.of(heads, x_BSHP[part, :, heads], dt_BSH[part, :, heads], a_H[heads], documents)
+                for heads in (slice(begin, begin + run) for begin in begins)
+            )
+            b_BnQN, c_BnQN = (documents.cut(m_BSGN[part, :, group]) for m_BSGN in (b_BSGN, c_BSGN))
+            yield part, group, _Group(documents, runs, blocks, b_BnQN, c_BnQN)
+
+
+def _first(state_BHPN: Tensor | None, rows: slice, run: _Heads, group: _Group) -> Tensor:
+    """A state as it is computed with, [B, N, R P]; None: zeros."""
+    if state_BHPN is not None:
+        return state_BHPN[rows, run.heads].to(group.documents.dtype).permute(0, 3, 1, 2).flatten(2)
+    (B, _, _, N), (R, P) = group.b_BnQN.shape, run.x_BSRP.shape[2:]
+    return group.b_BnQN.new_zeros(B, N, R * P)
+
+
+def _put_state(state_BNX: Tensor, to_BHPN: Tensor, rows: slice, run: _Heads) -> None:
+    """The reverse of `_first`: to its place."""
+    place_BRPN = to_BHPN[rows, run.heads]
+    place_BRPN.copy_(torch.unflatten(state_BNX, 2, place_BRPN.shape[1:3]).permute(0, 2, 3, 1))
 
 
 @torch.library.custom_op("pipeline::ssd", mutates_args=())
@@ -288,30 +280,38 @@ def _scan(
     leaves_BnQ: Tensor | None,
     passes_Bn: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    inputs = _Inputs(x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN, same_BnQQ, enters_BnQ, leaves_BnQ, passes_Bn)
-    y_BSHP = torch.empty_like(x_BSHP, memory_format=torch.contiguous_format)
-    state_BGNX = inputs.first(initial_BHPN)
-    for block in inputs.blocks():
-        entering_BKGNX, state_BGNX = block.chain(state_BGNX)
-        within_BKHQP = block.times_products(block.decays_BKHQQ) @ block.dx_BKQHP.transpose(2, 3)
-        entered_BKQHP = block.headed(block.c_BKGQN @ entering_BKGNX)
-        out_BKQHP = torch.addcmul(within_BKHQP.transpose(2, 3), entered_BKQHP, block.enter_BKQH[..., None])
-        block.put(out_BKQHP, y_BSHP)
-    return y_BSHP, _by_heads(state_BGNX, x_BSHP.shape[2]).clone(memory_format=torch.contiguous_format)
+    y_BSHP, last_BHPN = _empty_results(x_BSHP, b_BSGN)
+    masks = (same_BnQQ, enters_BnQ, leaves_BnQ, passes_Bn)
+    for rows, _, group in _groups(x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN, *masks):
+        for run in group.runs:
+            state_BNX, to_BSRP = _first(initial_BHPN, rows, run, group), y_BSHP[rows, :, run.heads]
+            for block in group.blocks:
+                x_BKQRP = group.cut(run.x_BSRP, block)
+                entering_BKNX, state_BNX = group.chain(run, block, x_BKQRP, state_BNX)
+                scores_BKRQQ = group.decays(run, block).mul_(group.products_BnQQ[:, block, None])
+                within_BKRQP = scores_BKRQQ @ (x_BKQRP * run.dt_BnQR[:, block, :, :, None]).transpose(2, 3)
+                entered_BKQRP = (group.c_BnQN[:, block] @ entering_BKNX).view_as(x_BKQRP)
+                entered_BKQRP = entered_BKQRP.mul_(run.enter_BnQR[:, block, :, :, None])
+                group.put(entered_BKQRP.add_(within_BKRQP.transpose(2, 3)), to_BSRP, block)
+            _put_state(state_BNX, last_BHPN, rows, run)
+    return y_BSHP, last_BHPN
+
+
+def _empty_results(x_BSHP: Tensor, b_BSGN: Tensor) -> tuple[Tensor, Tensor]:
+    (B, S, H, P), N = x_BSHP.shape, b_BSGN.shape[-1]
+    dtype = torch.promote_types(x_BSHP.dtype, torch.float32)
+    return x_BSHP.new_empty(B, S, H, P), x_BSHP.new_empty(B, H, P, N, dtype=dtype)
 
 
 @_scan.register_fake
 def _(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    B, _, H, P = x_BSHP.shape
-    dtype = torch.promote_types(x_BSHP.dtype, torch.float32)
-    state_BHPN = x_BSHP.new_empty(B, H, P, b_BSGN.shape[3], dtype=dtype)
-    return torch.empty_like(x_BSHP, memory_format=torch.contiguous_format), state_BHPN
+    return _empty_results(x_BSHP, b_BSGN)
 
 
 @torch.library.custom_op("pipeline::ssd_backward", mutates_args=())
 def _scan_backward(
     dy_BSHP: Tensor,
-    dstate_BHPN: Tensor,
+    dlast_BHPN: Tensor,
     x_BSHP: Tensor,
     dt_BSH: Tensor,
     a_H: Tensor,
@@ -324,84 +324,106 @@ def _scan_backward(
     passes_Bn: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the six inputs, that of the initial state also where there is none."""
-    inputs = _Inputs(x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN, same_BnQQ, enters_BnQ, leaves_BnQ, passes_Bn)
-    into_x, into_dt, into_b, into_c = (
-        torch.empty_like(m_BS, memory_format=torch.contiguous_format) for m_BS in (x_BSHP, dt_BSH, b_BSGN, c_BSGN)
+    into_x, into_dt, into_a, into_b, into_c, into_initial = _empty_gradients(
+        x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN, dlast_BHPN
     )
-    into_a_H = torch.zeros_like(a_H, dtype=inputs.dtype)
-    steps, state_BGNX = [], inputs.first(initial_BHPN)
-    for block in inputs.blocks():
-        entering_BKGNX, state_BGNX = block.chain(state_BGNX)
-        steps.append(entering_BKGNX)
-    into_state_BGNX = inputs.first(dstate_BHPN)
-    for block in reversed(inputs.blocks()):
-        into_state_BGNX = _differentiate_block(
-            block, steps.pop(), into_state_BGNX, dy_BSHP, into_x, into_dt, into_a_H, into_b, into_c
-        )
-    into_state_BHPN = _by_heads(into_state_BGNX, x_BSHP.shape[2]).clone(memory_format=torch.contiguous_format)
-    return into_x, into_dt, into_a_H.to(a_H.dtype), into_b, into_c, into_state_BHPN
+    into_a.zero_()
+    masks = (same_BnQQ, enters_BnQ, leaves_BnQ, passes_Bn)
+    for rows, number, group in _groups(x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN, *masks):
+        shared = _SharedGradients(*map(torch.zeros_like, (group.products_BnQQ, group.b_BnQN, group.c_BnQN)))
+        for run in group.runs:
+            state_BNX, entering = _first(initial_BHPN, rows, run, group), list[Tensor]()
+            for block in group.blocks:
+                entering_BKNX, state_BNX = group.chain(run, block, group.cut(run.x_BSRP, block), state_BNX)
+                entering.append(entering_BKNX)
+            into_state_BNX = _first(dlast_BHPN, rows, run, group)
+            into_sums_BnQR, into_dt_BnQR = torch.empty_like(run.sums_BnQR), torch.empty_like(run.sums_BnQR)
+            dy_BSRP, into_x_BSRP = dy_BSHP[rows, :, run.heads], into_x[rows, :, run.heads]
+            for block in reversed(group.blocks):
+                into_dx_BKQRP, into_sums_BnQR[:, block], into_state_BNX = _differentiate_block(
+                    group, run, block, group.cut(dy_BSRP, block), entering.pop(), into_state_BNX, shared
+                )
+                into_dt_BnQR[:, block] = (into_dx_BKQRP * group.cut(run.x_BSRP, block)).sum(-1)
+                group.put(into_dx_BKQRP.mul_(run.dt_BnQR[:, block, :, :, None]), into_x_BSRP, block)
+            into_logarithm_BnQR = group.documents.ones_BnQQ.mT @ into_sums_BnQR
+            into_a[run.heads] += (into_logarithm_BnQR * run.dt_BnQR).sum((0, 1, 2))
+            into_dt_BnQR += into_logarithm_BnQR * run.a_R
+            into_dt[rows, :, run.heads] = into_dt_BnQR.flatten(1, 2)[:, : dt_BSH.shape[1]]
+            _put_state(into_state_BNX, into_initial, rows, run)
+        into_b_BnQN, into_c_BnQN = shared.of_products(group)
+        into_b[rows, :, number] = into_b_BnQN.flatten(1, 2)[:, : dt_BSH.shape[1]]
+        into_c[rows, :, number] = into_c_BnQN.flatten(1, 2)[:, : dt_BSH.shape[1]]
+    return into_x, into_dt, into_a, into_b, into_c, into_initial
+
+
+@dataclass(frozen=True)
+class _SharedGradients:
+    """Gradients that all heads of a group add to."""
+
+    products_BnQQ: Tensor
+    b_BnQN: Tensor
+    c_BnQN: Tensor
+
+    def of_products(self, group: _Group) -> tuple[Tensor, Tensor]:
+        """Those of B and C, with what comes of their products."""
+        into_b_BnQN = self.b_BnQN + self.products_BnQQ.mT @ group.c_BnQN
+        return into_b_BnQN, self.c_BnQN + self.products_BnQQ @ group.b_BnQN
 
 
 def _differentiate_block(
-    block: _Block,
-    entering_BKGNX: Tensor,
-    into_state_BGNX: Tensor,
-    dy_BSHP: Tensor,
-    into_x_BSHP: Tensor,
-    into_dt_BSH: Tensor,
-    into_a_H: Tensor,
-    into_b_BSGN: Tensor,
-    into_c_BSGN: Tensor,
-) -> Tensor:
-    """Write the gradients of a block's inputs; the gradient of its leaving state becomes that of its entering one."""
-    groups, inputs = block.inputs.groups, block.inputs
-    dy_BKQHP = block.cut(dy_BSHP)
+    group: _Group,
+    run: _Heads,
+    block: slice,
+    dy_BKQRP: Tensor,
+    entering_BKNX: Tensor,
+    into_state_BNX: Tensor,
+    shared: _SharedGradients,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of inputs times step sizes, of sums [B, K, Q, R] and of the entering state, from the leaving one's."""
+    x_BKQRP = group.cut(run.x_BSRP, block)
+    b_BKQN, c_BKQN, products_BKQQ = group.b_BnQN[:, block], group.c_BnQN[:, block], group.products_BnQQ[:, block]
+    (B, K, _, N), (R, P) = b_BKQN.shape, x_BKQRP.shape[3:]
     # States, from the last chunk to the first.
-    read_BKQHP = dy_BKQHP * block.enter_BKQH[..., None]
-    from_reads = (block.c_BKGQN.mT @ block.grouped(read_BKQHP)).unbind(1)
-    later: list[Tensor] = []
-    for from_read_BGNX, pass_BG1X in reversed(list(zip(from_reads, block.by_numbers(block.pass_BKH), strict=True))):
-        later.insert(0, into_state_BGNX)
-        into_state_BGNX = torch.addcmul(from_read_BGNX, into_state_BGNX, pass_BG1X)
-    leaving_BKGNX = _stack(later)
-    into_pass_BKH = block.state_heads(entering_BKGNX * leaving_BKGNX).sum((3, 4)) * block.pass_BKH
-    # Scores.
-    into_decays_BKHQQ = (dy_BKQHP.transpose(2, 3) @ block.dx_BKQHP.permute(0, 1, 3, 4, 2)).mul_(block.decays_BKHQQ)
-    into_products_BKGQQ = _split(into_decays_BKHQQ, 2, groups).sum(3)
-    into_scores_BKHQQ = block.times_products(into_decays_BKHQQ)
-    # What a position writes it reads without a decay: no gradient, and not the rounding of two that cancel.
-    into_scores_BKHQQ.diagonal(dim1=-2, dim2=-1).zero_()
-    into_sums_BKHQ = into_scores_BKHQQ.sum(-1) - into_scores_BKHQQ.sum(-2)
+    read_BKQRP = dy_BKQRP * run.enter_BnQR[:, block, :, :, None]
+    from_reads_BKNX = c_BKQN.mT @ read_BKQRP.flatten(3)
+    pass_BKR = run.pass_BnR[:, block]
+    leaving_BKNX, into_state_BNX = _chain(from_reads_BKNX, pass_BKR, into_state_BNX, reverse=True)
+    into_pass_BKR = (entering_BKNX * leaving_BKNX).view(B, K, N, R, P).sum((2, 4)) * pass_BKR
+    # Scores. What a position writes it reads without a decay: no gradient of sums, not the rounding of two that cancel.
+    dx_BKQRP = x_BKQRP * run.dt_BnQR[:, block, :, :, None]
+    decays_BKRQQ = group.decays(run, block)
+    dy_BKRQP = dy_BKQRP.transpose(2, 3)
+    into_decays_BKRQQ = (dy_BKRQP @ dx_BKQRP.permute(0, 1, 3, 4, 2)).mul_(decays_BKRQQ)
+    shared.products_BnQQ[:, block] += into_decays_BKRQQ.sum(2)
+    into_scores_BKRQQ = into_decays_BKRQQ.mul_(products_BKQQ[:, :, None])
+    into_scores_BKRQQ.diagonal(dim1=-2, dim2=-1).zero_()
+    into_sums_BKRQ = into_scores_BKRQQ.sum(-1).sub_(into_scores_BKRQQ.sum(-2))
     # C, with the entering states.
-    seen_BKHQN = read_BKQHP.transpose(2, 3) @ block.state_heads(entering_BKGNX)
-    seen_BKGRQN = _split(seen_BKHQN, 2, groups)
-    into_sums_BKHQ += (seen_BKGRQN * block.c_BKGQN[:, :, :, None]).sum(-1).flatten(2, 3)
-    into_c_BKGQN = into_products_BKGQQ @ block.b_BKGQN + seen_BKGRQN.sum(3)
-    # B and x, with the leaving states.
-    into_b_BKGQN = into_products_BKGQQ.mT @ block.c_BKGQN + block.kept_BKGQX @ leaving_BKGNX.mT
-    from_state_BKQHP = block.headed(block.b_BKGQN @ leaving_BKGNX)
-    from_state_BKQHP = from_state_BKQHP * block.leave_BKQH[..., None]
-    scores_BKHQQ = block.times_products(block.decays_BKHQQ)
-    into_dx_BKQHP = (scores_BKHQQ.mT @ dy_BKQHP.transpose(2, 3)).transpose(2, 3) + from_state_BKQHP
-    # Sums, then what they are of.
-    into_leave_BKQH = (from_state_BKQHP * block.dx_BKQHP).sum(-1)
-    into_leave_BKQH[:, :, -1] = 0
-    into_sums_BKQH = into_sums_BKHQ.transpose(2, 3) - into_leave_BKQH
-    into_sums_BKQH[:, :, -1] += into_leave_BKQH.sum(2) + into_pass_BKH
-    into_logarithm_BKQH = block.same_BKQQ.to(inputs.dtype).mT @ into_sums_BKQH
-    into_a_H += (into_logarithm_BKQH * block.dt_BKQH).sum((0, 1, 2))
-    into_dt_BKQH = into_logarithm_BKQH * inputs.a_H + (into_dx_BKQHP * block.x_BKQHP).sum(-1)
-    block.put(into_dx_BKQHP * block.dt_BKQH[..., None], into_x_BSHP)
-    block.put(into_dt_BKQH, into_dt_BSH)
-    block.put(into_b_BKGQN.transpose(2, 3), into_b_BSGN)
-    block.put(into_c_BKGQN.transpose(2, 3), into_c_BSGN)
-    return into_state_BGNX
+    entering_BKRPN = entering_BKNX.view(B, K, N, R, P).permute(0, 1, 3, 4, 2)
+    seen_BKRQN = read_BKQRP.transpose(2, 3) @ entering_BKRPN
+    shared.c_BnQN[:, block] += seen_BKRQN.sum(2)
+    into_sums_BKRQ += seen_BKRQN.mul_(c_BKQN[:, :, None]).sum(-1)
+    # B and inputs, with the leaving states.
+    kept_BKQX = (x_BKQRP * run.written_BnQR[:, block, :, :, None]).flatten(3)
+    shared.b_BnQN[:, block] += kept_BKQX @ leaving_BKNX.mT
+    into_dx_BKQRP = (b_BKQN @ leaving_BKNX).view_as(x_BKQRP).mul_(run.leave_BnQR[:, block, :, :, None])
+    into_leave_BKQR = (into_dx_BKQRP * dx_BKQRP).sum(-1)
+    scores_BKRQQ = decays_BKRQQ.mul_(products_BKQQ[:, :, None])
+    into_dx_BKQRP += (scores_BKRQQ.mT @ dy_BKRQP).transpose(2, 3)
+    into_leave_BKQR[:, :, -1] = 0
+    into_sums_BKQR = into_sums_BKRQ.transpose(2, 3) - into_leave_BKQR
+    into_sums_BKQR[:, :, -1] += into_leave_BKQR.sum(2) + into_pass_BKR
+    return into_dx_BKQRP, into_sums_BKQR, into_state_BNX
+
+
+def _empty_gradients(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, dt, a, b, c, state = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs)
+    return x, dt, a, b, c, state
 
 
 @_scan_backward.register_fake
-def _(dy_BSHP: Tensor, dstate_BHPN: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    empty = [torch.empty_like(m, memory_format=torch.contiguous_format) for m in inputs[:5]]
-    return *empty, torch.empty_like(dstate_BHPN, memory_format=torch.contiguous_format)
+def _(dy_BSHP: Tensor, dlast_BHPN: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return _empty_gradients(*inputs[:5], dlast_BHPN)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
