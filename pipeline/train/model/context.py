@@ -50,6 +50,9 @@ class SequenceCut(Protocol):
     def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
         """Positions, from and to, of each piece that `attend` cuts the queries into; the length is the whole's."""
 
+    def own_pieces(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Positions, from and to, of each piece of the whole that this process has, all of one length."""
+
     def gather_pieces(self, x_P: Tensor) -> Tensor:
         """What is known of each of this process's pieces, [P, ...], of all pieces in their order: [N, ...].
 

@@ -83,6 +83,10 @@ class GatheredKeys(_ContextAxis):
         size = length // (2 * self.size)
         return tuple((place * size, (place + 1) * size) for place in self._places(self.rank))
 
+    def own_pieces(self, length: int) -> tuple[tuple[int, int], ...]:
+        """See `SequenceCut`."""
+        return self.pieces(length)
+
     def gather_pieces(self, x_P: Tensor) -> Tensor:
         """See `SequenceCut`."""
         of_ranks = cast(Tensor, _GatherPieces.apply(x_P, self))  # type: ignore[no-untyped-call]
@@ -202,6 +206,11 @@ class ExchangedHeads(_ContextAxis):
     def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
         """See `SequenceCut`: one, as without cp."""
         return ((0, length),)
+
+    def own_pieces(self, length: int) -> tuple[tuple[int, int], ...]:
+        """See `SequenceCut`: piece r of cp."""
+        size = length // self.size
+        return ((self.rank * size, (self.rank + 1) * size),)
 
     def gather_pieces(self, x_P: Tensor) -> Tensor:
         """See `SequenceCut`."""

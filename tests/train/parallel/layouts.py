@@ -149,6 +149,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """GPT-2-like, Llama-like, one with what those two do not have, three whose layers are of several kinds, and two with
 multi-token prediction."""
 
+RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "mamba": {
+        "model.document_attention": True,
+        "model.pattern": ["state", "near"],
+        "model.kinds": {
+            "state": {
+                "mixer": "mamba2",
+                "mamba2": {"heads": 8, "head_dim": 6, "state_dim": 5, "groups": 2, "dt_min": 0.01},
+                "mlp": "none",
+            },
+            "near": {"kv_heads": 4, "sliding_window": 7, "sinks": True, "positions": "none", "mlp": "relu2"},
+        },
+    },
+    "one_group": {
+        "model.tie_embeddings": True,
+        "model.heads": 1,
+        "model.mixer": "mamba2",
+        "model.pattern": ["alone", "both"],
+        "model.kinds": {
+            "alone": {"mamba2": {"heads": 8, "head_dim": 4, "state_dim": 8, "conv_bias": False}, "mlp": "none"},
+            "both": {"mamba2": {"heads": 16, "head_dim": 4, "state_dim": 6, "groups": 4, "norm_groups": 2}},
+        },
+    },
+    "delta": {
+        "model.document_attention": True,
+        "model.norm_offset": 1.0,
+        "model.pattern": ["gated", "kimi"],
+        "model.kinds": {
+            "gated": {
+                "mixer": "gated_delta",
+                "delta": {"key_heads": 4, "value_heads": 8, "key_dim": 6, "value_dim": 5, "beta_max": 2},
+            },
+            "kimi": {"mixer": "kda", "delta": {"key_heads": 4, "key_dim": 5, "value_dim": 6, "rank": 7}},
+        },
+    },
+}
+"""Models with recurrences. Documents go through the cuts of sequences."""
+FAMILIES |= RECURRENT_FAMILIES
+
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {
         "model.mlp": "experts",
@@ -191,6 +230,7 @@ FAMILIES["loose"] = EXPERT_FAMILIES["mixtral"] | {"train.balance": {"loss": 0.0}
 """Nothing balances the experts."""
 
 CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null", "latent": 29}
+CHUNK_TOKENS |= {"mamba": 37, "one_group": "null", "delta": 23}
 CHUNK_TOKENS |= {"ahead": 41, "ahead_tied": "null"}
 CHUNK_TOKENS |= {"few": 37, "loose": 37, "mixtral": 37, "deepseek": "null", "gpt_oss": 16}
 """What the layouts compute their loss in; the one process does so in one piece."""

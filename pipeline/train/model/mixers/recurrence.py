@@ -37,7 +37,7 @@ class Pieces:
         """Those of sequences of a length with these bounds."""
         if cut is None:
             return cls(Chunks.of(length, bounds_BS))
-        pieces = cut.pieces(length)
+        pieces = cut.own_pieces(length)
         size = pieces[0][1] - pieces[0][0]
         bounds = None if bounds_BS is None else torch.cat([bounds_BS[:, begin:end] - begin for begin, end in pieces])
         return cls(Chunks.of(size, bounds), cut, tuple(begin // size for begin, _ in pieces))
