@@ -273,6 +273,15 @@ class AttentionConfig(Section):
     Which of them ran on a GPU: docs/gpu-results.md."""
 
 
+class RecurrenceConfig(Section):
+    """Kernels of layers with a recurrence: Mamba-2, the gated delta rule, Kimi delta attention."""
+
+    backend: Literal["auto", "plain", "fla"] = "auto"
+    """`plain`: PyTorch alone, anywhere. `fla`: the package fla-core (extra `linear`), on a GPU, in bf16 or fp16,
+    without train.deterministic; it has never been run here. `auto`: `fla` where it is possible; `--verbose` and the
+    logs of jobs say which and why."""
+
+
 class RecomputeConfig(Section):
     """Activations that backward computes again instead of keeping them: less memory for more arithmetic."""
 
@@ -450,6 +459,8 @@ class TrainConfig(Section):
     """Number formats."""
     attention: AttentionConfig = AttentionConfig()
     """Kernels of attention."""
+    recurrence: RecurrenceConfig = RecurrenceConfig()
+    """Kernels of recurrences."""
     recompute: RecomputeConfig = RecomputeConfig()
     """Activations that are computed again."""
     compile: bool | None = None

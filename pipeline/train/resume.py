@@ -54,6 +54,7 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "train.balance": ("run file", ""),
     "train.precision": ("run file", "master weights are fp32 always; the loss scale is the checkpoint's"),
     "train.attention": ("run file", "changes no result but rounding"),
+    "train.recurrence": ("run file", "changes no result but rounding"),
     "train.recompute": ("run file", "changes memory and time"),
     "train.compile": ("run file", "changes no result but rounding"),
     "train.deterministic": ("run file", ""),

@@ -13,7 +13,7 @@ from pipeline.common.console import alarm
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.train import AttentionConfig, RecomputeConfig
+from pipeline.config.train import AttentionConfig, RecomputeConfig, RecurrenceConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
@@ -30,7 +30,7 @@ from pipeline.train.host.cpu_allocator import keep_freed_memory
 from pipeline.train.host.cpu_matmul import choose_products
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import num_parameters
-from pipeline.train.parallel.parallelize import ParallelModel, attention_choice, parallelize
+from pipeline.train.parallel.parallelize import ParallelModel, attention_choice, parallelize, recurrent_choice
 from pipeline.train.parallel.runner import Runner, build_runner
 from pipeline.train.parallel.setup import Setup, set_up
 
@@ -158,8 +158,10 @@ def load_for_inference(
     broadcast_from_rank0(lambda: opened.check(setup.spec))
     model = parallelize(config, setup)
     kernel = attention_choice(config, setup).build(config.train.deterministic)
+    recurrent = recurrent_choice(config, setup).build()
     for part in model.parts.values():
         part.kernel = kernel
+        part.recurrent = recurrent
     opened.load(model)
     model.train(False)
     return InferenceModel(setup, model, build_runner(config, setup, model), opened.tokenizer, opened.source)
@@ -204,6 +206,7 @@ def _for_inference(config: Config, parallel: ParallelConfig) -> Config:
         "precision": config.train.precision.model_copy(update={"fp8": None}),
         # The training's own choice may not be installed here.
         "attention": AttentionConfig(),
+        "recurrence": RecurrenceConfig(),
         # Whatever a training for measurements of speed did.
         "balance": config.train.balance.model_copy(update={"force": False}),
     }

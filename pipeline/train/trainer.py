@@ -42,7 +42,7 @@ from pipeline.train.optim.lr_schedule import Schedule
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.out_of_memory import out_of_memory_means, step_advice, weights_advice
 from pipeline.train.parallel.compile import choose_compiling
-from pipeline.train.parallel.parallelize import attention_choice, build_model
+from pipeline.train.parallel.parallelize import attention_choice, build_model, has_recurrence, recurrent_choice
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.resume import resume_lines
@@ -312,6 +312,9 @@ class Trainer:
             say(self._console, line)
         kernel = attention_choice(self._config, self._setup)
         (warn if kernel.slow else detail)(self._console, f"attention: {kernel}")
+        recurrent = recurrent_choice(self._config, self._setup)
+        if has_recurrence(self._setup.spec):
+            (warn if recurrent.slow else detail)(self._console, f"recurrence: {recurrent}")
         detail(self._console, f"train: {self._compiler_line}")
         for line in self._profile.announce(total):
             warn(self._console, line)

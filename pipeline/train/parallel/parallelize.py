@@ -22,6 +22,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.fp32_vectors import Fp32Vectors
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.choice import KernelChoice, KernelRequirements, choose_on
+from pipeline.train.model.kernels.recurrent_choice import RecurrentChoice, choose_recurrent_on
 from pipeline.train.model.loss import VocabShard
 from pipeline.train.model.meta import on_meta
 from pipeline.train.model.recompute import Recompute, check_offload
@@ -185,6 +186,18 @@ def attention_choice(config: Config, setup: Setup) -> KernelChoice:
     return choose_on(config.train.attention, need, setup.device)
 
 
+def recurrent_choice(config: Config, setup: Setup) -> RecurrentChoice:
+    """The kernels that compute recurrences in a training, see `choose_recurrent_on`; plain ones where it has none."""
+    if not has_recurrence(setup.spec):
+        return RecurrentChoice("plain", "the model has no recurrence")
+    return choose_recurrent_on(config.train, setup.device)
+
+
+def has_recurrence(spec: DecoderSpec) -> bool:
+    """True if some layer of a model has one."""
+    return any(layer.mixer is not None and layer.mixer.recurrent for layer in spec.different_layers)
+
+
 def build_model(config: Config, setup: Setup) -> ParallelModel:
     """`parallelize`, then the initial weights, which are the same for every layout.
 
@@ -199,8 +212,10 @@ def build_model(config: Config, setup: Setup) -> ParallelModel:
         check_compiler(device)
     check_async_tp(config, setup)
     kernel = attention_choice(config, setup).build(train.deterministic)
+    recurrent = recurrent_choice(config, setup).build()
     model = parallelize(config, setup)
     for part in model.parts.values():
         part.kernel = kernel
+        part.recurrent = recurrent
         init_weights(part, setup.spec, config.model.init, config.run.seed)
     return model

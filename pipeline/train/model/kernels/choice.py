@@ -50,13 +50,16 @@ class DeviceCaps:
     """True if Transformer Engine is installed."""
     unfit: Mapping[int, str] = field(default_factory=dict)
     """By version of flash-attn that was tried, why it cannot be taken."""
+    fla: bool = False
+    """True if fla-core is installed."""
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceCaps:
         """This one. No package is imported: what goes wrong then is nothing to those who do not use it."""
         if device.type != "cuda":
             return cls(device.type)
-        return cls("cuda", torch.cuda.get_device_capability(device), _flash_versions(), _folder("transformer_engine"))
+        capability, te = torch.cuda.get_device_capability(device), _folder("transformer_engine")
+        return cls("cuda", capability, _flash_versions(), te, fla=_folder("fla"))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_w
 from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
 from pipeline.train.parallel.rules.profiling import PROFILE_RULES
 from pipeline.train.parallel.rules.recompute import RECOMPUTE_RULES, many_shapes, recompute_without_effect
+from pipeline.train.parallel.rules.recurrence import RECURRENCE_RULES
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.parallel.tested import LayoutKind, nearest_tested
 from pipeline.train.parallel.torch_compat import pipeline_stage
@@ -387,6 +388,7 @@ RULES: Sequence[Rule] = (
     ),
     *RECOMPUTE_RULES,
     *ATTENTION_RULES,
+    *RECURRENCE_RULES,
     *FP8_RULES,
     *PROFILE_RULES,
     *OVERLAP_RULES,

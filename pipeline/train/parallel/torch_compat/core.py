@@ -220,6 +220,19 @@ def shardings_unseen() -> Iterator[None]:
         ShardingPropagator._propagate_tensor_meta_non_cached = find  # type: ignore[method-assign]
 
 
+@contextmanager
+def recorded_by_autograd() -> Iterator[None]:
+    """Within the code of an operation of our own, where torch records nothing: autograd does."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
 def strided_shard(placement: Placement) -> tuple[int, int] | None:
     """(dimension, pieces that were cut along it before) of FSDP's cut of what tensor parallelism cut already, or None.
 
