@@ -55,8 +55,8 @@ class Pieces:
         if self.cut is None:
             return None
         assert x_BCD.shape[1] >= count, f"pieces of {x_BCD.shape[1]} positions, and {count} are looked back at"
-        ends = self.cut.gather_pieces(self._by_piece(x_BCD[:, -count:])).unbind()
-        return torch.cat([torch.zeros_like(ends[0]) if number == 0 else ends[number - 1] for number in self.numbers])
+        ends = self.cut.gather_pieces(self._by_piece(x_BCD[:, -count:]))
+        return self._own(torch.cat((torch.zeros_like(ends[:1]), ends)))
 
     def entering(self, sent_B: Tensor, zero_B: Tensor, follow: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The state that enters each piece, [P * B, ...].
@@ -70,7 +70,15 @@ class Pieces:
         entering = [zero_B]
         for each in self.cut.gather_pieces(self._by_piece(sent_B)).unbind()[:-1]:
             entering.append(follow(each, entering[-1]))
-        return torch.cat([entering[number] for number in self.numbers])
+        return self._own(torch.stack(entering))
+
+    def _own(self, x_NB: Tensor) -> Tensor:
+        """What this process's pieces have of [N, B, ...]: [P * B, ...].
+
+        It is taken out of all, as every process must be in the backward pass of what was collected: also the one whose
+        piece is the first, and that needs nothing of the others.
+        """
+        return torch.cat([x_NB[number] for number in self.numbers])
 
     def _by_piece(self, x_B: Tensor) -> Tensor:
         return torch.unflatten(x_B, 0, (len(self.numbers), -1))
