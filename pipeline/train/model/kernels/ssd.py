@@ -28,6 +28,8 @@ from pipeline.train.model.kernels.chunks import CHUNK, Chunks
 
 _RUN = 16
 """Heads that a CPU computes at a time, at most, in one chunk of one row: their state and scores stay in its cache."""
+_LEAST = -60.0
+"""Logarithm of a decay, at least: 1e-26 is nothing beside a sum in fp32, and far less is computed slowly on a CPU."""
 _SCORES = 1 << 26
 """Numbers of scores that are in the memory of a GPU at a time."""
 
@@ -111,11 +113,6 @@ class _Documents:
     def ones_BnQQ(self) -> Tensor:
         return self.same_BnQQ.to(self.dtype)
 
-    @cached_property
-    def hidden_BnQQ(self) -> Tensor:
-        """0 where a position is seen, else -inf."""
-        return torch.zeros_like(self.ones_BnQQ).masked_fill_(~self.same_BnQQ, -torch.inf)
-
 
 @dataclass(frozen=True)
 class _Heads:
@@ -145,9 +142,9 @@ class _Heads:
             dt_BnQR,
             a_R,
             sums_BnQR,
-            _hide(sums_BnQR, documents.enters_BnQ).exp(),
-            _hide(last_BnR[:, :, None] - sums_BnQR, documents.leaves_BnQ).exp(),
-            _hide(last_BnR, documents.passes_Bn).exp(),
+            _share(sums_BnQR, documents.enters_BnQ),
+            _share(last_BnR[:, :, None] - sums_BnQR, documents.leaves_BnQ),
+            _share(last_BnR, documents.passes_Bn),
         )
 
     @cached_property
@@ -160,8 +157,11 @@ class _Heads:
         return self.sums_BnQR.transpose(2, 3).contiguous()
 
 
-def _hide(logarithm_Bn: Tensor, seen_Bn: Tensor | None) -> Tensor:
-    return logarithm_Bn if seen_Bn is None else logarithm_Bn.masked_fill(~seen_Bn[..., None], -torch.inf)
+def _share(logarithm_Bn: Tensor, seen_Bn: Tensor | None) -> Tensor:
+    """A decay, or 0."""
+    # Differences between documents are of either sign, and hidden.
+    decay_Bn = logarithm_Bn.clamp(_LEAST, 0).exp_()
+    return decay_Bn if seen_Bn is None else decay_Bn.mul_(seen_Bn[..., None])
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,13 @@ class _Group:
 
     @cached_property
     def products_BnQQ(self) -> Tensor:
-        """C B^T."""
-        return self.c_BnQN @ self.b_BnQN.mT
+        """C B^T, 0 where a position is hidden."""
+        return (self.c_BnQN @ self.b_BnQN.mT).mul_(self.documents.ones_BnQQ)
+
+    @cached_property
+    def products_of_others_BnQQ(self) -> Tensor:
+        """The same without that of a position with itself."""
+        return self.products_BnQQ.tril(-1)
 
     def cut(self, x_BSRP: Tensor, block: slice) -> Tensor:
         """A block of x, [B, K, Q, R, P]."""
@@ -194,10 +199,9 @@ class _Group:
         place_BSRP.copy_(x_BKQRP.flatten(1, 2)[:, : place_BSRP.shape[1]])
 
     def decays(self, run: _Heads, block: slice) -> Tensor:
-        """Share of what position j writes that i reads, [B, K, R, Q, Q]."""
-        rows_BKRQ, hidden_BKQQ = run.rows_BnRQ[:, block], self.documents.hidden_BnQQ
-        hidden_BKQQ = hidden_BKQQ if hidden_BKQQ.shape[1] == 1 else hidden_BKQQ[:, block]
-        return (rows_BKRQ[..., None] - rows_BKRQ[..., None, :]).add_(hidden_BKQQ[:, :, None]).exp_()
+        """Share of what position j writes that i reads, or anything where it is hidden, [B, K, R, Q, Q]."""
+        rows_BKRQ = run.rows_BnRQ[:, block]
+        return (rows_BKRQ[..., None] - rows_BKRQ[..., None, :]).clamp_(_LEAST, 0).exp_()
 
     def chain(self, run: _Heads, block: slice, x_BKQRP: Tensor, state_BNX: Tensor) -> tuple[Tensor, Tensor]:
         """The state that enters each chunk, [B, K, N, R P], and the one that leaves the last."""
@@ -366,8 +370,9 @@ class _SharedGradients:
 
     def of_products(self, group: _Group) -> tuple[Tensor, Tensor]:
         """Those of B and C, with what comes of their products."""
-        into_b_BnQN = self.b_BnQN + self.products_BnQQ.mT @ group.c_BnQN
-        return into_b_BnQN, self.c_BnQN + self.products_BnQQ @ group.b_BnQN
+        products_BnQQ = self.products_BnQQ * group.documents.ones_BnQQ
+        into_b_BnQN = self.b_BnQN + products_BnQQ.mT @ group.c_BnQN
+        return into_b_BnQN, self.c_BnQN + products_BnQQ @ group.b_BnQN
 
 
 def _differentiate_block(
@@ -389,14 +394,13 @@ def _differentiate_block(
     pass_BKR = run.pass_BnR[:, block]
     leaving_BKNX, into_state_BNX = _chain(from_reads_BKNX, pass_BKR, into_state_BNX, reverse=True)
     into_pass_BKR = (entering_BKNX * leaving_BKNX).view(B, K, N, R, P).sum((2, 4)) * pass_BKR
-    # Scores. What a position writes it reads without a decay: no gradient of sums, not the rounding of two that cancel.
+    # Scores. A position reads what it writes without a decay: no gradient of sums, not the rounding of two that cancel.
     dx_BKQRP = x_BKQRP * run.dt_BnQR[:, block, :, :, None]
     decays_BKRQQ = group.decays(run, block)
     dy_BKRQP = dy_BKQRP.transpose(2, 3)
     into_decays_BKRQQ = (dy_BKRQP @ dx_BKQRP.permute(0, 1, 3, 4, 2)).mul_(decays_BKRQQ)
     shared.products_BnQQ[:, block] += into_decays_BKRQQ.sum(2)
-    into_scores_BKRQQ = into_decays_BKRQQ.mul_(products_BKQQ[:, :, None])
-    into_scores_BKRQQ.diagonal(dim1=-2, dim2=-1).zero_()
+    into_scores_BKRQQ = into_decays_BKRQQ.mul_(group.products_of_others_BnQQ[:, block, None])
     into_sums_BKRQ = into_scores_BKRQQ.sum(-1).sub_(into_scores_BKRQQ.sum(-2))
     # C, with the entering states.
     entering_BKRPN = entering_BKNX.view(B, K, N, R, P).permute(0, 1, 3, 4, 2)
