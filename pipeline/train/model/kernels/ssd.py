@@ -211,13 +211,13 @@ class _Group:
 
 
 def _chain(written_BKNX: Tensor, pass_BKR: Tensor, state_BNX: Tensor, *, reverse: bool) -> tuple[Tensor, Tensor]:
-    """The state ahead of each chunk, or with `reverse` behind it, and the one at the other end."""
+    """The state ahead of each chunk, or with `reverse` behind it, and the one at the other end; in place."""
     (B, K, N, X), R = written_BKNX.shape, pass_BKR.shape[2]
     state_BNRP, states = state_BNX.view(B, N, R, X // R), list[Tensor]()
     chunks = list(zip(written_BKNX.view(B, K, N, R, X // R).unbind(1), pass_BKR.unbind(1), strict=True))
     for written_BNRP, pass_BR in reversed(chunks) if reverse else chunks:
         states.append(state_BNRP)
-        state_BNRP = torch.addcmul(written_BNRP, state_BNRP, pass_BR[:, None, :, None])
+        state_BNRP = written_BNRP.addcmul_(state_BNRP, pass_BR[:, None, :, None])
     states = states[::-1] if reverse else states
     stacked_BKNRP = torch.stack(states, 1) if K > 1 else states[0][:, None]
     return stacked_BKNRP.flatten(3), state_BNRP.flatten(2)
