@@ -35,6 +35,8 @@ class TensorRule:
     """Spec that the order is computed from."""
     unit_dim: bool = False
     """Theirs has a dimension of 1 behind the rows."""
+    leading: int = 0
+    """Dimensions of 1 that theirs has ahead of the rows."""
     experts: ExpertFiles | None = None
     """Ours have a dimension of experts before all others, and this is the rule of each expert."""
     expert: int | None = None
@@ -58,9 +60,10 @@ class Names:
     """Before all names of a layer."""
     before: tuple[TensorRule, ...]
     """Tensors ahead of the layers."""
-    norms: Mapping[str, str]
+    norms: Mapping[str, str | tuple[str, ...]]
     """Norms of a layer: their names -> our modules within the layer, `mixer_norm` and `mlp_norm` for those before a
-    part, `mixer_out_norm` and `mlp_out_norm` for those on its output."""
+    part, `mixer_out_norm` and `mlp_out_norm` for those on its output; several where layers of a kind have one of
+    them."""
     behind: tuple[TensorRule, ...]
     """Tensors of norm and head."""
     mtp: bool = False
@@ -153,8 +156,8 @@ class Names:
     def _norms(self, index: str, before: str, module: str) -> list[TensorRule]:
         found = list[TensorRule]()
         for norm, ours in self.norms.items():
-            if ours == module:
-                theirs, name = self.layer.replace(LAYER, index) + norm, before + ours
+            if module in (ours if isinstance(ours, tuple) else (ours,)):
+                theirs, name = self.layer.replace(LAYER, index) + norm, before + module
                 found.append(TensorRule(f"{theirs}.weight", (f"{name}.weight",)))
                 found += [TensorRule(f"{theirs}.bias", (f"{name}.bias",))] * self.norm_bias
         return found
@@ -166,7 +169,9 @@ class Names:
         def rule(kind: str, transposed: bool) -> TensorRule:
             named_so = tuple(name + kind for name in ours)
             unit_dim = names.unit_dim and kind != ".bias"
-            return TensorRule(theirs + kind, named_so, transposed, names.order, part, unit_dim, names.experts)
+            return TensorRule(
+                theirs + kind, named_so, transposed, names.order, part, unit_dim, names.leading, names.experts
+            )
 
         if names.of_parameters:
             return [rule("", names.transposed)]

@@ -15,15 +15,18 @@ from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.gpt_neox import GPT_NEOX
 from pipeline.train.huggingface.families.gpt_oss import GPT_OSS
 from pipeline.train.huggingface.families.granite import GRANITE
+from pipeline.train.huggingface.families.kimi_linear import KIMI_LINEAR
 from pipeline.train.huggingface.families.llama import LLAMA
 from pipeline.train.huggingface.families.mistral import MISTRAL
 from pipeline.train.huggingface.families.mixtral import MIXTRAL
 from pipeline.train.huggingface.families.olmo2 import OLMO2
 from pipeline.train.huggingface.families.olmo3 import OLMO3
+from pipeline.train.huggingface.families.olmo_hybrid import OLMO_HYBRID
 from pipeline.train.huggingface.families.olmoe import OLMOE
 from pipeline.train.huggingface.families.phi3 import PHI3
 from pipeline.train.huggingface.families.qwen import QWEN2, QWEN3
 from pipeline.train.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from pipeline.train.huggingface.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from pipeline.train.huggingface.families.smollm3 import SMOLLM3
 from pipeline.train.huggingface.families.starcoder2 import STARCODER2
 from pipeline.train.huggingface.family import Family
@@ -33,7 +36,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GPT2, STARCODER2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3),
         *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
-        *(DEEPSEEK_V2, DEEPSEEK_V3),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, OLMO_HYBRID, QWEN3_5, QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR),
         *(GPT_OSS, GLM4_MOE, QWEN2_MOE, QWEN3_MOE, OLMOE, MIXTRAL),
     )
 }
@@ -42,6 +45,8 @@ READ_AS: dict[str, str] = {"kimi_k2": "deepseek_v3"}
 """By `model_type` of files whose architecture is that of a family, its `model_type`, which is written then."""
 
 REFUSED: dict[str, str] = {
+    "qwen3_5": "it reads images, too; its text model alone is a qwen3_5_text",
+    "qwen3_5_moe": "it reads images, too; its text model alone is a qwen3_5_moe_text",
     "gemma3": "it reads images, too; its text model alone is a gemma3_text",
 }
 """By `model_type` why a family is not here, where there is more to say than that."""

@@ -40,10 +40,11 @@ class TensorPiece:
     """Rows of what was read that are ours, in our order; None: all, as they are."""
     transposed: bool
     unit_dim: bool
+    leading: int = 0
 
     def of(self, read: Tensor) -> Tensor:
         """Ours, from what was read."""
-        value = read.t() if self.transposed else read
+        value = read.t() if self.transposed else read.flatten(0, self.leading)
         value = value.squeeze(1) if self.unit_dim else value
         return value if self.rows is None else value[torch.from_numpy(self.rows)]
 
@@ -72,6 +73,8 @@ class TensorSlice:
     """For each of the rows in our order the row there; None: they are in our order."""
     unit_dim: bool = False
     """Theirs has a dimension of 1 behind the rows."""
+    leading: int = 0
+    """Dimensions of 1 that theirs has ahead of the rows."""
     experts: ExpertFiles | None = None
     """Ours has a dimension of experts before the rows."""
     column: int | None = None
@@ -119,8 +122,9 @@ class TensorSlice:
         if self.column is not None:
             (columns,) = others
             others = (slice(self.column + columns.start, self.column + columns.stop),)
-        found = (there, slice(0, 1), *others) if self.unit_dim else (there, *others)
-        return TensorPiece(found[::-1] if self.transposed else found, wanted, self.transposed, self.unit_dim)
+        found = (*[slice(0, 1)] * self.leading, there, *[slice(0, 1)] * self.unit_dim, *others)
+        place = found[::-1] if self.transposed else found
+        return TensorPiece(place, wanted, self.transposed, self.unit_dim, self.leading)
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,7 @@ class TensorMapping:
         if rule.order is not None:
             value = value.index_select(dim, torch.from_numpy(rule.order.of(rule.part)))
         value = value.unsqueeze(dim + 1) if rule.unit_dim else value
+        value = value.view(*[1] * rule.leading, *value.shape) if rule.leading else value
         return (value.transpose(-2, -1) if rule.transposed else value).contiguous()
 
     def to_ours(self, name: str, theirs: Mapping[str, Tensor]) -> Tensor:
@@ -235,10 +240,11 @@ def map_rules(
         rows = [vocab_size if name in _VOCABULARY else our_shapes[name][skipped] for name in rule.ours]
         for name, (first, stop) in zip(rule.ours, pairwise(accumulate(rows, initial=0)), strict=True):
             ours[name] = TensorSlice(
-                rule.theirs, first, stop - first, rule.transposed, back, rule.unit_dim, rule.experts
+                *(rule.theirs, first, stop - first, rule.transposed, back),
+                *(rule.unit_dim, rule.leading, rule.experts),
             )
         leading, others = our_shapes[rule.ours[0]][:skipped], our_shapes[rule.ours[0]][skipped + 1 :]
-        shape = (sum(rows), *([1] * rule.unit_dim), *others)
+        shape = (*[1] * rule.leading, sum(rows), *[1] * rule.unit_dim, *others)
         shape = shape[::-1] if rule.transposed else shape
         if rule.experts == "numbered":
             for expert in range(*leading):
@@ -264,6 +270,13 @@ def names_in_files(
         UserError: a tensor is missing, has another shape, or is none of this family's.
     """
     full = {name.removeprefix(family.prefix): name for name in found}
+    ours = {name.removeprefix(family.prefix) for name in mapping.their_shapes}
+    for name in full.keys() - ours:
+        for pattern, other in family.also:
+            again = re.sub(pattern, other, name)
+            if again in ours - full.keys():
+                full[again] = full.pop(name)
+                break
     names: dict[str, str] = {}
     for name, shape in mapping.their_shapes.items():
         actual = full.get(name.removeprefix(family.prefix))

@@ -94,6 +94,8 @@ class TensorNames:
     """`ours` are parameters of the part itself, whose names have no dot (`Vector`)."""
     unit_dim: bool = False
     """Theirs has a dimension of 1 behind the rows, as the weights of a convolution by channel do."""
+    leading: int = 0
+    """Dimensions of 1 that theirs has ahead of the rows."""
     experts: ExpertFiles | None = None
     """Ours are parameters of experts, and all that is said here is true of the matrix of each."""
     transposed: bool = False

@@ -25,7 +25,7 @@ from pipeline.train.huggingface.config_windows import DEFAULT_WINDOW, FULL
 from pipeline.train.huggingface.family import Family, Need, anything, only, where
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, write_llama_like
 from pipeline.train.model.mlps.experts.spec import EXPERTS_NAMES, ExpertsSpec
-from pipeline.train.model.tensor_names import TensorNames
+from pipeline.train.model.tensor_names import PartTable, TensorNames
 
 
 def _read_qwen2_moe(source: ConfigSource) -> Json:
@@ -97,6 +97,16 @@ def _needs_shared(needs: dict[str, Need]) -> dict[str, Need]:
     return {**needs, "experts": shared}
 
 
+SHARED_NAMES: PartTable = (
+    *EXPERTS_NAMES,
+    *(
+        TensorNames(f"mlp.shared_expert.{theirs}.weight", (f"shared.{ours}.weight",))
+        for theirs, ours in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+    ),
+    ("mlp.shared_expert_gate", ("shared_gate",)),
+)
+"""Names of experts with a shared mlp and its gate."""
+
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
@@ -115,16 +125,7 @@ QWEN2_MOE = Family(
     special=some_have_experts,
     names=replace(
         LLAMA_NAMES,
-        tables={
-            ExpertsSpec: (
-                *EXPERTS_NAMES,
-                *(
-                    TensorNames(f"mlp.shared_expert.{theirs}.weight", (f"shared.{ours}.weight",))
-                    for theirs, ours in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
-                ),
-                ("mlp.shared_expert_gate", ("shared_gate",)),
-            )
-        },
+        tables={ExpertsSpec: SHARED_NAMES},
         layers=WITH_SOME_EXPERTS,
     ),
     positions=("max_position_embeddings", 32768),
