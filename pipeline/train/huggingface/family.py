@@ -82,7 +82,7 @@ class Family:
     prefix: str = "model."
     """Files of the model without its head lack it in their names."""
     also: tuple[tuple[str, str], ...] = ()
-    """Other names that files may have, without the prefix: patterns of them, and what each stands for (see `re.sub`)."""
+    """Other names that files may have, without the prefix: a pattern, and what it stands for (see `re.sub`)."""
     ignored: tuple[str, ...] = ()
     """Patterns of names of buffers that files of old versions have, and that are computed today."""
     extra_layers: bool = False

@@ -69,8 +69,8 @@ ROWS = {
         OlmoHybridConfig,
         {**_SHAPE, **_DELTA, "linear_num_value_heads": 2, "linear_value_head_dim": 7}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
-        rate=2e-4,
-        falls=0.02,
+        rate=1e-4,
+        falls=0.0,
     ),
     "olmo-hybrid-rope": Row(
         OlmoHybridConfig,
@@ -86,6 +86,6 @@ ROWS = {
         | {"rms_norm_eps": 1e-6},
         _OF_TRAINING,
         tolerance=_TOLERANCE,
-        rate=_RATE,
+        rate=2e-5,
     ),
 }
