@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evidence.item import Item
+from evidence.recurrence_items import RECURRENCES
 
 _TESTS = Item(
     "tests",
@@ -486,4 +487,4 @@ _PROFILE = tuple(
     for steps in ({"micro_batches": 2, "warmup": 3, "steps": 3, "rows": 25},)
 )
 
-ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, _RATES, *_SPEED, *_FP8, *_EXPERTS, *_PROFILE, *_RUNS)
+ITEMS: tuple[Item, ...] = (_TESTS, *_EXACT, _RATES, *_SPEED, *_FP8, *_EXPERTS, RECURRENCES, *_PROFILE, *_RUNS)
