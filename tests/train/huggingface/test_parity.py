@@ -36,7 +36,7 @@ from transformers import (
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.registry import FAMILIES
 from tests import tiers
-from tests.train.huggingface import parity
+from tests.train.huggingface import mamba2_rows, parity
 from tests.train.huggingface.parity import Pair, Row
 
 SIZES = {
@@ -323,6 +323,7 @@ ROWS = {
         Starcoder2Config, {**SIZES, "norm_epsilon": 1e-4, "sliding_window": 7, "tie_word_embeddings": False}
     ),
     "starcoder2-tied-no-biases": Row(Starcoder2Config, {**SIZES, "use_bias": False}),
+    **mamba2_rows.ROWS,
 }
 
 
