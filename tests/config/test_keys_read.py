@@ -64,6 +64,16 @@ VARIANTS: list[dict[str, Any]] = [
         "train.metrics.wandb": {"project": "p", "mode": "offline"},
     },
     {
+        "model.pattern": ["mamba", "delta", "kda", "mlp"],
+        "model.layers": 4,
+        "model.kinds": {
+            "mamba": {"mixer": "mamba2", "mamba2": {"heads": 2, "head_dim": 8, "state_dim": 8}},
+            "delta": {"mixer": "gated_delta", "delta": {"key_heads": 2, "key_dim": 8, "value_dim": 8}},
+            "kda": {"mixer": "kda", "delta": {"key_heads": 2, "key_dim": 8, "value_dim": 8}},
+            "mlp": {"mixer": "none", "mlp": "relu2"},
+        },
+    },
+    {
         "data.loader": {"read": "pread"},
         "stage.data": "local",
         "train.batch_ramp": {"start": 2, "increment": 1, "tokens": 64},

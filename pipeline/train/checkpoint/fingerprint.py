@@ -22,7 +22,8 @@ _KEYS = {"objective": "train.objective"}
 _OF_SHAPES = ("model.layers", "model.dim", "model.mtp", "model.mtp.depth")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
 LATER_KEYS = (
-    *("vocab_size", "pattern", "kinds", "mixer", "mla", "experts", "rope_share", "attention_scale"),
+    *("vocab_size", "pattern", "kinds", "mixer", "mla", "mamba2", "delta", "experts"),
+    *("rope_share", "attention_scale"),
     *("attention_soft_cap", "sinks", "output_gate", "norm_place", "residual", "norm_bias", "norm_offset"),
     *("embedding_scale", "residual_scale", "logit_scale", "dropout", "mtp"),
     *("rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),

@@ -80,7 +80,7 @@ def to_hf(
     kinds = {name: found.tensors[rule.ours[0]].dtype for name, rule in mapping.theirs.items()}
     uncast = mapping.uncast
     tensors = {
-        name: Stored(shape, _DTYPES[dtype] if dtype and name not in uncast else kinds[name])
+        name: Stored(shape, kinds[name] if not dtype else torch.float32 if name in uncast else _DTYPES[dtype])
         for name, shape in mapping.their_shapes.items()
     }
     total = sum(each.bytes for each in tensors.values())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 from torch import Tensor
 
@@ -239,10 +239,10 @@ class HuggingFaceFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file; a `UserError` where there is none."""
+    """An object in a JSON file, with Infinity as transformers 4 wrote it; a `UserError` where there is none."""
     try:
-        value = orjson.loads(storage.read_bytes(path))
-    except (OSError, ValueError) as error:
+        value = json.loads(storage.read_bytes(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")

@@ -62,8 +62,7 @@ class Names:
     """Tensors ahead of the layers."""
     norms: Mapping[str, str | tuple[str, ...]]
     """Norms of a layer: their names -> our modules within the layer, `mixer_norm` and `mlp_norm` for those before a
-    part, `mixer_out_norm` and `mlp_out_norm` for those on its output; several where layers of a kind have one of
-    them."""
+    part, `mixer_out_norm` and `mlp_out_norm` for those on its output. Several where a layer has one of them."""
     behind: tuple[TensorRule, ...]
     """Tensors of norm and head."""
     mtp: bool = False
@@ -156,7 +155,7 @@ class Names:
     def _norms(self, index: str, before: str, module: str) -> list[TensorRule]:
         found = list[TensorRule]()
         for norm, ours in self.norms.items():
-            if module in (ours if isinstance(ours, tuple) else (ours,)):
+            if module in ((ours,) if isinstance(ours, str) else ours):
                 theirs, name = self.layer.replace(LAYER, index) + norm, before + module
                 found.append(TensorRule(f"{theirs}.weight", (f"{name}.weight",)))
                 found += [TensorRule(f"{theirs}.bias", (f"{name}.bias",))] * self.norm_bias

@@ -7,6 +7,7 @@ special ones stand behind general ones.
 
 from __future__ import annotations
 
+from pipeline.train.huggingface.families.bamba import BAMBA
 from pipeline.train.huggingface.families.cohere2 import COHERE2
 from pipeline.train.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pipeline.train.huggingface.families.gemma import GEMMA2, GEMMA3
@@ -15,10 +16,13 @@ from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.gpt_neox import GPT_NEOX
 from pipeline.train.huggingface.families.gpt_oss import GPT_OSS
 from pipeline.train.huggingface.families.granite import GRANITE
+from pipeline.train.huggingface.families.granite_hybrid import GRANITE_HYBRID
 from pipeline.train.huggingface.families.kimi_linear import KIMI_LINEAR
 from pipeline.train.huggingface.families.llama import LLAMA
+from pipeline.train.huggingface.families.mamba2 import MAMBA2
 from pipeline.train.huggingface.families.mistral import MISTRAL
 from pipeline.train.huggingface.families.mixtral import MIXTRAL
+from pipeline.train.huggingface.families.nemotron_h import NEMOTRON_H
 from pipeline.train.huggingface.families.olmo2 import OLMO2
 from pipeline.train.huggingface.families.olmo3 import OLMO3
 from pipeline.train.huggingface.families.olmo_hybrid import OLMO_HYBRID
@@ -38,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
         *(DEEPSEEK_V2, DEEPSEEK_V3, OLMO_HYBRID, QWEN3_5, QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR),
         *(GPT_OSS, GLM4_MOE, QWEN2_MOE, QWEN3_MOE, OLMOE, MIXTRAL),
+        *(MAMBA2, BAMBA, GRANITE_HYBRID, NEMOTRON_H),
     )
 }
 
@@ -48,5 +53,7 @@ REFUSED: dict[str, str] = {
     "qwen3_5": "it reads images, too; its text model alone is a qwen3_5_text",
     "qwen3_5_moe": "it reads images, too; its text model alone is a qwen3_5_moe_text",
     "gemma3": "it reads images, too; its text model alone is a gemma3_text",
+    "falcon_h1": "its layers have Mamba-2 and attention beside each other",
+    "zamba2": "its layers share the weights of a few with attention",
 }
 """By `model_type` why a family is not here, where there is more to say than that."""

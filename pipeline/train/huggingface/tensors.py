@@ -139,11 +139,13 @@ class TensorMapping:
     our_shapes: dict[str, Shape]
     buffers: frozenset[str] = field(default_factory=frozenset)
     """Those of ours that are buffers; they stay in fp32, whatever the weights are."""
+    fp32: frozenset[str] = field(default_factory=frozenset)
+    """Those of ours that are computed with in fp32, whatever the weights are."""
 
     @property
     def uncast(self) -> frozenset[str]:
-        """Their names of the buffers."""
-        return frozenset(self.ours[name].theirs for name in self.buffers)
+        """Their names of both, which exports have in fp32."""
+        return frozenset(self.ours[name].theirs for name in self.buffers | self.fp32)
 
     def to_theirs(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A tensor of theirs from those of ours that it is made of."""
@@ -200,7 +202,17 @@ def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
     head = "embedding.weight" if spec.tie_embeddings else "head.weight"
     ahead = [each.layer.parts for each in spec.mtp]
     rules = family.names.rules([layer.parts for layer in spec.layers], ahead, head)
+    fp32 = {
+        f"{before}.{place}.{module}"
+        for before, layer in (
+            *((f"layers.{index}", layer) for index, layer in enumerate(spec.layers)),
+            *((f"mtp.{depth}.layer", each.layer) for depth, each in enumerate(spec.mtp)),
+        )
+        for place, part in layer.parts.items()
+        for module in part.fp32_modules
+    }
     mapping = map_rules(rules, our_shapes, spec.vocab_size, frozenset(buffers))
+    mapping = replace(mapping, fp32=frozenset(name for name in our_shapes if name.rpartition(".")[0] in fp32))
     missing = our_shapes.keys() - mapping.ours.keys()
     assert not missing, f"{family.model_type} has no place for {sorted(missing)}"
     return mapping

@@ -55,13 +55,20 @@ def hf_tensor(tensors: dict[str, Tensor], name: str, dim: int) -> Tensor:
     return tensors[layer.replace("layers.", "model.layers.") + _LLAMA[part] + kind]
 
 
-def randomize(model: nn.Module, seed: int, norms: float = 1.0) -> None:
-    """Every parameter random, norms (around `norms`) and biases too, so that none can be left out unnoticed."""
+def randomize(model: nn.Module, seed: int, norms: float = 1.0, gain: float = 1.5) -> None:
+    """Every parameter random, norms (around `norms`) and biases too, so that none can be left out unnoticed.
+
+    Args:
+        model: whose parameters change.
+        seed: of the numbers.
+        norms: mean of the weights of norms.
+        gain: root mean square of what a matrix makes of numbers of 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(
-                std=0.2 if parameter.ndim == 1 else 1.5 * parameter.shape[-1] ** -0.5, generator=generator
+                std=0.2 if parameter.ndim == 1 else gain * parameter.shape[-1] ** -0.5, generator=generator
             )
             if parameter.ndim == 1 and name.endswith("weight"):
                 parameter.add_(norms)

@@ -6,6 +6,7 @@ Weights get there and back by files, as users' do. All parameters are random, no
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,13 +87,17 @@ class Row:
     """Of gradients."""
     falls: float = 0.2
     """What its loss falls by in training at least."""
+    gain: float = 1.5
+    """Of random matrices, see `randomize`."""
+    limited: bool = False
+    """Steps of time have bounds, which transformers forgets where it computes token by token."""
 
     def build(self) -> PreTrainedModel:
         """A model with random weights."""
         common = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
         config = self.config(**{**common, **self.values})
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-        randomize(model, seed=3, norms=1 - self.norm_offset)
+        randomize(model, seed=3, norms=1 - self.norm_offset, gain=self.gain)
         generator = torch.Generator().manual_seed(4)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -140,6 +145,15 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 def as_in_files(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
     """Tensors by transformers' parameters, as files have them: experts one by one, which it stacks in memory."""
+    if model_type == "nemotron_h":
+        return {re.sub("^model", "backbone", name): value for name, value in tensors.items()}
+    if model_type == "granitemoehybrid":
+        of_experts = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+        of_experts |= {"router.weight": "router.layer.weight"}
+        return {
+            re.sub("(?<=block_sparse_moe[.]).*", lambda found: of_experts[found[0]], name): value
+            for name, value in tensors.items()
+        }
     layer, names = ("mlp", ("gate_proj", "up_proj", "down_proj"))
     if model_type in ("olmo_hybrid", "kimi_linear"):
         tensors = _with_own_taps(tensors)
@@ -279,7 +293,8 @@ def check_keys(row: Row) -> None:
 def _said(family: Family, values: dict[str, Any]) -> dict[str, Any]:
     key, default = family.positions
     found = family.read(ConfigSource(values, "config.json"))
-    found["head_dim"] = found.get("head_dim") or found["dim"] // found["heads"]
+    if "heads" in found:
+        found["head_dim"] = found.get("head_dim") or found["dim"] // found["heads"]
     return {**found, "positions there": values.get(key, default)}
 
 
@@ -315,7 +330,7 @@ def check_logits_and_gradients(pair: Pair) -> None:
     head = pair.found.family.names.head
     of_theirs = {head if name == HEAD else name: value.grad for name, value in pair.theirs.named_parameters()}
     wanted = as_in_files(of_theirs, pair.theirs.config.model_type)
-    assert wanted.keys() == mapping.theirs.keys() - mapping.uncast
+    assert wanted.keys() == mapping.theirs.keys() - {mapping.ours[name].theirs for name in mapping.buffers}
     gradients = {name: parameter.grad for name, parameter in ours.items()}
     nothing = ROUNDING * max(gradient.abs().max() for gradient in wanted.values())
     for name, gradient in wanted.items():
@@ -340,6 +355,7 @@ def check_greedy(pair: Pair, count: int = 24) -> None:
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=count,
             do_sample=False,
+            use_cache=not pair.row.limited,
             eos_token_id=VOCAB + 1,
             pad_token_id=0,
         )[0, length:].tolist()

@@ -290,6 +290,8 @@ NOT_CONVERTED = {
     "dropout": "of training alone",
     "mtp": "of training alone; see the tests of DeepSeek",
     "mla": "needs mixer: mla; see the tests of DeepSeek",
+    "mamba2": "needs mixer: mamba2; see the tests of Mamba-2",
+    "delta": "needs mixer: gated_delta or kda; see their tests",
     "experts": "needs mlp: experts; see the tests of experts",
     "pattern": "see the test of layers of several kinds",
     "kinds": "the same",

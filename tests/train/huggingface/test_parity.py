@@ -36,7 +36,7 @@ from transformers import (
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.registry import FAMILIES
 from tests import tiers
-from tests.train.huggingface import delta_rows, parity
+from tests.train.huggingface import delta_rows, mamba2_rows, parity
 from tests.train.huggingface.parity import Pair, Row
 
 SIZES = {
@@ -324,6 +324,7 @@ ROWS = {
     ),
     "starcoder2-tied-no-biases": Row(Starcoder2Config, {**SIZES, "use_bias": False}),
     **delta_rows.ROWS,
+    **mamba2_rows.ROWS,
 }
 
 

@@ -17,13 +17,16 @@ from pipeline.train.huggingface.llama_like import (
     write_llama_like,
 )
 
-_FACTORS = ("embedding_scale", "residual_scale", "attention_scale", "logit_scale")
+FACTORS = ("embedding_scale", "residual_scale", "attention_scale", "logit_scale")
 
 
 def _read(source: ConfigSource) -> Json:
+    return {**read_llama_like(source), "bias": read_bias(source), **read_factors(source)}
+
+
+def read_factors(source: ConfigSource) -> Json:
+    """`FACTORS` of `model:`."""
     return {
-        **read_llama_like(source),
-        "bias": read_bias(source),
         "embedding_scale": float(source.get("embedding_multiplier", 1.0)),
         "residual_scale": float(source.get("residual_multiplier", 1.0)),
         "attention_scale": float(source.get("attention_multiplier", 1.0)),
@@ -32,15 +35,17 @@ def _read(source: ConfigSource) -> Json:
 
 
 def _write(model: ModelConfig, positions: int) -> Json:
-    return write_llama_like(
-        model,
-        positions,
-        **write_bias(model),
-        embedding_multiplier=model.embedding_scale,
-        residual_multiplier=model.residual_scale,
-        attention_multiplier=model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
-        logits_scaling=_divisor(model.logit_scale),
-    )
+    return write_llama_like(model, positions, **write_bias(model), **write_factors(model))
+
+
+def write_factors(model: ModelConfig) -> Json:
+    """The same keys."""
+    return {
+        "embedding_multiplier": model.embedding_scale,
+        "residual_multiplier": model.residual_scale,
+        "attention_multiplier": model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
+        "logits_scaling": _divisor(model.logit_scale),
+    }
 
 
 def _divisor(scale: float) -> float:
@@ -49,8 +54,9 @@ def _divisor(scale: float) -> float:
     return whole if whole and 1 / whole == scale else 1 / scale
 
 
-def _is_special(layers: Sequence[ModelConfig]) -> bool:
-    return not all(is_default(layers[0], key) for key in _FACTORS)  # else it is a Llama
+def has_factors(layers: Sequence[ModelConfig]) -> bool:
+    """True of layers of a model with some of them, see `Family.special`."""
+    return not all(is_default(layer, key) for layer in layers for key in FACTORS)
 
 
 GRANITE = Family(
@@ -61,7 +67,7 @@ GRANITE = Family(
     read=_read,
     write=_write,
     mark="residual_scale",
-    needs={**LLAMA_NEEDS, "bias": only(*BIASES), **dict.fromkeys(_FACTORS, anything())},
-    special=_is_special,
+    needs={**LLAMA_NEEDS, "bias": only(*BIASES), **dict.fromkeys(FACTORS, anything())},
+    special=has_factors,  # else it is a Llama
     names=LLAMA_NAMES,
 )

@@ -18,6 +18,20 @@ from pipeline.train.model.part_spec import (
     Uniform,
     Vector,
 )
+from pipeline.train.model.tensor_names import PartTable, TensorNames
+
+
+def _names(module: str) -> PartTable:
+    """Hugging Face's names, given that of the mixer: five products are one there, and three convolutions."""
+    return (
+        (f"{module}.in_proj", ("wz", "wx", "wb", "wc", "wdt")),
+        TensorNames(f"{module}.conv1d", ("conv_x", "conv_b", "conv_c"), unit_dim=True),
+        (f"{module}.A_log", ("decay.a_log",)),
+        (f"{module}.dt_bias", ("decay.dt_bias",)),
+        (f"{module}.D", ("decay.d",)),
+        (f"{module}.norm.weight", ("norm.weight",)),
+        (f"{module}.out_proj", ("wo",)),
+    )
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,7 @@ class Mamba2Spec(RecurrentSpec):
 
     label: ClassVar = "Mamba-2"
     module: ClassVar = "pipeline.train.model.mixers.mamba2.module.Mamba2"
+    huggingface: ClassVar = {"mamba2": _names("mixer"), "llama": _names("mamba")}
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> Mamba2Spec:
