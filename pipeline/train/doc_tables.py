@@ -94,7 +94,7 @@ def _tensors_of(names: Names) -> str:
         )
         text = f"{text}, again" if rule.copy else text
         text = f"{text}, rows {rule.order.text}" if rule.order else text
-        text = f"{text}, [rows, 1, columns]" if rule.unit_dim else text
+        text = f"{text}, with other dimensions of 1" if rule.unit_dims else text
         text = {"numbered": f"{text}, of expert {EXPERT}", "stacked": f"{text}, of each expert", None: text}[
             rule.experts
         ]

@@ -61,6 +61,11 @@ VARIANTS: list[dict[str, Any]] = [
         "model.rope_scaling": {"type": "yarn", "factor": 2},
         "model.mlp": "experts",
         "model.experts": {"count": 4, "top_k": 2, "ffn_dim": 8, "activation": "clamped_swiglu", "score_bias": True},
+        "model.pattern": ["full", "delta"],
+        "model.kinds": {
+            "full": {},
+            "delta": {"mixer": "kda", "delta": {"key_heads": 2, "key_dim": 4, "value_dim": 4, "rank": 2}},
+        },
         "train.metrics.wandb": {"project": "p", "mode": "offline"},
     },
     {

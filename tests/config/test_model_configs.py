@@ -141,6 +141,30 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         | {"num_key_value_heads": 4, "sliding_window": 1024, "max_position_embeddings": 32768, "vocab_size": 262208},
         3_880_263_168,
     ),
+    "nemotron-h-8b": (
+        {
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            "num_hidden_layers": 52,
+            "hidden_size": 4096,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "time_step_min": 0.001,
+            "mlp_hidden_act": "relu2",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+            "vocab_size": 131072,
+        },
+        8_100_852_736,
+    ),
     "mistral-7b": (
         {
             "model_type": "mistral",
@@ -268,7 +292,29 @@ _MIXTURES: dict[str, tuple[dict[str, Any], int]] = {
         1_026_408_209_408,
     ),
 }
+_MIXTURES["qwen3-next-80b-a3b"] = (
+    _sizes(48, 2048, 16, 5120)
+    | {
+        **{"model_type": "qwen3_next", "num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-6},
+        **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True},
+        **{"shared_expert_intermediate_size": 512, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+        **{"rope_theta": 10000000, "partial_rotary_factor": 0.25, "full_attention_interval": 4},
+        **{"max_position_embeddings": 262144, "vocab_size": 151936, "tie_word_embeddings": False},
+    },
+    79_674_391_296,
+)
 PUBLISHED |= _MIXTURES
+# With the rope that its long contexts dropped.
+PUBLISHED["olmo-hybrid-7b"] = (
+    _sizes(32, 3840, 30, 11008)
+    | {
+        **{"model_type": "olmo_hybrid", "rms_norm_eps": 1e-6, "vocab_size": 100352, "linear_key_head_dim": 96},
+        **{"linear_value_head_dim": 192, "max_position_embeddings": 8192, "tie_word_embeddings": False},
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+    },
+    7_430_870_688,
+)
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
     "olmoe-1b-7b": 1.3e9,
@@ -279,6 +325,8 @@ ACTIVE = {
     "gpt-oss-120b": 5.13e9 + 201088 * 2880,
     "deepseek-v3": 37e9,
     "kimi-k2": 32.6e9,
+    # As counted here: the name rounds them down to 3.
+    "qwen3-next-80b-a3b": 3.88e9,
 }
 """Parameters that a token meets, as the authors round them."""
 DEVICE = {"gpt2-124m": "a100"}

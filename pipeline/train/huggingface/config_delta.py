@@ -1,9 +1,9 @@
-"""Gated delta rules beside attention in a `config.json` of Hugging Face's models."""
+"""Layers with a gated delta rule, and attention among them, in a `config.json` of Hugging Face's models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from pipeline.config.mixers import DeltaConfig
 from pipeline.config.model import ModelConfig
@@ -13,104 +13,113 @@ from pipeline.train.huggingface.config_windows import FULL
 from pipeline.train.huggingface.family import Need
 
 LINEAR = "linear_attention"
-"""Their type of layers with a recurrence, and our name of the kind."""
-_OF_ATTENTION = (
-    *("kv_heads", "head_dim", "qk_norm", "output_gate", "positions"),
-    *("rope_theta", "rope_scaling", "rope_share", "bias", "norm_place"),
+"""Type of layers, and our name of this kind; those with attention are `FULL`."""
+OF_ATTENTION = (
+    *("heads", "kv_heads", "head_dim", "positions", "rope_theta", "rope_scaling", "rope_share"),
+    *("qk_norm", "output_gate"),
 )
-OF_HYBRID: Json = {
-    "varies": frozenset({"mixer", "delta", "mla", *_OF_ATTENTION, "heads", "mlp", "experts", "ffn_dim"}),
-    "alike": {
-        **dict.fromkeys(("delta", "mla", "heads", *_OF_ATTENTION), lambda layer: layer.mixer),
-        **dict.fromkeys(("experts", "ffn_dim"), lambda layer: layer.mlp),
-    },
+"""Keys that layers with attention alone have."""
+_RULES = ("gated_delta", "kda")
+_KEYS = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
 }
-"""Fields of `Family` for one in which most layers have a gated delta rule, and some may have experts."""
+"""By key of `delta` that of the files."""
 
 
-def read_types(source: ConfigSource, layers: int) -> list[str]:
-    """The type of each layer; there must be both."""
-    interval = source.count("full_attention_interval", 4, least=1)
-    types = layer_types(source, layers, (LINEAR, FULL), lambda index: LINEAR if (index + 1) % interval else FULL)
-    if len(set(types)) == 1:
-        source.refuse("layer_types", types[0], f"models with both {LINEAR} and {FULL} are supported")
-    return types
-
-
-def read_delta(source: ConfigSource) -> Json:
-    """`delta` of `model:`, with Qwen's defaults."""
-    keys = {
-        "key_heads": ("linear_num_key_heads", 16),
-        "value_heads": ("linear_num_value_heads", 32),
-        "key_dim": ("linear_key_head_dim", 128),
-        "value_dim": ("linear_value_head_dim", 128),
-        "conv_size": ("linear_conv_kernel_dim", 4),
-    }
-    return {ours: source.count(theirs, default, least=1) for ours, (theirs, default) in keys.items()}
+def read_delta(source: ConfigSource, **defaults: int) -> Json:
+    """Sizes of `delta` of `model:`, with what transformers takes where there are none."""
+    return {key: source.count(theirs, defaults[key], least=1) for key, theirs in _KEYS.items()}
 
 
 def write_delta(model: ModelConfig) -> Json:
-    """The same keys, and the type of each layer."""
+    """The same keys."""
     delta = delta_of(model)
-    return {
-        "linear_num_key_heads": delta.key_heads,
-        "linear_num_value_heads": delta.value_heads or delta.key_heads,
-        "linear_key_head_dim": delta.key_dim,
-        "linear_value_head_dim": delta.value_dim,
-        "linear_conv_kernel_dim": delta.conv_size,
-        "layer_types": types_of(model),
+    found = {theirs: getattr(delta, key) for key, theirs in _KEYS.items()}
+    return {**found, _KEYS["value_heads"]: delta.value_heads or delta.key_heads}
+
+
+def read_types(source: ConfigSource, layers: int, default: Callable[[int], str]) -> list[str]:
+    """The type of each layer; both must be there.
+
+    Args:
+        source: the file.
+        layers: their number.
+        default: see `layer_types`.
+    """
+    types = layer_types(source, layers, (FULL, LINEAR), default)
+    if missing := [name for name in (FULL, LINEAR) if name not in types]:
+        source.refuse("layer_types", types[0], f"no layer is {missing[0]}")
+    return types
+
+
+def write_types(model: ModelConfig) -> list[str]:
+    """The same key."""
+    return by_layer(model, lambda layer: LINEAR if has_rule(layer) else FULL)
+
+
+def split(found: Json, delta: Json, **linear: Any) -> tuple[Json, dict[str, Json]]:
+    """Keys of all layers, and by type those that its layers have besides.
+
+    Args:
+        found: keys of a model without a rule.
+        delta: `delta` of `model:`.
+        linear: other keys of the layers with a rule.
+    """
+    shared = {key: value for key, value in found.items() if key not in OF_ATTENTION}
+    kinds = {
+        LINEAR: {"mixer": "gated_delta", **linear, "delta": delta},
+        FULL: {key: found[key] for key in OF_ATTENTION if key in found},
     }
+    return shared, kinds
 
 
-def types_of(model: ModelConfig) -> list[str]:
-    """The type of each layer."""
-    return by_layer(model, lambda layer: FULL if is_attention(layer) else LINEAR)
+def has_rule(layer: ModelConfig) -> bool:
+    """True if a layer has a gated delta rule; a type of layers for `Family.alike`, too."""
+    return layer.mixer in _RULES
 
 
-def is_attention(layer: ModelConfig) -> bool:
-    """True of a layer without a recurrence."""
-    return layer.mixer in ("attention", "mla")
-
-
-def attention_layer(model: ModelConfig) -> ModelConfig:
-    """The section with the keys of the layers with attention."""
-    return next(layer for layer in map(model.layer, model.layer_kinds) if is_attention(layer))
+def both(layers: Sequence[ModelConfig]) -> bool:
+    """True of the kinds of layers of a model with both types, see `Family.special`."""
+    return len(set(map(has_rule, layers))) == 2
 
 
 def delta_of(model: ModelConfig) -> DeltaConfig:
-    """Sizes of the gated delta rule."""
-    found = next(layer.delta for layer in map(model.layer, model.layer_kinds) if not is_attention(layer))
+    """Sizes of the layers with a rule."""
+    found = next(layer.delta for layer in map(model.layer, model.layer_kinds) if has_rule(layer))
     assert found is not None, "the section sees to it"
     return found
 
 
-def kinds_of(types: Sequence[str], has_experts: Sequence[bool], keys: dict[str, Json]) -> tuple[list[str], Json]:
-    """Kinds of layers by type of mixer and of mlp: the name of each layer's, and their keys.
-
-    Args:
-        types: the type of each layer.
-        has_experts: for each layer whether it has experts.
-        keys: by type the keys of its layers.
-    """
-    mixed = len(set(has_experts)) == 2
-    kinds: dict[str, Json] = {}
-    names = []
-    for kind, routed in zip(types, has_experts, strict=True):
-        names.append(f"{kind}_{'experts' if routed else 'dense'}" if mixed else kind)
-        kinds[names[-1]] = {**keys[kind], **({"mlp": "experts" if routed else "swiglu"} if mixed else {})}
-    return names, kinds
+def attention_of(model: ModelConfig) -> ModelConfig:
+    """The section with the keys of the layers with attention."""
+    return next(layer for layer in map(model.layer, model.layer_kinds) if not has_rule(layer))
 
 
 def of_attention(need: Need) -> Need:
-    """A need that layers with a recurrence do not have."""
-    return replace(need, fits=lambda value, model: not is_attention(model) or need.fits(value, model))
+    """A need of the layers with attention alone."""
+    return Need(lambda value, layer: has_rule(layer) or need.fits(value, layer), need.has)
 
 
-def of_recurrence(need: Need) -> Need:
-    """A need that layers with attention do not have."""
-    return replace(need, fits=lambda value, model: is_attention(model) or need.fits(value, model))
+def needs_delta(fits: Callable[[DeltaConfig, ModelConfig], bool], has: str) -> Need:
+    """The need of `delta`.
+
+    Args:
+        fits: a condition on the layers with a rule, given all of their section besides.
+        has: words for it.
+    """
+    return Need(lambda value, layer: value is None or not has_rule(layer) or fits(value, layer), has)
 
 
-def is_hybrid(layers: Sequence[ModelConfig]) -> bool:
-    """True of the kinds of layers of a model with both, see `Family.special`."""
-    return len({is_attention(layer) for layer in layers}) == 2
+def hybrid(*varies: str, **alike: Callable[[ModelConfig], Any]) -> Json:
+    """Fields of `Family` for one in which layers have a rule or attention.
+
+    Args:
+        varies: other keys that differ between layers.
+        alike: those that are equal in all layers of a type, and the type of a layer.
+    """
+    types = {**dict.fromkeys(("delta", *OF_ATTENTION), has_rule), **alike}
+    return {"mark": "mixer", "special": both, "varies": frozenset({"mixer", *varies, *types}), "alike": types}

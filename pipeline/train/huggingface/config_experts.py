@@ -42,7 +42,14 @@ def read_count(source: ConfigSource, *keys: str, default: int, least: int = 1) -
     return default if first is None else source.count(first, default, least)
 
 
-def read_experts(source: ConfigSource, found: Json, has: Sequence[bool], experts: Json) -> Json:
+def read_experts(
+    source: ConfigSource,
+    found: Json,
+    has: Sequence[bool],
+    experts: Json,
+    types: Sequence[str] | None = None,
+    kinds: Mapping[str, Json] | None = None,
+) -> Json:
     """Keys of `model:` of a model some of whose layers have experts.
 
     Args:
@@ -50,13 +57,22 @@ def read_experts(source: ConfigSource, found: Json, has: Sequence[bool], experts
         found: the keys that it would have without.
         has: for each layer whether it has experts.
         experts: `experts` of `model:`.
+        types: of the layers, where they differ in other ways, too.
+        kinds: by type the keys of its layers.
     """
     # A loss of training alone, and whether the forward pass computes it.
     source.get("router_aux_loss_coef"), source.get("output_router_logits")
     if not any(has):
         source.refuse("num_hidden_layers", len(has), "no layer of these has experts")
-    kinds = {EXPERTS: {}, DENSE: {"mlp": "swiglu"}} if not all(has) else {EXPERTS: Json()}
     names = [EXPERTS if each else DENSE for each in has]
+    own: dict[str, Json] = {EXPERTS: {}, DENSE: {"mlp": "swiglu"}}
+    if types is None or kinds is None:
+        kinds = own
+    elif all(has):
+        names = list(types)
+    else:
+        kinds = {f"{kind}_{name}": {**kinds[kind], **own[name]} for kind, name in zip(types, names, strict=True)}
+        names = [f"{kind}_{name}" for kind, name in zip(types, names, strict=True)]
     return {**found, "mlp": "experts", "experts": experts, **read_kinds(names, kinds)}
 
 

@@ -81,12 +81,14 @@ class Family:
     `mark`."""
     prefix: str = "model."
     """Files of the model without its head lack it in their names."""
-    also: tuple[tuple[str, str], ...] = ()
-    """Other names that files may have, without the prefix: a pattern, and what it stands for (see `re.sub`)."""
     ignored: tuple[str, ...] = ()
     """Patterns of names of buffers that files of old versions have, and that are computed today."""
     extra_layers: bool = False
     """Files may have layers behind the last one, for tokens further ahead, which are left out."""
+    extra: str | None = None
+    """The same where the names of their tensors begin with this."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names -> what other versions of transformers write there."""
     positions: tuple[str, int] = ("max_position_embeddings", 2048)
     """The key that has the longest context, and what transformers takes where it is not there."""
     pads: bool = False

@@ -100,7 +100,7 @@ class HuggingFaceFolder:
     @property
     def left_out(self) -> list[str]:
         """Tensors of layers behind the last one, which transformers leaves out, too."""
-        return extra_layers(self.family, self.mapping, self._found.tensors) if self.family.extra_layers else []
+        return extra_layers(self.family, self.mapping, self._found.tensors)
 
     def _has_mtp(self, layers: int) -> bool:
         first = self.family.names.layer.replace(LAYER, str(layers)).removeprefix(self.family.prefix)

@@ -53,7 +53,7 @@ def read_llama_like(
     eps: float = 1e-6,
     share: float | None = None,
     rope: Json | None = None,
-    ffn_dim: bool = True,
+    dense: bool = True,
 ) -> Json:
     """Keys of `model:` that all of them have.
 
@@ -66,7 +66,7 @@ def read_llama_like(
         eps: the same of what the norms add.
         share: the same of the part of a head that is turned; None: the family turns whole heads.
         rope: keys of rope in a family that has them otherwise.
-        ffn_dim: False: no layer has an mlp without experts.
+        dense: False in a family whose layers all have experts; it has no size of other mlps.
     """
     source.must_be("hidden_act", ("silu",), "silu")
     dim, heads = source.need("hidden_size"), source.need("num_attention_heads")
@@ -77,7 +77,7 @@ def read_llama_like(
         "heads": heads,
         "kv_heads": heads if found_kv_heads is None else found_kv_heads,
         "head_dim": source.get("head_dim", head_dim),
-        **({"ffn_dim": source.need("intermediate_size")} if ffn_dim else {}),
+        **({"ffn_dim": source.need("intermediate_size")} if dense else {}),
         "norm": "rmsnorm",
         "norm_eps": source.get("rms_norm_eps", eps),
         "mlp": "swiglu",

@@ -33,10 +33,8 @@ class TensorRule:
     order: RowOrder | None = None
     part: Part | None = None
     """Spec that the order is computed from."""
-    unit_dim: bool = False
-    """Theirs has a dimension of 1 behind the rows."""
-    leading: int = 0
-    """Dimensions of 1 that theirs has ahead of the rows."""
+    unit_dims: tuple[int, ...] = ()
+    """Dimensions of theirs that have size 1 and that ours lacks, in ascending order."""
     experts: ExpertFiles | None = None
     """Ours have a dimension of experts before all others, and this is the rule of each expert."""
     expert: int | None = None
@@ -167,10 +165,8 @@ class Names:
 
         def rule(kind: str, transposed: bool) -> TensorRule:
             named_so = tuple(name + kind for name in ours)
-            unit_dim = names.unit_dim and kind != ".bias"
-            return TensorRule(
-                theirs + kind, named_so, transposed, names.order, part, unit_dim, names.leading, names.experts
-            )
+            unit_dims = () if kind == ".bias" else names.unit_dims
+            return TensorRule(theirs + kind, named_so, transposed, names.order, part, unit_dims, names.experts)
 
         if names.of_parameters:
             return [rule("", names.transposed)]

@@ -40,9 +40,10 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GPT2, STARCODER2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3),
         *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, OLMO_HYBRID, QWEN3_5, QWEN3_NEXT, QWEN3_5_MOE, KIMI_LINEAR),
+        *(DEEPSEEK_V2, DEEPSEEK_V3),
         *(GPT_OSS, GLM4_MOE, QWEN2_MOE, QWEN3_MOE, OLMOE, MIXTRAL),
         *(MAMBA2, BAMBA, GRANITE_HYBRID, NEMOTRON_H),
+        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
     )
 }
 
@@ -50,10 +51,10 @@ READ_AS: dict[str, str] = {"kimi_k2": "deepseek_v3"}
 """By `model_type` of files whose architecture is that of a family, its `model_type`, which is written then."""
 
 REFUSED: dict[str, str] = {
-    "qwen3_5": "it reads images, too; its text model alone is a qwen3_5_text",
-    "qwen3_5_moe": "it reads images, too; its text model alone is a qwen3_5_moe_text",
     "gemma3": "it reads images, too; its text model alone is a gemma3_text",
     "falcon_h1": "its layers have Mamba-2 and attention beside each other",
     "zamba2": "its layers share the weights of a few with attention",
+    "qwen3_5": "it reads images, too; its text model alone is a qwen3_5_text",
+    "qwen3_5_moe": "it reads images, too; its text model alone is a qwen3_5_moe_text",
 }
 """By `model_type` why a family is not here, where there is more to say than that."""

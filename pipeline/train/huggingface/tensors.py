@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.tensor_names import EXPERT, ExpertFiles, RowNumbers
 
 Shape = tuple[int, ...]
+_T = TypeVar("_T")
 
 _VOCABULARY = ("embedding.weight", "head.weight")
 """Tensors with a row a token; theirs have no rows of padding."""
@@ -39,13 +40,12 @@ class TensorPiece:
     rows: RowNumbers | None
     """Rows of what was read that are ours, in our order; None: all, as they are."""
     transposed: bool
-    unit_dim: bool
-    leading: int = 0
+    unit_dims: tuple[int, ...]
 
     def of(self, read: Tensor) -> Tensor:
         """Ours, from what was read."""
-        value = read.t() if self.transposed else read.flatten(0, self.leading)
-        value = value.squeeze(1) if self.unit_dim else value
+        value = read.t() if self.transposed else read
+        value = value.squeeze(self.unit_dims) if self.unit_dims else value
         return value if self.rows is None else value[torch.from_numpy(self.rows)]
 
 
@@ -71,10 +71,8 @@ class TensorSlice:
     transposed: bool
     back: Callable[[], RowNumbers] | None = None
     """For each of the rows in our order the row there; None: they are in our order."""
-    unit_dim: bool = False
-    """Theirs has a dimension of 1 behind the rows."""
-    leading: int = 0
-    """Dimensions of 1 that theirs has ahead of the rows."""
+    unit_dims: tuple[int, ...] = ()
+    """See `TensorRule`."""
     experts: ExpertFiles | None = None
     """Ours has a dimension of experts before the rows."""
     column: int | None = None
@@ -122,9 +120,8 @@ class TensorSlice:
         if self.column is not None:
             (columns,) = others
             others = (slice(self.column + columns.start, self.column + columns.stop),)
-        found = (*[slice(0, 1)] * self.leading, there, *[slice(0, 1)] * self.unit_dim, *others)
-        place = found[::-1] if self.transposed else found
-        return TensorPiece(place, wanted, self.transposed, self.unit_dim, self.leading)
+        found = _with_units((there, *others), self.unit_dims, slice(0, 1))
+        return TensorPiece(found[::-1] if self.transposed else found, wanted, self.transposed, self.unit_dims)
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,8 @@ class TensorMapping:
         value = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1 if rule.beside else dim)
         if rule.order is not None:
             value = value.index_select(dim, torch.from_numpy(rule.order.of(rule.part)))
-        value = value.unsqueeze(dim + 1) if rule.unit_dim else value
-        value = value.view(*[1] * rule.leading, *value.shape) if rule.leading else value
+        for unit in rule.unit_dims:
+            value = value.unsqueeze(dim + unit)
         return (value.transpose(-2, -1) if rule.transposed else value).contiguous()
 
     def to_ours(self, name: str, theirs: Mapping[str, Tensor]) -> Tensor:
@@ -252,11 +249,10 @@ def map_rules(
         rows = [vocab_size if name in _VOCABULARY else our_shapes[name][skipped] for name in rule.ours]
         for name, (first, stop) in zip(rule.ours, pairwise(accumulate(rows, initial=0)), strict=True):
             ours[name] = TensorSlice(
-                *(rule.theirs, first, stop - first, rule.transposed, back),
-                *(rule.unit_dim, rule.leading, rule.experts),
+                rule.theirs, first, stop - first, rule.transposed, back, rule.unit_dims, rule.experts
             )
         leading, others = our_shapes[rule.ours[0]][:skipped], our_shapes[rule.ours[0]][skipped + 1 :]
-        shape = (*[1] * rule.leading, sum(rows), *[1] * rule.unit_dim, *others)
+        shape = _with_units((sum(rows), *others), rule.unit_dims, 1)
         shape = shape[::-1] if rule.transposed else shape
         if rule.experts == "numbered":
             for expert in range(*leading):
@@ -265,6 +261,14 @@ def map_rules(
         else:
             theirs[rule.theirs], their_shapes[rule.theirs] = rule, (*leading, *shape)
     return TensorMapping(theirs, their_shapes, ours, our_shapes, buffers)
+
+
+def _with_units(dims: tuple[_T, ...], units: tuple[int, ...], one: _T) -> tuple[_T, ...]:
+    """Something of each dimension of theirs, from that of each of ours."""
+    found = list(dims)
+    for unit in units:
+        found.insert(unit, one)
+    return tuple(found)
 
 
 def names_in_files(
@@ -282,16 +286,11 @@ def names_in_files(
         UserError: a tensor is missing, has another shape, or is none of this family's.
     """
     full = {name.removeprefix(family.prefix): name for name in found}
-    ours = {name.removeprefix(family.prefix) for name in mapping.their_shapes}
-    for name in full.keys() - ours:
-        for pattern, other in family.also:
-            again = re.sub(pattern, other, name)
-            if again in ours - full.keys():
-                full[again] = full.pop(name)
-                break
     names: dict[str, str] = {}
     for name, shape in mapping.their_shapes.items():
         actual = full.get(name.removeprefix(family.prefix))
+        for part, other in family.renamed.items():
+            actual = actual or full.get(name.replace(part, other).removeprefix(family.prefix))
         if actual is None and mapping.theirs[name].copy:
             continue
         if actual is None:
@@ -304,9 +303,8 @@ def names_in_files(
         names[name] = actual
     taken = set(names.values())
     rest = [name for name in found if name not in taken and not _is_ignored(family, name)]
-    if family.extra_layers:
-        behind = set(extra_layers(family, mapping, rest))
-        rest = [name for name in rest if name not in behind]
+    behind = set(extra_layers(family, mapping, rest))
+    rest = [name for name in rest if name not in behind]
     if family.names.head not in mapping.theirs:
         rest = [name for name in rest if name != family.names.head]  # a copy of the embedding
     if rest:
@@ -318,7 +316,11 @@ def names_in_files(
 
 
 def extra_layers(family: Family, mapping: TensorMapping, found: Iterable[str]) -> list[str]:
-    """Names of tensors in files that belong to layers behind the last one of the model."""
+    """Names of tensors in files that are for tokens further ahead, and are left out."""
+    if family.extra is not None:
+        return [name for name in found if name.startswith(family.extra)]
+    if not family.extra_layers:
+        return []
     before, _, after = family.names.layer.partition(LAYER)
     layers = {name.removeprefix(before).partition(after)[0] for name in mapping.their_shapes if name.startswith(before)}
     return [

@@ -92,10 +92,9 @@ class TensorNames:
     """None: the rows are in our order."""
     parameter: bool = False
     """`ours` are parameters of the part itself, whose names have no dot (`Vector`)."""
-    unit_dim: bool = False
-    """Theirs has a dimension of 1 behind the rows, as the weights of a convolution by channel do."""
-    leading: int = 0
-    """Dimensions of 1 that theirs has ahead of the rows."""
+    unit_dims: tuple[int, ...] = ()
+    """Dimensions of theirs that have size 1 and that ours lacks, in ascending order: (1,) of the weights of a
+    convolution by channel."""
     experts: ExpertFiles | None = None
     """Ours are parameters of experts, and all that is said here is true of the matrix of each."""
     transposed: bool = False

@@ -68,7 +68,8 @@ def randomize(model: nn.Module, seed: int, norms: float = 1.0, gain: float = 1.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(
-                std=0.2 if parameter.ndim == 1 else gain * parameter.shape[-1] ** -0.5, generator=generator
+                std=0.2 if parameter.ndim == 1 or name.endswith("A_log") else gain * parameter.shape[-1] ** -0.5,
+                generator=generator,
             )
             if parameter.ndim == 1 and name.endswith("weight"):
                 parameter.add_(norms)

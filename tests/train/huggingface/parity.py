@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -44,7 +44,6 @@ from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.huggingface.names import HEAD
 from pipeline.train.huggingface.registry import FAMILIES
-from pipeline.train.huggingface.tensors import names_in_files
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
@@ -83,10 +82,6 @@ class Row:
     """The weights of its norms count from this."""
     rate: float = RATE
     """Learning rate of its trainings."""
-    tolerance: float = TOLERANCE
-    """Of gradients."""
-    falls: float = 0.2
-    """What its loss falls by in training at least."""
     gain: float = 1.5
     """Of random matrices, see `randomize`."""
     limited: bool = False
@@ -98,6 +93,9 @@ class Row:
         config = self.config(**{**common, **self.values})
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
         randomize(model, seed=3, norms=1 - self.norm_offset, gain=self.gain)
+        for name, parameter in model.named_parameters():
+            if name.endswith("linear_attn.norm.weight"):  # which counts from 0 in all families
+                parameter.data += self.norm_offset
         generator = torch.Generator().manual_seed(4)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -131,8 +129,23 @@ def pair_of(row: Row, folder: Path, tokenizer: Tokenizer) -> Pair:
 def save(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer) -> None:
     """A model as transformers saves it itself, with a tokenizer."""
     model.save_pretrained(folder)
+    if model.config.model_type == "olmo_hybrid":
+        found = _convolutions_apart(load_file(folder / "model.safetensors"))
+        save_file(found, folder / "model.safetensors", {"format": "pt"})
     tokenizer.save(folder)
     storage.put_json(folder / "tokenizer_config.json", {"eos_token": tokenizer.end_of_document_token})
+
+
+def _convolutions_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convolutions of queries, keys and values as they were joined: transformers 5.23 saves thirds of all channels."""
+    found = dict(tensors)
+    for name in tensors:
+        if name.endswith(".q_conv1d.weight"):
+            names = [name.replace(".q_conv1d.", f".{kind}_conv1d.") for kind in "qkv"]
+            joined = torch.cat([tensors[each] for each in names])
+            sizes = [len(tensors[each.replace("_conv1d", "_proj")]) for each in names]
+            found |= {each: part.clone() for each, part in zip(names, joined.split(sizes), strict=True)}
+    return found
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -155,27 +168,22 @@ def as_in_files(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor
             for name, value in tensors.items()
         }
     layer, names = ("mlp", ("gate_proj", "up_proj", "down_proj"))
-    if model_type in ("olmo_hybrid", "kimi_linear"):
-        tensors = _with_own_taps(tensors)
-    if model_type == "olmo_hybrid":
-        linear = {name.split(".linear_attn.")[0] for name in tensors if ".linear_attn." in name}
-        theirs = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
-        for before in linear:
-            for norm, name in theirs.items():
-                tensors[f"{before}.{name}.weight"] = tensors.pop(f"{before}.{norm}.weight")
-    if model_type == "kimi_linear":
-        names = ("w1", "w3", "w2")
-        routed = {name.split(".mlp.")[0] for name in tensors if ".experts." in name}
-        tensors = {
-            (name.replace(".mlp.", ".block_sparse_moe.") if name.split(".mlp.")[0] in routed else name): value
-            for name, value in tensors.items()
-        }
-        tensors = {name.replace(".forget_gate.", "."): value for name, value in tensors.items()}
     if model_type == "mixtral":
         layer, names = ("block_sparse_moe", ("w1", "w3", "w2"))
         tensors = {name.replace(".mlp.", f".{layer}."): value for name, value in tensors.items()}
     if model_type == "gpt_oss":  # its files have them stacked, too
         return tensors
+    if model_type in ("olmo_hybrid", "kimi_linear"):
+        tensors = _apart(tensors)
+    if model_type == "olmo_hybrid":
+        return {_olmo_hybrid_norm(name, tensors): value for name, value in tensors.items()}
+    if model_type == "kimi_linear":
+        names = ("w1", "w3", "w2")
+        of_experts = r"[.]mlp[.](?=experts|shared_experts|gate[.])"
+        tensors = {
+            re.sub(of_experts, ".block_sparse_moe.", name.replace(".forget_gate.", ".")): value
+            for name, value in tensors.items()
+        }
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
         before, stacked, kind = name.rpartition(".experts.")
@@ -188,22 +196,25 @@ def as_in_files(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor
     return found
 
 
-def _with_own_taps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The taps of queries, keys and values, of equal sizes, each by itself."""
-    found: dict[str, Tensor] = {}
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With convolutions of queries, keys and values, which transformers joins in memory."""
+    found = dict[str, Tensor]()
     for name, value in tensors.items():
-        before, joint, _ = name.partition(".conv1d.")
-        parts = zip("qkv", value.chunk(3), strict=True) if joint else ()
-        found |= {f"{before}.{kind}_conv1d.weight": part for kind, part in parts} or {name: value}
+        before, joined, _ = name.rpartition(".conv1d.")
+        if not joined:
+            found[name] = value
+            continue
+        sizes = [len(tensors[f"{before}.{kind}_proj.weight"]) for kind in "qkv"]
+        parts = zip("qkv", value.split(sizes), strict=True)
+        found |= {f"{before}.{kind}_conv1d.weight": part for kind, part in parts}
     return found
 
 
-def as_here(pair: Pair, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of files by the names that we write, where files may have others (`Family.also`)."""
-    found = names_in_files(
-        pair.found.family, pair.found.mapping, {name: value.shape for name, value in tensors.items()}, "theirs"
-    )
-    return {name: tensors[actual] for name, actual in found.items()}
+def _olmo_hybrid_norm(name: str, tensors: dict[str, Tensor]) -> str:
+    layer, _, kind = name.rpartition(".post_attention_layernorm")
+    if kind and f"{layer}.input_layernorm.weight" in tensors:
+        return f"{layer}.feedforward_layer_norm{kind}"
+    return name.replace(".input_layernorm", ".attention_layer_norm")
 
 
 def close(actual: Tensor, expected: Tensor, name: str, tolerance: float = TOLERANCE) -> None:
@@ -223,7 +234,10 @@ def check_conversion(pair: Pair, folder: Path) -> None:
     text = from_hf(pair.folder, folder / "ours", console=QUIET)
     assert type(pair.theirs).__name__ in text
     said = to_hf(folder / "ours", folder / "again", console=QUIET)
-    before, after = as_here(pair, tensors_of(pair.folder)), tensors_of(folder / "again")
+    files, after = tensors_of(pair.folder), tensors_of(folder / "again")
+    names = pair.found._names
+    assert sorted(names.values()) == sorted(files)
+    before = {name: files[there] for name, there in names.items()}
     source = open_weights(folder / "ours", None, "model")
     assert decoder_spec(source.model, pair.tokenizer.vocab_size, POSITIONS) == pair.ours.spec
     converted = source.read(source.tensors)
@@ -338,7 +352,7 @@ def check_logits_and_gradients(pair: Pair) -> None:
         if gradient.abs().max() < nothing:  # as of a bias of keys without rope, which shifts all products alike
             assert found.abs().max() < nothing, name
         else:
-            close(found, gradient, name, pair.row.tolerance)
+            close(found, gradient, name, 5e-4 if name.endswith(("A_log", "dt_bias")) else TOLERANCE)
     for name in ("embedding.weight", "head.weight"):
         assert name not in ours or not gradients[name][VOCAB:].any()
     for model in (pair.ours, pair.theirs):
@@ -402,7 +416,7 @@ def check_training(row: Row, root: Path, name: str) -> None:
     config = load(root / f"{name}.yaml", [f"run.dir={run}", *settings])
     losses = _losses_of_transformers(folder, open_loader(config, open_datasets(config, "train")), count, row.rate)
     ours = column(run, "loss")
-    assert len(ours) == count and (experts or losses[-1] < losses[0] - row.falls)
+    assert len(ours) == count and (experts or losses[-1] < losses[0] - 0.2)
     assert max(abs(one - other) for one, other in zip(ours, losses, strict=True)) < 1e-5
 
 
@@ -445,9 +459,8 @@ def _replayed(choose: Callable[[Tensor], Tensor], router: Router, chosen: list[T
 
 def _losses_of_transformers(folder: Path, loader: Any, count: int, rate: float) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
-    # Some have vectors with more dimensions, all but one of them of 1.
-    vectors = [value for value in model.parameters() if value.ndim == 1 or value.numel() == max(value.shape)]
-    matrices = [value for value in model.parameters() if all(value is not vector for vector in vectors)]
+    vectors = [value for name, value in model.named_parameters() if value.ndim == 1 or name.endswith("A_log")]
+    matrices = [value for value in model.parameters() if not any(value is vector for vector in vectors)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     losses = []

@@ -121,7 +121,12 @@ RULES = {
         lambda parts: torch.stack((parts["b1"], parts["b3"]), 2).flatten(1),
     ),
     "taps": Rule(
-        TensorRule("t", ("conv",), unit_dim=True), {"conv": (10, 4)}, lambda parts: parts["conv"].view(10, 1, 4)
+        TensorRule("t", ("conv",), unit_dims=(1,)), {"conv": (10, 4)}, lambda parts: parts["conv"].view(10, 1, 4)
+    ),
+    "a vector with other dimensions": Rule(
+        TensorRule("t", ("a_log",), unit_dims=(0, 1, 3)),
+        {"a_log": (10,)},
+        lambda parts: parts["a_log"].view(1, 1, 10, 1),
     ),
 }
 
@@ -235,7 +240,7 @@ class Recurrence(MlpSpec):
     huggingface: ClassVar = {
         "other": (
             TensorNames("mixer.A_log", ("decay",), parameter=True),
-            TensorNames("mixer.conv1d", ("conv",), unit_dim=True),
+            TensorNames("mixer.conv1d", ("conv",), unit_dims=(1,)),
             ("mixer.out_proj", ("w2",)),
         )
     }
@@ -246,12 +251,12 @@ def test_a_kind_of_part_says_its_own_names() -> None:
     with pytest.raises(UserError, match="layer 1 has recurrence: no family"):
         LLAMA_NAMES.of_layer("1", {"mixer": part})
     rules = replace(LLAMA_NAMES, style="other", norms={}).of_layer("1", {"mixer": part})
-    assert [(rule.theirs, *rule.ours, rule.unit_dim) for rule in rules] == [
-        ("model.layers.1.mixer.A_log", "layers.1.mixer.decay", False),
-        ("model.layers.1.mixer.conv1d.weight", "layers.1.mixer.conv.weight", True),
-        ("model.layers.1.mixer.conv1d.bias", "layers.1.mixer.conv.bias", False),
-        ("model.layers.1.mixer.out_proj.weight", "layers.1.mixer.w2.weight", False),
-        ("model.layers.1.mixer.out_proj.bias", "layers.1.mixer.w2.bias", False),
+    assert [(rule.theirs, *rule.ours, rule.unit_dims) for rule in rules] == [
+        ("model.layers.1.mixer.A_log", "layers.1.mixer.decay", ()),
+        ("model.layers.1.mixer.conv1d.weight", "layers.1.mixer.conv.weight", (1,)),
+        ("model.layers.1.mixer.conv1d.bias", "layers.1.mixer.conv.bias", ()),
+        ("model.layers.1.mixer.out_proj.weight", "layers.1.mixer.w2.weight", ()),
+        ("model.layers.1.mixer.out_proj.bias", "layers.1.mixer.w2.bias", ()),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from pipeline.config.mixers import MAX_LAYERS, MlaConfig
@@ -33,7 +34,7 @@ from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 
-_LATENT_EPS = 1e-6
+LATENT_EPS = 1e-6
 """Of the norms of latents, whatever `rms_norm_eps` is: in transformers and in the code that DeepSeek published."""
 _OWN_CODE = ("configuration_deepseek", "modeling_deepseek")
 """Modules of that code, of which files speak; it computes what is computed here."""
@@ -89,24 +90,49 @@ def _read(source: ConfigSource, experts: Json, *, dense: int, kv_heads: int | No
         source.get(of_training)
     del found["head_dim"]  # transformers computes it, and qk_head_dim, from the sizes below
     source.get("qk_head_dim")
-    for name in (source.get("auto_map") or {}).values():
-        if str(name).split(".")[0] not in _OWN_CODE:
-            source.refuse("auto_map", name, "the model needs its own code, and code that comes with weights is not run")
-    eps = None if found["norm_eps"] == _LATENT_EPS else _LATENT_EPS
-    found |= {
-        "mixer": "mla",
-        "mla": {
-            "kv_rank": source.get("kv_lora_rank", 512),
-            "q_rank": source.get_absent("q_lora_rank", 1536),  # null means one matrix
-            "nope_dim": source.get("qk_nope_head_dim", 128),
-            "rope_dim": source.get("qk_rope_head_dim", 64),
-            "value_dim": source.get("v_head_dim", 128),
-            **({} if eps is None else {"norm_eps": eps}),
-        },
-    }
+    refuse_other_code(source, _OWN_CODE)
+    found |= {"mixer": "mla", "mla": read_latent(source, found["norm_eps"], q_rank=1536)}
     if not isinstance(dense, int) or not 0 <= dense <= MAX_LAYERS:
         source.refuse("first_k_dense_replace", dense, f"it must be a whole number from 0 to {MAX_LAYERS}")
     return read_experts(source, found, [index >= dense for index in range(found["layers"])], experts)
+
+
+def refuse_other_code(source: ConfigSource, known: Collection[str]) -> None:
+    """Refuse a model with code of its own in other modules than those known to compute the same."""
+    for name in (source.get("auto_map") or {}).values():
+        if str(name).split(".")[0] not in known:
+            source.refuse("auto_map", name, "the model needs its own code, and code that comes with weights is not run")
+
+
+def read_latent(source: ConfigSource, norm_eps: float, *, q_rank: int | None) -> Json:
+    """`mla` of `model:`.
+
+    Args:
+        source: the file.
+        norm_eps: of the other norms.
+        q_rank: what transformers takes where the key is not there.
+    """
+    return {
+        "kv_rank": source.get("kv_lora_rank", 512),
+        "q_rank": source.get_absent("q_lora_rank", q_rank),  # null means one matrix
+        "nope_dim": source.get("qk_nope_head_dim", 128),
+        "rope_dim": source.get("qk_rope_head_dim", 64),
+        "value_dim": source.get("v_head_dim", 128),
+        **({} if norm_eps == LATENT_EPS else {"norm_eps": LATENT_EPS}),
+    }
+
+
+def write_latent(mla: MlaConfig) -> Json:
+    """The same keys."""
+    return {
+        "head_dim": mla.rope_dim,
+        "kv_lora_rank": mla.kv_rank,
+        "q_lora_rank": mla.q_rank,
+        "qk_nope_head_dim": mla.nope_dim,
+        "qk_rope_head_dim": mla.rope_dim,
+        "v_head_dim": mla.value_dim,
+        "attention_bias": False,
+    }
 
 
 def _write_v2(model: ModelConfig, positions: int) -> Json:
@@ -127,18 +153,11 @@ def _write_v3(model: ModelConfig, positions: int) -> Json:
 
 
 def _write(model: ModelConfig, positions: int) -> Json:
-    mla = _latent(model)
     return write_llama_like(dense_layer(model), positions) | {
         **write_biased_experts(experts_of(model)),
         "first_k_dense_replace": has_experts(model).index(True),
         "moe_layer_freq": 1,
-        "head_dim": mla.rope_dim,
-        "kv_lora_rank": mla.kv_rank,
-        "q_lora_rank": mla.q_rank,
-        "qk_nope_head_dim": mla.nope_dim,
-        "qk_rope_head_dim": mla.rope_dim,
-        "v_head_dim": mla.value_dim,
-        "attention_bias": False,
+        **write_latent(_latent(model)),
     }
 
 
@@ -148,8 +167,9 @@ def _latent(model: ModelConfig) -> MlaConfig:
     return mla
 
 
-def _fits_latent(layer: ModelConfig) -> bool:
-    return layer.mla is None or (layer.mla.norm_eps or layer.norm_eps) == _LATENT_EPS
+def fits_latent(layer: ModelConfig) -> bool:
+    """True if the norms of latents have the epsilon of files."""
+    return layer.mla is None or (layer.mla.norm_eps or layer.norm_eps) == LATENT_EPS
 
 
 def _heads_divide(layer: ModelConfig) -> bool:
@@ -178,7 +198,7 @@ def _needs(experts: Need) -> dict[str, Need]:
         **needs_experts(()),
         "experts": experts,
         "mixer": only("mla"),
-        "mla": where(_fits_latent, "1e-6 in the norms of latents (norm_eps, or mla.norm_eps beside another)"),
+        "mla": where(fits_latent, "1e-6 in the norms of latents (norm_eps, or mla.norm_eps beside another)"),
         "rope_scaling": where(_fits_scaling, "mscale and mscale_all_dim together, or neither"),
     }
 

@@ -1,103 +1,128 @@
-"""OLMo Hybrid: layers with a gated delta rule and norms ahead of their parts, and OLMo 2's attention in the others."""
+"""OLMo Hybrid: a gated delta rule with norms ahead of its parts, and OLMo 3's attention with norms behind them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from pipeline.config.mixers import MAX_WIDTH, DeltaConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_delta import (
     LINEAR,
-    OF_HYBRID,
-    attention_layer,
+    attention_of,
     delta_of,
-    is_attention,
-    is_hybrid,
+    has_rule,
+    hybrid,
+    needs_delta,
     of_attention,
-    of_recurrence,
     read_delta,
     read_types,
+    split,
     write_delta,
+    write_types,
 )
 from pipeline.train.huggingface.config_kinds import read_kinds
-from pipeline.train.huggingface.config_rope import read_rope
+from pipeline.train.huggingface.config_rope import read_rope, write_rope_values
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.config_windows import FULL
-from pipeline.train.huggingface.family import Family, only, where
+from pipeline.train.huggingface.family import Family, Need, only, where
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, LLAMA_NEEDS, read_llama_like, write_llama_like
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mixers.delta.spec import DeltaSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.model.tensor_names import TensorNames
 
-_DELTA_EPS = 1e-5
-"""Of the norms of results, whatever `rms_norm_eps` is."""
-_BOUNDS = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
-"""Keys of initial weights."""
+_EPS = 1e-5
+"""Of the norm of a rule's result, whatever `rms_norm_eps` is."""
+_ROPE = "rope_parameters"
+_INITIAL = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
 
 
 def _read(source: ConfigSource) -> Json:
-    turned = source.get("rope_parameters", {"rope_theta": 10000.0}).get("rope_theta") is not None
-    source.get("max_position_embeddings")
-    rope = read_rope(source) if turned else {"positions": "none"}
-    found = read_llama_like(source, rope=rope)
-    types = read_types(source, found["layers"])
-    for key in _BOUNDS:
+    found = read_llama_like(source, rope=_read_rope(source))
+    layers, dim = found["layers"], source.need_count("hidden_size", MAX_WIDTH)
+    heads = source.need_count("num_attention_heads", MAX_WIDTH)
+    if found["head_dim"] not in (None, dim // heads):
+        source.refuse("head_dim", found["head_dim"], f"it must be {dim // heads}, hidden_size by heads")
+    source.must_be("linear_use_gate", (True,), True)
+    for key in _INITIAL:
         source.get(key)
-    heads, keys = found["heads"], source.get("linear_num_key_heads")
-    key_dim = source.get("linear_key_head_dim") or int(0.75 * found["dim"] / (keys or heads))
-    delta = read_delta(source) | {
-        "key_heads": keys or heads,
-        "value_heads": source.get("linear_num_value_heads") or heads,
-        "key_dim": key_dim,
-        "value_dim": source.get("linear_value_head_dim") or 2 * key_dim,
+    key_heads = source.count("linear_num_key_heads", heads, least=1)
+    key_dim = source.count("linear_key_head_dim", int(0.75 * dim / key_heads), least=1)
+    delta = {
+        **read_delta(source, key_heads=heads, value_heads=heads, key_dim=key_dim, value_dim=2 * key_dim, conv_size=4),
         "beta_max": 2 if source.get("linear_allow_neg_eigval", True) else 1,
-        **({} if found["norm_eps"] == _DELTA_EPS else {"norm_eps": _DELTA_EPS}),
+        **({} if found["norm_eps"] == _EPS else {"norm_eps": _EPS}),
     }
-    found["bias"] = "attention" if source.get("attention_bias", False) else "none"
-    kinds = {LINEAR: {"mixer": "gated_delta"}, FULL: {"norm_place": "output", "qk_norm": "full"}}
-    return {**found, "delta": delta, **read_kinds(types, kinds)}
+    found |= {"bias": "attention" if source.get("attention_bias", False) else "none", "qk_norm": "full"}
+    shared, kinds = split(found, delta)
+    kinds[FULL]["norm_place"] = "output"
+
+    def default(index: int) -> str:
+        return FULL if index % 4 == 3 or (layers < 4 and index == layers - 1) else LINEAR
+
+    return {**shared, **read_kinds(read_types(source, layers, default), kinds)}
+
+
+def _read_rope(source: ConfigSource) -> Json:
+    """Keys of rope; the published models have null for the theta, and no rope."""
+    parameters = source.get(_ROPE, {})
+    if not isinstance(parameters, dict):
+        source.refuse(_ROPE, parameters, "it must be an object")
+    theta = parameters.get("rope_theta", source.get_absent("rope_theta", 10000.0))
+    if theta is not None:
+        return read_rope(source)
+    kind = (parameters or source.get("rope_scaling", {})).get("rope_type", "default")
+    if kind != "default":
+        source.refuse(_ROPE, parameters, "without a rope_theta there is no rope")
+    source.get("max_position_embeddings")
+    return {"positions": "none"}
 
 
 def _write(model: ModelConfig, positions: int) -> Json:
-    attention = attention_layer(model)
-    found = write_llama_like(attention, positions, attention_bias=attention.bias == "attention")
-    if attention.positions == "none":
-        del found["rope_theta"], found["rope_scaling"]
-        found["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
-    return found | write_delta(model) | {"linear_allow_neg_eigval": delta_of(model).beta_max == 2}
+    attention = attention_of(model)
+    rope = (
+        write_rope_values(attention) if attention.positions == "rope" else {"rope_theta": None, "rope_type": "default"}
+    )
+    found = write_llama_like(
+        attention,
+        positions,
+        **write_delta(model),
+        attention_bias=model.bias == "attention",
+        linear_allow_neg_eigval=delta_of(model).beta_max == 2,
+        layer_types=write_types(model),
+        rope_parameters=rope,
+    )
+    for key in ("rope_theta", "rope_scaling", "head_dim"):
+        del found[key]
+    return found
 
 
-def _norms_fit(layer: ModelConfig) -> bool:
-    return layer.norm_place == ("output" if is_attention(layer) else "pre")
-
-
-def _eps_fits(layer: ModelConfig) -> bool:
-    return layer.delta is None or (layer.delta.norm_eps or layer.norm_eps) == _DELTA_EPS
-
-
-def _heads_divide(layer: ModelConfig) -> bool:
-    return layer.head_size * layer.heads == layer.dim
+def _fits(delta: DeltaConfig, layer: ModelConfig) -> bool:
+    return (delta.norm_eps or layer.norm_eps) == _EPS
 
 
 OLMO_HYBRID = Family(
     model_type="olmo_hybrid",
     architecture="OlmoHybridForCausalLM",
     title="OLMo Hybrid",
-    what="`mixer: gated_delta` in some layers; in the others attention as in OLMo 2, with `positions: rope` or `none`",
+    what="`mixer: gated_delta` with any `beta_max` and a `delta.norm_eps` of 1e-5 in some layers, and attention as in "
+    "OLMo 2, with rope or `positions: none`, in the others",
     read=_read,
     write=_write,
-    mark="mixer",
     needs={
         **LLAMA_NEEDS,
-        "mixer": only("attention", "gated_delta"),
-        "delta": of_recurrence(where(_eps_fits, "1e-5 in the norm of the rule's result (norm_eps, or delta.norm_eps)")),
         "positions": of_attention(only("rope", "none")),
+        "rope_scaling": of_attention(LLAMA_NEEDS["rope_scaling"]),
+        "head_dim": of_attention(where(lambda layer: layer.head_size * layer.heads == layer.dim, "dim / heads")),
+        "norm_place": Need(
+            lambda place, layer: place == ("pre" if has_rule(layer) else "output"),
+            "norm_place output in layers with attention, and pre in the others",
+        ),
         "qk_norm": of_attention(only("full")),
-        "norm_place": where(_norms_fit, "norm_place output in layers with attention, and pre in the others"),
         "bias": only("none", "attention", has="no biases of mlps"),
-        "head_dim": of_attention(where(_heads_divide, "dim / heads")),
+        "mixer": only("gated_delta", "attention"),
+        "delta": needs_delta(_fits, "1e-5 in the norm of a rule's result (delta.norm_eps)"),
     },
-    special=is_hybrid,
     names=replace(
         LLAMA_NAMES,
         norms={
@@ -108,11 +133,15 @@ OLMO_HYBRID = Family(
         },
         tables={
             DeltaSpec: (
-                *((f"linear_attn.{name}_proj", (f"w{name}",)) for name in "qkvba"),
+                ("linear_attn.q_proj", ("wq",)),
+                ("linear_attn.k_proj", ("wk",)),
+                ("linear_attn.v_proj", ("wv",)),
+                ("linear_attn.a_proj", ("wa",)),
+                ("linear_attn.b_proj", ("wb",)),
                 ("linear_attn.g_proj", ("wz",)),
                 *(
-                    TensorNames(f"linear_attn.{name}_conv1d.weight", (f"conv_{name}.weight",), unit_dim=True)
-                    for name in "qkv"
+                    TensorNames(f"linear_attn.{kind}_conv1d.weight", (f"conv_{kind}.weight",), unit_dims=(1,))
+                    for kind in "qkv"
                 ),
                 ("linear_attn.A_log", ("decay.a_log",)),
                 ("linear_attn.dt_bias", ("decay.dt_bias",)),
@@ -120,12 +149,14 @@ OLMO_HYBRID = Family(
                 ("linear_attn.o_proj", ("wo",)),
             )
         },
-        layers=tuple({"mixer": mixer, "mlp": MlpSpec} for mixer in (DeltaSpec, AttentionSpec)),
+        layers=({"mixer": DeltaSpec, "mlp": MlpSpec}, {"mixer": AttentionSpec, "mlp": MlpSpec}),
     ),
-    # transformers writes them so.
-    also=((r"(layers\.\d+)\.feedforward_layer_norm\.", r"\1.post_attention_layernorm."),),
-    ignored=(r"mtp\..*",),
+    renamed={
+        "attention_layer_norm": "input_layernorm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    },
     positions=("max_position_embeddings", 65536),
     pads=True,
-    **OF_HYBRID,
+    **hybrid(norm_place=has_rule, bias=has_rule),
 )

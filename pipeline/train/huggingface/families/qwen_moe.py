@@ -25,7 +25,7 @@ from pipeline.train.huggingface.config_windows import DEFAULT_WINDOW, FULL
 from pipeline.train.huggingface.family import Family, Need, anything, only, where
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, write_llama_like
 from pipeline.train.model.mlps.experts.spec import EXPERTS_NAMES, ExpertsSpec
-from pipeline.train.model.tensor_names import PartTable, TensorNames
+from pipeline.train.model.tensor_names import TensorNames
 
 
 def _read_qwen2_moe(source: ConfigSource) -> Json:
@@ -34,7 +34,7 @@ def _read_qwen2_moe(source: ConfigSource) -> Json:
     source.get("sliding_window"), source.get("max_window_layers")  # which are not used then
     layer_types(source, found["layers"], (FULL,), lambda index: FULL)
     experts = {
-        **_read_experts(source, count=60, top_k=4, ffn_dim=1408),
+        **read_qwen_experts(source, count=60, top_k=4, ffn_dim=1408),
         "shared_ffn_dim": source.get("shared_expert_intermediate_size", 5632),
         "shared_gate": True,
     }
@@ -49,11 +49,11 @@ def _read_qwen3_moe(source: ConfigSource) -> Json:
     window = source.get_absent("sliding_window", DEFAULT_WINDOW)
     window = window if source.get("use_sliding_window", False) else None
     found |= {"qk_norm": True, "sliding_window": window}
-    experts = _read_experts(source, count=128, top_k=8, ffn_dim=768)
+    experts = read_qwen_experts(source, count=128, top_k=8, ffn_dim=768)
     return read_experts(source, found, read_sparse_layers(source, found["layers"]), experts)
 
 
-def _read_experts(source: ConfigSource, *, count: int, top_k: int, ffn_dim: int) -> Json:
+def read_qwen_experts(source: ConfigSource, *, count: int, top_k: int, ffn_dim: int) -> Json:
     """Keys of `experts`, with what transformers takes where there are none."""
     return {
         "count": read_count(source, "num_experts", "num_local_experts", default=count),
@@ -81,31 +81,25 @@ def _write_qwen3_moe(model: ModelConfig, positions: int) -> Json:
 
 
 def _write(model: ModelConfig, positions: int) -> Json:
+    return write_llama_like(dense_layer(model), positions) | write_qwen_experts(model) | write_sparse_layers(model)
+
+
+def write_qwen_experts(model: ModelConfig) -> Json:
+    """The same keys."""
     experts = experts_of(model)
-    return write_llama_like(dense_layer(model), positions) | {
+    return {
         "num_experts": experts.count,
         "num_experts_per_tok": experts.top_k,
         "moe_intermediate_size": experts.ffn_dim,
         "norm_topk_prob": experts.normalize,
-        **write_sparse_layers(model),
     }
 
 
-def _needs_shared(needs: dict[str, Need]) -> dict[str, Need]:
+def needs_shared(needs: dict[str, Need]) -> dict[str, Need]:
     """With a shared mlp in layers with experts."""
     shared = restricted(needs["experts"], lambda experts: experts.shared_ffn_dim is not None, "a shared mlp")
     return {**needs, "experts": shared}
 
-
-SHARED_NAMES: PartTable = (
-    *EXPERTS_NAMES,
-    *(
-        TensorNames(f"mlp.shared_expert.{theirs}.weight", (f"shared.{ours}.weight",))
-        for theirs, ours in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
-    ),
-    ("mlp.shared_expert_gate", ("shared_gate",)),
-)
-"""Names of experts with a shared mlp and its gate."""
 
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
@@ -115,7 +109,7 @@ QWEN2_MOE = Family(
     read=_read_qwen2_moe,
     write=_write_qwen2_moe,
     mark="mlp",
-    needs=_needs_shared(
+    needs=needs_shared(
         {
             **needs_experts({*SIZES, "normalize", "shared_ffn_dim"}, shared_gate=True),
             "bias": only("qkv", "none", has="no biases but of queries, keys and values"),
@@ -125,7 +119,16 @@ QWEN2_MOE = Family(
     special=some_have_experts,
     names=replace(
         LLAMA_NAMES,
-        tables={ExpertsSpec: SHARED_NAMES},
+        tables={
+            ExpertsSpec: (
+                *EXPERTS_NAMES,
+                *(
+                    TensorNames(f"mlp.shared_expert.{theirs}.weight", (f"shared.{ours}.weight",))
+                    for theirs, ours in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+                ),
+                ("mlp.shared_expert_gate", ("shared_gate",)),
+            )
+        },
         layers=WITH_SOME_EXPERTS,
     ),
     positions=("max_position_embeddings", 32768),

@@ -10,6 +10,24 @@ from typing import ClassVar
 from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.mixers.recurrent_spec import CHUNK, STEPS, RecurrentSpec, conv_vectors
 from pipeline.train.model.part_spec import Division, HeadNorm, Matrix, NormSpec, Uniform, Vector
+from pipeline.train.model.tensor_names import RowNumbers, RowOrder, TensorNames, by_group
+
+CONVOLUTIONS = ("conv_q.weight", "conv_k.weight", "conv_v.weight")
+"""Parameters of the convolutions."""
+
+
+def _projected_rows(part: DeltaSpec) -> RowNumbers:
+    shared = part.value_heads // part.key_heads * part.value_dim
+    return by_group(part.key_heads, part.key_dim, part.key_dim, shared, shared)
+
+
+def _rate_rows(part: DeltaSpec) -> RowNumbers:
+    shared = part.value_heads // part.key_heads
+    return by_group(part.key_heads, shared, shared)
+
+
+_PROJECTED = RowOrder("key head by key head", _projected_rows)
+_RATES = RowOrder("key head by key head", _rate_rows)
 
 
 @dataclass(frozen=True)
@@ -28,6 +46,17 @@ class DeltaSpec(RecurrentSpec):
 
     label: ClassVar = "the gated delta rule"
     module: ClassVar = "pipeline.train.model.mixers.delta.module.GatedDelta"
+    huggingface: ClassVar = {
+        "llama": (
+            TensorNames("linear_attn.in_proj_qkvz", ("wq", "wk", "wv", "wz"), _PROJECTED),
+            TensorNames("linear_attn.in_proj_ba", ("wb", "wa"), _RATES),
+            TensorNames("linear_attn.conv1d.weight", CONVOLUTIONS, unit_dims=(1,)),
+            ("linear_attn.A_log", ("decay.a_log",)),
+            ("linear_attn.dt_bias", ("decay.dt_bias",)),
+            ("linear_attn.norm.weight", ("norm.weight",)),
+            ("linear_attn.out_proj", ("wo",)),
+        )
+    }
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> DeltaSpec:
@@ -147,6 +176,26 @@ class KdaSpec(DeltaSpec):
     """Size between the two matrices of the decay, and of the gate."""
 
     label: ClassVar = "Kimi delta attention"
+    huggingface: ClassVar = {
+        "llama": (
+            ("self_attn.q_proj", ("wq",)),
+            ("self_attn.k_proj", ("wk",)),
+            ("self_attn.v_proj", ("wv",)),
+            *(
+                TensorNames(f"self_attn.{kind}_conv1d.weight", (f"conv_{kind}.weight",), unit_dims=(1,))
+                for kind in ("q", "k", "v")
+            ),
+            ("self_attn.b_proj", ("wb",)),
+            ("self_attn.f_a_proj", ("waa",)),
+            ("self_attn.f_b_proj", ("wab",)),
+            TensorNames("self_attn.A_log", ("decay.a_log",), unit_dims=(0, 1, 3)),
+            ("self_attn.dt_bias", ("decay.dt_bias",)),
+            ("self_attn.g_a_proj", ("wza",)),
+            ("self_attn.g_b_proj", ("wzb",)),
+            ("self_attn.o_norm.weight", ("norm.weight",)),
+            ("self_attn.o_proj", ("wo",)),
+        )
+    }
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> KdaSpec:
