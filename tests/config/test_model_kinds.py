@@ -82,7 +82,10 @@ def test_keys_of_attention_are_for_the_layers_that_have_it() -> None:
         ({"mixer": "mla", "mla": MLA, "rope_share": 0.5}, "rope_share is not for mixer: mla"),
         ({"mixer": "mla", "mla": MLA, "output_gate": True}, "output_gate is not for mixer: mla"),
         ({"mixer": "mamba2"}, "mixer: mamba2 needs the section mamba2"),
-        ({"heads": 1, "mixer": "kda", "delta": {"key_heads": 2, "value_heads": 4}}, "delta.value_heads must be as many"),
+        (
+            {"heads": 1, "mixer": "kda", "delta": {"key_heads": 2, "value_heads": 4}},
+            "delta.value_heads must be as many",
+        ),
         ({"heads": 1, "mixer": "gated_delta", "delta": {"key_heads": 2, "rank": 4}}, "delta.rank needs mixer: kda"),
         ({"heads": 1, "mixer": "mamba2", "mamba2": {"heads": 4}, "kv_heads": 2}, "kv_heads is not for mixer: mamba2"),
         ({"mixer": "mamba2", "mamba2": {"heads": 4, "groups": 3}}, "heads 4 must be a multiple of groups 3"),

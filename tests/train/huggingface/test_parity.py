@@ -365,8 +365,12 @@ def test_packed_documents(pair: Pair) -> None:
     parity.check_packed(pair)
 
 
+REPLAYED = [name for name in delta_rows.ROWS if "next" in name or "moe" in name or "kimi" in name]
+"""With experts and decays: rounding soon chooses other experts."""
+
+
 @pytest.mark.guard
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in REPLAYED])
 def test_twenty_steps(root: Path, name: str) -> None:
     parity.check_training(ROWS[name], root, name)
 
@@ -374,7 +378,16 @@ def test_twenty_steps(root: Path, name: str) -> None:
 @pytest.mark.guard
 @pytest.mark.parametrize(
     "name",
-    ["mixtral", "olmoe", "qwen3-moe-some-dense", "qwen2-moe", "glm4-moe-two-dense", "gpt-oss", *DEEPSEEK[::2]],
+    [
+        "mixtral",
+        "olmoe",
+        "qwen3-moe-some-dense",
+        "qwen2-moe",
+        "glm4-moe-two-dense",
+        "gpt-oss",
+        *DEEPSEEK[::2],
+        *REPLAYED,
+    ],
 )
 def test_twenty_steps_with_the_same_experts(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
     parity.check_replayed_training(parity.pair_of(ROWS[name], tmp_path, tokenizer))

@@ -114,7 +114,10 @@ GRANITE_HYBRID = Family(
     names=replace(
         LLAMA_NAMES,
         tables={
-            MlpSpec: (("shared_mlp.input_linear", ("w1", "w3")), ("shared_mlp.output_linear", ("w2",))),
+            MlpSpec: (
+                ("shared_mlp.input_linear.weight", ("w1.weight", "w3.weight")),
+                ("shared_mlp.output_linear.weight", ("w2.weight",)),
+            ),
             ExpertsSpec: _OF_EXPERTS,
         },
         layers=({"mixer": Mamba2Spec, "mlp": MlpSpec}, {"mixer": AttentionSpec, "mlp": ExpertsSpec}),

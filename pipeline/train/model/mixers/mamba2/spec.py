@@ -24,13 +24,13 @@ from pipeline.train.model.tensor_names import PartTable, TensorNames
 def _names(module: str) -> PartTable:
     """Hugging Face's names, given that of the mixer: five products are one there, and three convolutions."""
     return (
-        (f"{module}.in_proj", ("wz", "wx", "wb", "wc", "wdt")),
+        (f"{module}.in_proj.weight", tuple(f"{name}.weight" for name in ("wz", "wx", "wb", "wc", "wdt"))),
         TensorNames(f"{module}.conv1d", ("conv_x", "conv_b", "conv_c"), unit_dims=(1,)),
         (f"{module}.A_log", ("decay.a_log",)),
         (f"{module}.dt_bias", ("decay.dt_bias",)),
         (f"{module}.D", ("decay.d",)),
         (f"{module}.norm.weight", ("norm.weight",)),
-        (f"{module}.out_proj", ("wo",)),
+        (f"{module}.out_proj.weight", ("wo.weight",)),
     )
 
 
