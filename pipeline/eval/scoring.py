@@ -23,8 +23,8 @@ from torch import Tensor
 from pipeline.common.errors import MachineError, UserError
 from pipeline.data.loading.batch import Batch
 from pipeline.eval.engine import GenerationEngine
-from pipeline.train.model.context import SequenceCut
 from pipeline.train.model.loss import VocabShard, token_loss
+from pipeline.train.model.mixers.sequence import SequenceCut
 from pipeline.train.parallel.context import sequence_shard
 from pipeline.train.step import make_context
 

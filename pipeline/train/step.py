@@ -13,9 +13,10 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
 from pipeline.train.balance import Balance, StepRouting
-from pipeline.train.model.context import ActivationObserver, Ahead, Context, RoutingObserver, SequenceCut
+from pipeline.train.model.context import ActivationObserver, Ahead, Context, RoutingObserver
 from pipeline.train.model.dropout import Dropout
 from pipeline.train.model.loss import Criterion, TokenLosses
+from pipeline.train.model.mixers.sequence import SequenceCut
 from pipeline.train.model.mlps.experts.routing import Routing
 from pipeline.train.monitor.host_copy import HostCopy, to_device
 from pipeline.train.monitor.layer_stats import Observed, Observer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -16,11 +16,9 @@ from pipeline.train.model.dropout import Dropout, PlacedDropout
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
 from pipeline.train.model.kernels.recurrent import PLAIN, RecurrentKernels
 from pipeline.train.model.loss import Criterion
+from pipeline.train.model.mixers.sequence import SequenceCut, SequencePieces
 from pipeline.train.model.mlps.experts.routing import Routed, Routing
 from pipeline.train.model.states import MixerState, Places, States
-
-if TYPE_CHECKING:
-    from pipeline.train.model.mixers.recurrence import Pieces
 
 
 class ActivationObserver(Protocol):
@@ -35,68 +33,6 @@ class ActivationObserver(Protocol):
 
 RoutingObserver = Callable[[int, Routed], None]
 """Is shown the index of a layer and what its tokens chose in a forward pass."""
-
-
-AttentionFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Attention itself: q [B, C, H, E], k, v [B, T, K, V] and which piece of the queries this is -> [B, C, H, V]."""
-
-
-class SequenceCut(Protocol):
-    """Cut of a sequence over processes that have a shard of it each and attend to all of it."""
-
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This process's shard of x, whose dimension `dim` is positions."""
-
-    def pieces(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Positions, from and to, of each piece that `attend` cuts the queries into; the length is the whole's."""
-
-    def own_pieces(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Positions, from and to, of each piece of the whole that this process has, all of one length."""
-
-    def gather_pieces(self, x_P: Tensor) -> Tensor:
-        """What is known of each of this process's pieces, [P, ...], of all pieces in their order: [N, ...].
-
-        Its gradient is summed over the processes, each of which gets that of its pieces.
-        """
-
-    def own_heads(self, x_H: Tensor) -> Tensor:
-        """Those elements, one for each query head of this process, whose heads `attend` computes here."""
-
-    def attend(
-        self,
-        q_BLHE: Tensor,
-        k_BLKE: Tensor,
-        v_BLKV: Tensor,
-        core: AttentionFn,
-        keys: Sequence[int],
-    ) -> Tensor:
-        """Attention of this process's queries to the whole sequence, [B, L, H, V]; every process calls this.
-
-        Args:
-            q_BLHE: Queries.
-            k_BLKE: Keys.
-            v_BLKV: Values.
-            core: Attention itself.
-            keys: Keys that each piece needs, see `AttentionMask`.
-        """
-
-    def attend_latent(
-        self,
-        q_BLHE: Tensor,
-        g_BLG: Tensor,
-        expand: Callable[[Tensor], tuple[Tensor, Tensor]],
-        core: AttentionFn,
-        keys: Sequence[int],
-    ) -> Tensor:
-        """The same of keys and values that are made of a latent; sent is the latent, where that is possible.
-
-        Args:
-            q_BLHE: Queries.
-            g_BLG: Latents.
-            expand: Makes keys [B, T, H, E] and values [B, T, H, V] of latents [B, T, G].
-            core: See `attend`.
-            keys: See `attend`.
-        """
 
 
 @dataclass(frozen=True)
@@ -183,7 +119,7 @@ class LayerContext:
     dropout: PlacedDropout | None = None
     routing: Routing | None = None
     on_routed: RoutingObserver | None = None
-    pieces: Pieces | None = None
+    pieces: SequencePieces | None = None
     recurrent: RecurrentKernels = PLAIN
     routed: list[Routed] | None = None
     chosen: list[Any] | None = None

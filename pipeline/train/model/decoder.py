@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from pipeline.common.errors import UserError
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.context import Context, LayerContext, Mixer, SequenceCut
+from pipeline.train.model.context import Context, LayerContext, Mixer
 from pipeline.train.model.dropout import Dropout, DropoutPlaces, PlacedDropout, dropped
 from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Kernel, Prepared, mask_by_row
 from pipeline.train.model.kernels.recurrent import PLAIN
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
-from pipeline.train.model.mixers.recurrence import Pieces
+from pipeline.train.model.mixers.sequence import SequenceCut, SequencePieces
 from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec, Reach
@@ -221,7 +221,7 @@ class Decoder(nn.Module):
             positions = context.cut.shard(positions)
         pieces = None
         if places is None and any(mixer.recurrent for mixer in different.values()):
-            pieces = Pieces.of(keys, context.bounds_BS, context.cut)
+            pieces = SequencePieces.of(keys, context.bounds_BS, context.cut)
         ropes = dict.fromkeys(mixer.rope for mixer in different.values() if mixer.rope is not None)
         tables = {spec: rope_tables(spec, positions) for spec in ropes}
         contexts = {id(None): common}

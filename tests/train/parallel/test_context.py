@@ -17,10 +17,11 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.model.context import Context, SequenceCut
+from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Terms
 from pipeline.train.model.kernels.sdpa import Sdpa
+from pipeline.train.model.mixers.sequence import SequenceCut
 from pipeline.train.model.part_spec import Reach
 from pipeline.train.parallel.compile import compile_layers
 from pipeline.train.parallel.context import ExchangedHeads, GatheredKeys, sequence_shard

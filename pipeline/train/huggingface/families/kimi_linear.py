@@ -95,7 +95,7 @@ def _read_delta(source: ConfigSource, layers: int) -> tuple[Json, list[str]]:
 
 
 def _listed(numbers: Any) -> list[int]:
-    """Numbers of layers; none where it is no list of them."""
+    """Numbers of layers; none where it is not a list of them."""
     return numbers if isinstance(numbers, list) and all(isinstance(each, int) for each in numbers) else []
 
 

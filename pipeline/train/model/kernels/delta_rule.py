@@ -237,7 +237,7 @@ _states.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _flops(u: Sequence[int], w: Sequence[int], *_: Any, **__: Any) -> int:
-    """Operations of a pass over states."""
+    """Operations of the loop."""
     B, n, H, Q, P = u
     return 4 * B * n * H * Q * P * w[-1]
 

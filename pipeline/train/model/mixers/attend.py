@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.train.model.context import AttentionFn, LayerContext
+from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.attention_mask import Terms
 from pipeline.train.model.kernels.sdpa import attend_once, masked_attention
+from pipeline.train.model.mixers.sequence import AttentionFn
 
 
 def attend_to_states(

@@ -1,87 +1,19 @@
-"""Parts that all recurrent mixers have: pieces of a sequence, convolutions ahead of a state, states for generation.
+"""Parts that all recurrent mixers have: convolutions ahead of a state, and states for generation.
 
-A process that has pieces of a sequence runs each as a sequence of its own, from an empty state. What a piece makes of a
-state that enters it is linear, so that the state that truly enters follows from a few numbers of each piece before it,
-whatever the length: only they are sent.
-
-Shapes: B batch, S positions, P pieces of a process and N of all, C positions of a piece, D channels, K taps, H heads, N
-and V the two dimensions of the state of a head.
+Shapes: B batch, S positions, D channels, K taps, H heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.train.model.context import LayerContext, SequenceCut
+from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.chunks import Chunks
 from pipeline.train.parallel.torch_compat.core import own_part
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """Pieces of every sequence that this process has, one after the other in the batch; without a cut the whole."""
-
-    chunks: Chunks
-    """Of the pieces."""
-    cut: SequenceCut | None = None
-    numbers: tuple[int, ...] = (0,)
-    """Place of each among all pieces of a sequence."""
-
-    @classmethod
-    def of(cls, length: int, bounds_BS: Tensor | None, cut: SequenceCut | None) -> Pieces:
-        """Those of sequences of a length with these bounds."""
-        if cut is None:
-            return cls(Chunks.of(length, bounds_BS))
-        pieces = cut.own_pieces(length)
-        size = pieces[0][1] - pieces[0][0]
-        bounds = None if bounds_BS is None else torch.cat([bounds_BS[:, begin:end] - begin for begin, end in pieces])
-        return cls(Chunks.of(size, bounds), cut, tuple(begin // size for begin, _ in pieces))
-
-    def split(self, x_BS: Tensor) -> Tensor:
-        """[B, P * C, ...] -> [P * B, C, ...]."""
-        return x_BS if len(self.numbers) == 1 else torch.cat(x_BS.chunk(len(self.numbers), dim=1))
-
-    def join(self, x_BC: Tensor) -> Tensor:
-        """The reverse of `split`."""
-        return x_BC if len(self.numbers) == 1 else torch.cat(x_BC.chunk(len(self.numbers)), dim=1)
-
-    def before(self, x_BCD: Tensor, count: int) -> Tensor | None:
-        """The `count` positions ahead of each piece; None: there are none ahead of any."""
-        if self.cut is None:
-            return None
-        assert x_BCD.shape[1] >= count, f"pieces of {x_BCD.shape[1]} positions, and {count} are looked back at"
-        ends = self.cut.gather_pieces(self._by_piece(x_BCD[:, -count:]))
-        return self._own(torch.cat((torch.zeros_like(ends[:1]), ends)))
-
-    def entering(self, sent_B: Tensor, zero_B: Tensor, follow: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The state that enters each piece, [P * B, ...].
-
-        Args:
-            sent_B: What the others need to know of a piece, [P * B, ...].
-            zero_B: Empty states, [B, ...].
-            follow: Makes the state behind a piece of what is known of it and the state that enters.
-        """
-        assert self.cut is not None
-        entering = [zero_B]
-        for each in self.cut.gather_pieces(self._by_piece(sent_B)).unbind()[:-1]:
-            entering.append(follow(each, entering[-1]))
-        return self._own(torch.stack(entering))
-
-    def _own(self, x_NB: Tensor) -> Tensor:
-        """What this process's pieces have of [N, B, ...]: [P * B, ...].
-
-        It is taken out of all, as every process must be in the backward pass of what was collected: also the one whose
-        piece is the first, and that needs nothing of the others.
-        """
-        return torch.cat([x_NB[number] for number in self.numbers])
-
-    def _by_piece(self, x_B: Tensor) -> Tensor:
-        return torch.unflatten(x_B, 0, (len(self.numbers), -1))
 
 
 class RecurrentState:

@@ -14,7 +14,8 @@ from pipeline.train.model.context import LayerContext
 from pipeline.train.model.fp32_vectors import Fp32Vectors
 from pipeline.train.model.kernels.chunks import Chunks
 from pipeline.train.model.mixers.delta.spec import DeltaSpec, KdaSpec
-from pipeline.train.model.mixers.recurrence import Convolution, Pieces, RecurrentState, convolve, counted, tail
+from pipeline.train.model.mixers.recurrence import Convolution, RecurrentState, convolve, counted, tail
+from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.states import MixerState
 from pipeline.train.parallel.torch_compat.core import own_part
@@ -105,7 +106,7 @@ class GatedDelta(nn.Module):
         g: Tensor,
         beta_BSH: Tensor,
         context: LayerContext,
-        pieces: Pieces,
+        pieces: SequencePieces,
     ) -> Tensor:
         """The state that enters each piece.
 

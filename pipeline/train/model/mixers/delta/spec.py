@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.mixers.recurrent_spec import CHUNK, STEPS, RecurrentSpec, conv_vectors
@@ -61,18 +61,7 @@ class DeltaSpec(RecurrentSpec):
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> DeltaSpec:
         """That of the layers with these keys."""
-        sizes = layer.delta
-        assert sizes is not None
-        return cls(
-            dim=model.dim,
-            key_heads=sizes.key_heads,
-            value_heads=sizes.value_heads or sizes.key_heads,
-            key_dim=sizes.key_dim,
-            value_dim=sizes.value_dim,
-            conv_size=sizes.conv_size,
-            beta_max=float(sizes.beta_max),
-            norm=NormSpec("rmsnorm", sizes.norm_eps or model.norm_eps),
-        )
+        return cls(**_sizes(model, layer))
 
     @property
     def keys_dim(self) -> int:
@@ -168,6 +157,22 @@ class DeltaSpec(RecurrentSpec):
         return self.value_heads // tp * self.key_dim * (self.key_dim + self.value_dim)
 
 
+def _sizes(model: ModelConfig, layer: LayerConfig) -> dict[str, Any]:
+    """Fields that both kinds have."""
+    sizes = layer.delta
+    assert sizes is not None
+    return {
+        "dim": model.dim,
+        "key_heads": sizes.key_heads,
+        "value_heads": sizes.value_heads or sizes.key_heads,
+        "key_dim": sizes.key_dim,
+        "value_dim": sizes.value_dim,
+        "conv_size": sizes.conv_size,
+        "beta_max": float(sizes.beta_max),
+        "norm": NormSpec("rmsnorm", sizes.norm_eps or model.norm_eps),
+    }
+
+
 @dataclass(frozen=True)
 class KdaSpec(DeltaSpec):
     """Kimi delta attention: each dimension of a key head decays at a rate of its own."""
@@ -201,7 +206,7 @@ class KdaSpec(DeltaSpec):
     def of(cls, model: ModelConfig, layer: LayerConfig) -> KdaSpec:
         """That of the layers with these keys."""
         assert layer.delta is not None
-        return cls(**vars(DeltaSpec.of(model, layer)), rank=layer.delta.rank or layer.delta.value_dim)
+        return cls(**_sizes(model, layer), rank=layer.delta.rank or layer.delta.value_dim)
 
     @property
     def decays(self) -> int:

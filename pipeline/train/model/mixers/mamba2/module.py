@@ -15,7 +15,8 @@ from pipeline.train.model.fp32_vectors import Fp32Vectors
 from pipeline.train.model.kernels.chunks import Chunks
 from pipeline.train.model.kernels.ssd import ssd_decay, ssd_entering
 from pipeline.train.model.mixers.mamba2.spec import Mamba2Spec
-from pipeline.train.model.mixers.recurrence import Convolution, Pieces, RecurrentState, convolve, counted, tail
+from pipeline.train.model.mixers.recurrence import Convolution, RecurrentState, convolve, counted, tail
+from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.norm import GroupedRMSNorm
 from pipeline.train.model.states import MixerState
 from pipeline.train.parallel.torch_compat.core import own_part
@@ -87,7 +88,7 @@ class Mamba2(nn.Module):
         dt_BSH = F.softplus(dt_BSH.float() + bias_H)
         return dt_BSH if spec.dt_min == 0 and spec.dt_max is None else dt_BSH.clamp(spec.dt_min, spec.dt_max)
 
-    def _entering(self, factor_BH: Tensor, last_BHPN: Tensor, pieces: Pieces) -> Tensor:
+    def _entering(self, factor_BH: Tensor, last_BHPN: Tensor, pieces: SequencePieces) -> Tensor:
         """The state that enters each piece, of what each multiplies it with and adds to it."""
         shape = last_BHPN.shape[-2:]
 
