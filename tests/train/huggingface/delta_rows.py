@@ -24,7 +24,7 @@ _EXPERTS = {
 _ROPE = {"rope_type": "default", "rope_theta": 500.0}
 _TYPES = ["full_attention", "linear_attention", "linear_attention"]
 _OF_TRAINING = {"router_aux_loss_coef"}
-_RATE = 3e-4
+_RATE = 1e-4
 """Learning rate: with a higher one rounding grows, as it does where queries and keys are divided by their lengths."""
 _INITIAL = {"linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"}
 _KIMI = {
@@ -56,12 +56,12 @@ def _moe(**values: Any) -> Row:
     )
 
 
-def _olmo(rate: float = _RATE, **values: Any) -> Row:
-    return Row(OlmoHybridConfig, {**_SIZES, **_LINEAR, **values}, _INITIAL, rate=rate)
+def _olmo(**values: Any) -> Row:
+    return Row(OlmoHybridConfig, {**_SIZES, **_LINEAR, **values}, _INITIAL, rate=_RATE)
 
 
 def _kimi(**values: Any) -> Row:
-    return Row(KimiLinearConfig, {**_KIMI, **values}, _OTHERWISE)
+    return Row(KimiLinearConfig, {**_KIMI, **values}, _OTHERWISE, rate=_RATE)
 
 
 ROWS = {
@@ -78,7 +78,7 @@ ROWS = {
     "qwen3.5": _dense(rope_parameters={**_ROPE, "partial_rotary_factor": 0.75}),
     "qwen3.5-tied": _dense(tie_word_embeddings=True, linear_num_value_heads=2, num_hidden_layers=3, layer_types=_TYPES),
     "qwen3.5-moe": _moe(),
-    "olmo-hybrid": _olmo(1e-4, rope_parameters={"rope_type": "default", "rope_theta": None}),
+    "olmo-hybrid": _olmo(rope_parameters={"rope_type": "default", "rope_theta": None}),
     "olmo-hybrid-rope": _olmo(
         rope_parameters=_ROPE,
         attention_bias=True,

@@ -416,7 +416,7 @@ def check_training(row: Row, root: Path, name: str) -> None:
     config = load(root / f"{name}.yaml", [f"run.dir={run}", *settings])
     losses = _losses_of_transformers(folder, open_loader(config, open_datasets(config, "train")), count, row.rate)
     ours = column(run, "loss")
-    assert len(ours) == count and (experts or losses[-1] < losses[0] - 0.2)
+    assert len(ours) == count and (experts or row.rate < RATE or losses[-1] < losses[0] - 0.2)
     assert max(abs(one - other) for one, other in zip(ours, losses, strict=True)) < 1e-5
 
 

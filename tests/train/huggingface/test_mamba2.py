@@ -171,7 +171,7 @@ def test_models_that_no_family_computes(kind: str, keys: dict[str, Any], message
         to_hf_config(ModelConfig.model_validate({**section, **keys}), 99, 64)
 
 
-def test_heads_that_are_no_multiple_of_dim_are_those_of_nemotron_h() -> None:
+def test_heads_that_dim_does_not_divide_are_those_of_nemotron_h() -> None:
     section = read("mamba2").model_dump(exclude_unset=True) | {"mamba2": {"heads": 3, "head_dim": 8}}
     family, values = to_hf_config(ModelConfig.model_validate(section), 99, 64)
     assert family.model_type == "nemotron_h" and values["hybrid_override_pattern"] == "MM"
