@@ -1,12 +1,12 @@
-"""Layers with a gated delta rule, and attention among them, in a `config.json` of Hugging Face's models."""
+"""Layers with a gated delta rule in a `config.json` of Hugging Face's models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from pipeline.config.mixers import DeltaConfig
 from pipeline.config.model import ModelConfig
+from pipeline.train.huggingface.config_hybrid import has_recurrence
 from pipeline.train.huggingface.config_kinds import by_layer, layer_types
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.config_windows import FULL
@@ -14,12 +14,6 @@ from pipeline.train.huggingface.family import Need
 
 LINEAR = "linear_attention"
 """Type of layers, and our name of this kind; those with attention are `FULL`."""
-OF_ATTENTION = (
-    *("heads", "kv_heads", "head_dim", "positions", "rope_theta", "rope_scaling", "rope_share"),
-    *("qk_norm", "output_gate"),
-)
-"""Keys that layers with attention alone have."""
-_RULES = ("gated_delta", "kda")
 _KEYS = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",
@@ -58,50 +52,14 @@ def read_types(source: ConfigSource, layers: int, default: Callable[[int], str])
 
 def write_types(model: ModelConfig) -> list[str]:
     """The same key."""
-    return by_layer(model, lambda layer: LINEAR if has_rule(layer) else FULL)
-
-
-def split(found: Json, delta: Json, **linear: Any) -> tuple[Json, dict[str, Json]]:
-    """Keys of all layers, and by type those that its layers have besides.
-
-    Args:
-        found: keys of a model without a rule.
-        delta: `delta` of `model:`.
-        linear: other keys of the layers with a rule.
-    """
-    shared = {key: value for key, value in found.items() if key not in OF_ATTENTION}
-    kinds = {
-        LINEAR: {"mixer": "gated_delta", **linear, "delta": delta},
-        FULL: {key: found[key] for key in OF_ATTENTION if key in found},
-    }
-    return shared, kinds
-
-
-def has_rule(layer: ModelConfig) -> bool:
-    """True if a layer has a gated delta rule; a type of layers for `Family.alike`, too."""
-    return layer.mixer in _RULES
-
-
-def both(layers: Sequence[ModelConfig]) -> bool:
-    """True of the kinds of layers of a model with both types, see `Family.special`."""
-    return len(set(map(has_rule, layers))) == 2
+    return by_layer(model, lambda layer: LINEAR if has_recurrence(layer) else FULL)
 
 
 def delta_of(model: ModelConfig) -> DeltaConfig:
     """Sizes of the layers with a rule."""
-    found = next(layer.delta for layer in map(model.layer, model.layer_kinds) if has_rule(layer))
+    found = next(layer.delta for layer in map(model.layer, model.layer_kinds) if has_recurrence(layer))
     assert found is not None, "the section sees to it"
     return found
-
-
-def attention_of(model: ModelConfig) -> ModelConfig:
-    """The section with the keys of the layers with attention."""
-    return next(layer for layer in map(model.layer, model.layer_kinds) if not has_rule(layer))
-
-
-def of_attention(need: Need) -> Need:
-    """A need of the layers with attention alone."""
-    return Need(lambda value, layer: has_rule(layer) or need.fits(value, layer), need.has)
 
 
 def needs_delta(fits: Callable[[DeltaConfig, ModelConfig], bool], has: str) -> Need:
@@ -111,15 +69,4 @@ def needs_delta(fits: Callable[[DeltaConfig, ModelConfig], bool], has: str) -> N
         fits: a condition on the layers with a rule, given all of their section besides.
         has: words for it.
     """
-    return Need(lambda value, layer: value is None or not has_rule(layer) or fits(value, layer), has)
-
-
-def hybrid(*varies: str, **alike: Callable[[ModelConfig], Any]) -> Json:
-    """Fields of `Family` for one in which layers have a rule or attention.
-
-    Args:
-        varies: other keys that differ between layers.
-        alike: those that are equal in all layers of a type, and the type of a layer.
-    """
-    types = {**dict.fromkeys(("delta", *OF_ATTENTION), has_rule), **alike}
-    return {"mark": "mixer", "special": both, "varies": frozenset({"mixer", *varies, *types}), "alike": types}
+    return Need(lambda value, layer: value is None or not has_recurrence(layer) or fits(value, layer), has)

@@ -1,4 +1,4 @@
-"""Layers with Mamba-2, and attention among them, in a `config.json` of Hugging Face's models."""
+"""Layers with Mamba-2 in a `config.json` of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.config.mixers import MAX_WIDTH, Mamba2Config
 from pipeline.config.model import ModelConfig
+from pipeline.train.huggingface.config_hybrid import split
 from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Need, anything, only
@@ -16,10 +17,6 @@ MAMBA, ATTENTION = "mamba", "attention"
 """Our names of these kinds of layers, and those of Hugging Face's older files."""
 TYPES = {"linear_attention": MAMBA, "full_attention": ATTENTION, MAMBA: MAMBA, ATTENTION: ATTENTION}
 """By type in a file the kind."""
-OF_ATTENTION = (
-    *("heads", "kv_heads", "head_dim", "positions", "rope_theta", "rope_scaling", "rope_share", "attention_scale"),
-)
-"""Keys that layers with attention alone have."""
 BAMBA_KEYS = {
     **{"heads": "mamba_n_heads", "head_dim": "mamba_d_head", "state_dim": "mamba_d_state", "groups": "mamba_n_groups"},
     **{"conv_size": "mamba_d_conv", "conv_bias": "mamba_conv_bias"},
@@ -106,11 +103,8 @@ def read_hybrid(found: Json, names: Sequence[str], kinds: Mapping[str, Json], si
         kinds: by kind the keys that it has besides.
         sizes: `mamba2` of `model:`.
     """
-    own = {
-        MAMBA: {"mixer": "mamba2", "mamba2": sizes},
-        ATTENTION: {key: found[key] for key in OF_ATTENTION if key in found},
-    }
-    shared = {key: value for key, value in found.items() if key not in OF_ATTENTION}
+    shared, of_attention = split(found)
+    own = {MAMBA: {"mixer": "mamba2", "mamba2": sizes}, ATTENTION: of_attention}
     return {**shared, **read_kinds(names, {name: {**own.get(name, {}), **kinds.get(name, {})} for name in set(names)})}
 
 
@@ -122,16 +116,6 @@ def sizes_of(model: ModelConfig) -> Mamba2Config:
 def layer_with(model: ModelConfig, mixer: str) -> ModelConfig:
     """The section with the keys of the layers with a mixer; that of all where there are none."""
     return next((layer for layer in map(model.layer, model.layer_kinds) if layer.mixer == mixer), model)
-
-
-def has_mamba2(layers: Sequence[ModelConfig]) -> bool:
-    """True of the kinds of layers of a model that has some with Mamba-2, see `Family.special`."""
-    return any(layer.mixer == "mamba2" for layer in layers)
-
-
-def of_attention(need: Need) -> Need:
-    """A need of the layers with attention alone."""
-    return Need(lambda value, layer: layer.mixer != "attention" or need.fits(value, layer), need.has)
 
 
 def needs_sizes(fits: Callable[[Mamba2Config, ModelConfig], bool], has: str) -> Need:
@@ -163,9 +147,3 @@ HYBRID_NEEDS: dict[str, Need] = {
     "head_dim": anything(),
 }
 """See `Family.needs`."""
-HYBRID: Json = {
-    "mark": "mixer",
-    "varies": frozenset({"mixer", "mamba2", *OF_ATTENTION}),
-    "alike": dict.fromkeys(("mamba2", *OF_ATTENTION), lambda layer: layer.mixer),
-}
-"""Fields of `Family` for one in which layers have Mamba-2 or attention."""

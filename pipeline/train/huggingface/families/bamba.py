@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.config.model import ModelConfig
+from pipeline.train.huggingface.config_hybrid import attention_of, hybrid, of_attention, some_recurrent
 from pipeline.train.huggingface.config_kinds import by_layer
 from pipeline.train.huggingface.config_mamba2 import (
     ATTENTION,
-    HYBRID,
     HYBRID_NEEDS,
     MAMBA,
-    has_mamba2,
-    layer_with,
-    of_attention,
     read_bamba_sizes,
     read_hybrid,
     write_bamba_sizes,
@@ -58,7 +55,7 @@ def _read(source: ConfigSource) -> Json:
 
 
 def _write(model: ModelConfig, positions: int) -> Json:
-    attention = layer_with(model, "attention")
+    attention = attention_of(model)
     mixers = by_layer(model, lambda layer: layer.mixer)
     found = write_llama_like(attention, positions, **write_bias(model), **write_bamba_sizes(model))
     if attention.head_size == model.dim // attention.heads:
@@ -85,7 +82,7 @@ BAMBA = Family(
         "mlp": only("swiglu"),
         "bias": only(*BIASES),
     },
-    special=has_mamba2,
+    special=some_recurrent,
     names=replace(
         LLAMA_NAMES,
         norms={"input_layernorm": "mixer_norm", "pre_ff_layernorm": "mlp_norm"},
@@ -101,5 +98,5 @@ BAMBA = Family(
     ),
     positions=("max_position_embeddings", 262144),
     pads=True,
-    **HYBRID,
+    **hybrid("mamba2"),
 )

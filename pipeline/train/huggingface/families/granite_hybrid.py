@@ -8,16 +8,13 @@ from typing import Any
 
 from pipeline.config.model import ExpertsConfig, ModelConfig
 from pipeline.train.huggingface.config_experts import SIZES, needs_experts, read_experts, restricted
+from pipeline.train.huggingface.config_hybrid import attention_of, hybrid, of_attention, some_recurrent
 from pipeline.train.huggingface.config_kinds import by_layer, layer_types
 from pipeline.train.huggingface.config_mamba2 import (
     ATTENTION,
-    HYBRID,
     HYBRID_NEEDS,
     MAMBA,
     TYPES,
-    has_mamba2,
-    layer_with,
-    of_attention,
     read_bamba_sizes,
     read_hybrid,
     write_bamba_sizes,
@@ -67,7 +64,7 @@ def _read(source: ConfigSource) -> Json:
 
 
 def _write(model: ModelConfig, positions: int) -> Json:
-    attention, experts = layer_with(model, "attention"), model.experts if model.mlp == "experts" else None
+    attention, experts = attention_of(model), model.experts if model.mlp == "experts" else None
     found = write_llama_like(attention, positions, **write_factors(attention), **write_bamba_sizes(model))
     if attention.head_size == model.dim // attention.heads:
         del found["head_dim"]
@@ -85,7 +82,7 @@ def _write(model: ModelConfig, positions: int) -> Json:
 
 
 def _is_special(layers: Sequence[ModelConfig]) -> bool:
-    return has_mamba2(layers) or has_factors(layers)
+    return some_recurrent(layers) or has_factors(layers)
 
 
 def _has_shared(experts: ExpertsConfig) -> bool:
@@ -122,5 +119,5 @@ GRANITE_HYBRID = Family(
         },
         layers=({"mixer": Mamba2Spec, "mlp": MlpSpec}, {"mixer": AttentionSpec, "mlp": ExpertsSpec}),
     ),
-    **HYBRID,
+    **hybrid("mamba2"),
 )

@@ -9,14 +9,9 @@ from pipeline.config.mixers import DeltaConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_delta import (
     LINEAR,
-    attention_of,
     delta_of,
-    has_rule,
-    hybrid,
     needs_delta,
-    of_attention,
     read_types,
-    split,
     write_types,
 )
 from pipeline.train.huggingface.config_experts import (
@@ -26,6 +21,15 @@ from pipeline.train.huggingface.config_experts import (
     has_experts,
     read_count,
     read_experts,
+)
+from pipeline.train.huggingface.config_hybrid import (
+    attention_of,
+    both,
+    has_recurrence,
+    hybrid,
+    mixer_of,
+    of_attention,
+    split,
 )
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.config_windows import FULL
@@ -37,12 +41,13 @@ from pipeline.train.huggingface.families.deepseek import (
     write_latent,
 )
 from pipeline.train.huggingface.families.glm4_moe import dense_ones_first, needs_biased_experts
+from pipeline.train.huggingface.families.mixtral import BLOCK_EXPERTS
 from pipeline.train.huggingface.family import Family, only, where
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, write_shape
 from pipeline.train.model.mixers.delta.spec import KdaSpec
 from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
-from pipeline.train.model.mlps.experts.spec import ExpertsSpec
+from pipeline.train.model.mlps.experts.spec import ExpertsSpec, shared_names
 from pipeline.train.model.tensor_names import TensorNames
 
 _OWN_CODE = ("configuration_kimi", "modeling_kimi")
@@ -67,9 +72,9 @@ def _read(source: ConfigSource) -> Json:
     source.must_be("num_nextn_predict_layers", (0,), 0)
     refuse_other_code(source, _OWN_CODE)
     delta, types = _read_delta(source, layers)
-    shared, kinds = split(found, delta)
-    kinds[LINEAR]["mixer"] = "kda"
-    kinds[FULL] |= {"mixer": "mla", "mla": read_latent(source, found["norm_eps"], q_rank=None)}
+    shared, attention = split(found)
+    latent = {"mixer": "mla", "mla": read_latent(source, found["norm_eps"], q_rank=None)}
+    kinds = {LINEAR: {"mixer": "kda", "delta": delta}, FULL: {**attention, **latent}}
     return read_experts(source, shared, _read_sparse(source, layers), _read_experts(source), types, kinds)
 
 
@@ -183,11 +188,12 @@ KIMI_LINEAR = Family(
         "mixer": only("kda", "mla"),
         "positions": of_attention(only("none")),
         "mla": where(
-            lambda layer: has_rule(layer) or fits_latent(layer),
+            lambda layer: has_recurrence(layer) or fits_latent(layer),
             f"{LATENT_EPS} in the norms of latents (norm_eps, or mla.norm_eps beside another)",
         ),
         "delta": needs_delta(_fits, "heads and a rank of one size, beta_max 1 and no other norm_eps in kda"),
     },
+    special=both,
     order=dense_ones_first,
     names=replace(
         LLAMA_NAMES,
@@ -195,16 +201,8 @@ KIMI_LINEAR = Family(
             ExpertsSpec: (
                 TensorNames("block_sparse_moe.gate.weight", ("router.weight",)),
                 TensorNames("block_sparse_moe.gate.e_score_correction_bias", ("router.score_bias",)),
-                *(
-                    TensorNames(
-                        f"block_sparse_moe.experts.{{e}}.{name}.weight", (f"experts.{name}",), experts="numbered"
-                    )
-                    for name in ("w1", "w3", "w2")
-                ),
-                *(
-                    TensorNames(f"block_sparse_moe.shared_experts.{theirs}.weight", (f"shared.{ours}.weight",))
-                    for theirs, ours in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
-                ),
+                *BLOCK_EXPERTS,
+                *shared_names("block_sparse_moe.shared_experts"),
             )
         },
         layers=({"mixer": KdaSpec, "mlp": ExpertsSpec}, {"mixer": MlaSpec, "mlp": MlpSpec}),
@@ -212,5 +210,5 @@ KIMI_LINEAR = Family(
     renamed={".mlp.": ".block_sparse_moe."},
     positions=("model_max_length", 1048576),
     pads=True,
-    **hybrid("mlp", mla=has_rule, **OF_SOME_LAYERS["alike"]),
+    **hybrid("delta", "mlp", mla=mixer_of, **OF_SOME_LAYERS["alike"]),
 )

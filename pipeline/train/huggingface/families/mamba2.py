@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pipeline.config.mixers import MAX_LAYERS
 from pipeline.config.model import ModelConfig
+from pipeline.train.huggingface.config_hybrid import some_recurrent
 from pipeline.train.huggingface.config_mamba2 import (
     check_expand,
-    has_mamba2,
     is_whole_factor,
     needs_sizes,
     read_limits,
@@ -85,7 +85,7 @@ MAMBA2 = Family(
         "norm": only("rmsnorm"),
         "mlp": only("none"),
     },
-    special=has_mamba2,
+    special=some_recurrent,
     names=MAMBA2_NAMES,
     prefix="backbone.",
     pads=True,

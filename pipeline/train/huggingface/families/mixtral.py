@@ -44,6 +44,12 @@ def _write(model: ModelConfig, positions: int) -> Json:
     }
 
 
+BLOCK_EXPERTS = tuple(
+    TensorNames(f"block_sparse_moe.experts.{{e}}.{name}.weight", (f"experts.{name}",), experts="numbered")
+    for name in ("w1", "w3", "w2")
+)
+"""Names of experts that are called as ours are."""
+
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -64,12 +70,7 @@ MIXTRAL = Family(
         tables={
             ExpertsSpec: (
                 ("block_sparse_moe.gate", ("router",)),
-                *(
-                    TensorNames(
-                        f"block_sparse_moe.experts.{{e}}.{name}.weight", (f"experts.{name}",), experts="numbered"
-                    )
-                    for name in ("w1", "w3", "w2")
-                ),
+                *BLOCK_EXPERTS,
             )
         },
         layers=WITH_EXPERTS,

@@ -6,24 +6,22 @@ from dataclasses import replace
 
 from pipeline.config.mixers import MAX_LAYERS, Mamba2Config
 from pipeline.config.model import ModelConfig
+from pipeline.train.huggingface.config_hybrid import attention_of, hybrid, of_attention, some_recurrent
 from pipeline.train.huggingface.config_kinds import by_layer
 from pipeline.train.huggingface.config_mamba2 import (
     ATTENTION,
-    HYBRID,
     HYBRID_NEEDS,
     MAMBA,
-    OF_ATTENTION,
     TYPES,
-    has_mamba2,
     layer_with,
     needs_sizes,
-    of_attention,
     read_hybrid,
     read_sizes,
     sizes_of,
     write_sizes,
 )
 from pipeline.train.huggingface.config_source import ConfigSource, Json
+from pipeline.train.huggingface.families.deepseek import refuse_other_code
 from pipeline.train.huggingface.families.mamba2 import MAMBA2_NAMES
 from pipeline.train.huggingface.family import Family, Need, anything, only
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
@@ -75,9 +73,7 @@ def _read(source: ConfigSource) -> Json:
     source.must_be("num_nextn_predict_layers", (0,), 0)
     for key in (*_OF_EXPERTS, *_WITHOUT_EFFECT):
         source.get(key)
-    for name in (source.get("auto_map") or {}).values():
-        if str(name).split(".")[0] not in _OWN_CODE:
-            source.refuse("auto_map", name, "the model needs its own code, and code that comes with weights is not run")
+    refuse_other_code(source, _OWN_CODE)
     found = {
         "layers": len(names),
         "dim": source.need("hidden_size"),
@@ -133,7 +129,7 @@ def _read_types(source: ConfigSource) -> list[str]:
 
 
 def _write(model: ModelConfig, positions: int) -> Json:
-    attention, sizes = layer_with(model, "attention"), sizes_of(model)
+    attention, sizes = attention_of(model), sizes_of(model)
     letters = {"mamba2": "M", "attention": "*", "none": "-"}
     mlp = layer_with(model, "none")
     return {
@@ -180,7 +176,7 @@ NEMOTRON_H = Family(
         "bias": only("none", "mlp", has="no biases but of mlps"),
         "tie_embeddings": only(False),
     },
-    special=has_mamba2,
+    special=some_recurrent,
     names=replace(
         MAMBA2_NAMES,
         tables={
@@ -192,9 +188,5 @@ NEMOTRON_H = Family(
     prefix="backbone.",
     positions=("max_position_embeddings", 4096),
     pads=True,
-    **{
-        **HYBRID,
-        "varies": frozenset({"mixer", "mamba2", "mlp", "ffn_dim", *OF_ATTENTION}),
-        "alike": {**HYBRID["alike"], "ffn_dim": lambda layer: layer.mlp},
-    },
+    **hybrid("mamba2", "mlp", ffn_dim=lambda layer: layer.mlp),
 )

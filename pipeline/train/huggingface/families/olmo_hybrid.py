@@ -8,17 +8,21 @@ from pipeline.config.mixers import MAX_WIDTH, DeltaConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_delta import (
     LINEAR,
-    attention_of,
     delta_of,
-    has_rule,
-    hybrid,
     needs_delta,
-    of_attention,
     read_delta,
     read_types,
-    split,
     write_delta,
     write_types,
+)
+from pipeline.train.huggingface.config_hybrid import (
+    attention_of,
+    both,
+    has_recurrence,
+    hybrid,
+    mixer_of,
+    of_attention,
+    split,
 )
 from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_rope import read_rope, write_rope_values
@@ -54,8 +58,8 @@ def _read(source: ConfigSource) -> Json:
         **({} if found["norm_eps"] == _EPS else {"norm_eps": _EPS}),
     }
     found |= {"bias": "attention" if source.get("attention_bias", False) else "none", "qk_norm": "full"}
-    shared, kinds = split(found, delta)
-    kinds[FULL]["norm_place"] = "output"
+    shared, attention = split(found)
+    kinds = {LINEAR: {"mixer": "gated_delta", "delta": delta}, FULL: {**attention, "norm_place": "output"}}
 
     def default(index: int) -> str:
         return FULL if index % 4 == 3 or (layers < 4 and index == layers - 1) else LINEAR
@@ -115,7 +119,7 @@ OLMO_HYBRID = Family(
         "rope_scaling": of_attention(LLAMA_NEEDS["rope_scaling"]),
         "head_dim": of_attention(where(lambda layer: layer.head_size * layer.heads == layer.dim, "dim / heads")),
         "norm_place": Need(
-            lambda place, layer: place == ("pre" if has_rule(layer) else "output"),
+            lambda place, layer: place == ("pre" if has_recurrence(layer) else "output"),
             "norm_place output in layers with attention, and pre in the others",
         ),
         "qk_norm": of_attention(only("full")),
@@ -151,6 +155,7 @@ OLMO_HYBRID = Family(
         },
         layers=({"mixer": DeltaSpec, "mlp": MlpSpec}, {"mixer": AttentionSpec, "mlp": MlpSpec}),
     ),
+    special=both,
     renamed={
         "attention_layer_norm": "input_layernorm",
         "feedforward_layer_norm": "post_attention_layernorm",
@@ -158,5 +163,5 @@ OLMO_HYBRID = Family(
     },
     positions=("max_position_embeddings", 65536),
     pads=True,
-    **hybrid(norm_place=has_rule, bias=has_rule),
+    **hybrid("delta", norm_place=mixer_of, bias=mixer_of),
 )

@@ -24,8 +24,7 @@ from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.config_windows import DEFAULT_WINDOW, FULL
 from pipeline.train.huggingface.family import Family, Need, anything, only, where
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, write_llama_like
-from pipeline.train.model.mlps.experts.spec import EXPERTS_NAMES, ExpertsSpec
-from pipeline.train.model.tensor_names import TensorNames
+from pipeline.train.model.mlps.experts.spec import EXPERTS_NAMES, ExpertsSpec, shared_names
 
 
 def _read_qwen2_moe(source: ConfigSource) -> Json:
@@ -122,10 +121,7 @@ QWEN2_MOE = Family(
         tables={
             ExpertsSpec: (
                 *EXPERTS_NAMES,
-                *(
-                    TensorNames(f"mlp.shared_expert.{theirs}.weight", (f"shared.{ours}.weight",))
-                    for theirs, ours in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
-                ),
+                *shared_names("mlp.shared_expert"),
                 ("mlp.shared_expert_gate", ("shared_gate",)),
             )
         },

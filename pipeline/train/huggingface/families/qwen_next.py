@@ -9,14 +9,9 @@ from pipeline.config.mixers import DeltaConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_delta import (
     LINEAR,
-    attention_of,
-    both,
-    hybrid,
     needs_delta,
-    of_attention,
     read_delta,
     read_types,
-    split,
     write_delta,
     write_types,
 )
@@ -31,6 +26,7 @@ from pipeline.train.huggingface.config_experts import (
     some_have_experts,
     write_sparse_layers,
 )
+from pipeline.train.huggingface.config_hybrid import attention_of, both, hybrid, of_attention, split
 from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_rope import ROPE_SHARE
 from pipeline.train.huggingface.config_source import ConfigSource, Json
@@ -39,7 +35,7 @@ from pipeline.train.huggingface.families.qwen_moe import QWEN2_MOE, needs_shared
 from pipeline.train.huggingface.family import Family, Need, anything, only
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, LLAMA_NEEDS, read_llama_like, write_llama_like
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
-from pipeline.train.model.mixers.delta.spec import CONVOLUTIONS, DeltaSpec
+from pipeline.train.model.mixers.delta.spec import DeltaSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.tensor_names import RowOrder, TensorNames, by_group
@@ -62,8 +58,8 @@ def _read(source: ConfigSource, *, kv_heads: int, dense: bool = True) -> tuple[J
     types = read_types(source, found["layers"], lambda index: LINEAR if (index + 1) % interval else FULL)
     delta = read_delta(source, key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_size=4)
     found |= {"norm_offset": 1.0, "qk_norm": True, "output_gate": True}
-    shared, kinds = split(found, delta)
-    return shared, types, kinds
+    shared, attention = split(found)
+    return shared, types, {LINEAR: {"mixer": "gated_delta", "delta": delta}, FULL: attention}
 
 
 def _read_next(source: ConfigSource) -> Json:
@@ -138,11 +134,7 @@ _NAMES = replace(
         ExpertsSpec: QWEN2_MOE.names.tables[ExpertsSpec],
         AttentionSpec: (
             TensorNames("self_attn.q_proj", ("wq", "wg"), _ATTENTION),
-            ("self_attn.k_proj", ("wk",)),
-            ("self_attn.v_proj", ("wv",)),
-            ("self_attn.o_proj", ("wo",)),
-            ("self_attn.q_norm.weight", ("q_norm.weight",)),
-            ("self_attn.k_norm.weight", ("k_norm.weight",)),
+            *AttentionSpec.huggingface["llama"][1:],
         ),
     },
     layers=({"mixer": DeltaSpec, "mlp": ExpertsSpec}, {"mixer": AttentionSpec, "mlp": MlpSpec}),
@@ -156,11 +148,7 @@ _APART = replace(
             ("linear_attn.in_proj_z", ("wz",)),
             ("linear_attn.in_proj_b", ("wb",)),
             ("linear_attn.in_proj_a", ("wa",)),
-            TensorNames("linear_attn.conv1d.weight", CONVOLUTIONS, unit_dims=(1,)),
-            ("linear_attn.A_log", ("decay.a_log",)),
-            ("linear_attn.dt_bias", ("decay.dt_bias",)),
-            ("linear_attn.norm.weight", ("norm.weight",)),
-            ("linear_attn.out_proj", ("wo",)),
+            *DeltaSpec.huggingface["llama"][2:],
         ),
     },
 )
@@ -192,7 +180,8 @@ QWEN3_NEXT = Family(
     names=_NAMES,
     extra="mtp.",
     positions=("max_position_embeddings", 32768),
-    **{**hybrid("mlp", **OF_SOME_LAYERS["alike"]), "special": _with_experts},
+    special=_with_experts,
+    **hybrid("delta", "mlp", **OF_SOME_LAYERS["alike"]),
 )
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
@@ -205,7 +194,8 @@ QWEN3_5 = Family(
     names=replace(_APART, layers=({"mixer": DeltaSpec, "mlp": MlpSpec}, {"mixer": AttentionSpec, "mlp": MlpSpec})),
     extra="mtp.",
     positions=("max_position_embeddings", 32768),
-    **hybrid(),
+    special=both,
+    **hybrid("delta"),
 )
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
@@ -220,5 +210,6 @@ QWEN3_5_MOE = Family(
     ),
     extra="mtp.",
     positions=("max_position_embeddings", 32768),
-    **hybrid(),
+    special=both,
+    **hybrid("delta"),
 )

@@ -24,6 +24,13 @@ EXPERTS_NAMES = (
 """Names of router and experts in most of Hugging Face's families."""
 
 
+def shared_names(module: str) -> tuple[TensorNames, ...]:
+    """Names of the shared mlp, given that of its module."""
+    return tuple(
+        TensorNames(f"{module}.{theirs}.weight", (f"shared.{ours}.weight",)) for theirs, ours in _MATRICES.items()
+    )
+
+
 @dataclass(frozen=True)
 class RouterSpec:
     """Choice of the experts of a token, and the weights of their results; see `ExpertsConfig` for the keys."""
@@ -74,15 +81,7 @@ class ExpertsSpec(LayerPartSpec):
 
     label: ClassVar = "experts"
     module: ClassVar = "pipeline.train.model.mlps.experts.module.Experts"
-    huggingface: ClassVar = {
-        "llama": (
-            *EXPERTS_NAMES,
-            *(
-                TensorNames(f"mlp.shared_experts.{theirs}.weight", (f"shared.{ours}.weight",))
-                for theirs, ours in _MATRICES.items()
-            ),
-        )
-    }
+    huggingface: ClassVar = {"llama": (*EXPERTS_NAMES, *shared_names("mlp.shared_experts"))}
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> ExpertsSpec:
