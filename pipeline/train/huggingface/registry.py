@@ -7,30 +7,30 @@ special ones stand behind general ones.
 
 from __future__ import annotations
 
-from pipeline.train.huggingface.families.bamba import BAMBA
 from pipeline.train.huggingface.families.cohere2 import COHERE2
-from pipeline.train.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from pipeline.train.huggingface.families.experts.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from pipeline.train.huggingface.families.experts.glm4_moe import GLM4_MOE
+from pipeline.train.huggingface.families.experts.gpt_oss import GPT_OSS
+from pipeline.train.huggingface.families.experts.mixtral import MIXTRAL
+from pipeline.train.huggingface.families.experts.olmoe import OLMOE
+from pipeline.train.huggingface.families.experts.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from pipeline.train.huggingface.families.gemma import GEMMA2, GEMMA3
-from pipeline.train.huggingface.families.glm4_moe import GLM4_MOE
 from pipeline.train.huggingface.families.gpt2 import GPT2
 from pipeline.train.huggingface.families.gpt_neox import GPT_NEOX
-from pipeline.train.huggingface.families.gpt_oss import GPT_OSS
 from pipeline.train.huggingface.families.granite import GRANITE
-from pipeline.train.huggingface.families.granite_hybrid import GRANITE_HYBRID
-from pipeline.train.huggingface.families.kimi_linear import KIMI_LINEAR
+from pipeline.train.huggingface.families.hybrid.bamba import BAMBA
+from pipeline.train.huggingface.families.hybrid.granite_hybrid import GRANITE_HYBRID
+from pipeline.train.huggingface.families.hybrid.kimi_linear import KIMI_LINEAR
+from pipeline.train.huggingface.families.hybrid.mamba2 import MAMBA2
+from pipeline.train.huggingface.families.hybrid.nemotron_h import NEMOTRON_H
+from pipeline.train.huggingface.families.hybrid.olmo_hybrid import OLMO_HYBRID
+from pipeline.train.huggingface.families.hybrid.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from pipeline.train.huggingface.families.llama import LLAMA
-from pipeline.train.huggingface.families.mamba2 import MAMBA2
 from pipeline.train.huggingface.families.mistral import MISTRAL
-from pipeline.train.huggingface.families.mixtral import MIXTRAL
-from pipeline.train.huggingface.families.nemotron_h import NEMOTRON_H
 from pipeline.train.huggingface.families.olmo2 import OLMO2
 from pipeline.train.huggingface.families.olmo3 import OLMO3
-from pipeline.train.huggingface.families.olmo_hybrid import OLMO_HYBRID
-from pipeline.train.huggingface.families.olmoe import OLMOE
 from pipeline.train.huggingface.families.phi3 import PHI3
 from pipeline.train.huggingface.families.qwen import QWEN2, QWEN3
-from pipeline.train.huggingface.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
-from pipeline.train.huggingface.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from pipeline.train.huggingface.families.smollm3 import SMOLLM3
 from pipeline.train.huggingface.families.starcoder2 import STARCODER2
 from pipeline.train.huggingface.family import Family

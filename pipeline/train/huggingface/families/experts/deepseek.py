@@ -20,7 +20,7 @@ from pipeline.train.huggingface.config_experts import (
 )
 from pipeline.train.huggingface.config_rope import read_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.huggingface.families.glm4_moe import (
+from pipeline.train.huggingface.families.experts.glm4_moe import (
     dense_ones_first,
     needs_biased_experts,
     read_biased_experts,

@@ -33,15 +33,15 @@ from pipeline.train.huggingface.config_hybrid import (
 )
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.config_windows import FULL
-from pipeline.train.huggingface.families.deepseek import (
+from pipeline.train.huggingface.families.experts.deepseek import (
     LATENT_EPS,
     fits_latent,
     read_latent,
     refuse_other_code,
     write_latent,
 )
-from pipeline.train.huggingface.families.glm4_moe import dense_ones_first, needs_biased_experts
-from pipeline.train.huggingface.families.mixtral import BLOCK_EXPERTS
+from pipeline.train.huggingface.families.experts.glm4_moe import dense_ones_first, needs_biased_experts
+from pipeline.train.huggingface.families.experts.mixtral import BLOCK_EXPERTS
 from pipeline.train.huggingface.family import Family, only, where
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, write_shape
 from pipeline.train.model.mixers.delta.spec import KdaSpec

@@ -31,7 +31,12 @@ from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_rope import ROPE_SHARE
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.config_windows import FULL
-from pipeline.train.huggingface.families.qwen_moe import QWEN2_MOE, needs_shared, read_qwen_experts, write_qwen_experts
+from pipeline.train.huggingface.families.experts.qwen_moe import (
+    QWEN2_MOE,
+    needs_shared,
+    read_qwen_experts,
+    write_qwen_experts,
+)
 from pipeline.train.huggingface.family import Family, Need, anything, only
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES, LLAMA_NEEDS, read_llama_like, write_llama_like
 from pipeline.train.model.mixers.attention.spec import AttentionSpec

@@ -21,8 +21,8 @@ from pipeline.train.huggingface.config_mamba2 import (
     write_sizes,
 )
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.huggingface.families.deepseek import refuse_other_code
-from pipeline.train.huggingface.families.mamba2 import MAMBA2_NAMES
+from pipeline.train.huggingface.families.experts.deepseek import refuse_other_code
+from pipeline.train.huggingface.families.hybrid.mamba2 import MAMBA2_NAMES
 from pipeline.train.huggingface.family import Family, Need, anything, only
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mixers.mamba2.spec import Mamba2Spec
