@@ -11,11 +11,10 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config.base import Section
 from pipeline.config.blend import BlendConfig, StageConfig
 from pipeline.config.data import DataConfig
-from pipeline.config.eval import EvalConfig, GenerateConfig
+from pipeline.config.eval import EvalConfig, GenerateConfig, ServeConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, ResumeConfig, RunConfig
-from pipeline.config.serve import ServeConfig
 from pipeline.config.slurm import SlurmConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.config.train import TrainConfig

@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from pipeline import __version__
-from pipeline.config.serve import ServeConfig
+from pipeline.config.eval import ServeConfig
 from pipeline.eval.server import megatron_api, openai_api
 from pipeline.eval.server.asking import Serving
 from pipeline.eval.server.bodies import problem

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from pipeline.common.errors import UserError
-from pipeline.config.serve import ServeConfig
+from pipeline.config.eval import ServeConfig
 from pipeline.eval.server.bodies import Body
 from pipeline.eval.server.guard import COUNTS
 from pipeline.eval.server.refusal import Refusal
