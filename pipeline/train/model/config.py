@@ -18,7 +18,8 @@ from pipeline.train.model.mixers.mamba2.spec import Mamba2Spec
 from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.mlps.dense.spec import DenseKind, MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
-from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, MixerSpec, MtpSpec, NormSpec
+from pipeline.train.model.parameter_spec import NormSpec
+from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, MixerSpec, MtpSpec
 
 
 @dataclass(frozen=True)

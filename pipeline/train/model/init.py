@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pipeline.config.model import InitConfig
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.part_spec import LayerPartSpec, Matrix, Normal, Stack, Uniform, Vector
+from pipeline.train.model.parameter_spec import Matrix, Normal, Stack, Uniform, Vector
+from pipeline.train.model.part_spec import LayerPartSpec
 from pipeline.train.parallel.torch_compat.core import strided_shard
 
 _PART = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.(\w+)\.(.+)")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.train.model.part_spec import NormSpec
+from pipeline.train.model.parameter_spec import NormSpec
 
 
 def build_norm(spec: NormSpec, dim: int) -> nn.Module:

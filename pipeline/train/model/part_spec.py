@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.config.model import RopeScalingConfig
+from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Stack, Vector
 from pipeline.train.model.tensor_names import PartTable
 
 if TYPE_CHECKING:
@@ -23,22 +24,6 @@ if TYPE_CHECKING:
 
 _MUP_HEAD_DIM = 64
 """muP divides attention logits by head_dim instead of its root; the two agree for heads of this size."""
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """A normalization over the last dimension."""
-
-    kind: Literal["rmsnorm", "layernorm"]
-    eps: float
-    bias: bool = True
-    """A layernorm has a bias."""
-    offset: float = 0.0
-    """Added to the weight."""
-
-    def parameters(self, dim: int) -> list[int]:
-        """Sizes of the parameters of a normalization of `dim` elements."""
-        return [dim] * (2 if self.kind == "layernorm" and self.bias else 1)
 
 
 @dataclass(frozen=True)
@@ -65,182 +50,6 @@ def default_scale(head_dim: int, *, mup: bool) -> float:
 def softmax_factor(scaling: RopeScalingConfig | None) -> float:
     """Factor on the products of queries and keys that a scaling of the frequencies brings along (DeepSeek's YaRN)."""
     return 1.0 if scaling is None or scaling.type != "yarn" else yarn_factor(scaling, scaling.mscale_all_dim) ** 2
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A weight that the input of an `nn.Linear` is multiplied with, once in a forward pass."""
-
-    name: str
-    """Name of the module within the part, like `wq`."""
-    rows: int
-    """Outputs."""
-    columns: int
-    """Inputs."""
-    cut: Literal["rows", "columns", "whole", "positions"]
-    """Dimension that tp cuts. By rows: each rank has the whole input and computes some of the outputs. By columns: each
-    rank has some of the input, and the results are added up over tp. So a matrix whose input comes from one that is cut
-    by rows is cut by columns. Of others each rank has all, and gradients are sums over tp. Whole: it computes all
-    outputs, which it uses for some heads. By positions: it multiplies some of the tokens."""
-    bias: bool = False
-    heads: int | None = None
-    """Number of heads in the rows; several tp ranks may share one head. None: tp divides the rows."""
-    to_residual: bool = False
-    """Its result is added to the residual stream, and nothing else reads it."""
-    fp8: bool = True
-    """The product may be in fp8."""
-    of_whole: bool = False
-    """Its input comes from a `whole` matrix, so that each rank keeps its part of the gradient of that."""
-    muon: bool = True
-    """Muon may have it. False: its rows are rates or gates of some heads each, and no map between spaces."""
-
-    @property
-    def elements(self) -> int:
-        """Elements of the whole matrix."""
-        return self.rows * self.columns
-
-    def shared(self, tp: int) -> bool:
-        """True if every rank of tp has all of it, and uses the rows of one head."""
-        return self.heads is not None and self.heads % tp > 0
-
-    def on_rank(self, tp: int) -> tuple[int, int]:
-        """Rows and columns that a rank of tp multiplies with."""
-        if self.shared(tp):
-            assert self.heads is not None
-            return self.rows // self.heads, self.columns
-        if self.cut in ("whole", "positions"):
-            return self.rows, self.columns
-        return (self.rows // tp, self.columns) if self.cut == "rows" else (self.rows, self.columns // tp)
-
-    def whole(self, tp: int) -> bool:
-        """True if every rank of tp has all of it."""
-        return self.cut in ("whole", "positions") or self.shared(tp)
-
-    def parameters(self, tp: int) -> int:
-        """Elements that a rank of tp has, without the bias."""
-        return self.elements if self.whole(tp) else self.elements // tp
-
-    def bias_parameters(self, tp: int) -> int:
-        """Elements of the bias that a rank of tp has."""
-        if not self.bias:
-            return 0
-        return self.rows // tp if self.cut == "rows" and not self.whole(tp) else self.rows
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Matrices of experts, one parameter [count, rows, columns]; a token is multiplied with some of them.
-
-    tp does not cut them: its ranks are places with other tokens, as those of dp_shard and cp are.
-    """
-
-    name: str
-    """Name of the parameter within the part, like `experts.w1`."""
-    count: int
-    """Experts."""
-    used: int
-    """Those that a token is multiplied with."""
-    rows: int
-    """Outputs of one."""
-    columns: int
-    """Inputs of one."""
-    bias: bool = False
-    """Each has a bias; `bias_name` is a parameter [count, rows]."""
-    to_residual: bool = False
-    """See `Matrix`."""
-
-    @property
-    def elements(self) -> int:
-        """Elements of all."""
-        return self.count * self.rows * self.columns
-
-    @property
-    def used_elements(self) -> int:
-        """Elements that a token is multiplied with."""
-        return self.used * self.rows * self.columns
-
-    @property
-    def used_parameters(self) -> int:
-        """The same with biases."""
-        return self.used_elements + (self.used * self.rows if self.bias else 0)
-
-    @property
-    def bias_name(self) -> str:
-        """Name of the parameter of the biases within the part: `experts.b1` of `experts.w1`."""
-        module, _, name = self.name.rpartition(".")
-        return f"{module}.b{name[1:]}"
-
-    @property
-    def parameters(self) -> int:
-        """Elements with biases."""
-        return self.elements + (self.count * self.rows if self.bias else 0)
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Normal initial values; equal ones with `std` 0."""
-
-    mean: float = 0.0
-    std: float = 0.0
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Initial values that are equally likely between two bounds, or a function of such values."""
-
-    low: float
-    high: float
-    then: Literal["log", "inverse_softplus_of_exp"] | None = None
-    """`log` of them; or what has their exponential as its softplus: steps of time, uniform in their logarithm."""
-
-
-@dataclass(frozen=True)
-class Vector:
-    """A parameter that is in no `nn.Linear`: taps of a convolution, sinks, decays. tp cuts its rows.
-
-    The module that has one with `heads` has an attribute `own_rows`: the slice of those that it uses, where all ranks
-    have all of them, and otherwise None.
-    """
-
-    name: str
-    """Within the part; with a dot that of a module within it."""
-    shape: tuple[int, ...]
-    initial: Normal | Uniform = Normal()
-    heads: int | None = None
-    """See `Matrix`."""
-
-    def shared(self, tp: int) -> bool:
-        """See `Matrix`."""
-        return self.heads is not None and self.heads % tp > 0
-
-    def parameters(self, tp: int) -> int:
-        """Elements that a rank of tp has."""
-        return prod(self.shape) // (1 if self.shared(tp) else tp)
-
-
-@dataclass(frozen=True)
-class HeadNorm:
-    """A norm of each head, with parameters that all ranks of tp have; or of all heads together, cut over tp.
-
-    The result of a `whole` matrix is normalized as one head is.
-    """
-
-    name: str
-    """Name of the module within the part."""
-    spec: NormSpec
-    head_dim: int
-    heads: int | None = None
-    """Heads that are normalized together; None: each by itself."""
-    groups: int = 1
-    """Equal runs of these heads, each of which is normalized by itself."""
-
-    def sums(self, tp: int) -> int:
-        """Numbers of a token that are summed over tp, where a rank does not have all of what it normalizes."""
-        return 0 if self.heads is None or self.groups % tp == 0 else self.groups
-
-    def parameters(self, tp: int) -> int:
-        """Parameters on a rank of tp."""
-        return sum(self.spec.parameters(self.head_dim * (self.heads or tp) // tp))
 
 
 @dataclass(frozen=True)

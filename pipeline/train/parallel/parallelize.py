@@ -18,12 +18,12 @@ from pipeline.train.fp8.convert import check_fp8, refresh_scales, use_fp8
 from pipeline.train.fp8.matrices import gathers_fp8
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.fp32_vectors import Fp32Vectors
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.choice import KernelChoice, KernelRequirements, choose_on
 from pipeline.train.model.kernels.recurrent_choice import RecurrentChoice, choose_recurrent_on
 from pipeline.train.model.loss import VocabShard
 from pipeline.train.model.meta import on_meta
+from pipeline.train.model.mixers.fp32_vectors import Fp32Vectors
 from pipeline.train.model.mixers.sequence import SequenceCut
 from pipeline.train.model.recompute import Recompute, check_offload
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles

@@ -46,7 +46,8 @@ from pipeline.train.model.head import Head
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.mtp import MtpLayer
 from pipeline.train.model.norm import grouped_rms_norm
-from pipeline.train.model.part_spec import HeadNorm, LayerPartSpec
+from pipeline.train.model.parameter_spec import HeadNorm
+from pipeline.train.model.part_spec import LayerPartSpec
 from pipeline.train.parallel.experts import PositionsOfRanks, mixtures
 from pipeline.train.parallel.torch_compat.core import all_reduce, with_parts_of_gradient
 

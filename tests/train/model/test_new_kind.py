@@ -36,11 +36,12 @@ from pipeline.train.model.config import MIXERS, MLPS, decoder_spec, layer_specs
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
-from pipeline.train.model.fp32_vectors import Fp32Vectors
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
+from pipeline.train.model.mixers.fp32_vectors import Fp32Vectors
 from pipeline.train.model.mlps.dense.spec import MlpSpec
-from pipeline.train.model.part_spec import Division, LayerSpec, Matrix, MixerSpec, Normal, Uniform, Vector
+from pipeline.train.model.parameter_spec import Matrix, Normal, Uniform, Vector
+from pipeline.train.model.part_spec import Division, LayerSpec, MixerSpec
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.model.states import MixerState
 from pipeline.train.parallel.rules.layout import check_layout

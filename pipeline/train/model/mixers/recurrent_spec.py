@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 
-from pipeline.train.model.part_spec import CpTransfer, MixerSpec, Uniform, Vector
+from pipeline.train.model.parameter_spec import Uniform, Vector
+from pipeline.train.model.part_spec import CpTransfer, MixerSpec
 
 STEPS = Uniform(math.log(1e-3), math.log(1e-1), "inverse_softplus_of_exp")
 """Initial biases of steps of time, which are between 0.001 and 0.1 then (Gu and Dao 2023)."""

@@ -8,17 +8,14 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from pipeline.config.model import LayerConfig, ModelConfig, head_size, turned_dims
+from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Vector
 from pipeline.train.model.part_spec import (
     CpTransfer,
     Division,
-    HeadNorm,
     KernelUse,
-    Matrix,
     MixerSpec,
-    NormSpec,
     Reach,
     RopeSpec,
-    Vector,
     default_scale,
     softmax_factor,
 )

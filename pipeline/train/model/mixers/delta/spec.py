@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.mixers.recurrent_spec import CHUNK, STEPS, RecurrentSpec, conv_vectors
-from pipeline.train.model.part_spec import Division, HeadNorm, Matrix, NormSpec, Uniform, Vector
+from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Uniform, Vector
+from pipeline.train.model.part_spec import Division
 from pipeline.train.model.tensor_names import RowNumbers, RowOrder, TensorNames, by_group
 
 CONVOLUTIONS = ("conv_q.weight", "conv_k.weight", "conv_v.weight")

@@ -9,15 +9,8 @@ from typing import ClassVar
 
 from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.mixers.recurrent_spec import CHUNK, STEPS, RecurrentSpec, conv_vectors
-from pipeline.train.model.part_spec import (
-    Division,
-    HeadNorm,
-    Matrix,
-    Normal,
-    NormSpec,
-    Uniform,
-    Vector,
-)
+from pipeline.train.model.parameter_spec import HeadNorm, Matrix, Normal, NormSpec, Uniform, Vector
+from pipeline.train.model.part_spec import Division
 from pipeline.train.model.tensor_names import PartTable, TensorNames
 
 

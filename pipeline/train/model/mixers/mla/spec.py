@@ -10,17 +10,14 @@ from typing import ClassVar
 import numpy as np
 
 from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Vector
 from pipeline.train.model.part_spec import (
     CpTransfer,
     Division,
-    HeadNorm,
     KernelUse,
-    Matrix,
     MixerSpec,
-    NormSpec,
     Reach,
     RopeSpec,
-    Vector,
     default_scale,
     softmax_factor,
 )

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, cast, get_args
 
 from pipeline.config.model import LayerConfig, ModelConfig
-from pipeline.train.model.part_spec import Division, LayerPartSpec, Matrix
+from pipeline.train.model.parameter_spec import Matrix
+from pipeline.train.model.part_spec import Division, LayerPartSpec
 
 DenseKind = Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2"]
 _GATED = ("swiglu", "geglu", "geglu_exact")

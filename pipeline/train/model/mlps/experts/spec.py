@@ -9,7 +9,8 @@ from typing import ClassVar, Literal
 
 from pipeline.config.model import ExpertsConfig, LayerConfig, ModelConfig
 from pipeline.train.model.mlps.dense.spec import MlpSpec
-from pipeline.train.model.part_spec import Division, LayerPartSpec, Matrix, Stack
+from pipeline.train.model.parameter_spec import Matrix, Stack
+from pipeline.train.model.part_spec import Division, LayerPartSpec
 from pipeline.train.model.tensor_names import TensorNames
 
 _MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
