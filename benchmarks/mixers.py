@@ -160,30 +160,26 @@ def scan(rounds: int) -> Iterator[dict[str, Any]]:
         yield row("scan compiled", "compiled", other, found)
 
 
+def rule(name: str, theirs: Callable[..., tuple[Tensor, Any]], rounds: int) -> dict[str, Any]:
+    """Ours against transformers' function."""
+    inputs = delta_inputs(by_channel=name == "kda")
+    sides = {
+        "ours": both_passes(delta(WHOLE), inputs),
+        "transformers": both_passes(lambda *given: theirs(*given)[0], inputs),
+    }
+    return row(name, "ours", "transformers", medians(sides, rounds))
+
+
 def delta_rule(rounds: int) -> Iterator[dict[str, Any]]:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    inputs = delta_inputs(by_channel=False)
-    other = both_passes(lambda *given: torch_chunk_gated_delta_rule(*given)[0], inputs)
-    yield row(
-        "delta",
-        "ours",
-        "transformers",
-        medians({"ours": both_passes(delta(WHOLE), inputs), "transformers": other}, rounds),
-    )
+    yield rule("delta", torch_chunk_gated_delta_rule, rounds)
 
 
 def kda(rounds: int) -> Iterator[dict[str, Any]]:
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
-    inputs = delta_inputs(by_channel=True)
-    other = both_passes(lambda *given: chunk_kimi_delta_attention(*given)[0], inputs)
-    yield row(
-        "kda",
-        "ours",
-        "transformers",
-        medians({"ours": both_passes(delta(WHOLE), inputs), "transformers": other}, rounds),
-    )
+    yield rule("kda", chunk_kimi_delta_attention, rounds)
 
 
 FUNCTIONS: dict[str, tuple[Callable[[Chunks], Callable[..., Tensor]], Callable[[], list[Tensor]]]] = {
