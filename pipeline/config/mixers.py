@@ -53,8 +53,7 @@ class Mamba2Config(Section):
     dt_max: float | None = Field(default=None, gt=0)
     """Greatest step of time; by default there is none."""
     norm_groups: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
-    """Equal parts of the result that are normalized each by itself; by default groups (Nemotron-H). Bamba and Granite
-    have 1."""
+    """Equal parts of the result that are normalized each by itself; by default groups, as in all families there."""
 
     @model_validator(mode="after")
     def _divisible(self) -> Mamba2Config:
