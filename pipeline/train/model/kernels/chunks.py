@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-"""Positions of a chunk."""
+from pipeline.train.model.mixers.recurrent_spec import CHUNK
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.train.model.kernels.chunks import CHUNK, Chunks
+from pipeline.train.model.kernels.chunks import Chunks
+from pipeline.train.model.mixers.recurrent_spec import CHUNK
 
 _BLOCK = 16
 """Positions of a sub-block, where each dimension of a key decays at a rate of its own."""
@@ -54,6 +55,28 @@ def delta_rule(
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _plain(*inputs, chunks, scale)
     return cast(tuple[Tensor, Tensor], _Again.apply(*inputs, chunks, scale))  # type: ignore[no-untyped-call]
+
+
+def delta_step(
+    q_BKN: Tensor, k_BKN: Tensor, v_BHP: Tensor, g_BHX: Tensor, beta_BH: Tensor, state_BHNP: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One position of `delta_rule`: o [B, H, P] in the type of v, and the state behind it.
+
+    Args:
+        q_BKN: Queries.
+        k_BKN: Keys, of length 1.
+        v_BHP: Values.
+        g_BHX: Logarithms of decays, [B, H, 1], or [B, H, N] for each dimension of a key.
+        beta_BH: Share of the old value that is replaced.
+        state_BHNP: State ahead of the position.
+    """
+    repeats = v_BHP.shape[1] // q_BKN.shape[1]
+    q_BHN, k_BHN = (x.to(state_BHNP.dtype).repeat_interleave(repeats, dim=1) for x in (q_BKN, k_BKN))
+    state_BHNP = state_BHNP * g_BHX.exp()[..., None]
+    written_BHP = beta_BH[..., None] * (v_BHP - (k_BHN[..., None, :] @ state_BHNP)[..., 0, :])
+    state_BHNP = state_BHNP + k_BHN[..., None] * written_BHP[..., None, :]
+    o_BHP = (q_BHN[..., None, :] @ state_BHNP)[..., 0, :] * q_BKN.shape[-1] ** -0.5
+    return o_BHP.to(v_BHP.dtype), state_BHNP
 
 
 class _Again(torch.autograd.Function):

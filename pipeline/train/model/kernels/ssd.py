@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.train.model.kernels.chunks import CHUNK, Chunks
+from pipeline.train.model.kernels.chunks import Chunks
+from pipeline.train.model.mixers.recurrent_spec import CHUNK
 
 _RUN = 16
 """Heads that a CPU computes at a time, at most, in one chunk of one row: their state and scores stay in its cache."""

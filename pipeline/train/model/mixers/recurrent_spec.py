@@ -11,7 +11,7 @@ from pipeline.train.model.part_spec import CpTransfer, MixerSpec
 STEPS = Uniform(math.log(1e-3), math.log(1e-1), "inverse_softplus_of_exp")
 """Initial biases of steps of time, which are between 0.001 and 0.1 then (Gu and Dao 2023)."""
 CHUNK = 64
-"""Positions of a chunk, for numbers of FLOPs."""
+"""Positions of a chunk."""
 
 
 class RecurrentSpec(MixerSpec):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.train.model.kernels.chunks import Chunks
-from pipeline.train.model.kernels.delta_rule import delta_rule
+from pipeline.train.model.kernels.delta_rule import delta_rule, delta_step
 
 B, K, H, N, P = 2, 2, 4, 6, 5
 NAMES = ("q", "k", "v", "g", "beta", "initial")
@@ -145,6 +145,18 @@ def test_a_piece_is_a_map_of_the_state_that_enters_it(by_channel: bool) -> None:
     _, both = delta_rule(q, k, F.pad(v, (0, N)), g, beta, Chunks(100), wide)
     _, last = delta_rule(q, k, v, g, beta, Chunks(100), initial)
     close(both[..., P:] @ initial + both[..., :P], last, "last", 1e-10)
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by-head", "by-channel"])
+def test_a_step_is_one_position(by_channel: bool) -> None:
+    q, k, v, g, beta, state = draw(5, by_channel=by_channel)
+    expected, last = recurrence(q, k, v, g, beta, state)
+    for position in range(5):
+        decay = g[:, position] if by_channel else g[:, position, :, None]
+        one = (q[:, position], k[:, position], v[:, position], decay, beta[:, position])
+        o, state = delta_step(*one, state)
+        close(o, expected[:, position], "o", 1e-12)
+    close(state, last, "last", 1e-12)
 
 
 def test_compiled_layers_call_it_as_it_is() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.chunks import Chunks
+from pipeline.train.model.kernels.delta_rule import delta_step
 from pipeline.train.model.mixers.delta.spec import DeltaSpec, KdaSpec
 from pipeline.train.model.mixers.fp32_vectors import Fp32Vectors
 from pipeline.train.model.mixers.recurrence import Convolution, RecurrentState, convolve, counted, tail
@@ -87,8 +88,11 @@ class GatedDelta(nn.Module):
         rule = context.recurrent.delta_rule
         if state is not None:
             g, beta_BSH = counted(context, g), counted(context, beta_BSH)
-            chunks = Chunks(g.shape[1])
-            o_BSHP, last_BHNP = rule(q_BSKN, k_BSKN, v_BSHP, g, beta_BSH, chunks, entering_BHNP)
+            inputs_of_rule = (q_BSKN, k_BSKN, v_BSHP, g, beta_BSH)
+            if g.shape[1] == 1 and entering_BHNP is not None:  # a chunk for one token would cost as much as for 64
+                o_BSHP, last_BHNP = _step(*inputs_of_rule, entering_BHNP)
+            else:
+                o_BSHP, last_BHNP = rule(*inputs_of_rule, Chunks(g.shape[1]), entering_BHNP)
             state.write(tail(context, inputs_BSC, before_BKC, spec.conv_size), last_BHNP)
             return o_BSHP
         assert pieces is not None
@@ -124,6 +128,15 @@ class GatedDelta(nn.Module):
 
         samples = len(v_BSHP) // len(pieces.numbers)
         return pieces.entering(last_BHNW, torch.zeros_like(last_BHNW[:samples, ..., :values]), follow)
+
+
+def _step(
+    q_B1KN: Tensor, k_B1KN: Tensor, v_B1HP: Tensor, g: Tensor, beta_B1H: Tensor, state_BHNP: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`delta_step` of sequences of one position."""
+    g_BHX = g[:, 0] if g.ndim == 4 else g[:, 0, :, None]
+    o_BHP, last_BHNP = delta_step(q_B1KN[:, 0], k_B1KN[:, 0], v_B1HP[:, 0], g_BHX, beta_B1H[:, 0], state_BHNP)
+    return o_BHP[:, None], last_BHNP
 
 
 def _of_length_1(x_BSKN: Tensor) -> Tensor:

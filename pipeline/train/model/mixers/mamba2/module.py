@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.chunks import Chunks
-from pipeline.train.model.kernels.ssd import ssd_decay, ssd_entering
+from pipeline.train.model.kernels.ssd import ssd_decay, ssd_entering, ssd_step
 from pipeline.train.model.mixers.fp32_vectors import Fp32Vectors
 from pipeline.train.model.mixers.mamba2.spec import Mamba2Spec
 from pipeline.train.model.mixers.recurrence import Convolution, RecurrentState, convolve, counted, tail
@@ -69,8 +69,13 @@ class Mamba2(nn.Module):
         dt_BSH = self._steps(dt_BSH if pieces is None else pieces.split(dt_BSH), bias_H)
         if state is not None:
             dt_BSH = counted(context, dt_BSH)
-            chunks = Chunks(dt_BSH.shape[1])
-            y_BSHP, last_BHPN = context.recurrent.ssd(x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN, chunks, entering_BHPN)
+            if dt_BSH.shape[1] == 1 and entering_BHPN is not None:  # a chunk for one token would cost as much as for 64
+                one = (x_BSHP[:, 0], dt_BSH[:, 0], a_H, b_BSGN[:, 0], c_BSGN[:, 0])
+                y_BHP, last_BHPN = ssd_step(*one, entering_BHPN)
+                y_BSHP = y_BHP[:, None]
+            else:
+                chunks = Chunks(dt_BSH.shape[1])
+                y_BSHP, last_BHPN = context.recurrent.ssd(x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN, chunks, entering_BHPN)
             state.write(tail(context, inputs_BSC, before_BKC, spec.conv_size), last_BHPN)
         else:
             assert pieces is not None
