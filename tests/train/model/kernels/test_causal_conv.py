@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,13 +150,8 @@ def test_only_inputs_are_kept() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 class TestCompiled:
-    @pytest.fixture(autouse=True)
-    def fresh(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-
     @pytest.mark.parametrize("name", ["one document", "documents"])
     def test_as_called_directly(self, name: str) -> None:
         inputs, bounds = inputs_of(150), bounds_of(name, 150)

@@ -6,7 +6,6 @@ What the plain kernels compute must come out, documents and states ahead of them
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -130,7 +129,7 @@ def causal_conv1d(
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecurrentKernels]:
+def kernels(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> RecurrentKernels:
     functions: dict[str, Any] = {
         "fla.ops.simple_gla": chunk_simple_gla,
         "fla.ops.gated_delta_rule": chunk_gated_delta_rule,
@@ -141,9 +140,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecurrentKernels]:
     for name, function in functions.items():
         setattr(sys.modules[name], function.__name__, function)
     sys.modules["fla.ops.kda"].chunk_kda = chunk_gated_delta_rule  # type: ignore[attr-defined]
-    torch._dynamo.reset()
-    yield fla.load()
-    torch._dynamo.reset()
+    return fla.load()
 
 
 def random(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,15 +33,8 @@ SIZES = {
     "no rows": [0, 0, 0],
     "many": [3, 0, 2, 1, 0, 0, 11, 4, 2, 2, 0, 1],
 }
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Nothing is compiled before a test, and nothing stays."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def arguments(sizes: list[int], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -302,13 +301,8 @@ def test_operations_are_counted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
 class TestCompiled:
-    @pytest.fixture(autouse=True)
-    def fresh(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-
     @pytest.mark.parametrize("name", ["one document", "documents over chunks"])
     def test_as_called_directly(self, name: str) -> None:
         case = CASES[name]

@@ -1,0 +1,16 @@
+"""What tests of kernels have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled before a test, and nothing stays."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
