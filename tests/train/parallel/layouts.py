@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,35 @@ _SPLITS_BACKWARD = pytest.mark.skipif(not SPLITS_BACKWARD, reason="refused: this
 def trains(schedule: str) -> list[pytest.MarkDecorator]:
     """Marks of a test that trains with a schedule: it is skipped where the installed torch cannot."""
     return [_SPLITS_BACKWARD] if schedule in ZERO_BUBBLE else []
+
+
+def in_turn(
+    rows: Sequence[Combination],
+    families: Collection[str],
+    covering: Collection[str],
+    guard: Collection[str],
+    possible: Callable[[Combination, str], bool] = lambda row, family: True,
+) -> list[Any]:
+    """Parameters of a test: every row with every family, all slow but some rows with one of them, in turn.
+
+    Args:
+        rows: Layouts.
+        families: Of models.
+        covering: Names of the rows without a mark.
+        guard: Names of the rows of guard tests.
+        possible: False of what a rule refuses.
+    """
+    found = []
+    for number, row in enumerate(rows):
+        for place, family in enumerate(families):
+            if not possible(row, family):
+                continue
+            marks = [pytest.mark.slow]
+            if number % len(families) == place and row.name in (*covering, *guard):
+                marks = [] if row.name in covering else [pytest.mark.guard]
+            marks = [*trains(row.kind.schedule or ""), *marks]
+            found.append(pytest.param(row, family, id=f"{row.name}-{family}", marks=marks))
+    return found
 
 
 BATCH_SIZE = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,6 @@ from tests.train.parallel import layouts
 from tests.train.runs import column
 
 pytestmark = pytest.mark.parallel
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
-    layouts.write(folder)
-    return folder
 
 
 COVERING = ("fsdp2-reshard-ep2", "tp2-ep2")
@@ -49,21 +42,16 @@ GUARD = (
 """Those of guard tests. The rest are slow."""
 
 
-def cases() -> Iterator[Any]:
-    """Every row with every family; quick is one of them, in turn."""
-    families = list(layouts.EXPERT_FAMILIES)
-    for number, row in enumerate(OF_EXPERTS):
-        for place, family in enumerate(families):
-            if layouts.EXPERT_FAMILIES[family]["model.experts"]["count"] % row.layout.ep:
-                continue  # refused by a rule
-            marks = [pytest.mark.slow]
-            if number % len(families) == place and row.name in (*COVERING, *GUARD):
-                marks = [] if row.name in COVERING else [pytest.mark.guard]
-            marks = [*layouts.trains(row.kind.schedule or ""), *marks]
-            yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
+def is_possible(row: Combination, family: str) -> bool:
+    """False of what a rule refuses."""
+    count: int = layouts.EXPERT_FAMILIES[family]["model.experts"]["count"]
+    return count % row.layout.ep == 0
 
 
-@pytest.mark.parametrize(("row", "family"), list(cases()))
+CASES = layouts.in_turn(OF_EXPERTS, layouts.EXPERT_FAMILIES, COVERING, GUARD, is_possible)
+
+
+@pytest.mark.parametrize(("row", "family"), CASES)
 def test_a_layout_computes_what_one_process_does(
     root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:

@@ -15,13 +15,6 @@ from tests.train.parallel import layouts
 pytestmark = pytest.mark.parallel
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
-    layouts.write(folder)
-    return folder
-
-
 QUICK = (
     *("tp2-selective", "pp2-zbv-full"),
     *("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "reshard-cp2-ulysses-tp2"),

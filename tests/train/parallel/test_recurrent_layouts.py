@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,13 +12,6 @@ from tests.train.distributed.ranks import Ranks
 from tests.train.parallel import layouts
 
 pytestmark = pytest.mark.parallel
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
-    layouts.write(folder)
-    return folder
 
 
 COVERING = ("tp2", "reshard-cp2-all_gather")
@@ -32,19 +24,10 @@ GUARD = (
 """Those of guard tests. The rest are slow."""
 
 
-def cases() -> Iterator[Any]:
-    """Every row with every family; quick is one of them, in turn."""
-    families = list(layouts.RECURRENT_FAMILIES)
-    for number, row in enumerate((*TESTED, *WITHIN_LAYERS, *OVERLAPPED)):
-        for place, family in enumerate(families):
-            marks = [pytest.mark.slow]
-            if number % len(families) == place and row.name in (*COVERING, *GUARD):
-                marks = [] if row.name in COVERING else [pytest.mark.guard]
-            marks = [*layouts.trains(row.kind.schedule or ""), *marks]
-            yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
+ROWS = (*TESTED, *WITHIN_LAYERS, *OVERLAPPED)
 
 
-@pytest.mark.parametrize(("row", "family"), list(cases()))
+@pytest.mark.parametrize(("row", "family"), layouts.in_turn(ROWS, layouts.RECURRENT_FAMILIES, COVERING, GUARD))
 def test_a_layout_computes_what_one_process_does(
     root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:

@@ -20,13 +20,6 @@ pytestmark = pytest.mark.parallel
 EIGHT = {"parallel.pp": 2, "parallel.dp_shard": 2, "parallel.tp": 2}
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bits")
-    layouts.write(folder)
-    return folder
-
-
 def train(root: Path, name: str, world: int, *values: str, family: str = "gpt2") -> Path:
     """A run in `root / name` over so many processes."""
     ranks.run(world, _train, root / f"{family}.yaml", [f"run.dir={root / name}", *values], connect=False)
