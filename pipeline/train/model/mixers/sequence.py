@@ -117,16 +117,16 @@ class SequencePieces:
         ends = self.cut.gather_pieces(self._by_piece(x_BCD[:, -count:]))
         return self._own(torch.cat((torch.zeros_like(ends[:1]), ends)))
 
-    def entering(self, sent_B: Tensor, zero_B: Tensor, follow: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def entering(self, sent_B: Tensor, added_B: Tensor, follow: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The state that enters each piece, [P * B, ...].
 
         Args:
             sent_B: What the others need to know of a piece, [P * B, ...].
-            zero_B: Empty states, [B, ...].
+            added_B: State that a piece makes of an empty one, [P * B, ...].
             follow: Makes the state behind a piece of what is known of it and the state that enters.
         """
         assert self.cut is not None
-        entering = [zero_B]
+        entering = [torch.zeros_like(self._by_piece(added_B)[0])]
         for each in self.cut.gather_pieces(self._by_piece(sent_B)).unbind()[:-1]:
             entering.append(follow(each, entering[-1]))
         return self._own(torch.stack(entering))

@@ -126,8 +126,7 @@ class GatedDelta(nn.Module):
         def follow(sent: Tensor, state: Tensor) -> Tensor:
             return sent[..., values:] @ state + sent[..., :values]
 
-        samples = len(v_BSHP) // len(pieces.numbers)
-        return pieces.entering(last_BHNW, torch.zeros_like(last_BHNW[:samples, ..., :values]), follow)
+        return pieces.entering(last_BHNW, last_BHNW[..., :values], follow)
 
 
 def _step(

@@ -101,5 +101,4 @@ class Mamba2(nn.Module):
             return sent[..., -1, None, None] * state + torch.unflatten(sent[..., :-1], -1, shape)
 
         sent = torch.cat((last_BHPN.flatten(2), factor_BH[..., None]), dim=-1)
-        samples = len(last_BHPN) // len(pieces.numbers)
-        return pieces.entering(sent, torch.zeros_like(last_BHPN[:samples]), follow)
+        return pieces.entering(sent, last_BHPN, follow)
