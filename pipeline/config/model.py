@@ -153,7 +153,7 @@ class _Size(Section):
 class LayerConfig(Section):
     """Keys of `model:` that `model.kinds` may set for some layers."""
 
-    heads: int = Field(default=1, ge=1, le=MAX_WIDTH)
+    heads: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """Query heads. Layers with attention need it."""
     kv_heads: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """Key and value heads (grouped-query attention); by default `heads`."""
@@ -207,6 +207,12 @@ class LayerConfig(Section):
     residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
     """The mlp reads the stream behind the mixer, or before it and beside the mixer: with a norm of its own (`parallel`,
     Pythia), or with the mixer's (`parallel_shared`, Cohere)."""
+
+    @property
+    def query_heads(self) -> int:
+        """`heads` of a layer that has attention."""
+        assert self.heads is not None
+        return self.heads
 
 
 class LayerKindConfig(LayerConfig):
@@ -270,6 +276,11 @@ class ModelConfig(LayerConfig, _Size):
         return head_size(self, self.dim)
 
     @property
+    def heads_fill_dim(self) -> bool:
+        """True if the heads of layers without a kind are as wide as the residual stream, together."""
+        return self.head_size * self.query_heads == self.dim
+
+    @property
     def layer_kinds(self) -> list[str | None]:
         """Name of each layer's kind; None for all where there is no pattern."""
         names: Sequence[str | None] = self.pattern or (None,)
@@ -319,7 +330,7 @@ class ModelConfig(LayerConfig, _Size):
 
 def head_size(layer: LayerConfig, dim: int) -> int:
     """Size of a head."""
-    return layer.head_dim or dim // layer.heads
+    return layer.head_dim or dim // layer.query_heads
 
 
 def turned_dims(layer: LayerConfig, dim: int) -> float:
@@ -364,7 +375,7 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
     if layer.mixer in RECURRENT:
         _check_recurrent(layer, model, where)
         return
-    if "heads" not in layer.model_fields_set | model.model_fields_set:
+    if layer.heads is None:
         raise ValueError(f"{where}heads is missing, which mixer: {layer.mixer} needs")
     if layer.positions != "rope" and own.rope_scaling is not None:
         raise ValueError(f"{where}rope_scaling needs positions: rope")
@@ -378,12 +389,13 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
 
 def _check_heads(layer: LayerConfig, model: ModelConfig, where: str) -> None:
     """Raise a `ValueError` where the heads of attention do not fit."""
-    if layer.head_dim is None and model.dim % layer.heads:
+    heads = layer.query_heads
+    if layer.head_dim is None and model.dim % heads:
         raise ValueError(
-            f"{where}dim {model.dim} is not divisible by heads {layer.heads}; set head_dim, or change dim or heads"
+            f"{where}dim {model.dim} is not divisible by heads {heads}; set head_dim, or change dim or heads"
         )
-    if layer.heads % (layer.kv_heads or layer.heads):
-        raise ValueError(f"{where}heads {layer.heads} must be a multiple of kv_heads {layer.kv_heads}")
+    if heads % (layer.kv_heads or heads):
+        raise ValueError(f"{where}heads {heads} must be a multiple of kv_heads {layer.kv_heads}")
     if layer.positions == "rope" and (turned := turned_dims(layer, model.dim)) % 2:
         if layer.rope_share == 1:
             raise ValueError(f"{where}rope needs an even head_dim")

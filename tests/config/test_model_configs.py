@@ -382,7 +382,7 @@ def _equal(mine: ModelConfig, theirs: ModelConfig) -> None:
             elif field == "ffn_dim" and here.mlp == there.mlp == "experts":
                 continue  # theirs is that of dense layers, of which there may be none
             elif field == "head_dim":
-                assert here.head_size == there.head_size
+                assert here.heads is None or here.head_size == there.head_size
             elif not (here.positions == there.positions == "none" and field.startswith("rope_")):
                 assert getattr(here, field) == getattr(there, field), f"{field} of layer {index}"
 

@@ -40,6 +40,11 @@ def test_the_values_of_a_kind_are_written_as_they_were_given() -> None:
         assert ModelConfig.model_validate(found.model_dump(mode="json", **how)) == found
 
 
+def test_one_head_is_written_where_defaults_are_left_out() -> None:
+    found = model(heads=1)
+    assert ModelConfig.model_validate(found.model_dump(mode="json", exclude_defaults=True)) == found
+
+
 def test_what_no_layer_has_is_not_checked() -> None:
     scaling = {"type": "linear", "factor": 2}
     found = model(rope_scaling=scaling, pattern=["a", "b"], kinds={"a": {}, "b": {"positions": "none"}})
@@ -83,11 +88,14 @@ def test_keys_of_attention_are_for_the_layers_that_have_it() -> None:
         ({"mixer": "mla", "mla": MLA, "output_gate": True}, "output_gate is not for mixer: mla"),
         ({"mixer": "mamba2"}, "mixer: mamba2 needs the section mamba2"),
         (
-            {"heads": 1, "mixer": "kda", "delta": {"key_heads": 2, "value_heads": 4}},
+            {"heads": None, "mixer": "kda", "delta": {"key_heads": 2, "value_heads": 4}},
             "delta.value_heads must be as many",
         ),
-        ({"heads": 1, "mixer": "gated_delta", "delta": {"key_heads": 2, "rank": 4}}, "delta.rank needs mixer: kda"),
-        ({"heads": 1, "mixer": "mamba2", "mamba2": {"heads": 4}, "kv_heads": 2}, "kv_heads is not for mixer: mamba2"),
+        ({"heads": None, "mixer": "gated_delta", "delta": {"key_heads": 2, "rank": 4}}, "delta.rank needs mixer: kda"),
+        (
+            {"heads": None, "mixer": "mamba2", "mamba2": {"heads": 4}, "kv_heads": 2},
+            "kv_heads is not for mixer: mamba2",
+        ),
         ({"mixer": "mamba2", "mamba2": {"heads": 4, "groups": 3}}, "heads 4 must be a multiple of groups 3"),
         ({"mixer": "mla", "mla": MLA, "bias": "all"}, "bias: all is not for mixer: mla"),
         ({"mixer": "mla", "mla": {**MLA, "rope_dim": 3}}, "mla.rope_dim 3 must be an even number"),

@@ -157,7 +157,8 @@ def _layout(facts: RunFacts) -> dict[str, str]:
         with suppress(OSError, ValueError, KeyError, TypeError):
             spec = decoder_spec(model, run_tokenizer(config).vocab_size, config.max_positions)
             found["parameters"] = f"{num_parameters(spec):,}"
-        found["model"] = f"{model.layers} layers, width {model.dim}, {model.heads} heads"
+        heads = "" if model.heads is None else f", {model.heads} heads"
+        found["model"] = f"{model.layers} layers, width {model.dim}{heads}"
         with suppress(OSError, ValueError):
             journal = read_journal(facts.folder) if RunFiles(facts.folder).journal.exists() else None
             if journal is not None and facts.steps:

@@ -10,7 +10,7 @@ from tests.train.parallel import layouts
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus, its datasets, and a run file of each family."""
     folder = tmp_path_factory.mktemp("layouts")
     layouts.write(folder)

@@ -193,7 +193,7 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "one_group": {
         "model.tie_embeddings": True,
-        "model.heads": 1,
+        "model.heads": None,
         "model.mixer": "mamba2",
         "model.pattern": ["alone", "both"],
         "model.kinds": {

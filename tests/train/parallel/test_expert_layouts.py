@@ -53,16 +53,16 @@ CASES = layouts.in_turn(OF_EXPERTS, layouts.EXPERT_FAMILIES, COVERING, GUARD, is
 
 @pytest.mark.parametrize(("row", "family"), CASES)
 def test_a_layout_computes_what_one_process_does(
-    root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
+    families: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
-    assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []
+    assert layouts.compare(families, family, row, processes(row.layout.world_size)) == []
 
 
 @pytest.mark.guard
-def test_losses_of_routers_have_the_scale_of_fp16(root: Path, processes: Callable[[int], Ranks]) -> None:
+def test_losses_of_routers_have_the_scale_of_fp16(families: Path, processes: Callable[[int], Ranks]) -> None:
     norms = []
     for compute in ("fp32", "fp16"):
-        run = root / f"mixtral-{compute}"
+        run = families / f"mixtral-{compute}"
         values = [
             f"run.dir={run}",
             "train.duration=1 steps",
@@ -72,7 +72,7 @@ def test_losses_of_routers_have_the_scale_of_fp16(root: Path, processes: Callabl
         ranks = processes(2)
         ranks.call(
             layouts.train,
-            root / "mixtral.yaml",
+            families / "mixtral.yaml",
             [*values, "parallel={dp_shard: 2, ep: 2}", f"train.precision.compute={compute}"],
         )
         norms += column(run, "grad_norm")
@@ -80,15 +80,17 @@ def test_losses_of_routers_have_the_scale_of_fp16(root: Path, processes: Callabl
 
 
 @pytest.mark.guard
-def test_fewer_experts_than_shards_are_cut_each(root: Path, processes: Callable[[int], Ranks]) -> None:
+def test_fewer_experts_than_shards_are_cut_each(families: Path, processes: Callable[[int], Ranks]) -> None:
     row = next(each for each in OF_EXPERTS if each.name == "fsdp2-reshard-tp2")
-    assert layouts.compare(root, "few", row, processes(4)) == []
+    assert layouts.compare(families, "few", row, processes(4)) == []
 
 
 @pytest.mark.guard
-def test_metrics_are_the_same_where_the_loss_counts_for_nothing(root: Path, processes: Callable[[int], Ranks]) -> None:
+def test_metrics_are_the_same_where_the_loss_counts_for_nothing(
+    families: Path, processes: Callable[[int], Ranks]
+) -> None:
     row = next(each for each in OF_EXPERTS if each.name == "tp2")
-    assert layouts.compare(root, "loose", row, processes(2)) == []
+    assert layouts.compare(families, "loose", row, processes(2)) == []
 
 
 def break_mesh() -> None:
@@ -113,19 +115,19 @@ def break_counts() -> None:
     ("broken", "degrees"),
     [(break_mesh, {"tp": 2}), (break_divisor, {"dp_shard": 2, "ep": 2}), (break_counts, {"cp": 2, "ep": 2})],
 )
-def test_what_is_known_to_go_wrong_is_seen(root: Path, broken: Callable[[], None], degrees: dict[str, int]) -> None:
+def test_what_is_known_to_go_wrong_is_seen(families: Path, broken: Callable[[], None], degrees: dict[str, int]) -> None:
     row = Combination(Layout(**degrees))
     with Ranks(row.layout.world_size, connect=False) as ranks:
         ranks.call(broken)
         try:
-            found = layouts.compare(root, "mixtral", row, ranks, name=broken.__name__)
+            found = layouts.compare(families, "mixtral", row, ranks, name=broken.__name__)
         except RankFailed as failure:
             found = [str(failure)]
     assert any("instead of" in each or "error " in each for each in found), found
 
 
 @pytest.mark.guard
-def test_a_run_goes_on_from_layout_to_layout(root: Path, processes: Callable[[int], Ranks]) -> None:
+def test_a_run_goes_on_from_layout_to_layout(families: Path, processes: Callable[[int], Ranks]) -> None:
     """Each step is made on another layout, with the weights, moments and biases of the one before."""
     chain: list[tuple[int, dict[str, Any]]] = [
         (layouts.SEED_STEP, {}),
@@ -136,11 +138,11 @@ def test_a_run_goes_on_from_layout_to_layout(root: Path, processes: Callable[[in
         (7, {"cp": 2}),
     ]
     common = ["model.layers=4", "train.micro_batch_size=4", "train.schedule={type: constant, warmup: 0 steps}"]
-    runs = [root / "deepseek-straight", root / "deepseek-chain"]
+    runs = [families / "deepseek-straight", families / "deepseek-chain"]
     ends: list[tuple[int, dict[str, Any]]] = [(layouts.LAST_STEP, {})]
     for run, parts in zip(runs, (ends, chain), strict=True):
         for end, degrees in parts:
             values = [f"run.dir={run}", f"parallel={orjson.dumps(degrees).decode()}", f"train.duration={end} steps"]
             ranks = processes(Layout(**degrees).world_size)
-            ranks.call(layouts.train, root / "deepseek.yaml", [*common, *values])
+            ranks.call(layouts.train, families / "deepseek.yaml", [*common, *values])
     assert layouts.differences(runs[1], runs[0]) == []

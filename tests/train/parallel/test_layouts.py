@@ -68,9 +68,9 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("row", "family"), list(cases()))
 def test_a_layout_computes_what_one_process_does(
-    root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
+    families: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
-    assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []
+    assert layouts.compare(families, family, row, processes(row.layout.world_size)) == []
 
 
 _AHEAD = {
@@ -99,6 +99,6 @@ def ahead_cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("row", "family"), list(ahead_cases()))
 def test_multi_token_prediction_computes_what_one_process_does(
-    root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
+    families: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
-    assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []
+    assert layouts.compare(families, family, row, processes(row.layout.world_size)) == []

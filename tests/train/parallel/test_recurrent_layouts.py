@@ -29,6 +29,6 @@ ROWS = (*TESTED, *WITHIN_LAYERS, *OVERLAPPED)
 
 @pytest.mark.parametrize(("row", "family"), layouts.in_turn(ROWS, layouts.RECURRENT_FAMILIES, COVERING, GUARD))
 def test_a_layout_computes_what_one_process_does(
-    root: Path, processes: Callable[[int], Ranks], row: Combination, family: str
+    families: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
-    assert layouts.compare(root, family, row, processes(row.layout.world_size)) == []
+    assert layouts.compare(families, family, row, processes(row.layout.world_size)) == []

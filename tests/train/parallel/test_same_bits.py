@@ -32,29 +32,29 @@ def _train(file: Path, values: Sequence[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=layouts.trains("zbv"))])
-def test_same_layout_same_bits_twice_and_resumed(root: Path, schedule: str) -> None:
+def test_same_layout_same_bits_twice_and_resumed(families: Path, schedule: str) -> None:
     values = [f"{key}={value}" for key, value in EIGHT.items()]
     values += [f"parallel.pipeline.schedule={schedule}", "model.layers=4", "train.micro_batch_size=2"]
     values += ["train.duration=6 steps", "train.checkpoint.every_steps=3"]
-    once, again, parts = (train(root, f"{schedule}-{name}", 8, *values) for name in ("once", "again", "parts"))
+    once, again, parts = (train(families, f"{schedule}-{name}", 8, *values) for name in ("once", "again", "parts"))
     # As if it had been killed after step 4.
     shutil.rmtree(parts / "checkpoints" / "step-00000006")
     (parts / "checkpoints" / "latest").write_text("step-00000003\n")
-    train(root, f"{schedule}-parts", 8, *values)
+    train(families, f"{schedule}-parts", 8, *values)
     for other in (again, parts):
         assert exact(other) == exact(once)
         assert weights_hash(other) == weights_hash(once)
 
 
 @pytest.mark.slow
-def test_a_run_that_changes_its_layout_at_every_resume(root: Path) -> None:
+def test_a_run_that_changes_its_layout_at_every_resume(families: Path) -> None:
     common = [
         "train.schedule.type=constant",
         "train.schedule.warmup=0 steps",
         "train.validation.samples=0",
         "model.layers=4",
     ]
-    one = train(root, "one", 1, *common, "train.duration=7 steps", "train.micro_batch_size=4")
+    one = train(families, "one", 1, *common, "train.duration=7 steps", "train.micro_batch_size=4")
     zero_bubble = "zbv" if SPLITS_BACKWARD else "interleaved_1f1b"
     turns = [
         (2, "parallel.tp=2", "train.micro_batch_size=4"),
@@ -66,7 +66,7 @@ def test_a_run_that_changes_its_layout_at_every_resume(root: Path) -> None:
         (2, "parallel.pp=2", "parallel.pipeline.schedule=gpipe", "train.micro_batch_size=8"),
     ]
     for step, (world, *values) in enumerate(turns, start=1):
-        run = train(root, "turns", world, *common, *values, f"train.duration={step} steps")
+        run = train(families, "turns", world, *common, *values, f"train.duration={step} steps")
     for key in ("order_hash", "data_hash", "tokens", "lr"):
         assert column(run, key) == column(one, key)
     for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):

@@ -151,7 +151,7 @@ _NEEDS: dict[str, Need] = {
     **LLAMA_NEEDS,
     "mlp": only("geglu"),
     "bias": only("none", has="no biases"),
-    "heads": where(lambda model: model.dim % model.heads == 0, "heads that divide dim"),
+    "heads": where(lambda model: model.dim % model.query_heads == 0, "heads that divide dim"),
     "norm_place": only("both"),
     "norm_offset": only(1.0, has="norm_offset 1"),
     "embedding_scale": where(

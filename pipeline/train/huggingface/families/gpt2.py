@@ -62,7 +62,7 @@ GPT2 = Family(
         "mlp": only("gelu", has=_HAS),
         "bias": only("all", has=_HAS),
         "kv_heads": where(lambda model: model.kv_heads in (None, model.heads), _HAS),
-        "head_dim": where(lambda model: model.head_size * model.heads == model.dim, _HAS),
+        "head_dim": where(lambda model: model.heads_fill_dim, _HAS),
         "qk_norm": only(False, has=_HAS),
         "sliding_window": only(None, has=_HAS),
         "rope_theta": anything(),  # there is no rope

@@ -75,7 +75,7 @@ GPT_NEOX = Family(
         "mlp": only("gelu_exact", "gelu"),
         "bias": only("all", "mlp"),
         "kv_heads": where(lambda model: model.kv_heads in (None, model.heads), "as many kv_heads as heads"),
-        "head_dim": where(lambda model: model.head_size * model.heads == model.dim, "dim / heads"),
+        "head_dim": where(lambda model: model.heads_fill_dim, "dim / heads"),
         "residual": only("parallel", "sequential"),
         "rope_share": anything(),
     },

@@ -52,7 +52,7 @@ QWEN2 = Family(
     needs={
         **LLAMA_NEEDS,
         "bias": only("qkv"),
-        "head_dim": where(lambda model: model.head_size * model.heads == model.dim, "dim / heads"),
+        "head_dim": where(lambda model: model.heads_fill_dim, "dim / heads"),
         "sliding_window": anything(),
     },
     varies=frozenset({"sliding_window"}),

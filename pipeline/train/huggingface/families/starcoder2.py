@@ -71,7 +71,7 @@ STARCODER2 = Family(
         "norm": only("layernorm"),
         "mlp": only("gelu"),
         "bias": only("none", "all"),
-        "head_dim": where(lambda model: model.head_size * model.heads == model.dim, "dim / heads"),
+        "head_dim": where(lambda model: model.heads_fill_dim, "dim / heads"),
         "sliding_window": anything(),
     },
     names=replace(

@@ -173,7 +173,7 @@ def fits_latent(layer: ModelConfig) -> bool:
 
 
 def _heads_divide(layer: ModelConfig) -> bool:
-    return layer.dim % layer.heads == 0
+    return layer.dim % layer.query_heads == 0
 
 
 def _fits_scaling(layer: ModelConfig) -> bool:

@@ -61,7 +61,7 @@ OLMOE = Family(
         "mlp": only("experts"),
         "qk_norm": only("full"),
         "bias": only("none", "attention", has="no biases of mlps"),
-        "head_dim": where(lambda model: model.head_size * model.heads == model.dim, "dim / heads"),
+        "head_dim": where(lambda model: model.heads_fill_dim, "dim / heads"),
     },
     special=some_have_experts,
     names=replace(LLAMA_NAMES, layers=WITH_EXPERTS),

@@ -112,7 +112,7 @@ QWEN2_MOE = Family(
         {
             **needs_experts({*SIZES, "normalize", "shared_ffn_dim"}, shared_gate=True),
             "bias": only("qkv", "none", has="no biases but of queries, keys and values"),
-            "head_dim": where(lambda model: model.head_size * model.heads == model.dim, "dim / heads"),
+            "head_dim": where(lambda model: model.heads_fill_dim, "dim / heads"),
         }
     ),
     special=some_have_experts,

@@ -58,7 +58,7 @@ def _write(model: ModelConfig, positions: int) -> Json:
     attention = attention_of(model)
     mixers = by_layer(model, lambda layer: layer.mixer)
     found = write_llama_like(attention, positions, **write_bias(model), **write_bamba_sizes(model))
-    if attention.head_size == model.dim // attention.heads:
+    if attention.heads_fill_dim:
         del found["head_dim"]
     if attention.rope_share != _SHARE:
         del found["rope_theta"], found["rope_scaling"]

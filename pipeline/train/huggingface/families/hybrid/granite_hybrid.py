@@ -66,7 +66,7 @@ def _read(source: ConfigSource) -> Json:
 def _write(model: ModelConfig, positions: int) -> Json:
     attention, experts = attention_of(model), model.experts if model.mlp == "experts" else None
     found = write_llama_like(attention, positions, **write_factors(attention), **write_bamba_sizes(model))
-    if attention.head_size == model.dim // attention.heads:
+    if attention.heads_fill_dim:
         del found["head_dim"]
     if experts is not None:
         found["intermediate_size"] = experts.ffn_dim

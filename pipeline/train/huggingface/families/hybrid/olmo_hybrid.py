@@ -117,7 +117,7 @@ OLMO_HYBRID = Family(
         **LLAMA_NEEDS,
         "positions": of_attention(only("rope", "none")),
         "rope_scaling": of_attention(LLAMA_NEEDS["rope_scaling"]),
-        "head_dim": of_attention(where(lambda layer: layer.head_size * layer.heads == layer.dim, "dim / heads")),
+        "head_dim": of_attention(where(lambda layer: layer.heads_fill_dim, "dim / heads")),
         "norm_place": Need(
             lambda place, layer: place == ("pre" if has_recurrence(layer) else "output"),
             "norm_place output in layers with attention, and pre in the others",

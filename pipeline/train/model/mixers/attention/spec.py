@@ -69,8 +69,8 @@ class AttentionSpec(MixerSpec):
             rope = RopeSpec(int(turned_dims(layer, model.dim)), layer.rope_theta, layer.rope_scaling)
         return cls(
             dim=model.dim,
-            heads=layer.heads,
-            kv_heads=layer.kv_heads or layer.heads,
+            heads=layer.query_heads,
+            kv_heads=layer.kv_heads or layer.query_heads,
             head_dim=head_dim,
             qkv_bias=layer.bias in ("qkv", "attention", "all"),
             output_bias=layer.bias in ("attention", "all"),

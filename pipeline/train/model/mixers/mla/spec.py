@@ -86,7 +86,7 @@ class MlaSpec(MixerSpec):
         scale = default_scale(mla.nope_dim + mla.rope_dim, mup=model.init.mup_base_dim is not None)
         return cls(
             dim=model.dim,
-            heads=layer.heads,
+            heads=layer.query_heads,
             kv_rank=mla.kv_rank,
             q_rank=mla.q_rank,
             nope_dim=mla.nope_dim,
