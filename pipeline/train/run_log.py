@@ -11,6 +11,7 @@ from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
 from pipeline.data.order.journal import Journal
 from pipeline.train.fp8.matrices import fp8_lines
+from pipeline.train.host.cpu_matmul import slow_bf16
 from pipeline.train.model.flops import active_parameters, num_parameters
 from pipeline.train.monitor.phase_log import describe_change, describe_run
 from pipeline.train.optim.parameter_groups import group_lines
@@ -34,6 +35,8 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
         f"train: {num_parameters(spec) / 1e6:,.4g} M parameters{active}, {config.train.precision.compute} on "
         f"{_devices(setup)}, {flops / 1e6:,.4g} MFLOP per token"
     )
+    if setup.device.type == "cpu" and (slow := slow_bf16(config.train.precision.compute)):
+        yield f"warning: {slow}"
     fp8, layout = config.train.precision.fp8, setup.mesh.layout
     if fp8 is not None:
         yield from (f"train: {line}" for line in fp8_lines(fp8, spec, layout, config.train.sequence_length))

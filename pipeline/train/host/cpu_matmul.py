@@ -1,4 +1,4 @@
-"""The library that multiplies fp32 matrices on a CPU.
+"""Products of matrices on a CPU: the library that multiplies fp32, and whether bf16 is worth having.
 
 torch has two, MKL and oneDNN, and takes MKL, whose fast paths are for processors of its maker: on others oneDNN is
 about twice as fast. torch hands products to it when their precision is allowed to be less. Where the processor has no
@@ -34,6 +34,21 @@ def choose_products() -> str:
     torch.set_float32_matmul_precision("medium" if allowed else "highest")
     found = f"error {other:.0e}, of MKL {exact:.0e}"
     return f"fp32 products by oneDNN ({found})" if allowed else f"fp32 products by MKL (oneDNN rounds here: {found})"
+
+
+def slow_bf16(compute: str) -> str | None:
+    """A warning where the processor multiplies bf16 far slower than fp32; None elsewhere.
+
+    Args:
+        compute: `train.precision.compute`.
+    """
+    # With AVX-512, and on Arm, oneDNN has kernels for bf16; with AVX2 alone torch's loops are some ten times slower.
+    if compute != "bf16" or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "NO AVX"):
+        return None
+    return (
+        "train.precision.compute is bf16, which this processor has no fast products for: fp32 is many times faster "
+        "here; for a new run set train.precision.compute=fp32"
+    )
 
 
 def error_of(precision: Precision) -> float:

@@ -36,6 +36,16 @@ def test_what_rounds_is_not_taken(monkeypatch: pytest.MonkeyPatch, exact: float,
     assert ("rounds here" in said) == (precision == "highest")
 
 
+@pytest.mark.parametrize(
+    ("compute", "capability", "slow"), [("bf16", "AVX2", True), ("fp32", "AVX2", False), ("bf16", "AVX512", False)]
+)
+def test_bf16_is_warned_of_where_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch, compute: str, capability: str, slow: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert bool(cpu_matmul.slow_bf16(compute)) == slow
+
+
 def test_looking_changes_nothing() -> None:
     for precision in ("highest", "medium"):
         torch.set_float32_matmul_precision(precision)
