@@ -11,7 +11,7 @@ from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Family, Need, anything, only
 from pipeline.train.huggingface.llama_like import LLAMA_NEEDS
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
-from pipeline.train.model.mlps.dense.spec import MlpSpec
+from pipeline.train.model.mlps.dense.spec import MlpSpec, default_ffn_dim
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.part_spec import LayerPartSpec
 
@@ -105,6 +105,12 @@ def experts_of(model: ModelConfig) -> ExpertsConfig:
 def dense_layer(model: ModelConfig) -> ModelConfig:
     """The section with the keys of the layers without experts; that of all where there is none."""
     return next((layer for layer in map(model.layer, model.layer_kinds) if not _with_experts(layer)), model)
+
+
+def dense_ffn_dim(model: ModelConfig) -> int:
+    """Hidden size of the mlps without experts."""
+    layer = dense_layer(model)
+    return layer.ffn_dim or default_ffn_dim(layer.mlp, layer.dim)
 
 
 def needs_experts(free: Collection[str], **values: Any) -> dict[str, Need]:

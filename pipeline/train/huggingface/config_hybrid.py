@@ -38,8 +38,8 @@ def attends(layer: ModelConfig) -> bool:
 
 
 def attention_of(model: ModelConfig) -> ModelConfig:
-    """The section with the keys of the layers with attention; that of all where there are none."""
-    return next(filter(attends, map(model.layer, model.layer_kinds)), model)
+    """The section with the keys of the layers with attention; where there are none, of some that nobody has."""
+    return next(filter(attends, map(model.layer, model.layer_kinds)), model.model_copy(update={"heads": 1}))
 
 
 def of_attention(need: Need) -> Need:

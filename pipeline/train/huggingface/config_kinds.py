@@ -32,7 +32,7 @@ def layer_types(source: ConfigSource, layers: int, known: Sequence[str], default
         known: types that the family has.
         default: by the index of a layer, what transformers takes where the key is not there.
     """
-    names = source.get("layer_types") or [default(index) for index in range(layers)]
+    names = source.get("layer_types", [default(index) for index in range(layers)])
     if not isinstance(names, list) or len(names) != layers:
         source.refuse("layer_types", names, f"it must be a list of {layers} types")
     if unknown := [name for name in names if name not in known]:

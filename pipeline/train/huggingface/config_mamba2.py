@@ -37,7 +37,7 @@ def read_sizes(source: ConfigSource, keys: Mapping[str, str], **defaults: Any) -
     """
     values = {**_DEFAULTS, **defaults}
     found = {ours: source.count(theirs, values[ours], least=1) for ours, theirs in keys.items() if ours != "conv_bias"}
-    return {**found, "conv_bias": source.get(keys["conv_bias"], values["conv_bias"])}
+    return {**found, "conv_bias": source.flag(keys["conv_bias"], values["conv_bias"])}
 
 
 def read_bamba_sizes(source: ConfigSource) -> Json:
@@ -69,7 +69,7 @@ def read_limits(source: ConfigSource) -> Json:
     # transformers 4 writes Infinity, and 5 an object for it.
     listed = limits if isinstance(limits, (list, tuple)) else []
     found = [math.inf if each == {"__float__": "Infinity"} else each for each in listed]
-    if len(found) != 2 or not all(isinstance(each, (int, float)) for each in found):
+    if len(found) != 2 or not all(isinstance(each, (int, float)) for each in found) or any(map(math.isnan, found)):
         source.refuse(_LIMIT, limits, "it must be a list of two numbers")
     low, high = map(float, found)
     return {"dt_min": max(0.0, low), "dt_max": None if high == math.inf else high}

@@ -40,16 +40,20 @@ class ConfigSource:
         self._values = values
         self._file = file
         self._seen: set[str] = set()
+        self.last: str | None = None
+        """Key that was looked at last."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value; `default` where there is none, which is what transformers takes then."""
         self._seen.add(key)
+        self.last = key
         found = self._values.get(key)
         return default if found is None else found
 
     def get_absent(self, key: str, absent: Any) -> Any:
         """A value that may be null; `absent` only where the key is not there at all."""
         self._seen.add(key)
+        self.last = key
         return self._values.get(key, absent)
 
     def need(self, key: str) -> Any:
@@ -71,6 +75,13 @@ class ConfigSource:
         found = self.get(key, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
             self.refuse(key, found, f"it must be a whole number from {least} on")
+        return found
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        found = self.get(key, default)
+        if not isinstance(found, bool):
+            self.refuse(key, found, "it must be true or false")
         return found
 
     def must_be(self, key: str, wanted: Collection[Any], default: Any) -> None:

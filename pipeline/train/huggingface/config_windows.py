@@ -23,7 +23,7 @@ def read_windows(source: ConfigSource, layers: int, *, windowed: bool) -> Json:
         windowed: the family can have windows; others only have the keys for them.
     """
     window = source.get_absent("sliding_window", DEFAULT_WINDOW)
-    uses, first = source.get("use_sliding_window", False), source.get("max_window_layers", 28)
+    uses, first = source.flag("use_sliding_window", False), source.get("max_window_layers", 28)
     if not windowed or not uses:
         window = None
     names = layer_types(

@@ -27,6 +27,8 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
         UserError: an unsupported architecture or feature, by name.
     """
     model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError(f"{file}: model_type: {model_type!r} is no name of a family of models")
     if model_type in READ_AS and values.get("architectures") in (None, [FAMILIES[READ_AS[model_type]].architecture]):
         model_type = READ_AS[model_type]
     if model_type not in FAMILIES:
@@ -35,7 +37,16 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
             f"{file}: model_type: {model_type!r} cannot be converted{why}; these can: {', '.join(sorted(FAMILIES))}"
         )
     family, source = FAMILIES[model_type], ConfigSource(values, file)
-    model = family.read(source)
+    try:
+        model = family.read(source)
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        # A family checks what it computes with where that is likely; this is for files that nobody writes.
+        key = source.last
+        raise UserError(
+            f"{file}: a value cannot be read, at or ahead of {key}: {values.get(str(key))!r}: {error}"
+        ) from error
     if QUANTIZATION not in ignore:
         read_quantization(source)
     source.finish(ignore)

@@ -112,7 +112,9 @@ class Family:
 
     def _fits(self, layer: ModelConfig, key: str) -> bool:
         if key in self.needs:
-            return self.needs[key].fits(getattr(layer, key), layer)
+            # Those of heads are asked of layers without attention, too.
+            with_heads = layer.model_copy(update={"heads": 1}) if layer.heads is None else layer
+            return self.needs[key].fits(getattr(layer, key), with_heads)
         return key in _ALL_HAVE or is_default(layer, key)
 
     def has(self, key: str) -> str:

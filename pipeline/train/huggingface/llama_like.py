@@ -83,7 +83,7 @@ def read_llama_like(
         "mlp": "swiglu",
         **(read_rope(source, theta, shared=share is not None) if rope is None else rope),
         **({} if share is None else {"rope_share": read_rope_share(source, ROPE_SHARE, share)}),
-        "tie_embeddings": source.get("tie_word_embeddings", tied),
+        "tie_embeddings": source.flag("tie_word_embeddings", tied),
         "vocab_size": source.need("vocab_size"),
     }
 
@@ -94,7 +94,7 @@ BIASES = ("none", "attention", "mlp", "all")
 
 def read_bias(source: ConfigSource) -> str:
     """`bias` of `model:` in such a family."""
-    attention, mlp = source.get("attention_bias", False), source.get("mlp_bias", False)
+    attention, mlp = source.flag("attention_bias", False), source.flag("mlp_bias", False)
     return ("all" if mlp else "attention") if attention else "mlp" if mlp else "none"
 
 

@@ -65,10 +65,17 @@ def test_logits_and_gradients(tmp_path: Path, tokenizer: Tokenizer, name: str) -
         ("bamba", {"mamba_expand": 10**12, "mamba_d_head": "auto"}, "head_dim: .*less than or equal to"),
         ("bamba", {"mamba_n_heads": 0}, "mamba_n_heads: 0"),
         ("bamba", {"attn_layer_indices": 1}, "attn_layer_indices: 1.*list of numbers"),
+        ("bamba", {"attn_layer_indices": [7]}, "attn_layer_indices: .*from 0 to"),
+        ("bamba", {"rope_parameters": 3}, "cannot be read, at or ahead of rope_parameters: 3"),
+        ("bamba", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit: .*two numbers"),
+        ("bamba", {"time_step_limit": [10**400, 10**400]}, "cannot be read, at or ahead of time_step_limit"),
         ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor: 0.25"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type: 'alibi'"),
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias: True"),
         ("granitemoehybrid", {"mlp_bias": True}, "mlp_bias: True"),
+        ("granitemoehybrid", {"logits_scaling": 0}, "at or ahead of logits_scaling: 0"),
+        ("granitemoehybrid", {"embedding_multiplier": "a"}, "at or ahead of embedding_multiplier: 'a'"),
+        ("granitemoehybrid", {"layer_types": []}, "layer_types: .*a list of 2 types"),
         ("granitemoehybrid", {"layer_types": ["mamba", "moe"]}, "layer_types: 'moe'"),
         ("nemotron_h", {"hybrid_override_pattern": "ME*E"}, "hybrid_override_pattern: 'moe'.*experts have no gate"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, "hybrid_override_pattern: 'M-X'.*text of M"),
@@ -87,6 +94,8 @@ def test_logits_and_gradients(tmp_path: Path, tokenizer: Tokenizer, name: str) -
         ("nemotron_h", {"attention_head_dim": 64}, "attention_head_dim: 64"),
         ("nemotron_h", {"mamba_d_state": 64}, "mamba_d_state: 64"),
         ("nemotron_h", {"rms_norm_eps": 1e-6}, "rms_norm_eps: 1e-06"),
+        ("nemotron_h", {"mlp_bias": "false"}, "mlp_bias: 'false'.*true or false"),
+        ("nemotron_h", {"auto_map": "x.Y"}, "auto_map: 'x.Y'.*its own code"),
         ("nemotron_h", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map: 'x.Y'.*its own code"),
         ("nemotron_h", {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling: "),
     ],
@@ -131,7 +140,7 @@ def test_types_of_layers() -> None:
         for key in ("layers_block_type", "layer_types"):
             assert read("nemotron_h", **{"hybrid_override_pattern": None, key: types}) == usual
     alone = read("mamba2")
-    assert alone.pattern is None and (alone.mixer, alone.mlp, alone.heads) == ("mamba2", "none", 1)
+    assert alone.pattern is None and (alone.mixer, alone.mlp, alone.heads) == ("mamba2", "none", None)
     dense = read("granitemoehybrid", layer_types=["attention"] * 2)
     assert dense.pattern is None and dense.mamba2 is None and dense.positions == "none"
     only_mamba = read("bamba", attn_layer_indices=None, attention_bias=True)

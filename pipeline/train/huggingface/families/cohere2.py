@@ -55,7 +55,7 @@ def _read(source: ConfigSource) -> Json:
         "norm_bias": False,
         "norm_eps": source.get("layer_norm_eps", 1e-5),
         "residual": "parallel_shared",
-        "bias": "attention" if source.get("attention_bias", False) else "none",
+        "bias": "attention" if source.flag("attention_bias", False) else "none",
         "logit_scale": float(source.get("logit_scale", 0.0625)),
         **read_kinds(types, kinds),
     }

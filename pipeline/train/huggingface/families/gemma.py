@@ -52,7 +52,7 @@ def _read(source: ConfigSource, *, heads: int, kv_heads: int) -> Json:
         "mlp": "geglu",
         "attention_scale": None if squared == head_dim else squared**-0.5,
         "embedding_scale": dim**0.5,
-        "tie_embeddings": source.get("tie_word_embeddings", True),
+        "tie_embeddings": source.flag("tie_word_embeddings", True),
         "vocab_size": source.need("vocab_size"),
     }
 

@@ -28,7 +28,7 @@ def _read(source: ConfigSource) -> Json:
         "bias": "all",
         "positions": "learned",
         "max_positions": source.get("n_positions", 1024),
-        "tie_embeddings": source.get("tie_word_embeddings", True),
+        "tie_embeddings": source.flag("tie_word_embeddings", True),
         "vocab_size": source.need("vocab_size"),
     }
 

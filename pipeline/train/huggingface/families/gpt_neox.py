@@ -31,11 +31,11 @@ def _read(source: ConfigSource) -> Json:
         "norm": "layernorm",
         "norm_eps": source.get("layer_norm_eps", 1e-5),
         "mlp": _ACTIVATIONS[source.get("hidden_act", "gelu")],
-        "bias": "all" if source.get("attention_bias", True) else "mlp",
-        "residual": "parallel" if source.get("use_parallel_residual", True) else "sequential",
+        "bias": "all" if source.flag("attention_bias", True) else "mlp",
+        "residual": "parallel" if source.flag("use_parallel_residual", True) else "sequential",
         **read_rope(source, shared=True, theta_key="rotary_emb_base"),
         "rope_share": read_rope_share(source, "rotary_pct", 0.25),
-        "tie_embeddings": source.get("tie_word_embeddings", False),
+        "tie_embeddings": source.flag("tie_word_embeddings", False),
         "vocab_size": source.need("vocab_size"),
     }
 

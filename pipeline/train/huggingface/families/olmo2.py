@@ -24,7 +24,7 @@ OLMO_NEEDS = {
 def read_olmo(source: ConfigSource, rope: Json | None = None) -> Json:
     """Keys of `model:` that OLMo 2 and 3 have; those of rope as in Llama where none are given."""
     found = read_llama_like(source, eps=1e-5, rope=rope)
-    biases = source.get("attention_bias", False)
+    biases = source.flag("attention_bias", False)
     return {**found, "norm_place": "output", "qk_norm": "full", "bias": "attention" if biases else "none"}
 
 

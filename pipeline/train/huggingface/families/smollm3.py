@@ -29,7 +29,7 @@ def _read(source: ConfigSource) -> Json:
         source.refuse("no_rope_layers", turns, f"it must be a list with an entry for each of the {layers} layers")
     source.get("max_window_layers")  # which transformers does not read here
     window = source.get("sliding_window")
-    window = window if source.get("use_sliding_window", False) else None
+    window = window if source.flag("use_sliding_window", False) else None
     # transformers gives the window to the layers without rope, if the file has no list.
     types = layer_types(
         source, layers, (FULL, SLIDING), lambda index: FULL if window is None or turns[index] else SLIDING

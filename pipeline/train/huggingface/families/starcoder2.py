@@ -31,10 +31,10 @@ def _read(source: ConfigSource) -> Json:
         "norm": "layernorm",
         "norm_eps": source.get("norm_epsilon", 1e-5),
         "mlp": "gelu",
-        "bias": "all" if source.get("use_bias", True) else "none",
+        "bias": "all" if source.flag("use_bias", True) else "none",
         **read_rope(source),
         "sliding_window": source.get("sliding_window"),
-        "tie_embeddings": source.get("tie_word_embeddings", True),
+        "tie_embeddings": source.flag("tie_word_embeddings", True),
         "vocab_size": source.need("vocab_size"),
     }
 

@@ -99,7 +99,8 @@ def _read(source: ConfigSource, experts: Json, *, dense: int, kv_heads: int | No
 
 def refuse_other_code(source: ConfigSource, known: Collection[str]) -> None:
     """Refuse a model with code of its own in other modules than those known to compute the same."""
-    for name in (source.get("auto_map") or {}).values():
+    modules = source.get("auto_map", {})
+    for name in modules.values() if isinstance(modules, dict) else [modules]:
         if str(name).split(".")[0] not in known:
             source.refuse("auto_map", name, "the model needs its own code, and code that comes with weights is not run")
 

@@ -25,8 +25,8 @@ from pipeline.train.huggingface.llama_like import LLAMA_NAMES, read_llama_like, 
 
 def _read(source: ConfigSource) -> Json:
     found = read_llama_like(source, kv_heads=8, eps=1e-5, share=0.5)
-    found["bias"] = "qkv" if source.get("attention_bias", False) else "none"
-    found["qk_norm"] = source.get("use_qk_norm", False)
+    found["bias"] = "qkv" if source.flag("attention_bias", False) else "none"
+    found["qk_norm"] = source.flag("use_qk_norm", False)
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         source.get(key)  # layers behind the last one, which transformers leaves out
     first = source.count("first_k_dense_replace", 1)
@@ -55,7 +55,7 @@ def read_biased_experts(
         "top_k": source.get("num_experts_per_tok", 8),
         "score": "sigmoid",
         "score_bias": True,
-        "normalize": source.get("norm_topk_prob", True),
+        "normalize": source.flag("norm_topk_prob", True),
         "scale": source.get("routed_scaling_factor", scale),
         **({} if found_groups == 1 else {"groups": found_groups, "top_groups": found_top}),
     }

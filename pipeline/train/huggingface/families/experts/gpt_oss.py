@@ -58,7 +58,7 @@ def _read(source: ConfigSource) -> Json:
     found |= {
         "head_dim": source.get_absent("head_dim", 64),
         "sinks": True,
-        "bias": "attention" if source.get("attention_bias", True) else "none",
+        "bias": "attention" if source.flag("attention_bias", True) else "none",
         **read_kinds(types, {FULL: {}, SLIDING: {"sliding_window": window}}),
     }
     return read_experts(source, found, [True] * found["layers"], experts)

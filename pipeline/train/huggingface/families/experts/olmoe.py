@@ -28,9 +28,9 @@ def _read(source: ConfigSource) -> Json:
         "count": read_count(source, "num_experts", "num_local_experts", default=64),
         "top_k": source.get("num_experts_per_tok", 8),
         "ffn_dim": found.pop("ffn_dim"),
-        "normalize": source.get("norm_topk_prob", False),
+        "normalize": source.flag("norm_topk_prob", False),
     }
-    found |= {"qk_norm": "full", "bias": "attention" if source.get("attention_bias", False) else "none"}
+    found |= {"qk_norm": "full", "bias": "attention" if source.flag("attention_bias", False) else "none"}
     return read_experts(source, found, [True] * found["layers"], experts)
 
 

@@ -37,7 +37,7 @@ def _read_qwen2_moe(source: ConfigSource) -> Json:
         "shared_ffn_dim": source.get("shared_expert_intermediate_size", 5632),
         "shared_gate": True,
     }
-    found["bias"] = "qkv" if source.get("qkv_bias", True) else "none"
+    found["bias"] = "qkv" if source.flag("qkv_bias", True) else "none"
     return read_experts(source, found, read_sparse_layers(source, found["layers"]), experts)
 
 
@@ -46,7 +46,7 @@ def _read_qwen3_moe(source: ConfigSource) -> Json:
     source.must_be("attention_bias", (False,), False)
     source.get("max_window_layers")  # which transformers does not read here
     window = source.get_absent("sliding_window", DEFAULT_WINDOW)
-    window = window if source.get("use_sliding_window", False) else None
+    window = window if source.flag("use_sliding_window", False) else None
     found |= {"qk_norm": True, "sliding_window": window}
     experts = read_qwen_experts(source, count=128, top_k=8, ffn_dim=768)
     return read_experts(source, found, read_sparse_layers(source, found["layers"]), experts)
@@ -58,7 +58,7 @@ def read_qwen_experts(source: ConfigSource, *, count: int, top_k: int, ffn_dim: 
         "count": read_count(source, "num_experts", "num_local_experts", default=count),
         "top_k": source.get("num_experts_per_tok", top_k),
         "ffn_dim": source.get("moe_intermediate_size", ffn_dim),
-        "normalize": source.get("norm_topk_prob", False),
+        "normalize": source.flag("norm_topk_prob", False),
     }
 
 

@@ -45,8 +45,8 @@ def _read(source: ConfigSource) -> Json:
     for key in ("z_loss_coefficient", "num_logits_to_keep"):  # of training, and of generation
         source.get(key)
     attends = source.get("attn_layer_indices", [])
-    if not isinstance(attends, list):
-        source.refuse("attn_layer_indices", attends, "it must be a list of numbers of layers")
+    if not isinstance(attends, list) or not set(attends) <= set(range(found["layers"])):
+        source.refuse("attn_layer_indices", attends, f"it must be a list of numbers from 0 to {found['layers'] - 1}")
     names = [ATTENTION if index in attends else MAMBA for index in range(found["layers"])]
     bias = read_bias(source)
     if ATTENTION not in names:

@@ -58,7 +58,7 @@ def _read(source: ConfigSource) -> Json:
     else:
         source.get("router_aux_loss_coef"), source.get("output_router_logits")
         found["ffn_dim"] = shared
-    biased = source.get("attention_bias", False) and ATTENTION in names
+    biased = source.flag("attention_bias", False) and ATTENTION in names
     found["bias"] = "attention" if biased else "none"
     return read_hybrid(found, names, {}, read_bamba_sizes(source))
 

@@ -16,7 +16,7 @@ from pipeline.train.huggingface.config_delta import (
 )
 from pipeline.train.huggingface.config_experts import (
     OF_SOME_LAYERS,
-    dense_layer,
+    dense_ffn_dim,
     experts_of,
     has_experts,
     read_count,
@@ -126,7 +126,7 @@ def _read_experts(source: ConfigSource) -> Json:
         "shared_ffn_dim": size * read_count(source, "num_shared_experts", "n_shared_experts", default=1),
         "score": "sigmoid",
         "score_bias": True,
-        "normalize": source.get("moe_renormalize", source.get("norm_topk_prob", True)),
+        "normalize": source.flag("moe_renormalize", source.flag("norm_topk_prob", True)),
         "scale": source.get("routed_scaling_factor", 2.446),
         **({} if groups == 1 else {"groups": groups, "top_groups": top_groups}),
     }
@@ -135,13 +135,12 @@ def _read_experts(source: ConfigSource) -> Json:
 def _write(model: ModelConfig, positions: int) -> Json:
     attention, delta, experts, types = attention_of(model), delta_of(model), experts_of(model), write_types(model)
     assert attention.mla is not None and experts.shared_ffn_dim is not None, "the family needs them"
-    found = write_shape(dense_layer(model), positions)
+    found = write_shape(attention, positions)
     del found["max_position_embeddings"]
     return {
         **found,
+        "intermediate_size": dense_ffn_dim(model),
         **write_latent(attention.mla),
-        "num_attention_heads": attention.heads,
-        "num_key_value_heads": attention.heads,
         "model_max_length": positions,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,

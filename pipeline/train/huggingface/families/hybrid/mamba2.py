@@ -51,7 +51,7 @@ def _read(source: ConfigSource) -> Json:
         "mlp": "none",
         "norm": "rmsnorm",
         "norm_eps": source.get("layer_norm_epsilon", 1e-5),
-        "tie_embeddings": source.get("tie_word_embeddings", False),
+        "tie_embeddings": source.flag("tie_word_embeddings", False),
         "vocab_size": source.need("vocab_size"),
     }
 

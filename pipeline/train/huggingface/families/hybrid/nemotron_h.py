@@ -85,7 +85,7 @@ def _read(source: ConfigSource) -> Json:
         "norm_eps": source.get("layer_norm_epsilon", 1e-5),
         "mlp": "relu2",
         "ffn_dim": source.get("intermediate_size", 21504),
-        "bias": "mlp" if source.get("mlp_bias", False) else "none",
+        "bias": "mlp" if source.flag("mlp_bias", False) else "none",
         "tie_embeddings": False,
         "vocab_size": source.need("vocab_size"),
     }

@@ -54,10 +54,10 @@ def _read(source: ConfigSource) -> Json:
     key_dim = source.count("linear_key_head_dim", int(0.75 * dim / key_heads), least=1)
     delta = {
         **read_delta(source, key_heads=heads, value_heads=heads, key_dim=key_dim, value_dim=2 * key_dim, conv_size=4),
-        "beta_max": 2 if source.get("linear_allow_neg_eigval", True) else 1,
+        "beta_max": 2 if source.flag("linear_allow_neg_eigval", True) else 1,
         **({} if found["norm_eps"] == _EPS else {"norm_eps": _EPS}),
     }
-    found |= {"bias": "attention" if source.get("attention_bias", False) else "none", "qk_norm": "full"}
+    found |= {"bias": "attention" if source.flag("attention_bias", False) else "none", "qk_norm": "full"}
     shared, attention = split(found)
     kinds = {LINEAR: {"mixer": "gated_delta", "delta": delta}, FULL: {**attention, "norm_place": "output"}}
 

@@ -18,7 +18,7 @@ from pipeline.train.huggingface.config_delta import (
 from pipeline.train.huggingface.config_experts import (
     OF_SOME_LAYERS,
     SIZES,
-    dense_layer,
+    dense_ffn_dim,
     experts_of,
     needs_experts,
     read_experts,
@@ -69,7 +69,7 @@ def _read(source: ConfigSource, *, kv_heads: int, dense: bool = True) -> tuple[J
 
 def _read_next(source: ConfigSource) -> Json:
     found, types, kinds = _read(source, kv_heads=2)
-    experts = _read_experts(source, count=512, top_k=10, normalize=source.get("norm_topk_prob", True))
+    experts = _read_experts(source, count=512, top_k=10, normalize=source.flag("norm_topk_prob", True))
     return read_experts(source, found, read_sparse_layers(source, len(types)), experts, types, kinds)
 
 
@@ -114,8 +114,7 @@ def _write_moe(model: ModelConfig, positions: int) -> Json:
 
 
 def _write_next(model: ModelConfig, positions: int) -> Json:
-    dense = write_llama_like(dense_layer(model), positions)["intermediate_size"]
-    return {**_write_moe(model, positions), "intermediate_size": dense, **write_sparse_layers(model)}
+    return {**_write_moe(model, positions), "intermediate_size": dense_ffn_dim(model), **write_sparse_layers(model)}
 
 
 def _write_qwen35_moe(model: ModelConfig, positions: int) -> Json:
