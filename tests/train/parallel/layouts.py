@@ -7,6 +7,7 @@ that it had at the first and the last step, and compares its own shards with tho
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +27,7 @@ from pipeline.train import trainer
 from pipeline.train.model.init import local_range
 from pipeline.train.optim.gradients import Gradients
 from pipeline.train.optim.optimizers import Optimizers
+from pipeline.train.parallel.layout import AXES
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.tested import Combination
 from pipeline.train.parallel.torch_compat.core import plain
@@ -327,6 +329,28 @@ def compare(root: Path, family: str, row: Combination, processes: ranks.Ranks, *
     # Compiling takes its time where no run has done so before.
     processes.call(_run_layout, root, family, run, one, values, timeout=500)
     return differences(run, one)
+
+
+def compare_chain(
+    root: Path, family: str, chain: list[tuple[int, dict[str, Any]]], processes: Callable[[int], ranks.Ranks]
+) -> list[str]:
+    """Differences between a run that changes its layout on the way, and the same on one process.
+
+    Args:
+        root: folder of `write`.
+        family: which model.
+        chain: sections `parallel:`, each with the step at which it ends.
+        processes: by their number.
+    """
+    common = ["model.layers=4", "train.micro_batch_size=4", "train.schedule={type: constant, warmup: 0 steps}"]
+    runs = [root / f"{family}-straight", root / f"{family}-chain"]
+    straight: list[tuple[int, dict[str, Any]]] = [(LAST_STEP, {})]
+    for run, parts in zip(runs, (straight, chain), strict=True):
+        for end, degrees in parts:
+            values = [f"run.dir={run}", f"parallel={orjson.dumps(degrees).decode()}", f"train.duration={end} steps"]
+            world_size = math.prod(degree for key, degree in degrees.items() if key in AXES)
+            processes(world_size).call(train, root / f"{family}.yaml", [*common, *values])
+    return differences(runs[1], runs[0])
 
 
 def differences(run: Path, one: Path) -> list[str]:

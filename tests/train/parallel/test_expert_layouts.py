@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from pipeline.train.model.mlps.experts.routing import Routing
@@ -137,12 +136,4 @@ def test_a_run_goes_on_from_layout_to_layout(families: Path, processes: Callable
         (6, {}),
         (7, {"cp": 2}),
     ]
-    common = ["model.layers=4", "train.micro_batch_size=4", "train.schedule={type: constant, warmup: 0 steps}"]
-    runs = [families / "deepseek-straight", families / "deepseek-chain"]
-    ends: list[tuple[int, dict[str, Any]]] = [(layouts.LAST_STEP, {})]
-    for run, parts in zip(runs, (ends, chain), strict=True):
-        for end, degrees in parts:
-            values = [f"run.dir={run}", f"parallel={orjson.dumps(degrees).decode()}", f"train.duration={end} steps"]
-            ranks = processes(Layout(**degrees).world_size)
-            ranks.call(layouts.train, families / "deepseek.yaml", [*common, *values])
-    assert layouts.differences(runs[1], runs[0]) == []
+    assert layouts.compare_chain(families, "deepseek", chain, processes) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,3 +33,18 @@ def test_a_layout_computes_what_one_process_does(
     families: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
     assert layouts.compare(families, family, row, processes(row.layout.world_size)) == []
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("family", ["mamba", "delta"])
+def test_a_run_goes_on_from_layout_to_layout(families: Path, processes: Callable[[int], Ranks], family: str) -> None:
+    """Each step is made on another layout, with the weights and moments of the one before."""
+    chain: list[tuple[int, dict[str, Any]]] = [
+        (layouts.SEED_STEP, {}),
+        (3, {"dp_shard": 2, "cp": 2}),
+        (4, {"tp": 2}),
+        (5, {"pp": 2}),
+        (6, {"cp": 2, "cp_method": "ulysses"}),
+        (7, {}),
+    ]
+    assert layouts.compare_chain(families, family, chain, processes) == []
