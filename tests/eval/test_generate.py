@@ -27,17 +27,31 @@ LENGTHS = (10, 1, 23, 3, 39, 10, 2)
 GREEDY = Sampling(temperature=0)
 
 
-EXPERTS = ModelConfig.model_validate(
-    {
-        **{"layers": 3, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_multiple": 20},
+SHAPE = {"layers": 3, "dim": 32, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_multiple": 20}
+DELTA = {"key_heads": 2, "key_dim": 6, "value_dim": 5, "conv_size": 3}
+OURS: dict[str, dict[str, Any]] = {
+    "experts": {
         "experts": {
             **{"count": 12, "top_k": 3, "ffn_dim": 16, "score": "sigmoid", "score_bias": True, "scale": 1.5},
             **{"groups": 4, "top_groups": 2, "shared_ffn_dim": 24, "shared_gate": True},
         },
         "pattern": ["dense", "routed", "routed"],
         "kinds": {"dense": {}, "routed": {"mlp": "experts"}},
-    }
-)
+    },
+    "mamba": {
+        "pattern": ["state", "near", "state"],
+        "kinds": {"state": {"mixer": "mamba2", "mamba2": {"heads": 4, "head_dim": 6, "state_dim": 5}}, "near": {}},
+    },
+    "delta": {
+        "pattern": ["gated", "kimi", "far"],
+        "kinds": {
+            "gated": {"mixer": "gated_delta", "delta": {**DELTA, "value_heads": 4, "beta_max": 2}},
+            "kimi": {"mixer": "kda", "delta": DELTA},
+            "far": {},
+        },
+    },
+}
+"""Keys beside `SHAPE` of models for which `FAMILIES` has none."""
 
 
 class Letters:
@@ -54,7 +68,7 @@ class Letters:
 
 
 def decoder(family: str, max_positions: int = 64) -> Decoder:
-    config = EXPERTS if family == "experts" else FAMILIES[family].config
+    config = ModelConfig.model_validate(SHAPE | OURS[family]) if family in OURS else FAMILIES[family].config
     model = Decoder(decoder_spec(config, VOCAB, max_positions))
     randomize(model, seed=3)
     for number, (name, buffer) in enumerate(model.named_buffers()):
@@ -115,7 +129,7 @@ def test_greedy_equals_transformers(family: str, penalty: float) -> None:
     assert max(lengths) > 15
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3", "experts"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3", *OURS])
 @pytest.mark.parametrize("slots", [2, 7])
 def test_a_text_does_not_depend_on_the_others(family: str, slots: int) -> None:
     model, tokenizer = decoder(family), Letters(end_of_document=11)
@@ -128,7 +142,7 @@ def test_a_text_does_not_depend_on_the_others(family: str, slots: int) -> None:
         assert one == pytest.approx(other, abs=1e-4) if how.logprobs is not None else not any(one)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3", "experts"])
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3", *OURS])
 def test_reading_in_parts_changes_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = decoder(family), Letters()
     prompts, settings = draw_prompts(), mixed_settings()
@@ -143,7 +157,7 @@ def test_reading_in_parts_changes_nothing(family: str, monkeypatch: pytest.Monke
     assert scores[0][1:] == pytest.approx(scores[1][1:], abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3", "experts"])
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3", *OURS])
 def test_logprobs_are_those_of_the_model(family: str) -> None:
     """Before temperature, penalty and cuts, against one forward pass over prompt and new tokens."""
     model, tokenizer = decoder(family), Letters()
@@ -180,9 +194,10 @@ def test_reading_alone_is_enough_for_the_scores_of_a_prompt() -> None:
     assert [[token.logprob is None for token in each.prompt_tokens] for each in found] == [[True, False, False], [True]]
 
 
-def test_texts_come_and_go_at_any_time() -> None:
+@pytest.mark.parametrize("family", tiers.first(1, ["llama", "mamba", "delta"], rest="guard"))
+def test_texts_come_and_go_at_any_time(family: str) -> None:
     """Some are dropped while they wait, are read in parts, or run; what others become is as if they were alone."""
-    model, tokenizer = decoder("llama"), Letters(end_of_document=11)
+    model, tokenizer = decoder(family), Letters(end_of_document=11)
     chance = random.Random(5)
     prompts = draw_prompts([chance.randint(1, 40) for _ in range(40)])
     hows = [Sampling(max_tokens=chance.randint(0, 15), seed=n, temperature=n % 3) for n in range(40)]
@@ -331,7 +346,7 @@ def test_inference_mode_does_not_leak_between_pieces() -> None:
         assert not torch.is_inference_mode_enabled()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OURS])
 def test_states_of_unequal_rows_equal_whole_forward_passes(family: str) -> None:
     """Rows that are read with padding, join, leave and go on in pieces of several tokens."""
     model = decoder(family)
