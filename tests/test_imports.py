@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import grimp
+import pytest
 
 from tests.tiny import pipeline, write_run
 
@@ -51,6 +52,7 @@ def imported_by(*command: object) -> set[str]:
     return imported(f"from pipeline.cli.main import app\nsys.argv = {words}\napp(standalone_mode=False)")
 
 
+@pytest.mark.guard
 def test_commands_import_only_what_they_need(tmp_path: Path) -> None:
     """What a start takes, in place of its time: nearly all of it is imports."""
     file = write_run(tmp_path, {"train.duration": "1 steps", "train.schedule": {}})

@@ -90,6 +90,7 @@ def runs(pid: str) -> bool:
         return False
 
 
+@pytest.mark.guard
 def test_items_that_end_badly_are_reported_and_the_others_run(copy: Path) -> None:
     (copy / "benchmarks/evidence/catalog.py").write_text(CATALOG)
     (copy / "benchmarks/evidence/toys.py").write_text(TOYS)

@@ -119,6 +119,7 @@ def test_recording() -> None:
     assert reads == {(Inner, "used")}
 
 
+@pytest.mark.guard
 def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.data.preprocess.stage import preprocess
     from pipeline.eval.text import continue_prompt

@@ -109,6 +109,7 @@ TIERS = {
 """Pages whose commands take long; what they call is in other tests as well."""
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=page.name, marks=TIERS.get(page.name, ())) for page in PAGES if commands(page)],

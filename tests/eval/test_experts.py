@@ -147,6 +147,7 @@ def test_a_checkpoint_of_one_layout_is_evaluated_on_another(
             assert_equal(found, expected)
 
 
+@pytest.mark.guard
 def test_a_layout_of_an_evaluation_that_does_not_fit_the_experts(root: Path) -> None:
     file = root / "mixtral.yaml"
     with pytest.raises(UserError, match=r"model.experts.count=8 cannot be dealt to eval.parallel.ep=3"):

@@ -96,6 +96,7 @@ def test_each_token_is_scored_once(root: Path) -> None:
     assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
 
 
+@pytest.mark.guard
 def test_a_stride_over_the_whole_file(root: Path) -> None:
     engine, found = figures(root, stride=5, documents=False, detokenize=False)
     (text,) = read_pages(root / "wiki.txt", documents=False)

@@ -35,6 +35,7 @@ from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.step import Stepper, StepResult
+from tests import tiers
 from tests.train.one_process import config_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -104,7 +105,7 @@ def issue(
     return result
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers.first(4, CASES, rest="guard"))
 def test_a_step_is_issued_without_a_value_of_the_device(case: str) -> None:
     result = issue(case)
     for read in (result.grad_norm.item, result.data_hash, result.wish):
@@ -165,7 +166,7 @@ def test_products_in_fp8_as_a_gpu_has_them(accelerated: None, monkeypatch: pytes
     ("kernel", "case"),
     [(partial(Sdpa, on_gpu=True), "documents"), (Varlen, "documents"), (Varlen, "window"), (Flex, "documents")],
 )
-@pytest.mark.parametrize("reach", [None, Reach(None, None)])
+@pytest.mark.parametrize("reach", tiers.first(1, [None, Reach(None, None)], rest="guard"))
 def test_attention_as_a_gpu_has_it(
     accelerated: None, monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], case: str, reach: Reach | None
 ) -> None:

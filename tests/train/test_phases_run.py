@@ -119,6 +119,7 @@ def test_samples_and_sources_that_are_masked(root: Path, straight: Path) -> None
     assert column(masked, "tokens_by_source") == column(straight, "tokens_by_source")
 
 
+@pytest.mark.guard
 def test_a_source_that_ends_the_run(root: Path) -> None:
     """And goes on when it may be read more often."""
     settings = (*RESUMED, "train.duration=40 steps", "data.sources.0.on_exhausted=stop")

@@ -228,6 +228,7 @@ def test_a_stop_request_saves_and_the_run_goes_on(root: Path, straight: list[dic
     shutil.rmtree(run)
 
 
+@pytest.mark.guard
 def test_a_damaged_checkpoint_is_named_and_its_parent_taken(root: Path, straight: list[dict[str, Any]]) -> None:
     run = train(root, "damaged", "train.duration=6 steps", "train.schedule.type=constant")
     train(root, "undamaged", "train.schedule.type=constant")

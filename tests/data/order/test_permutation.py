@@ -88,6 +88,7 @@ def _excess(counts, expected):
     return (((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_all_permutations_of_a_small_range_are_equally_likely(n):
     draws = 3000

@@ -111,6 +111,7 @@ class TestWhatIsMissing:
         with pytest.raises(UserError, match=r"copy\.jsonl.*changed since it was tokenized"):
             preprocess(other)
 
+    @pytest.mark.guard
     def test_touched_files_of_all_kinds(self, tmp_path):
         """Links of compressed files and tables are read again one by one."""
         corpus = mixed.write(tmp_path / "corpus")

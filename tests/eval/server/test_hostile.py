@@ -43,6 +43,7 @@ def _fuzz(server: Running, examples: int) -> None:
     assert server.until(running=0, waiting=0)["status"] == "ok"
 
 
+@pytest.mark.guard
 def test_bodies_of_the_schema(server: Running) -> None:
     _fuzz(server, 30)
 

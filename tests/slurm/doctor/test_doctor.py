@@ -66,6 +66,7 @@ def test_an_unfit_node_is_told_with_all_that_is_wrong(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.guard
 def test_a_run_that_needs_gpus_where_there_are_none(tmp_path: Path) -> None:
     if torch.cuda.device_count():
         pytest.skip("this machine has some")

@@ -346,6 +346,7 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         check_devices("cuda", 8)
 
 
+@pytest.mark.guard
 def test_a_layout_that_does_not_fit_starts_nothing(start: Callable[..., Launched]) -> None:
     launched = start("good", "parallel.tp=2")
     code, _, err = launched.result()

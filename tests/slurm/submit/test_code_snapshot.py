@@ -19,6 +19,7 @@ def run_python(code: Path, words: list[str], cwd: Path, **variables: str) -> str
     return done.stdout.strip()
 
 
+@pytest.mark.guard
 def test_code_that_is_edited_later_does_not_change_what_runs(tmp_path: Path) -> None:
     checkout = code_snapshot.take(tmp_path / "checkout")
     take = "from pathlib import Path; from slurm.submit import code_snapshot; print(code_snapshot.take(Path('RUN')))"

@@ -67,6 +67,7 @@ def dies_while_data_is_opened(victim: int) -> None:
     process_group.broadcast_from_rank0(lambda: time.sleep(FOREVER))
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(("case", "survivors"), [(dies_while_others_come, [0]), (dies_while_data_is_opened, [0, 2])])
 def test_a_rank_that_is_killed_while_they_start_ends_the_others(
     case: Callable[[int], None], survivors: list[int]

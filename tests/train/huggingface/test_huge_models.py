@@ -30,6 +30,7 @@ def folder(path: Path, **values: Any) -> Path:
     return path
 
 
+@pytest.mark.guard
 def test_a_billion_layers(tmp_path: Path) -> None:
     message = bounded.refused(
         "HuggingFaceFolder(Path(sys.argv[1])).mapping",
@@ -51,6 +52,7 @@ def test_billions_of_experts(tmp_path: Path) -> None:
         _ = HuggingFaceFolder(folder(tmp_path / "hf", **moe, num_local_experts=10**9)).mapping
 
 
+@pytest.mark.guard
 def test_more_experts_in_all_than_have_names_in_memory(tmp_path: Path) -> None:
     """Layers and experts that are each within their bounds, before any file of weights is looked at."""
     moe = {"model_type": "mixtral", "num_experts_per_tok": 2}

@@ -196,6 +196,7 @@ def test_a_resumed_run_drops_what_a_straight_one_does(root: Path) -> None:
     assert weights_hash(parts) == weights_hash(straight)
 
 
+@pytest.mark.guard
 def test_validation_drops_nothing(root: Path) -> None:
     """With weights that stay as they are."""
     values = (*SHORT, "train.duration=2 steps", "train.validation.every_steps=1", "train.optimizer.lr=1e-30")

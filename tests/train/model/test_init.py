@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.init import init_weights, lr_scale, normal_rows
 from pipeline.train.parallel.tensor import apply_tensor_parallel
+from tests import tiers
 from tests.train.models import FAMILIES, VOCAB
 
 
@@ -62,7 +62,9 @@ def _piece(tensor: torch.Tensor, pieces: int, index: int, dim: int) -> torch.Ten
 
 
 @pytest.mark.usefixtures("no_group_left")
-@pytest.mark.parametrize(("family", "ranks"), [*product(("gpt2", "qwen3"), (1, 3, 7)), ("qwen3", 64)])
+@pytest.mark.parametrize(
+    ("family", "ranks"), tiers.first(2, [("gpt2", 3), ("qwen3", 7), ("gpt2", 1), ("qwen3", 64)], rest="guard")
+)
 def test_shards_equal_the_rows_of_the_whole(family: str, ranks: int) -> None:
     """FSDP2 on meta, given memory, filled on each rank alone: uneven shards, and with 64 ranks empty ones."""
     config = FAMILIES[family].config
@@ -109,7 +111,7 @@ _CUT_BY_COLUMNS = re.compile(r".*\.(wo|w2)\.weight")
 
 @pytest.mark.usefixtures("no_group_left")
 @pytest.mark.parametrize("replicate,shard,tp", [(1, 0, 2), (1, 2, 2), (2, 2, 2), (1, 4, 2), (1, 3, 4), (3, 1, 2)])
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", tiers.first(1, ["gpt2", "qwen3"], rest="guard"))
 def test_tensor_parallel_shards_equal_pieces_of_the_whole(family: str, replicate: int, shard: int, tp: int) -> None:
     """tp cuts first, then FSDP the piece (0: there is no FSDP); the same on replicas. Many of the cuts are uneven."""
     config = FAMILIES[family].config

@@ -87,6 +87,7 @@ def test_a_skipped_fault_leaves_the_run_as_if_its_step_had_been_passed_over(
         assert fault["grad_norm"] == column(run, "grad_norm")[13]
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("kind", ["nonfinite", pytest.param("spike", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_after_a_rewind_the_run_is_as_if_the_steps_had_been_passed_over(

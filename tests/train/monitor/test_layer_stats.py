@@ -193,6 +193,7 @@ def test_a_step_that_is_not_finite_shows_where() -> None:
     assert row["attention_logit_max_by_layer"]["1"] == float("inf")
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 def test_observing_changes_no_bit_of_a_run(root: Path, compute: str) -> None:
     values = [f"train.precision.compute={compute}", "train.duration=5 steps"]

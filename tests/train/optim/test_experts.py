@@ -149,6 +149,7 @@ def four() -> Iterator[Callable[[], Ranks]]:
         yield get
 
 
+@pytest.mark.guard
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]

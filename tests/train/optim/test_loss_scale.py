@@ -38,6 +38,7 @@ def test_a_checkpoint_keeps_scale_and_count() -> None:
 FP16 = "train.precision.compute=fp16"
 
 
+@pytest.mark.guard
 def test_an_fp16_run_goes_as_fp32_does_and_its_scale_settles(root: Path) -> None:
     fp32 = train(root, "fp32", "train.precision.compute=fp32")
     # So large that the first steps overflow.

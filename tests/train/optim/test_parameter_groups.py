@@ -143,6 +143,7 @@ def test_the_check_prints_them(tmp_path: Path) -> None:
     assert "1 parameter group," in stream.getvalue() and "learning rate x 3" in stream.getvalue()
 
 
+@pytest.mark.guard
 def test_a_run_resumes_with_other_groups(root: Path) -> None:
     folder = train(root, "groups", "train.duration=4 steps", "train.schedule.type=constant")
     values = ["train.duration=6 steps", "train.schedule.type=constant"]

@@ -24,8 +24,8 @@ QUICK = (
 """Of the rows with cp, recomputation, compiled layers, overlapped communication or replicas of a pipeline those that
 are not slow tests."""
 COVERING = (
-    *("tp2", "fsdp2-reshard", "hsdp2x2-keep", "fsdp2-keep-tp2", "pp2-zbv-fsdp2-keep", "fsdp2-reshard-reduce_last"),
-    *("pp2-1f1b", "pp2-interleaved_1f1b", "pp2-zbv", "reshard-cp2-all_gather", "reshard-cp2-ulysses"),
+    *("tp2", "hsdp2x2-keep", "fsdp2-keep-tp2", "pp2-zbv-fsdp2-keep"),
+    *("pp2-interleaved_1f1b", "reshard-cp2-all_gather", "reshard-cp2-ulysses"),
 )
 """Of those that are not slow the ones that have no mark: every axis, and two pairs of axes. The rest is guard tests."""
 SLOW = (
@@ -97,6 +97,7 @@ def ahead_cases() -> Iterator[Any]:
             yield pytest.param(rows[name], family, id=f"{name}-{family}", marks=marks)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(("row", "family"), list(ahead_cases()))
 def test_multi_token_prediction_computes_what_one_process_does(
     families: Path, processes: Callable[[int], Ranks], row: Combination, family: str

@@ -132,6 +132,7 @@ def test_the_layers_that_are_not_run_are_as_those_that_are(monkeypatch: pytest.M
     assert few == each
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_pattern_that_does_not_repeat_is_a_sum_over_kinds(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """As running all of its layers says."""
@@ -148,6 +149,7 @@ def test_a_pattern_that_does_not_repeat_is_a_sum_over_kinds(monkeypatch: pytest.
     assert few.activations == pytest.approx(each.activations, rel=0.01)
 
 
+@pytest.mark.guard
 def test_stages_of_unequal_lengths() -> None:
     """That in the middle is run as it is, with the larger of the two numbers of layers that others follow from."""
     config = case_config(
@@ -200,6 +202,7 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
     assert size == pytest.approx(checkpoint_bytes(config, spec), rel=0.02)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

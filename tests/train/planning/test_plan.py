@@ -179,6 +179,7 @@ def test_json_has_its_names(run_file: Path, call: Callable[..., tuple[int, str, 
         assert rank["total"] == total
 
 
+@pytest.mark.guard
 def test_what_does_not_fit_ends_with_2(run_file: Path, call: Callable[..., tuple[int, str, str]]) -> None:
     large = "model={layers: 48, dim: 8192, heads: 64}"
     code, text, _ = call(run_file, large, "train.batch_size=1")

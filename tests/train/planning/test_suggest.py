@@ -53,6 +53,7 @@ def test_the_best_of_all(devices: int) -> None:
     assert suggested[0][1].hours == pytest.approx(best, rel=0.01)
 
 
+@pytest.mark.guard
 def test_suggestions_hold_on_the_command_line() -> None:
     config = small("train.batch_size=4")
     found = suggest(config, H100, 2, best=2)

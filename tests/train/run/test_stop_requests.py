@@ -152,6 +152,7 @@ def test_a_run_stops_in_time_and_goes_on_with_the_same_bits(root: Path, monkeypa
     assert {path.name for path in (run / "checkpoints").glob("step-*")} >= {"step-00000008"}
 
 
+@pytest.mark.guard
 def test_save_file_and_minutes_save_and_go_on(root: Path) -> None:
     (root / "saves").mkdir()
     (root / "saves" / "save").touch()
