@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from evidence.item import Result, goal
 from evidence.rates import timed
 from pipeline.common.errors import UserError
 from pipeline.train.model.kernels.chunks import Chunks
-from pipeline.train.model.kernels.recurrent import PLAIN
+from pipeline.train.model.kernels.recurrent import PLAIN, RecurrentKernels
 
 _CLOSE = 2e-2
 """Of a difference in bf16, over the largest value."""
@@ -28,6 +30,7 @@ def measure(
     device: str,
     work: Path,
     *,
+    kinds: Sequence[str],
     lengths: Sequence[int],
     heads: int,
     head_dim: int,
@@ -35,48 +38,52 @@ def measure(
     beside_from: int,
     seconds: float,
 ) -> Result:
-    """Measure Mamba-2's scan forward and backward; `lengths` of the result has a row of each.
+    """Measure recurrences forward and backward; `rows` of the result has one of each kind and length.
 
     Args:
         device: "cuda" or "cpu".
         work: Not used.
+        kinds: Of `_INPUTS`.
         lengths: Positions of a sequence.
-        heads: Of the scan and of attention.
+        heads: Of the recurrence and of attention.
         head_dim: Size of them.
-        state_dim: Size of B and C.
+        state_dim: Size of keys, and of B and C.
         beside_from: From this length on fla-core should be faster than attention.
         seconds: About how long functions that are called in turn are timed.
     """
     torch.manual_seed(0)
-    kernels = {"plain": PLAIN.ssd}
-    found: Result = {"lengths": {}, "goals": {}, "checks": {}}
+    packages = {"plain": PLAIN}
+    found: Result = {"rows": {}, "goals": {}, "checks": {}}
     try:
         from pipeline.train.model.kernels.fla import load
 
-        kernels["fla"] = load().ssd
+        packages["fla"] = load()
     except UserError as error:
         found["without_fla"] = str(error)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    for length in lengths:
-        inputs = _inputs(length, heads, head_dim, state_dim, device, dtype)
-        sides = {name: _both_passes(_scan(ssd, Chunks.of(length)), inputs) for name, ssd in kernels.items()}
+    for kind, length in product(kinds, lengths):
+        row, inputs = f"{kind} {length}", _INPUTS[kind](length, heads, head_dim, state_dim, device, dtype)
+        sides = {name: _both_passes(_rule(each, kind, length), inputs) for name, each in packages.items()}
         qkv = [torch.randn(1, heads, length, head_dim, device=device, dtype=dtype) for _ in range(3)]
         sides["attention"] = _both_passes(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), qkv)
-        if "fla" in kernels:
-            found["checks"][f"{length}: fla computes the same"] = _same(sides["fla"](), sides["plain"]())
+        if "fla" in packages:
+            found["checks"][f"{row}: fla computes the same"] = _same(sides["fla"](), sides["plain"]())
         times = {name: statistics.median(values) for name, values in timed(device, sides, seconds).items()}
-        found["lengths"][str(length)] = {f"{name}_ms": round(1e3 * value, 3) for name, value in times.items()}
-        if "fla" in kernels and length >= beside_from:
-            name = f"{length}: attention's time over that of fla's scan"
+        found["rows"][row] = {f"{name}_ms": round(1e3 * value, 3) for name, value in times.items()}
+        if "fla" in packages and length >= beside_from:
+            name = f"{row}: attention's time over that of fla"
             found["goals"][name] = goal(times["attention"] / times["fla"], 1.0)
     return found
 
 
-def _scan(ssd: Callable[..., tuple[Tensor, Tensor]], chunks: Chunks) -> Callable[..., Tensor]:
-    return lambda *inputs: ssd(*inputs, chunks)[0]
+def _rule(kernels: RecurrentKernels, kind: str, length: int) -> Callable[..., Tensor]:
+    function, chunks = kernels.ssd if kind == "ssd" else kernels.delta_rule, Chunks.of(length)
+    return lambda *inputs: function(*inputs, chunks)[0]
 
 
-def _inputs(length: int, heads: int, head_dim: int, state_dim: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+def _ssd_inputs(
+    length: int, heads: int, head_dim: int, state_dim: int, device: str, dtype: torch.dtype
+) -> list[Tensor]:
     """x, dt, a, B and C."""
     x, b, c = (
         torch.randn(1, length, *shape, device=device, dtype=dtype)
@@ -84,6 +91,33 @@ def _inputs(length: int, heads: int, head_dim: int, state_dim: int, device: str,
     )
     dt = F.softplus(torch.randn(1, length, heads, device=device) - 2)
     return [x, dt, -4 * torch.rand(heads, device=device) - 0.5, b, c]
+
+
+def _delta_inputs(
+    length: int,
+    heads: int,
+    head_dim: int,
+    state_dim: int,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    by_channel: bool,
+) -> list[Tensor]:
+    """q, k, v, g and beta."""
+    q, k, v = (
+        torch.randn(1, length, heads, size, device=device, dtype=dtype) for size in (state_dim, state_dim, head_dim)
+    )
+    g = F.logsigmoid(torch.randn(1, length, heads, *(state_dim,) * by_channel, device=device) + 3)
+    beta = torch.rand(1, length, heads, device=device, dtype=dtype)
+    return [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, g, beta]
+
+
+_INPUTS: dict[str, Callable[..., list[Tensor]]] = {
+    "ssd": _ssd_inputs,
+    "gated_delta": partial(_delta_inputs, by_channel=False),
+    "kda": partial(_delta_inputs, by_channel=True),
+}
+"""By kind of recurrence its inputs, given length, heads, their size, that of keys, device and type."""
 
 
 def _both_passes(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], Any]:
