@@ -27,7 +27,9 @@ from pipeline.train.model.kernels.delta.blocks import Block, Inputs, Masks, put
 from pipeline.train.model.mixers.recurrent_spec import CHUNK
 
 _RUN = 8
-"""Value heads that a CPU computes at a time, at most, in one chunk of one row: matrices stay in its cache."""
+"""Value heads that a CPU computes at a time, at most: the backward pass keeps what it knows of all their chunks."""
+_AT_ONCE = 16
+"""Their chunks that it computes at a time, at most: matrices stay in its cache."""
 _SCORES = 1 << 26
 """Numbers of scores that are in the memory of a GPU at a time."""
 
@@ -103,7 +105,8 @@ def _runs(inputs: Inputs, masks: Masks) -> Iterator[_Run]:
     (B, S, H, _), K = inputs.v_BSHP.shape, inputs.q_BSKN.shape[2]
     count, sharers = -(-S // CHUNK), H // K
     if inputs.v_BSHP.device.type == "cpu":
-        rows, run, block = 1, max(size for size in range(1, max(1, _RUN // sharers) + 1) if K % size == 0), 1
+        run = max(size for size in range(1, max(1, _RUN // sharers) + 1) if K % size == 0)
+        rows, block = 1, max(1, _AT_ONCE // (run * sharers))
     else:
         rows, run, block = B, K, max(1, _SCORES // (B * H * CHUNK * CHUNK))
     blocks = [slice(begin, min(begin + block, count)) for begin in range(0, count, block)]

@@ -52,6 +52,7 @@ class Inputs:
 class Masks:
     """Those of documents for some rows and chunks, see `Chunks`."""
 
+    identity_QQ: Tensor
     visible_nBQQ: Tensor
     enters_nB11Q1: Tensor | None
     leaves_nB11Q1: Tensor | None
@@ -73,6 +74,7 @@ class Masks:
             for mask in (enters_BnQ, leaves_BnQ, passes_Bn)
         )
         return cls(
+            torch.eye(CHUNK, dtype=like.dtype, device=like.device),
             same_BnQQ.transpose(0, 1).to(like.dtype),
             None if enters is None else enters[:, :, None, None, :, None],
             None if leaves is None else leaves[:, :, None, None, :, None],
@@ -84,6 +86,7 @@ class Masks:
         if self.enters_nB11Q1 is None or self.leaves_nB11Q1 is None or self.passes_nB1111 is None:
             return self
         return Masks(
+            self.identity_QQ,
             self.visible_nBQQ[chunks, rows],
             self.enters_nB11Q1[chunks, rows],
             self.leaves_nB11Q1[chunks, rows],
@@ -128,10 +131,9 @@ class Block:
         kind = ProductsByChannel if self.by_channel else ProductsByHead
         self.products = kind(self.q_nBK1QN, self.k_nBK1QN, sums_nBKRQX, visible_nB11QQ)
         system_nBKRQQ = self.products.kept_nBKRQQ * self.beta_nBKRQ1
-        ones_QQ = torch.eye(CHUNK, dtype=dtype, device=system_nBKRQQ.device)
         # Of the two orders of the factors this one is solved faster.
         self.inverse_nBKRQQ = torch.linalg.solve_triangular(
-            system_nBKRQQ, ones_QQ.expand_as(system_nBKRQQ), upper=False, left=False, unitriangular=True
+            system_nBKRQQ, masks.identity_QQ.expand_as(system_nBKRQQ), upper=False, left=False, unitriangular=True
         )
         self.keeping_nBKRQN = self.k_nBK1QN * self.leave_nBKRQX
         """What a chunk writes with."""

@@ -62,18 +62,16 @@ class ProductsByChannel:
     def __init__(self, q_nBK1QN: Tensor, k_nBK1QN: Tensor, sums_nBKRQN: Tensor, visible_nB11QQ: Tensor) -> None:
         self._q, self._k, self._sums, self._visible = q_nBK1QN, k_nBK1QN, sums_nBKRQN, visible_nB11QQ
         self._both = torch.stack((k_nBK1QN, q_nBK1QN), dim=-2)
-        products_nBKRQ2Q = sums_nBKRQN.new_empty(*sums_nBKRQN.shape[:-1], 2, CHUNK)
+        products_nBKRQ2Q = sums_nBKRQN.new_zeros(*sums_nBKRQN.shape[:-1], 2, CHUNK)
         for size in _SIZES:
             read, kept, _, _ = self._halves(size)
             _place_of_halves(products_nBKRQ2Q, size).copy_((read @ kept.mT).unflatten(-2, (size, 2)))
         for distance in range(1, _SIZES[-1]):
             read, kept, _ = self._pairs(distance)
             _place_of_pairs(products_nBKRQ2Q, distance).copy_((read * kept[..., None, :]).sum(-1))
-        # What is behind a position was never written, and may be no number.
-        hidden = visible_nB11QQ == 0
-        self.kept_nBKRQQ = products_nBKRQ2Q[..., 0, :].masked_fill(hidden, 0).tril_(-1)
+        self.kept_nBKRQQ = products_nBKRQ2Q[..., 0, :] * visible_nB11QQ
         """Of a key with those before it."""
-        self.scores_nBKRQQ = products_nBKRQ2Q[..., 1, :].masked_fill(hidden, 0)
+        self.scores_nBKRQQ = products_nBKRQ2Q[..., 1, :] * visible_nB11QQ
         """Of a query with the keys up to its own."""
         self.scores_nBKRQQ.diagonal(dim1=-2, dim2=-1).copy_((q_nBK1QN * k_nBK1QN).sum(-1))
 
