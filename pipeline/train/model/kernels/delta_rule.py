@@ -30,7 +30,7 @@ _RUN = 8
 """Value heads that a CPU computes at a time, at most: the backward pass keeps what it knows of all their chunks."""
 _AT_ONCE = 16
 """Their chunks that it computes at a time, at most: matrices stay in its cache."""
-_SCORES = 1 << 26
+_SCORES = 1 << 24
 """Numbers of scores that are in the memory of a GPU at a time."""
 
 
@@ -100,21 +100,28 @@ class _Run:
         return torch.unflatten(state_BHNP[self.rows, self.heads], 1, (self.key_heads, -1))
 
 
+def _at_once(v_BSHP: Tensor, K: int) -> tuple[int, int, int]:
+    """Numbers of rows, of key heads and of chunks that are computed at a time, at most."""
+    B, _, H, _ = v_BSHP.shape
+    if v_BSHP.device.type != "cpu":
+        return B, K, max(1, _SCORES // (B * H * CHUNK * CHUNK))
+    sharers = H // K
+    heads = max(size for size in range(1, max(1, _RUN // sharers) + 1) if K % size == 0)
+    return 1, heads, max(1, _AT_ONCE // (heads * sharers))
+
+
 def _runs(inputs: Inputs, masks: Masks) -> Iterator[_Run]:
     """All rows and heads."""
     (B, S, H, _), K = inputs.v_BSHP.shape, inputs.q_BSKN.shape[2]
     count, sharers = -(-S // CHUNK), H // K
-    if inputs.v_BSHP.device.type == "cpu":
-        run = max(size for size in range(1, max(1, _RUN // sharers) + 1) if K % size == 0)
-        rows, block = 1, max(1, _AT_ONCE // (run * sharers))
-    else:
-        rows, run, block = B, K, max(1, _SCORES // (B * H * CHUNK * CHUNK))
+    rows, heads, block = _at_once(inputs.v_BSHP, K)
     blocks = [slice(begin, min(begin + block, count)) for begin in range(0, count, block)]
     for row in range(0, B, rows):
         part = slice(row, row + rows)
         steps = tuple((masks.part(part, block), block) for block in blocks)
-        for begin in range(0, K, run):
-            yield _Run(part, slice(begin, begin + run), slice(begin * sharers, (begin + run) * sharers), run, steps)
+        for begin in range(0, K, heads):
+            end = begin + heads
+            yield _Run(part, slice(begin, end), slice(begin * sharers, end * sharers), heads, steps)
 
 
 @torch.library.custom_op("pipeline::delta_rule", mutates_args=())

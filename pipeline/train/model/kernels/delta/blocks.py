@@ -164,20 +164,9 @@ class Block:
 
         After `write`.
         """
-        K = self.v_nBKRQP.shape[2]
-        into_o_nBKRQP = cut(into_o_BSHP, self.chunks, K, self.v_nBKRQP.dtype)
+        into_o_nBKRQP = cut(into_o_BSHP, self.chunks, self.v_nBKRQP.shape[2], self.v_nBKRQP.dtype)
         new_nBKRQP, entering_nBKRNP = _stacked(self._new), _stacked(self._entering)
-        into_new_nBKRQP = self.products.scores_nBKRQQ.mT @ into_o_nBKRQP
-        rights, leaving = list[Tensor](), list[Tensor]()
-        for chunk in reversed(range(len(new_nBKRQP))):
-            leaving.append(into_state_BKRNP)
-            into_new_BKRQP = add_product(into_new_nBKRQP[chunk], self.keeping_nBKRQN[chunk], into_state_BKRNP)
-            into_right_BKRQP = self.inverse_nBKRQQ[chunk].mT @ into_new_BKRQP
-            rights.append(into_right_BKRQP)
-            into_state_BKRNP = into_state_BKRNP * self.pass_nBKRX1[chunk]
-            add_product(into_state_BKRNP, self.of_queries_nBKRQN[chunk].mT, into_o_nBKRQP[chunk])
-            add_product(into_state_BKRNP, self.of_keys_nBKRQN[chunk].mT, into_right_BKRQP, -1)
-        into_right_nBKRQP, into_leaving_nBKRNP = _stacked(rights[::-1]), _stacked(leaving[::-1])
+        into_right_nBKRQP, into_leaving_nBKRNP, into_state_BKRNP = self._back(into_o_nBKRQP, into_state_BKRNP)
         put(into_right_nBKRQP * self.beta_nBKRQ1, into.v_BSHP, self.chunks)
         into_beta_nBKRQ1 = (into_right_nBKRQP * self.v_nBKRQP).sum(-1, keepdim=True)
         taken_nBKRQP = into_right_nBKRQP.neg_()
@@ -211,6 +200,20 @@ class Block:
         put(into_k_nBK1QN, into.k_BSKN, self.chunks)
         put(self.masks.visible_nBQQ.mT[:, :, None, None] @ into_sums_nBKRQX, into.g_BSHX, self.chunks)
         return into_state_BKRNP
+
+    def _back(self, into_o_nBKRQP: Tensor, into_state_BKRNP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the right sides and of the state that leaves each chunk, and that of the entering one."""
+        into_new_nBKRQP = self.products.scores_nBKRQQ.mT @ into_o_nBKRQP
+        rights, leaving = list[Tensor](), list[Tensor]()
+        for chunk in reversed(range(len(into_new_nBKRQP))):
+            leaving.append(into_state_BKRNP)
+            into_new_BKRQP = add_product(into_new_nBKRQP[chunk], self.keeping_nBKRQN[chunk], into_state_BKRNP)
+            into_right_BKRQP = self.inverse_nBKRQQ[chunk].mT @ into_new_BKRQP
+            rights.append(into_right_BKRQP)
+            into_state_BKRNP = into_state_BKRNP * self.pass_nBKRX1[chunk]
+            add_product(into_state_BKRNP, self.of_queries_nBKRQN[chunk].mT, into_o_nBKRQP[chunk])
+            add_product(into_state_BKRNP, self.of_keys_nBKRQN[chunk].mT, into_right_BKRQP, -1)
+        return _stacked(rights[::-1]), _stacked(leaving[::-1]), into_state_BKRNP
 
     def _of_decays(self, x_nBKRQN: Tensor) -> Tensor:
         """Numbers of each dimension of a key as those of its decays."""

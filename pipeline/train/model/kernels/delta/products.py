@@ -65,7 +65,7 @@ class ProductsByChannel:
         products_nBKRQ2Q = sums_nBKRQN.new_zeros(*sums_nBKRQN.shape[:-1], 2, CHUNK)
         for size in _SIZES:
             read, kept, _, _ = self._halves(size)
-            _place_of_halves(products_nBKRQ2Q, size).copy_((read @ kept.mT).unflatten(-2, (size, 2)))
+            _place_of_halves(products_nBKRQ2Q, size).copy_(torch.unflatten(read @ kept.mT, -2, (size, 2)))
         for distance in range(1, _SIZES[-1]):
             read, kept, _ = self._pairs(distance)
             _place_of_pairs(products_nBKRQ2Q, distance).copy_((read * kept[..., None, :]).sum(-1))
@@ -85,7 +85,7 @@ class ProductsByChannel:
         for size in _SIZES:
             read, kept, decays_of_read, decays_of_kept = self._halves(size)
             into = _place_of_halves(into_products, size).flatten(-3, -2)
-            into_read = (into @ kept).unflatten(-2, (size, 2))
+            into_read = torch.unflatten(into @ kept, -2, (size, 2))
             _halves_of(into_both_nBKRQ2N, size, -3)[1].addcmul_(into_read, decays_of_read[..., None, :])
             _halves_of(into_k_nBKRQN, size, -2)[0].addcmul_(into.mT @ read, decays_of_kept)
         for distance in range(1, _SIZES[-1]):
