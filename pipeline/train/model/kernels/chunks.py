@@ -17,6 +17,16 @@ from torch import Tensor
 
 from pipeline.train.model.mixers.recurrent_spec import CHUNK
 
+LEAST = -60.0
+"""Logarithm of a decay, at least: 1e-26 is nothing beside a sum in fp32, and far less is computed slowly on a CPU."""
+
+
+def share(logarithm: Tensor, seen: Tensor | None = None) -> Tensor:
+    """A decay, or 0."""
+    # Differences between documents are of either sign, and hidden.
+    decay = logarithm.clamp(LEAST, 0).exp_()
+    return decay if seen is None else decay.mul_(seen)
+
 
 @dataclass(frozen=True)
 class Chunks:

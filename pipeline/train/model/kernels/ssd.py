@@ -24,13 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pipeline.train.model.kernels.chunks import Chunks
+from pipeline.train.model.kernels.chunks import LEAST, Chunks, share
 from pipeline.train.model.mixers.recurrent_spec import CHUNK
 
 _RUN = 16
 """Heads that a CPU computes at a time, at most, in one chunk of one row: their state and scores stay in its cache."""
-_LEAST = -60.0
-"""Logarithm of a decay, at least: 1e-26 is nothing beside a sum in fp32, and far less is computed slowly on a CPU."""
 _SCORES = 1 << 26
 """Numbers of scores that are in the memory of a GPU at a time."""
 
@@ -143,9 +141,9 @@ class _Heads:
             dt_BnQR,
             a_R,
             sums_BnQR,
-            _share(sums_BnQR, documents.enters_BnQ),
-            _share(last_BnR[:, :, None] - sums_BnQR, documents.leaves_BnQ),
-            _share(last_BnR, documents.passes_Bn),
+            share(sums_BnQR, _of_heads(documents.enters_BnQ)),
+            share(last_BnR[:, :, None] - sums_BnQR, _of_heads(documents.leaves_BnQ)),
+            share(last_BnR, _of_heads(documents.passes_Bn)),
         )
 
     @cached_property
@@ -158,11 +156,9 @@ class _Heads:
         return self.sums_BnQR.transpose(2, 3).contiguous()
 
 
-def _share(logarithm_Bn: Tensor, seen_Bn: Tensor | None) -> Tensor:
-    """A decay, or 0."""
-    # Differences between documents are of either sign, and hidden.
-    decay_Bn = logarithm_Bn.clamp(_LEAST, 0).exp_()
-    return decay_Bn if seen_Bn is None else decay_Bn.mul_(seen_Bn[..., None])
+def _of_heads(mask_Bn: Tensor | None) -> Tensor | None:
+    """A mask for decays whose last dimension is heads."""
+    return None if mask_Bn is None else mask_Bn[..., None]
 
 
 @dataclass(frozen=True)
@@ -202,7 +198,7 @@ class _Group:
     def decays(self, run: _Heads, block: slice) -> Tensor:
         """Share of what position j writes that i reads, or anything where it is hidden, [B, K, R, Q, Q]."""
         rows_BKRQ = run.rows_BnRQ[:, block]
-        return (rows_BKRQ[..., None] - rows_BKRQ[..., None, :]).clamp_(_LEAST, 0).exp_()
+        return (rows_BKRQ[..., None] - rows_BKRQ[..., None, :]).clamp_(LEAST, 0).exp_()
 
     def chain(self, run: _Heads, block: slice, x_BKQRP: Tensor, state_BNX: Tensor) -> tuple[Tensor, Tensor]:
         """The state that enters each chunk, [B, K, N, R P], and the one that leaves the last."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from pipeline.train.model.kernels import delta_rule as module
 from pipeline.train.model.kernels.chunks import Chunks
 from pipeline.train.model.kernels.delta_rule import delta_rule, delta_step
 
@@ -36,16 +38,23 @@ def recurrence(
 
 
 def draw(
-    length: int, *, by_channel: bool, key_heads: int = K, decay: float = 1.0, alike: bool = False, seed: int = 0
+    length: int,
+    *,
+    by_channel: bool,
+    shared: bool = False,
+    decay: float = 1.0,
+    alike: bool = False,
+    seed: int = 0,
 ) -> list[Tensor]:
+    """Inputs in fp64; two value heads share a key head where heads decay at one rate, or are `shared`."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    q, k = normal(B, length, key_heads, N), normal(B, length, key_heads, N)
+    q, k = normal(B, length, K, N), normal(B, length, K, N)
     k = k * 1e-3 + 1.0 if alike else k
-    heads = key_heads if by_channel else H
+    heads = K if by_channel and not shared else H
     g = -decay * F.softplus(normal(B, length, heads, *([N] if by_channel else [])))
     beta = (
         torch.full((B, length, heads), 1.99, dtype=torch.float64) if alike else 2 * normal(B, length, heads).sigmoid()
@@ -99,6 +108,21 @@ def check(inputs: list[Tensor], bounds: Tensor | None, dtype: torch.dtype, toler
 def test_it_is_the_recurrence(length: int, by_channel: bool) -> None:
     check(draw(length, by_channel=by_channel), None, torch.float64, 1e-9)
     check(draw(length, by_channel=by_channel), None, torch.float32, 2e-5)
+
+
+def test_heads_share_keys_whose_dimensions_decay_apart() -> None:
+    bounds = bounds_of([-1, 3, 70, 71, 130], [0, 64, 100], length=150)
+    check(draw(150, by_channel=True, shared=True), bounds, torch.float64, 1e-9)
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by-head", "by-channel"])
+def test_rows_heads_and_chunks_at_a_time_do_not_matter(monkeypatch: pytest.MonkeyPatch, by_channel: bool) -> None:
+    """On a GPU all rows and heads are computed at once."""
+    bounds = bounds_of([-1, 3, 70, 71, 130], [0, 64, 100], length=150)
+    for sizes in ((B, K, 3), (B, 1, 2), (1, K, 1)):
+        monkeypatch.setattr(module, "_at_once", lambda *_, sizes=sizes: sizes)
+        check(draw(150, by_channel=by_channel), bounds, torch.float64, 1e-9)
+        check(draw(150, by_channel=by_channel), None, torch.float64, 1e-9)
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["by-head", "by-channel"])
@@ -174,13 +198,73 @@ def test_compiled_layers_call_it_as_it_is() -> None:
         assert torch.equal(one, two)
 
 
-def test_16_bits_come_back_as_such() -> None:
-    inputs = [x.float() for x in draw(70, by_channel=True)]
-    q, k, v, *others = (x.bfloat16() if index < 3 else x for index, x in enumerate(inputs))
-    o, last = delta_rule(q, k, v, *others[:2], Chunks(70), others[2])
-    assert (o.dtype, last.dtype) == (torch.bfloat16, torch.float32)
-    expected, _ = delta_rule(q.float(), k.float(), v.float(), *others[:2], Chunks(70), others[2])
-    assert torch.equal(o, expected.bfloat16())
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by-head", "by-channel"])
+def test_16_bits_come_back_as_such(by_channel: bool) -> None:
+    """Sums, systems and states are in fp32: what is written in 16 bits is the same number in 32."""
+    inputs = [x.float() for x in draw(70, by_channel=by_channel)]
+    found = []
+    for kind in (torch.bfloat16, torch.float32):
+        leaves = [x.bfloat16().to(kind) if index < 3 else x.clone() for index, x in enumerate(inputs)]
+        leaves = [x.requires_grad_() for x in leaves]
+        o, last = delta_rule(*leaves[:5], Chunks(70), leaves[5])
+        (o.float().sum() + last.square().sum()).backward()
+        found.append([o, last, *(x.grad for x in leaves)])
+    short, long = found
+    for x, y, name in zip(short, long, ("o", "last", *NAMES), strict=True):
+        assert x.dtype == (torch.bfloat16 if name in ("o", "q", "k", "v") else torch.float32), name
+        assert torch.equal(x, y.to(x.dtype)), name
+
+
+def test_slices_of_one_tensor() -> None:
+    """As they come out of one product."""
+    inputs = [x.float() for x in draw(100, by_channel=False)]
+    joint = torch.cat([x.flatten(2) for x in inputs[:5]], 2)
+    parts = joint.split([x[0, 0].numel() for x in inputs[:5]], 2)
+    slices = [part.unflatten(2, x.shape[2:]) for part, x in zip(parts, inputs, strict=False)]
+    assert not any(x.is_contiguous() for x in slices)
+    for one, two in zip(*(delta_rule(*x[:5], Chunks(100)) for x in (slices, inputs)), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by-head", "by-channel"])
+def test_no_initial_state_is_one_of_zeros(by_channel: bool) -> None:
+    inputs = [x.requires_grad_() for x in draw(100, by_channel=by_channel)[:5]]
+    results = []
+    for initial in (None, torch.zeros(B, inputs[2].shape[2], N, P).double()):
+        o, last = delta_rule(*inputs, Chunks(100), initial)
+        # Of the last state alone.
+        results.append([o, last, *torch.autograd.grad(last.square().sum(), inputs)])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+    assert not results[0][2].any(), "queries do not reach the state"
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by-head", "by-channel"])
+def test_only_inputs_are_kept(by_channel: bool) -> None:
+    inputs = [x.requires_grad_() for x in draw(300, by_channel=by_channel)]
+    kept = set[int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        delta_rule(*inputs[:5], Chunks(300), inputs[5])
+    assert kept == {x.data_ptr() for x in inputs}
+
+
+def test_operations_are_counted() -> None:
+    inputs = [x.requires_grad_() for x in draw(128, by_channel=False)]
+    with FlopCounterMode(display=False) as counter:
+        o, _ = delta_rule(*inputs[:5], Chunks(128))
+    # By position: a state is written and read twice; keys and queries by keys; what is written, by system and scores.
+    state, products, system = 3 * 2 * H * N * P, 2 * 2 * 64 * (K * N + H * P), H * 64**2
+    assert counter.get_total_flops() == B * 128 * (state + products + system)
+    with FlopCounterMode(display=False) as counter:
+        o.sum().backward()
+    # The same again but for what is read; of states six products, of keys and queries three, of values four.
+    again = state * 2 // 3 + 2 * 64 * (2 * K * N + H * P) + system
+    assert counter.get_total_flops() == B * 128 * (again + 12 * H * N * P + 2 * 64 * (3 * K * N + 4 * H * P))
 
 
 def _repeatedly(queue: multiprocessing.Queue[list[bytes]]) -> None:

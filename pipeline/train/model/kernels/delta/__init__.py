@@ -1,0 +1,1 @@
+"""What `delta_rule.py` computes within chunks."""
