@@ -218,6 +218,25 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Models with recurrences. Documents go through the cuts of sequences."""
 FAMILIES |= RECURRENT_FAMILIES
+_DELTA = {"key_heads": 4, "value_heads": 8, "key_dim": 6, "value_dim": 5}
+FAMILIES["every"] = {
+    "model.document_attention": True,
+    "model.mtp": {"depth": 1},
+    "model.pattern": ["state", "mlp", "gated", "latent", "near", "far"],
+    "model.kinds": {
+        "state": {
+            "mixer": "mamba2",
+            "mamba2": {"heads": 8, "head_dim": 6, "state_dim": 5, "groups": 2, "dt_min": 0.01},
+            "mlp": "none",
+        },
+        "mlp": {"mixer": "none", "mlp": "relu2"},
+        "gated": {"mixer": "gated_delta", "delta": _DELTA, "norm_place": "output"},
+        "latent": {"mixer": "mla", "mla": {"kv_rank": 24, "q_rank": 20, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}},
+        "near": {"kv_heads": 4, "sliding_window": 7, "sinks": True, "positions": "none"},
+        "far": {"qk_norm": True, "output_gate": True},
+    },
+}
+"""Every kind of mixer beside the others, layers without a mixer or without an mlp, and multi-token prediction."""
 
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {
@@ -261,7 +280,7 @@ FAMILIES["loose"] = EXPERT_FAMILIES["mixtral"] | {"train.balance": {"loss": 0.0}
 """Nothing balances the experts."""
 
 CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null", "latent": 29}
-CHUNK_TOKENS |= {"mamba": 37, "one_group": "null", "delta": 23}
+CHUNK_TOKENS |= {"mamba": 37, "one_group": "null", "delta": 23, "every": 19}
 CHUNK_TOKENS |= {"ahead": 41, "ahead_tied": "null"}
 CHUNK_TOKENS |= {"few": 37, "loose": 37, "mixtral": 37, "deepseek": "null", "gpt_oss": 16}
 """What the layouts compute their loss in; the one process does so in one piece."""

@@ -74,8 +74,11 @@ def test_a_layout_computes_what_one_process_does(
 
 
 _AHEAD = {
-    **dict.fromkeys(("pp2-1f1b", "pp2-zbv", "reshard-cp2-all_gather"), ""),
-    **dict.fromkeys(("pp2-dualpipev", "reshard-cp2-ulysses", "tp2", "fsdp2-reshard-compiled"), "guard"),
+    "pp2-1f1b": "",
+    **dict.fromkeys(
+        ("pp2-zbv", "reshard-cp2-all_gather", "pp2-dualpipev", "reshard-cp2-ulysses", "tp2", "fsdp2-reshard-compiled"),
+        "guard",
+    ),
     **dict.fromkeys(("pp2-interleaved_zero_bubble", "tp2-no_sp", "fsdp2-reshard", "pp2-gpipe", "ddp2"), "slow"),
     **dict.fromkeys(("fsdp2-reshard-tp2", "pp2-1f1b-keep-cp2-all_gather", "pp2-zbv-keep-cp2-ulysses"), "slow"),
     **dict.fromkeys(("fsdp2-reshard-full", "pp2-zbv-full", "tp2-selective", "pp2-1f1b-fsdp2-keep-compiled"), "slow"),
@@ -97,7 +100,6 @@ def ahead_cases() -> Iterator[Any]:
             yield pytest.param(rows[name], family, id=f"{name}-{family}", marks=marks)
 
 
-@pytest.mark.guard
 @pytest.mark.parametrize(("row", "family"), list(ahead_cases()))
 def test_multi_token_prediction_computes_what_one_process_does(
     families: Path, processes: Callable[[int], Ranks], row: Combination, family: str

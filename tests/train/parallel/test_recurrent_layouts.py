@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,31 @@ def test_a_layout_computes_what_one_process_does(
     families: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
     assert layouts.compare(families, family, row, processes(row.layout.world_size)) == []
+
+
+BESIDE = {
+    **dict.fromkeys(("reshard-cp2-all_gather-tp2", "pp2-zbv-keep-cp2-ulysses", "fsdp2-keep-tp2"), "guard"),
+    **dict.fromkeys(("tp2", "tp2-no_sp", "fsdp2-reshard", "pp2-1f1b", "pp2-interleaved_1f1b", "pp2-dualpipev"), "slow"),
+    **dict.fromkeys(
+        ("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "hsdp2x2-keep"), "slow"
+    ),
+    **dict.fromkeys(("tp2-selective", "fsdp2-reshard-full", "fsdp2-reshard-compiled", "pp2-zbv-full"), "slow"),
+}
+"""Rows with all kinds of layers in one model, and their tier."""
+
+
+def beside_cases() -> Iterator[Any]:
+    rows = {row.name: row for row in ROWS}
+    for name, tier in BESIDE.items():
+        row = replace(rows[name], depth=6)
+        yield pytest.param(row, id=name, marks=[*layouts.trains(row.kind.schedule or ""), getattr(pytest.mark, tier)])
+
+
+@pytest.mark.parametrize("row", list(beside_cases()))
+def test_all_kinds_of_layers_beside_each_other(
+    families: Path, processes: Callable[[int], Ranks], row: Combination
+) -> None:
+    assert layouts.compare(families, "every", row, processes(row.layout.world_size)) == []
 
 
 @pytest.mark.guard
