@@ -1,4 +1,4 @@
-"""What tests of kernels have in common."""
+"""What tests of models have in common."""
 
 from __future__ import annotations
 
