@@ -30,6 +30,15 @@ class RecurrentSpec(MixerSpec):
         """See `LayerPartSpec`."""
         return ("decay",)
 
+    @staticmethod
+    def chunk_keys(*, causal: bool) -> float:
+        """Positions of its chunk that FLOPs are counted for, of one position; see `flops_per_token`.
+
+        A scan with chunks computes whole squares of positions, of which the upper half is hidden. A last chunk that is
+        filled up costs as much as a whole one, which is not counted.
+        """
+        return CHUNK / 2 if causal else CHUNK
+
     @abstractmethod
     def conv_channels(self, tp: int) -> int:
         """Channels of the convolutions on a rank of tp."""

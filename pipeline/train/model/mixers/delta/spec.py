@@ -125,9 +125,14 @@ class DeltaSpec(RecurrentSpec):
         return (Division("delta.key_heads", self.key_heads),)
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
-        """The state, what a key replaces in it and what is read of it; products within a chunk."""
+        """The state is read by keys, written, and read by queries; products within a chunk.
+
+        Those are keys with keys and queries with keys, which heads of values share; a triangular system for values and
+        keys, which costs as much as a product with its factor; and scores with values.
+        """
         state = 6.0 * self.value_heads * self.key_dim * self.value_dim
-        return state + CHUNK * self.value_heads * (3 * self.key_dim + 2 * self.value_dim)
+        products = 2 * self.keys_dim + self.value_heads * (self.key_dim + 2 * self.value_dim)
+        return state + 2.0 * self.chunk_keys(causal=causal) * products
 
     def elementwise_numbers(self, tp: int) -> float:
         """Convolutions and norms of queries and keys; decays; the gate."""

@@ -118,9 +118,9 @@ class Mamba2Spec(RecurrentSpec):
         )
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
-        """The state and what is read of it; products within a chunk."""
+        """The state is written and read; within a chunk B and C give scores, which inputs are summed by."""
         state = 4.0 * self.inner_dim * self.state_dim
-        return state + CHUNK * (self.group_dim + self.inner_dim)
+        return state + 2.0 * self.chunk_keys(causal=causal) * (self.group_dim + self.inner_dim)
 
     def elementwise_numbers(self, tp: int) -> float:
         """Convolutions; steps and decays; the gate."""
