@@ -183,6 +183,11 @@ class LayerPartSpec(ABC):
         """Names of `Fp32Vectors` within the part, whose vectors stay in fp32 where others are used in 16 bits."""
         return ()
 
+    def fp32_sizes(self, tp: int) -> tuple[int, ...]:
+        """Parameters of each of them on one rank of tp."""
+        vectors = [(vector.name.rpartition(".")[0], vector.parameters(tp)) for vector in self.vectors]
+        return tuple(sum(size for module, size in vectors if module == name) for name in self.fp32_modules)
+
     @property
     def head_norms(self) -> tuple[HeadNorm, ...]:
         """Norms within the part."""
