@@ -104,15 +104,16 @@ def expert_parameters(layer: LayerSpec, ranks: int = 1) -> int:
     return sum(part.stack_parameters(ranks) for part in layer.parts.values())
 
 
-def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:
-    """Those of `layer_parameters` that are in matrices, those of experts among them."""
+def muon_parameters(layer: LayerSpec, tp: int = 1) -> int:
+    """Those of `layer_parameters` that Muon may have: in matrices, those of experts among them."""
     experts = sum(stack.elements for stack in layer.stacks.values()) // tp
-    return sum(part.matrix_parameters(tp) for part in layer.parts.values()) + experts
+    return sum(matrix.parameters(tp) for matrix in layer.matrices.values() if matrix.muon) + experts
 
 
 def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
-    """FLOPs of Newton-Schulz iterations, for each matrix of a layer besides those of experts."""
-    return [_orthogonal_flops(matrix.rows, matrix.columns, steps) for matrix in layer.matrices.values()]
+    """FLOPs of Newton-Schulz iterations, for each matrix of a layer that Muon may have, besides those of experts."""
+    matrices = (matrix for matrix in layer.matrices.values() if matrix.muon)
+    return [_orthogonal_flops(matrix.rows, matrix.columns, steps) for matrix in matrices]
 
 
 def expert_orthogonal_flops(layer: LayerSpec, steps: int, shards: int) -> float:

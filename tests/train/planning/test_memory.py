@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.model.flops import layer_matrices, layer_parameters, num_parameters
+from pipeline.train.model.flops import layer_parameters, muon_parameters, num_parameters
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Terms
 from pipeline.train.model.part_spec import Reach
 from pipeline.train.parallel.footprint import checkpoint_bytes
@@ -200,6 +200,7 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
     assert size == pytest.approx(checkpoint_bytes(config, spec), rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["one process", "mamba"])
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -208,11 +209,12 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
         ({"type": "muon", "states": "bf16"}, lambda count, matrices: 4 * count - 2 * matrices),
     ],
 )
-def test_moments_of_other_optimizers(keys: dict[str, Any], expected: Callable[[int, int], int]) -> None:
-    config = case_config("one process", train__optimizer=keys)
+def test_moments_of_other_optimizers(name: str, keys: dict[str, Any], expected: Callable[[int, int], int]) -> None:
+    """Matrices of rates have two moments whatever the optimizer is."""
+    config = case_config(name, train__optimizer=keys)
     _, spec, _ = of_case(config)
     (each,) = _estimate(config)
-    matrices = sum(map(layer_matrices, spec.layers))
+    matrices = sum(map(muon_parameters, spec.layers))
     assert each.moments == pytest.approx(expected(num_parameters(spec), matrices), rel=0.002)
 
 
