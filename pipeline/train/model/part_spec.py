@@ -78,7 +78,7 @@ class CpTransfer:
     numbers: int
     """Numbers sent in all calls, for each token of a rank."""
     repeated_flops: float = 0.0
-    """FLOPs in the forward pass, for each token of a rank, that each rank does for all tokens, less those counted."""
+    """FLOPs in the forward pass, for each token of a rank, that cp adds to those counted."""
     of_sample: int = 0
     """Numbers sent in all calls for each sample, whatever its length. With them, or those below, all ranks get what
     each has, whatever the method."""

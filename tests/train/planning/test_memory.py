@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipeline.train.model.part_spec import Reach
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import StepShape
-from pipeline.train.planning.activations import _Fused, _Masked
+from pipeline.train.planning.activations import Shape, _Fused, _Masked, measure
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.memory import RankMemory, memory
 from tests import tiers, tiny
@@ -146,6 +147,25 @@ def test_a_pattern_that_does_not_repeat_is_a_sum_over_kinds(monkeypatch: pytest.
     assert (few.count, few.parameters, few.moments) == (each.count, each.parameters, each.moments)
     assert few.total == pytest.approx(each.total, rel=1e-3)
     assert few.activations == pytest.approx(each.activations, rel=0.01)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("name", ["one process", "mamba", "delta"])
+def test_bounds_of_what_layers_keep(name: str) -> None:
+    """What backward needs of each kind of layer is between what the kinds say, and near to the lower one."""
+    config = case_config(name)
+    layout, spec, _ = of_case(config)
+    for layer in spec.different_layers:
+        equal = replace(spec, layers=(layer,))
+        few, more = measure(config, layout, equal, Shape(2, 256, 1), "whole", [(0, 2), (0, 3)], "cpu")
+        kept = (more.kept - few.kept) / 512 / 4
+        parts = layer.parts.values()
+        least = (2 + len(layer.norms)) * layer.dim + sum(part.kept_numbers(1) for part in parts)
+        peak = max(
+            more.at(label)["activations"] + more.at(label)["working"] for label in more.labels if "layer" in label
+        )
+        assert 0.75 * kept < least < kept
+        assert peak / 512 / 4 < 3 * sum(part.most_numbers(256) for part in parts)
 
 
 def test_stages_of_unequal_lengths() -> None:

@@ -47,12 +47,18 @@ class RecurrentSpec(MixerSpec):
     def piece_numbers(self, tp: int) -> int:
         """Fp32 numbers of a piece of a sequence that the pieces behind it need to know, on a rank of tp."""
 
+    @property
+    @abstractmethod
+    def entering_flops(self) -> float:
+        """FLOPs of one token in the forward pass for a state that enters a piece of a sequence."""
+
     def cp_transfer(self, method: str, tp: int, cp: int) -> CpTransfer:
         """See `MixerSpec`."""
         pieces = cp * (1 if method == "ulysses" else 2)  # collected is what all ranks have together
         tails = pieces * (self.conv_size - 1) * self.conv_channels(tp)
         what = "states of pieces, inputs of convolutions"
-        return CpTransfer(what, 2, 0, of_sample=tails, of_sample_fp32=pieces * self.piece_numbers(tp))
+        states = pieces * self.piece_numbers(tp)
+        return CpTransfer(what, 2, 0, self.entering_flops, of_sample=tails, of_sample_fp32=states)
 
 
 def conv_vectors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -139,8 +139,8 @@ class DeltaSpec(RecurrentSpec):
         return (2 * (4 * self.keys_dim + self.values_dim) + 3 * self.values_dim + 3 * self.decays) / tp
 
     def kept_numbers(self, tp: int) -> float:
-        """Inputs and results of the convolutions; decays; the result of the rule, of the norm, and the gate."""
-        return (2 * (2 * self.keys_dim + self.values_dim) + 3 * self.values_dim + 2 * self.decays) / tp
+        """Inputs and results of convolutions and norms; decays; the result of the rule, its norm, gate, and product."""
+        return (2 * (3 * self.keys_dim + self.values_dim) + 4 * self.values_dim + 2 * self.decays) / tp
 
     def kept_results(self, keep: Collection[str], tp: int) -> float:
         """Those of all products but the last."""
@@ -161,6 +161,11 @@ class DeltaSpec(RecurrentSpec):
     def piece_numbers(self, tp: int) -> int:
         """See `RecurrentSpec`: the state of each head and the matrix that an entering one is multiplied with."""
         return self.value_heads // tp * self.key_dim * (self.key_dim + self.value_dim)
+
+    @property
+    def entering_flops(self) -> float:
+        """See `RecurrentSpec`: the rule once more, for values and for the identity beside them."""
+        return replace(self, value_dim=self.key_dim + self.value_dim).extra_flops(CHUNK, causal=False)
 
 
 def _sizes(model: ModelConfig, layer: LayerConfig) -> dict[str, Any]:

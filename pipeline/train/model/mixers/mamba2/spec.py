@@ -128,9 +128,9 @@ class Mamba2Spec(RecurrentSpec):
         return convolved + (3 * self.inner_dim + 4 * self.heads) / tp
 
     def kept_numbers(self, tp: int) -> float:
-        """Inputs and results of the convolutions; the gate, steps, the result of the state and of the norm."""
+        """Inputs and results of the convolutions; steps; results of state and gate, their product, its norm."""
         convolved = 2 * (self.inner_dim / tp + 2 * self._group_dim_on_rank(tp))
-        return convolved + (3 * self.inner_dim + self.heads) / tp
+        return convolved + (5 * self.inner_dim + self.heads) / tp
 
     def kept_results(self, keep: Collection[str], tp: int) -> float:
         """Those of all products but the last."""
@@ -150,6 +150,11 @@ class Mamba2Spec(RecurrentSpec):
     def piece_numbers(self, tp: int) -> int:
         """See `RecurrentSpec`: the state of each head and its decay."""
         return self.heads // tp * (self.head_dim * self.state_dim + 1)
+
+    @property
+    def entering_flops(self) -> float:
+        """See `RecurrentSpec`: what is read of the state."""
+        return 2.0 * self.inner_dim * self.state_dim
 
     def _group_dim_on_rank(self, tp: int) -> int:
         return max(1, self.groups // tp) * self.state_dim
