@@ -84,6 +84,10 @@ class CpTransfer:
     each has, whatever the method."""
     of_sample_fp32: int = 0
     """The same of numbers in fp32."""
+    least_piece: int = 0
+    """Positions that each piece of a sequence must have at least."""
+    least_key: str = ""
+    """In the `model:` section, for messages: the key that this follows from."""
 
     @property
     def gathers(self) -> bool:

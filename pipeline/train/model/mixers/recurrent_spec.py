@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from typing import ClassVar
 
 from pipeline.train.model.parameter_spec import Uniform, Vector
 from pipeline.train.model.part_spec import CpTransfer, MixerSpec
@@ -17,6 +18,8 @@ CHUNK = 64
 class RecurrentSpec(MixerSpec):
     """A mixer whose state goes from position to position, with causal convolutions ahead of it."""
 
+    section: ClassVar[str]
+    """Of the `model:` section, the one with its sizes."""
     conv_size: int
     """Taps of the convolutions."""
 
@@ -58,7 +61,13 @@ class RecurrentSpec(MixerSpec):
         tails = pieces * (self.conv_size - 1) * self.conv_channels(tp)
         what = "states of pieces, inputs of convolutions"
         states = pieces * self.piece_numbers(tp)
-        return CpTransfer(what, 2, 0, self.entering_flops, of_sample=tails, of_sample_fp32=states)
+        return CpTransfer(
+            *(what, 2, 0, self.entering_flops),
+            of_sample=tails,
+            of_sample_fp32=states,
+            least_piece=self.conv_size - 1,
+            least_key=f"{self.section}.conv_size",
+        )
 
 
 def conv_vectors(

@@ -46,6 +46,7 @@ class DeltaSpec(RecurrentSpec):
     """Of the result of each head."""
 
     label: ClassVar = "the gated delta rule"
+    section: ClassVar = "delta"
     module: ClassVar = "pipeline.train.model.mixers.delta.module.GatedDelta"
     huggingface: ClassVar = {
         "llama": (

@@ -45,6 +45,7 @@ class Mamba2Spec(RecurrentSpec):
     norm_groups: int
 
     label: ClassVar = "Mamba-2"
+    section: ClassVar = "mamba2"
     module: ClassVar = "pipeline.train.model.mixers.mamba2.module.Mamba2"
     huggingface: ClassVar = {"mamba2": _names("mixer"), "llama": _names("mamba")}
 
