@@ -16,6 +16,7 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
     - attention's output:    2 * H * E * D a layer,
     - scores and their sum over values: 2 * (2 * H * E * keys) a layer, `keys` being the keys a query meets,
     - mlp:                   2 * 3 * D * F a layer (swiglu), 2 * 2 * D * F (gelu),
+    - recurrences:           those of a scan by chunks of Q positions, see `extra_flops` of the mixers,
     - experts:               2 * 3 * D * F for each expert that a token goes to, 2 * D * E for a router of E experts,
     - head:                  2 * D * V, tied or not,
     - multi-token prediction, for each depth: a layer, the head, and 2 * 2 * D * D.
@@ -24,9 +25,9 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
     Lookups of embeddings, norms, activations, softmax and recomputation are not counted.
 
     `keys` follows one of two conventions. `causal=True`, as Megatron-LM counts: the mean over the triangle, S / 2; with
-    a sliding window of W < S tokens W - W^2 / (2 * S), the area of the band. `causal=False`, as PaLM (Chowdhery et al.
-    2022, appendix B) and torchtitan count: all S, or W with a window. Neither makes attention cheaper for document
-    bounds.
+    a sliding window of W < S tokens W - W^2 / (2 * S), the area of the band; within a chunk Q / 2. `causal=False`, as
+    PaLM (Chowdhery et al. 2022, appendix B) and torchtitan count: all S, or W with a window; within a chunk Q, as the
+    scan computes it. Neither makes attention cheaper for document bounds.
 
     Returns:
         FLOPs of one token. FLOP/s is this times tokens/s; divided by the device's peak it is the MFU.
@@ -103,15 +104,16 @@ def expert_parameters(layer: LayerSpec, ranks: int = 1) -> int:
     return sum(part.stack_parameters(ranks) for part in layer.parts.values())
 
 
-def layer_matrices(layer: LayerSpec, tp: int = 1) -> int:
-    """Those of `layer_parameters` that are in matrices, those of experts among them."""
+def muon_parameters(layer: LayerSpec, tp: int = 1) -> int:
+    """Those of `layer_parameters` that Muon may have: in matrices, those of experts among them."""
     experts = sum(stack.elements for stack in layer.stacks.values()) // tp
-    return sum(part.matrix_parameters(tp) for part in layer.parts.values()) + experts
+    return sum(matrix.parameters(tp) for matrix in layer.matrices.values() if matrix.muon) + experts
 
 
 def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
-    """FLOPs of Newton-Schulz iterations, for each matrix of a layer besides those of experts."""
-    return [_orthogonal_flops(matrix.rows, matrix.columns, steps) for matrix in layer.matrices.values()]
+    """FLOPs of Newton-Schulz iterations, for each matrix of a layer that Muon may have, besides those of experts."""
+    matrices = (matrix for matrix in layer.matrices.values() if matrix.muon)
+    return [_orthogonal_flops(matrix.rows, matrix.columns, steps) for matrix in matrices]
 
 
 def expert_orthogonal_flops(layer: LayerSpec, steps: int, shards: int) -> float:

@@ -78,12 +78,16 @@ class CpTransfer:
     numbers: int
     """Numbers sent in all calls, for each token of a rank."""
     repeated_flops: float = 0.0
-    """FLOPs in the forward pass, for each token of a rank, that each rank does for all tokens, less those counted."""
+    """FLOPs in the forward pass, for each token of a rank, that cp adds to those counted."""
     of_sample: int = 0
     """Numbers sent in all calls for each sample, whatever its length. With them, or those below, all ranks get what
     each has, whatever the method."""
     of_sample_fp32: int = 0
     """The same of numbers in fp32."""
+    least_piece: int = 0
+    """Positions that each piece of a sequence must have at least."""
+    least_key: str = ""
+    """In the `model:` section, for messages: the key that this follows from."""
 
     @property
     def gathers(self) -> bool:
@@ -182,6 +186,11 @@ class LayerPartSpec(ABC):
     def fp32_modules(self) -> tuple[str, ...]:
         """Names of `Fp32Vectors` within the part, whose vectors stay in fp32 where others are used in 16 bits."""
         return ()
+
+    def fp32_sizes(self, tp: int) -> tuple[int, ...]:
+        """Parameters of each of them on one rank of tp."""
+        vectors = [(vector.name.rpartition(".")[0], vector.parameters(tp)) for vector in self.vectors]
+        return tuple(sum(size for module, size in vectors if module == name) for name in self.fp32_modules)
 
     @property
     def head_norms(self) -> tuple[HeadNorm, ...]:

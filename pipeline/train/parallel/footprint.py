@@ -12,9 +12,9 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
 from pipeline.train.model.flops import (
     expert_parameters,
-    layer_matrices,
     layer_parameters,
     mtp_parameters,
+    muon_parameters,
     num_parameters,
 )
 from pipeline.train.parallel.layout import Layout
@@ -111,7 +111,7 @@ def moments(optimizer: OptimizerConfig, parameters: int, matrices: int) -> int:
     Args:
         optimizer: The `train.optimizer:` section.
         parameters: All of them.
-        matrices: Those in matrices of layers.
+        matrices: Those that Muon may have.
     """
     return 2 * parameters - (matrices if optimizer.type == "muon" else 0)
 
@@ -136,9 +136,9 @@ def layer_sizes(spec: DecoderSpec, part: ModelPart, tp: int) -> dict[int, int]:
 
 
 def part_matrices(spec: DecoderSpec, part: ModelPart, tp: int) -> int:
-    """Those of `layer_sizes` that are in matrices."""
+    """Those of `layer_sizes` that Muon may have."""
     before = [matrix.elements for each in spec.mtp for matrix in each.inputs] if part.last else []
-    return sum(before) + sum(layer_matrices(layer, tp) for _, layer in part.blocks(spec))
+    return sum(before) + sum(muon_parameters(layer, tp) for _, layer in part.blocks(spec))
 
 
 def end_parameters(spec: DecoderSpec, part: ModelPart, tp: int) -> int:

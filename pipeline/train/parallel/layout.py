@@ -80,6 +80,11 @@ def sequence_multiple(parallel: ParallelConfig, layout: Layout, *, experts: bool
     return layout.cp * (lcm(2, tp) if parallel.cp_method == "all_gather" else tp)
 
 
+def sequence_pieces(parallel: ParallelConfig, layout: Layout) -> int:
+    """Pieces that cp cuts a sequence into."""
+    return layout.cp * (2 if layout.cp > 1 and parallel.cp_method == "all_gather" else 1)
+
+
 def fixed_processes(parallel: ParallelConfig) -> int:
     """Processes that the layout names; the axis that takes the rest counts as one."""
     return prod(max(1, degree) for degree in _degrees(parallel).values())

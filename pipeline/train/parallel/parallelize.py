@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pipeline.config import Config
+from pipeline.config.parallel import ParallelConfig
 from pipeline.train.fp8.convert import check_fp8, refresh_scales, use_fp8
 from pipeline.train.fp8.matrices import gathers_fp8
 from pipeline.train.model.config import DecoderSpec
@@ -29,7 +30,7 @@ from pipeline.train.model.recompute import Recompute, check_offload
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
 from pipeline.train.parallel.context import build_cut
 from pipeline.train.parallel.experts import deal_experts, mixtures, shard_dim
-from pipeline.train.parallel.layout import sequence_multiple
+from pipeline.train.parallel.layout import Layout, sequence_multiple, sequence_pieces
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
@@ -58,7 +59,7 @@ class ParallelModel:
     cut: SequenceCut | None
     """Cut of every sequence that gives this process its share; None: it has all of it."""
     sequence_multiple: int
-    """Divisor of the length of every sequence."""
+    """Texts of any length are filled up to a multiple of it."""
     fp8_weights: bool = False
     """True if weights are sent in fp8."""
 
@@ -121,6 +122,8 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
     multiple = sequence_multiple(parallel, mesh.layout, experts=bool(spec.expert_layers))
     if fp8 is not None:
         multiple = math.lcm(multiple, fp8.multiple * mesh.layout.cp)
+    # A text of one position too is cut into pieces that are long enough.
+    multiple *= -(-_least_length(spec, parallel, mesh.layout) // multiple)
     return ParallelModel(
         spec,
         stages,
@@ -130,6 +133,14 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
         multiple,
         fp8_weights=fp8 is not None and gathers_fp8(fp8, spec, mesh.layout),
     )
+
+
+def _least_length(spec: DecoderSpec, parallel: ParallelConfig, layout: Layout) -> int:
+    """Positions that a sequence must have at least for cp to cut it."""
+    mixers = [layer.mixer for layer in spec.different_layers if layer.mixer is not None]
+    sent = [mixer.cp_transfer(parallel.cp_method, layout.tp, layout.cp) for mixer in mixers]
+    least = max((each.least_piece for each in sent if each is not None), default=0)
+    return max(1, least * sequence_pieces(parallel, layout)) if layout.cp > 1 else 1
 
 
 def _prepare_layers(part: Decoder, config: Config, setup: Setup) -> None:

@@ -169,9 +169,9 @@ def _measure(
         model.whole.to_empty(device=_CPU)
         optimizers = Optimizers(config, model)
         stepper = Stepper(config, Setup(_CPU, mesh, small), model, optimizers, sources=1)
-        count = pp if pp > 1 else min(2, shape.micro_batches)
-        batches = partial(_batches, shape, count, len(spec.mtp))
-        return _Recording(model, optimizers, stepper, ledger, mesh.layout).run(batches)
+        batches = partial(_batches, shape, len(spec.mtp))
+        first, second = (pp, pp) if pp > 1 else (1, min(2, shape.micro_batches))
+        return _Recording(model, optimizers, stepper, ledger, mesh.layout).run(batches, first, second)
 
 
 def _plain(train: TrainConfig) -> TrainConfig:
@@ -182,7 +182,7 @@ def _plain(train: TrainConfig) -> TrainConfig:
     return train.model_copy(update={"compile": False, "precision": precision, "metrics": metrics})
 
 
-def _batches(shape: Shape, count: int, depth: int) -> list[Batch]:
+def _batches(shape: Shape, depth: int, count: int) -> list[Batch]:
     size, ahead = (shape.samples, shape.length), (shape.samples, depth, shape.length)
     return [
         Batch(
@@ -214,10 +214,10 @@ class _Recording:
         self._in_backward = False
         self._kept_at = 0
 
-    def run(self, batches: Callable[[], list[Batch]]) -> StageMemory:
-        """The second step; the first one makes states and shapes."""
+    def run(self, batches: Callable[[int], list[Batch]], first: int, second: int) -> StageMemory:
+        """The second step; the first one makes states and shapes. Each has its number of micro-batches."""
         valid_ahead = (1,) * len(self._model.spec.mtp)
-        self._stepper.step(batches(), 1, 1.0, valid_ahead=valid_ahead)
+        self._stepper.step(batches(first), 1, 1.0, valid_ahead=valid_ahead)
         self._attach()
         ledger, passes = self._ledger, self._passes
         ledger.begin()
@@ -232,7 +232,7 @@ class _Recording:
             ledger.mark("optimizer")
 
         runner.train = watched  # type: ignore[method-assign]
-        mine = batches()
+        mine = batches(second)
         self._stepper.step(mine, 1, 1.0, valid_ahead=valid_ahead)
         return self._sum_up(parameters, len(mine))
 

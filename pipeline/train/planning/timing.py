@@ -265,8 +265,9 @@ def _stage_work(
     fp8 = config.train.precision.fp8
     matrices = {} if fp8 is None else fp8_matrices(fp8, spec, layout.tp)
     for index, layer in stage.part.blocks(spec):
-        # A mask is a table for the kernel, which then computes all of it.
+        # A mask is a table for the kernel, which then computes all of it; a scan computes whole chunks.
         causal = not config.model.document_attention and (layer.mixer is None or layer.mixer.sees_all(length))
+        causal = causal and not (layer.mixer is not None and layer.mixer.recurrent)
         scores = extra_flops(layer, length, causal=causal)
         multiplied = layer_flops(layer, length, causal=causal) - scores - expert_flops(layer)
         rounded = matrices.get(index, [])

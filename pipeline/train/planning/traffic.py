@@ -132,14 +132,17 @@ class _Counter:
         self._samples = shape.micro_batch_size
         self._cut = config.parallel.sequence_parallel
         self._shards = layout.shards
+        self._reshards = LayoutKind.of(config.parallel, layout).reshard or False
         self._reduction = reduction(config.parallel, layout)
         self._reductions = self._micro if self._reduction == "each" else 1
         self._end_parameters = end_parameters(spec, stage.part, layout.tp)
         mixtures = spec.expert_layers
         self._experts = [(index, mixtures[index]) for index, _ in self._layers if index in mixtures]
         self._expert_parameters = sum(part.stack_parameters(layout.ep) for _, part in self._experts)
-        # Without those of experts, which are units of their own.
-        self._layer_parameters = sum(layer_sizes(spec, stage.part, layout.tp).values())
+        parts = [part for _, layer in self._layers for part in layer.parts.values()]
+        self._fp32_sizes = [size for part in parts for size in part.fp32_sizes(layout.tp)]
+        # Without those of experts and in fp32, which are units of their own.
+        self._layer_parameters = sum(layer_sizes(spec, stage.part, layout.tp).values()) - sum(self._fp32_sizes)
         self._layer_parameters -= sum(part.stack_parameters(layout.tp) for _, part in self._experts)
         self._counts_of_samples = config.train.balance.over == "sequence"
 
@@ -153,6 +156,7 @@ class _Counter:
             yield from self._expert_parallel()
         yield from self._pipeline()
         yield from self._sharded()
+        yield from self._sharded_fp32()
         yield from self._sharded_experts()
         yield from self._replicated()
 
@@ -319,7 +323,7 @@ class _Counter:
 
     def _sharded(self) -> Iterator[Transfer]:
         ends, layers = self._end_parameters, self._layer_parameters
-        (forward, backward), rest = self._gathers(self._shards)
+        (forward, backward), rest = self._gathers(self._shards, self._reshards)
         # One byte each instead of two.
         gathered = layers * self._element - sum(self._fp8.get(index, 0) for index, _ in self._layers)
         for what, size, units, calls, phase in (
@@ -328,34 +332,36 @@ class _Counter:
             ("weights of embedding and head", rest * ends * self._element, 1, rest, "forward"),
         ):
             yield Transfer("dp_shard", "all_gather", what, phase, calls * units, size, self._shards)  # type: ignore[arg-type]
-        times, last = self._reductions, "backward" if self._reduction == "each" else "update"
+        yield self._scattered("dp_shard", "gradients", len(self._layers) + (1 if ends else 0), layers + ends)
+
+    def _sharded_fp32(self) -> Iterator[Transfer]:
+        """The same for vectors that layers use in fp32, which stay whole once they are gathered."""
+        (forward, backward), _ = self._gathers(self._shards, reshards=False)
+        units, size = len(self._fp32_sizes), sum(self._fp32_sizes)
+        calls = forward + backward
         yield Transfer(
-            "dp_shard",
-            "reduce_scatter",
-            "gradients",
-            last,  # type: ignore[arg-type]
-            times * (len(self._layers) + (1 if ends else 0)),
-            times * GRADIENT_BYTES * (layers + ends),
-            self._shards,
+            "dp_shard", "all_gather", "fp32 vectors", "forward", calls * units, calls * size * _FP32, self._shards
         )
+        yield self._scattered("dp_shard", "gradients of fp32 vectors", units, size)
+
+    def _scattered(self, axis: Literal["dp_shard", "expert_shards"], what: str, units: int, size: int) -> Transfer:
+        """Reductions of gradients of some parameters."""
+        ranks = self._shards if axis == "dp_shard" else self._layout.expert_shards
+        times, phase = self._reductions, "backward" if self._reduction == "each" else "update"
+        return Transfer(axis, "reduce_scatter", what, phase, times * units, times * size * GRADIENT_BYTES, ranks)  # type: ignore[arg-type]
 
     def _sharded_experts(self) -> Iterator[Transfer]:
         """The same for experts, which are sharded over tp, too, and with ep over fewer processes."""
         units, parameters = len(self._experts), self._expert_parameters
         shards = self._layout.expert_shards
-        (forward, backward), _ = self._gathers(shards)
-        times, last = self._reductions, "backward" if self._reduction == "each" else "update"
-        size = parameters * self._element
-        for what, operation, calls, bytes_, phase in (
-            ("weights of experts", "all_gather", forward, forward * size, "forward"),
-            ("weights of experts", "all_gather", backward, backward * size, "backward"),
-            ("gradients of experts", "reduce_scatter", times, times * GRADIENT_BYTES * parameters, last),
-        ):
-            yield Transfer("expert_shards", operation, what, phase, calls * units, bytes_, shards)  # type: ignore[arg-type]
+        (forward, backward), _ = self._gathers(shards, self._reshards)
+        for calls, phase in ((forward, "forward"), (backward, "backward")):
+            size = calls * parameters * self._element
+            yield Transfer("expert_shards", "all_gather", "weights of experts", phase, calls * units, size, shards)  # type: ignore[arg-type]
+        yield self._scattered("expert_shards", "gradients of experts", units, parameters)
 
-    def _gathers(self, shards: int) -> tuple[tuple[int, int], int]:
+    def _gathers(self, shards: int, reshards: bool) -> tuple[tuple[int, int], int]:
         """Gathers of whole weights in a step: of layers in forward and in backward passes, of the rest."""
-        reshards = LayoutKind.of(self._parallel, self._layout).reshard or False
         if self._layout.pp == 1:
             return (self._micro, self._micro if reshards else 0), self._micro
         if shards == 1:
@@ -370,6 +376,7 @@ class _Counter:
         layout, others = self._layout, self._layer_parameters + self._end_parameters
         for what, units, parameters, shards in (
             ("gradients", len(self._layers) + (1 if self._end_parameters else 0), others, self._shards),
+            ("gradients of fp32 vectors", len(self._fp32_sizes), sum(self._fp32_sizes), self._shards),
             ("gradients of experts", len(self._experts), self._expert_parameters, layout.expert_shards),
         ):
             size = GRADIENT_BYTES * parameters // shards

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
-from pipeline.train.model.flops import flops_per_token, num_parameters
+from pipeline.train.model.flops import extra_flops, flops_per_token, num_parameters
 from tests.train.models import FAMILIES, VOCAB
 
 
@@ -96,3 +96,46 @@ def test_parameters_are_counted_without_torch() -> None:
         "num_parameters(decoder_spec(ModelConfig.model_validate(sizes), 100, 64)); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba2": {"mamba2": {"heads": 4, "head_dim": 8, "state_dim": 16, "groups": 2}},
+    "gated_delta": {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 6}},
+    "kda": {"delta": {"key_heads": 2, "key_dim": 8, "value_dim": 6, "rank": 5}},
+}
+
+
+def _unlike_counted(mixer: str, positions: int) -> int:
+    """FLOPs of a scan over whole chunks that are counted, less those of the whole convention."""
+    if mixer == "mamba2":
+        return 0
+    heads, keys, chunk = (2 if mixer == "kda" else 4), 8, 64
+    # The triangular system is inverted, in place of being solved for the keys.
+    return positions * heads * chunk * (chunk - 2 * keys)
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+@pytest.mark.parametrize(("rows", "sequence"), [(1, 64), (2, 192), (3, 70)])
+def test_scans_of_whole_chunks_equal_the_counter(mixer: str, rows: int, sequence: int) -> None:
+    keys = {"layers": 2, "dim": 32, "mixer": mixer, "mlp": "none", "vocab_multiple": 1}
+    spec = decoder_spec(_config(**keys, **RECURRENT[mixer]), VOCAB, sequence)
+    tokens, positions = rows * sequence, rows * -(-sequence // 64) * 64
+    with torch.device("meta"):
+        model, inputs = Decoder(spec), torch.zeros(rows, sequence, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(inputs, Context())
+    scans = [extra_flops(layer, sequence, causal=False) for layer in spec.layers]
+    products = flops_per_token(spec, sequence, causal=False) / 3 - sum(scans)
+    expected = tokens * products + positions * sum(scans) + 2 * _unlike_counted(mixer, positions)
+    assert counter.get_total_flops() == expected
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+def test_half_a_chunk_is_useful(mixer: str) -> None:
+    """Whatever the length of a sequence."""
+    config = _config(layers=1, dim=32, mixer=mixer, mlp="none", **RECURRENT[mixer])
+    (layer,) = decoder_spec(config, VOCAB, 64).layers
+    products = {"mamba2": 2 * 16 + 32, "gated_delta": 2 * 2 * 8 + 4 * (8 + 2 * 6), "kda": 2 * 2 * 8 + 2 * (8 + 2 * 6)}
+    for sequence in (64, 1000):
+        whole, useful = (extra_flops(layer, sequence, causal=causal) for causal in (False, True))
+        assert whole - useful == 2 * 32 * products[mixer]

@@ -19,7 +19,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import EmaConfig, MuonConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.flops import expert_orthogonal_flops, layer_matrices, orthogonal_flops
+from pipeline.train.model.flops import expert_orthogonal_flops, muon_parameters, orthogonal_flops
 from pipeline.train.model.init import init_weights, is_layer_matrix, stack_of
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.muon import orthogonalize, rate_factor
@@ -316,4 +316,4 @@ def test_flops_and_matrices_count_those_of_experts() -> None:
     one = 5 * 2.0 * 16**2 * (2 * 24 + 16)
     assert [expert_orthogonal_flops(layer, 5, shards) for shards in (1, 4, 6, 8)] == [3 * n * one for n in (6, 2, 1, 1)]
     dense = sum(part.matrix_parameters(1) for part in layer.parts.values())
-    assert layer_matrices(layer) == dense + 3 * 6 * 16 * 24
+    assert muon_parameters(layer) == dense + 3 * 6 * 16 * 24

@@ -32,6 +32,11 @@ BASE = (
 )
 
 EXPERTS = "model={layers: 8, dim: 64, heads: 8, mlp: experts, experts: {count: 8, top_k: 2, ffn_dim: 32}}"
+MAMBA = "model={layers: 8, dim: 64, mixer: mamba2, mamba2: {heads: 3}}"
+GATED = (
+    "model={layers: 8, dim: 64, heads: 8, pattern: [a, b], kinds: {a: {mixer: gated_delta, delta: {key_heads: 3, "
+    "conv_size: 8}}, b: {}}}"
+)
 BIASED = EXPERTS.replace("top_k: 2", "top_k: 2, score_bias: true")
 
 
@@ -213,6 +218,29 @@ REFUSED: list[tuple[int, tuple[str, ...], str]] = [
             *("model.pattern=[a,b]", "model.kinds={a: {rope_theta: 500}, b: {}}"),
         ),
         "model.heads=4 cannot be cut over parallel.tp=1 x parallel.cp=8 with cp_method=ulysses: set model.heads=8, or ",
+    ),
+    (
+        8,
+        ("parallel.cp=8", MAMBA, "train.sequence_length=32"),
+        "train.sequence_length=32 over parallel.cp=8 with cp_method=all_gather is cut into pieces of 2 positions, but "
+        r"Mamba-2 sees the 3 before a piece \(model.mamba2.conv_size=4\), .*: set train.sequence_length=48 or more, or "
+        "parallel.cp=4$",
+    ),
+    (
+        1,
+        (MAMBA, "train.recompute={mode: selective, keep: [attention]}"),
+        r"train.recompute.keep=\[attention\] with mode=selective keeps nothing, .* set train.recompute.keep=",
+    ),
+    (
+        4,
+        ("parallel.cp=4", "parallel.cp_method=ulysses", GATED, "train.sequence_length=16"),
+        r"pieces of 4 positions, but the gated delta rule sees the 7 before a piece \(model.kinds.a.delta.conv_size=8\)"
+        ", .*: set train.sequence_length=28 or more, or parallel.cp=2$",
+    ),
+    (
+        2,
+        ("parallel.tp=2", GATED),
+        "model.kinds.a.delta.key_heads=3 cannot be cut over parallel.tp=2: set model.kinds.a.delta.key_heads=2 or 4, ",
     ),
     (
         2,

@@ -52,6 +52,30 @@ EXPERTS: dict[str, Any] = {
 }
 _EP2 = {**EXPERTS, "parallel.dp_shard": 2, "parallel.ep": 2, "train.batch_size": 4}
 
+MAMBA: dict[str, Any] = {
+    "model.pattern": ["state", "state", "attention"],
+    "model.kinds": {
+        "state": {
+            "mixer": "mamba2",
+            "mamba2": {"heads": 8, "head_dim": 64, "state_dim": 32, "groups": 2},
+            "mlp": "none",
+        },
+        "attention": {},
+    },
+}
+DELTA: dict[str, Any] = {
+    "model.pattern": ["gated", "kimi", "attention"],
+    "model.kinds": {
+        "gated": {
+            "mixer": "gated_delta",
+            "delta": {"key_heads": 4, "value_heads": 8, "key_dim": 32, "value_dim": 64},
+        },
+        "kimi": {"mixer": "kda", "delta": {"key_heads": 4, "key_dim": 32, "value_dim": 64}},
+        "attention": {},
+    },
+}
+"""Two layers with a recurrence to one with attention."""
+
 CASES: dict[str, dict[str, Any]] = {
     "one process": {},
     "one process, bf16": {"train.precision": {"compute": "bf16"}},
@@ -113,6 +137,25 @@ CASES: dict[str, dict[str, Any]] = {
         "parallel.tp": 2,
         "train.batch_size": 4,
     },
+    "mamba": MAMBA,
+    "mamba, bf16, documents": {**MAMBA, "train.precision": {"compute": "bf16"}, "model.document_attention": True},
+    "mamba, full recomputation": {**MAMBA, "train.recompute": {"mode": "full"}},
+    "mamba, selective recomputation": {**MAMBA, "train.recompute": {"mode": "selective"}},
+    "mamba, muon": {**MAMBA, "train.optimizer": {"type": "muon"}},
+    "mamba, tp2": {**MAMBA, "parallel.tp": 2},
+    "mamba, cp2": {**MAMBA, "parallel.cp": 2},
+    "mamba, fsdp2, bf16": {
+        **MAMBA,
+        "parallel.dp_shard": 2,
+        "train.batch_size": 4,
+        "train.precision": {"compute": "bf16"},
+    },
+    "delta": DELTA,
+    "delta, bf16": {**DELTA, "train.precision": {"compute": "bf16"}},
+    "delta, full recomputation": {**DELTA, "train.recompute": {"mode": "full"}},
+    "delta, selective recomputation": {**DELTA, "train.recompute": {"mode": "selective"}},
+    "delta, tp2": {**DELTA, "parallel.tp": 2},
+    "delta, cp2": {**DELTA, "parallel.cp": 2},
     "full recomputation": {"train.recompute": {"mode": "full"}},
     "full recomputation, every second layer": {"train.recompute": {"mode": "full", "every": 2}},
     "selective recomputation": {"train.recompute": {"mode": "selective"}},

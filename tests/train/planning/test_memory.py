@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.model.flops import layer_matrices, layer_parameters, num_parameters
+from pipeline.train.model.flops import layer_parameters, muon_parameters, num_parameters
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Terms
 from pipeline.train.model.part_spec import Reach
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import StepShape
-from pipeline.train.planning.activations import _Fused, _Masked
+from pipeline.train.planning.activations import Shape, _Fused, _Masked, measure
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.memory import RankMemory, memory
 from tests import tiers, tiny
@@ -150,6 +151,25 @@ def test_a_pattern_that_does_not_repeat_is_a_sum_over_kinds(monkeypatch: pytest.
 
 
 @pytest.mark.guard
+@pytest.mark.parametrize("name", ["one process", "mamba", "delta"])
+def test_bounds_of_what_layers_keep(name: str) -> None:
+    """What backward needs of each kind of layer is between what the kinds say, and near to the lower one."""
+    config = case_config(name)
+    layout, spec, _ = of_case(config)
+    for layer in spec.different_layers:
+        equal = replace(spec, layers=(layer,))
+        few, more = measure(config, layout, equal, Shape(2, 256, 1), "whole", [(0, 2), (0, 3)], "cpu")
+        kept = (more.kept - few.kept) / 512 / 4
+        parts = layer.parts.values()
+        least = (2 + len(layer.norms)) * layer.dim + sum(part.kept_numbers(1) for part in parts)
+        peak = max(
+            more.at(label)["activations"] + more.at(label)["working"] for label in more.labels if "layer" in label
+        )
+        assert 0.75 * kept < least < kept
+        assert peak / 512 / 4 < 3 * sum(part.most_numbers(256) for part in parts)
+
+
+@pytest.mark.guard
 def test_stages_of_unequal_lengths() -> None:
     """That in the middle is run as it is, with the larger of the two numbers of layers that others follow from."""
     config = case_config(
@@ -203,6 +223,7 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.guard
+@pytest.mark.parametrize("name", ["one process", "mamba"])
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -211,11 +232,12 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
         ({"type": "muon", "states": "bf16"}, lambda count, matrices: 4 * count - 2 * matrices),
     ],
 )
-def test_moments_of_other_optimizers(keys: dict[str, Any], expected: Callable[[int, int], int]) -> None:
-    config = case_config("one process", train__optimizer=keys)
+def test_moments_of_other_optimizers(name: str, keys: dict[str, Any], expected: Callable[[int, int], int]) -> None:
+    """Matrices of rates have two moments whatever the optimizer is."""
+    config = case_config(name, train__optimizer=keys)
     _, spec, _ = of_case(config)
     (each,) = _estimate(config)
-    matrices = sum(map(layer_matrices, spec.layers))
+    matrices = sum(map(muon_parameters, spec.layers))
     assert each.moments == pytest.approx(expected(num_parameters(spec), matrices), rel=0.002)
 
 

@@ -49,8 +49,11 @@ def expected(config: Config, world: int) -> list[Counts]:
 
 _EVEN: dict[str, Any] = {"balance.force": True, "batch_size": 16}
 """No rank gets more than another, or padding."""
+_SIZES: dict[str, Any] = {"model.kinds.kimi.delta.rank": 8, "model.kinds.gated.delta.value_dim": 6}
+"""Numbers of rows of `delta` that two processes divide: padding is not counted."""
 CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("llama", 2, {"tp": 2}, {"loss.chunk_tokens": 37, "recompute.mode": "full"}),
+    ("delta", 2, {"cp": 2}, _SIZES),
     ("gpt2", 4, {"pp": 2, "dp_shard": 2}, {}),
     # The others take long.
     ("llama", 2, {"dp_shard": 2}, {}),
@@ -103,6 +106,25 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("latent", 2, {"cp": 2}, {"recompute.mode": "full"}),
     ("latent", 2, {"cp": 2, "cp_method": "ulysses"}, {}),
     ("latent", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "selective"}),
+    # Recurrences: states of pieces and ends of convolutions over cp, norms by groups and shared groups over tp, and
+    # rates that are in fp32 whatever is computed in.
+    ("mamba", 2, {"tp": 2}, {"recompute.mode": "full"}),
+    ("one_group", 4, {"tp": 4}, {"recompute.mode": "selective"}),
+    ("delta", 2, {"tp": 2, "sequence_parallel": False}, {"recompute": {"mode": "selective", "keep": ["matmul"]}}),
+    ("one_group", 2, {"tp": 2, "sequence_parallel": False}, {}),
+    ("mamba", 2, {"cp": 2}, {"recompute.mode": "full"}),
+    ("mamba", 2, {"cp": 2, "cp_method": "ulysses"}, {"recompute.mode": "selective"}),
+    ("delta", 2, {"cp": 2, "cp_method": "ulysses"}, {**_SIZES, "recompute.mode": "selective"}),
+    ("one_group", 4, {"cp": 2, "tp": 2}, {"recompute.mode": "selective"}),
+    ("delta", 4, {"cp": 2, "tp": 2}, {**_SIZES, "precision.compute": "bf16"}),
+    ("mamba", 2, {"dp_shard": 2}, {"precision.compute": "bf16"}),
+    ("delta", 2, {"dp_shard": 2}, {**_SIZES, "precision.compute": "bf16", "recompute.mode": "full"}),
+    ("one_group", 4, {"dp_shard": 2, "tp": 2, "overlap": {"reduce": "last"}}, {"precision.compute": "bf16"}),
+    ("one_group", 4, {"dp_shard": 2, "dp_replicate": 2}, {}),
+    ("mamba", 4, {"pp": 2, "dp_shard": 2}, {"precision.compute": "bf16"}),
+    ("one_group", 4, {"pp": 2, "tp": 2}, {}),
+    ("delta", 4, {"pp": 2, "dp_shard": 2, "pipeline": {"schedule": "zbv"}}, _SIZES),
+    ("delta", 4, {"pp": 2, "dp_shard": 2, "reshard_after_forward": True}, {**_SIZES, "precision.compute": "bf16"}),
     # Multi-token prediction.
     ("ahead", 2, {"tp": 2}, {"loss.chunk_tokens": 37, "recompute.mode": "full"}),
     ("ahead", 2, {"tp": 2, "sequence_parallel": False}, {"recompute.mode": "selective"}),
@@ -123,10 +145,10 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 def cases() -> Iterator[Any]:
     for number, (family, world, parallel, train) in enumerate(CASES):
         words = [family, *(f"{key}_{value}" for key, value in parallel.items() if isinstance(value, int | str))]
-        words += [key for key in train if key not in _EVEN]
+        words += [key for key in train if key not in _EVEN | _SIZES]
         for section in ("pipeline", "overlap"):
             words += [str(value) for value in parallel.get(section, {}).values()]
-        marks = ([], pytest.mark.guard, pytest.mark.slow)[1 if family == "latent" else min(number, 2)]
+        marks: Any = ([], [], pytest.mark.guard, pytest.mark.slow)[2 if family == "latent" else min(number, 3)]
         yield pytest.param(family, world, parallel, train, id="-".join(words), marks=marks)
 
 
@@ -147,7 +169,7 @@ def test_bytes_are_those_that_are_sent(
         f"train.duration={STEP} steps",
         f"train.micro_batch_size={4 // parallel.get('pp', 1)}",
         "train.validation.samples=0",
-        *(f"train.{key}={json.dumps(value)}" for key, value in train.items()),
+        *(f"{'' if key in _SIZES else 'train.'}{key}={json.dumps(value)}" for key, value in train.items()),
     ]
     file = root / f"{family}.yaml"
     # New ones: torch remembers groups of an earlier run, and would use them for gradients of whole parameters.

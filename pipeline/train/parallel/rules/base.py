@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.model.part_spec import Division, LayerPartSpec
+from pipeline.train.model.part_spec import LayerPartSpec
 from pipeline.train.parallel.layout import Layout
 
 Check = Callable[[Config, Layout], Iterable[str]]
@@ -18,12 +18,17 @@ def spec_of(config: Config) -> DecoderSpec:
     return decoder_spec(config.model, config.model.vocab_size or 1, config.max_positions)
 
 
-def key_of(config: Config, part: LayerPartSpec, division: Division) -> str:
-    """The key that sets a number of a part: that of the kind of layers which has it, or of `model:`."""
+def parts_of(config: Config) -> list[LayerPartSpec]:
+    """Each different mixer and mlp of the layers once."""
+    return list(dict.fromkeys(part for layer in spec_of(config).different_layers for part in layer.parts.values()))
+
+
+def key_of(config: Config, part: LayerPartSpec, key: str) -> str:
+    """The whole key that sets a number of a part: that of the kind of layers which has it, or of `model:`."""
     layers = zip(config.model.layer_kinds, spec_of(config).layers, strict=True)
     kind = next(name for name, layer in layers if part in layer.parts.values())
-    of_kind = kind is not None and division.key in config.model.kinds[kind].model_fields_set
-    return f"model.kinds.{kind}.{division.key}" if of_kind else f"model.{division.key}"
+    of_kind = kind is not None and key.partition(".")[0] in config.model.kinds[kind].model_fields_set
+    return f"model.kinds.{kind}.{key}" if of_kind else f"model.{key}"
 
 
 @dataclass(frozen=True)
@@ -45,3 +50,9 @@ def nearest_degrees(degree: int, allows: Callable[[int], bool], most: int) -> st
     below = next((d for d in range(min(degree, most), 0, -1) if allows(d)), None)
     above = next((d for d in range(degree + 1, most + 1) if allows(d)), None)
     return " or ".join(str(d) for d in (below, above) if d is not None)
+
+
+def nearest_multiples(value: int, of: int) -> str:
+    """`24 or 32`: the multiples around a value."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else f"{of}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -15,11 +14,12 @@ from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ParallelConfig, PipelineConfig
 from pipeline.data.order.phases import MUCH_PADDING, padding_warning
-from pipeline.train.model.part_spec import Division, LayerPartSpec, MixerSpec
-from pipeline.train.parallel.layout import Layout, resolve, sequence_multiple
+from pipeline.train.model.part_spec import Division
+from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_again
-from pipeline.train.parallel.rules.base import Rule, key_of, nearest_degrees, spec_of
+from pipeline.train.parallel.rules.base import Rule, key_of, nearest_degrees, nearest_multiples, parts_of
+from pipeline.train.parallel.rules.context import CONTEXT_RULES, EVALUATED_LENGTH
 from pipeline.train.parallel.rules.experts import EXPERT_RULES, balance_without_effect, unbalanced_experts
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
 from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_without_effect
@@ -71,7 +71,7 @@ def check_evaluation_layout(config: Config, world_size: int) -> Layout:
     layout = resolve(parallel, world_size, section=section, processes="eval.processes")
     # Of lengths it has its own, whatever the phases of the training have.
     config = config.model_copy(update={"parallel": parallel, "blend": BlendConfig()})
-    rules = [*(rule for rule in RULES if not rule.of_training), _EVALUATED_LENGTH]
+    rules = [*(rule for rule in RULES if not rule.of_training), EVALUATED_LENGTH]
     messages = [message for rule in rules for message in rule.check(config, layout)]
     if messages:
         lines = "".join(f"\n  {_OWN_KEY.sub(f'{section}.', message)}" for message in messages)
@@ -84,26 +84,20 @@ def layout_warnings(config: Config, layout: Layout) -> list[str]:
     return [message for rule in WARNINGS for message in rule.check(config, layout)]
 
 
-def _nearest_multiples(value: int, of: int) -> str:
-    """`24 or 32`: the multiples around a value."""
-    below = value // of * of
-    return f"{below} or {below + of}" if below else f"{of}"
-
-
 def _divisions(config: Config, layout: Layout) -> Iterator[str]:
-    parts = _parts(config)
+    parts = parts_of(config)
     for label in dict.fromkeys(part.label for part in parts if part.divisions is None and layout.tp > 1):
         yield f"parallel.tp={layout.tp}: {label} cannot be cut over processes: set parallel.tp=1"
     uncut = [(part, each) for part in parts for each in part.divisions or () if not each.fits(layout.tp)]
     # Kinds of layers may have the same numbers.
-    yield from dict.fromkeys(_undivided(key_of(config, *each), each[1], layout.tp) for each in uncut)
+    yield from dict.fromkeys(_undivided(key_of(config, part, each.key), each, layout.tp) for part, each in uncut)
 
 
 def _undivided(key: str, division: Division, tp: int) -> str:
     size, sharers = division.size, division.shared_by
     if sharers is None:
         return (
-            f"{key}={size} cannot be cut over parallel.tp={tp}: set {key}={_nearest_multiples(size, tp)}, or "
+            f"{key}={size} cannot be cut over parallel.tp={tp}: set {key}={nearest_multiples(size, tp)}, or "
             f"parallel.tp={nearest_degrees(tp, division.fits, size)}"
         )
     allowed = [n for n in range(1, sharers + 1) if sharers % n == 0 and not (n % tp and tp % n)]
@@ -114,11 +108,6 @@ def _undivided(key: str, division: Division, tp: int) -> str:
     )
 
 
-def _parts(config: Config) -> list[LayerPartSpec]:
-    """Each different mixer and mlp once."""
-    return list(dict.fromkeys(part for layer in spec_of(config).different_layers for part in layer.parts.values()))
-
-
 def _vocabulary(config: Config, layout: Layout) -> Iterator[str]:
     multiple, tp = config.model.vocab_multiple, layout.tp
     if multiple % tp:
@@ -127,32 +116,6 @@ def _vocabulary(config: Config, layout: Layout) -> Iterator[str]:
             f"model.vocab_multiple={multiple} is not a multiple of parallel.tp={tp}, so embedding and head cannot be "
             f"cut for every vocabulary: set model.vocab_multiple={math.lcm(multiple, tp)}, or parallel.tp={degrees}"
         )
-
-
-def _sequence(config: Config, layout: Layout) -> Iterator[str]:
-    lengths = {"train.sequence_length": config.train.sequence_length}  # of validation too, whatever the phases have
-    for shape in step_shapes(config, layout.dp):
-        lengths[shape.length_key] = shape.sequence_length
-    for key, length in lengths.items():
-        yield from _cut(config, layout, key, length)
-
-
-def _evaluated_length(config: Config, layout: Layout) -> Iterator[str]:
-    if config.eval.max_length is not None:
-        yield from _cut(config, layout, "eval.max_length", config.eval.max_length)
-
-
-def _cut(config: Config, layout: Layout, key: str, length: int) -> Iterator[str]:
-    """Problems of cutting sequences of a length."""
-    parallel, experts = config.parallel, bool(spec_of(config).expert_layers)
-    multiple = sequence_multiple(parallel, layout, experts=experts)
-    if length % multiple == 0:
-        return
-    axes = {"cp": layout.cp > 1, "tp": layout.tp > 1 and (parallel.sequence_parallel or experts)}
-    over = " x ".join(f"parallel.{axis}={layout.degrees[axis]}" for axis, cuts in axes.items() if cuts)
-    pieces = " in two pieces each" if layout.cp > 1 and parallel.cp_method == "all_gather" else ""
-    other = ", or parallel.sequence_parallel=false" if axes["tp"] and not (axes["cp"] or experts) else ""
-    yield f"{key}={length} cannot be cut over {over}{pieces}: set {key}={_nearest_multiples(length, multiple)}{other}"
 
 
 def _stage_count(config: Config, layout: Layout) -> Iterator[str]:
@@ -254,39 +217,6 @@ def _resharding(config: Config, _: Layout) -> Iterator[str]:
         )
 
 
-def _whole_sequences(config: Config, layout: Layout) -> Iterator[str]:
-    cp, method = layout.cp, config.parallel.cp_method
-    for mixer in _mixers(config):
-        if cp > 1 and mixer.cp_transfer(method, layout.tp, cp) is None:
-            yield (
-                f"parallel.cp={cp} with cp_method={method}: {mixer.label} cannot compute on shards of sequences: set "
-                "parallel.cp=1"
-            )
-
-
-def _mixers(config: Config) -> list[MixerSpec]:
-    return [part for part in _parts(config) if isinstance(part, MixerSpec)]
-
-
-def _exchanged_heads(config: Config, layout: Layout) -> Iterator[str]:
-    if layout.cp > 1 and config.parallel.cp_method == "ulysses":
-        fitting = (mixer for mixer in _mixers(config) if mixer.fits(layout.tp))  # which has a rule of its own
-        first = (itertools.islice(_not_exchanged(config, mixer, layout.tp, layout.cp), 1) for mixer in fitting)
-        yield from dict.fromkeys(itertools.chain.from_iterable(first))
-
-
-def _not_exchanged(config: Config, mixer: MixerSpec, tp: int, cp: int) -> Iterator[str]:
-    over = f"parallel.tp={tp} x parallel.cp={cp} with cp_method=ulysses"
-    for division in mixer.divisions or ():
-        key, size = key_of(config, mixer, division), division.size
-        own = max(1, size // tp)
-        instead = f"set {key}={_nearest_multiples(size, tp * cp)}, or parallel.cp_method=all_gather"
-        if division.shared_by is None and size % (tp * cp):
-            yield f"{key}={size} cannot be cut over {over}: {instead}"
-        elif own % cp and cp % own:
-            yield f"{key}={size} can neither be cut nor copied evenly over {over}: {instead}"
-
-
 def _tested(config: Config, layout: Layout) -> Iterator[str]:
     if any(_resharding(config, layout)):
         return
@@ -331,12 +261,7 @@ RULES: Sequence[Rule] = (
         "`vocab_multiple` is a multiple of `tp`, so that the padded vocabulary is, whatever the tokenizer.",
         _vocabulary,
     ),
-    Rule(
-        ("train.sequence_length", "blend.phases.N.sequence_length", "parallel.cp", "parallel.sequence_parallel"),
-        "The sequence length of the run and of each phase is a multiple of `tp` with `sequence_parallel`, of `cp` with "
-        "`ulysses`, of 2 x `cp` with `all_gather`, and of `cp` x `tp` too where both cut it.",
-        _sequence,
-    ),
+    *CONTEXT_RULES,
     Rule(
         ("parallel.pipeline.virtual_stages", "parallel.pipeline.schedule"),
         "Stages on a rank: 1 for `gpipe` and `1f1b`, 2 or more for the interleaved schedules, 2 for `zbv` and "
@@ -374,18 +299,7 @@ RULES: Sequence[Rule] = (
         "`reshard_after_forward: true` would give wrong gradients.",
         _resharding,
     ),
-    Rule(
-        ("model.heads", "model.kv_heads", "parallel.cp", "parallel.cp_method"),
-        "With `ulysses`, query heads are a multiple of `tp` x `cp`. Key and value heads on a rank of `tp` are a "
-        "multiple of `cp`, or `cp` is a multiple of them: then they are sent to several ranks.",
-        _exchanged_heads,
-    ),
     *EXPERT_RULES,
-    Rule(
-        ("parallel.cp",),
-        "Every mixer can compute on shards of sequences. Attention and latent attention can.",
-        _whole_sequences,
-    ),
     *RECOMPUTE_RULES,
     *ATTENTION_RULES,
     *RECURRENCE_RULES,
@@ -401,14 +315,6 @@ RULES: Sequence[Rule] = (
     ),
 )
 """In the order in which they are told."""
-
-
-_EVALUATED_LENGTH = Rule(
-    ("eval.max_length", "parallel.cp", "parallel.sequence_parallel"),
-    "The input of tasks is a multiple of what sequences are cut into, as above.",
-    _evaluated_length,
-)
-"""Rule of an evaluation alone."""
 
 
 def _idle_ranks(config: Config, layout: Layout) -> Iterator[str]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.config import Config
 from pipeline.config.train import RecomputeConfig
+from pipeline.train.model.kernels.choice import spec_uses
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.pipeline_schedules import WHOLE_BACKWARD
-from pipeline.train.parallel.rules.base import Rule
+from pipeline.train.parallel.rules.base import Rule, spec_of
 from pipeline.train.parallel.step_shapes import step_shapes
 
 _WITHOUT_SPLIT = f"one of {', '.join(WHOLE_BACKWARD)} as parallel.pipeline.schedule"
@@ -27,6 +28,11 @@ def _selective(config: Config, _: Layout) -> Iterator[str]:
         yield (
             "train.recompute.keep=[] with mode=selective keeps only the input of each layer: set "
             "train.recompute.mode=full, which does the same, or name what to keep"
+        )
+    if set(recompute.keep) == {"attention"} and not spec_uses(spec_of(config)):
+        yield (
+            "train.recompute.keep=[attention] with mode=selective keeps nothing, as no layer of the model has "
+            "attention: set train.recompute.keep=[matmul], or train.recompute.mode=full, which does the same"
         )
 
 
@@ -100,8 +106,8 @@ def many_shapes(config: Config, layout: Layout) -> Iterator[str]:
 RECOMPUTE_RULES: Sequence[Rule] = (
     Rule(
         ("train.recompute.mode", "train.recompute.keep", "parallel.pipeline.schedule"),
-        "`mode: selective` keeps something (`keep` is not empty), and goes with the schedules that do not split the "
-        "backward pass; `full` goes with all.",
+        "`mode: selective` keeps something (`keep` is not empty, nor `attention` alone in a model that has none), and "
+        "goes with the schedules that do not split the backward pass; `full` goes with all.",
         _selective,
         of_training=True,
     ),

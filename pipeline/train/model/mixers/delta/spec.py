@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -46,6 +46,7 @@ class DeltaSpec(RecurrentSpec):
     """Of the result of each head."""
 
     label: ClassVar = "the gated delta rule"
+    section: ClassVar = "delta"
     module: ClassVar = "pipeline.train.model.mixers.delta.module.GatedDelta"
     huggingface: ClassVar = {
         "llama": (
@@ -125,17 +126,22 @@ class DeltaSpec(RecurrentSpec):
         return (Division("delta.key_heads", self.key_heads),)
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
-        """The state, what a key replaces in it and what is read of it; products within a chunk."""
+        """The state is read by keys, written, and read by queries; products within a chunk.
+
+        Those are keys with keys and queries with keys, which heads of values share; a triangular system for values and
+        keys, which costs as much as a product with its factor; and scores with values.
+        """
         state = 6.0 * self.value_heads * self.key_dim * self.value_dim
-        return state + CHUNK * self.value_heads * (3 * self.key_dim + 2 * self.value_dim)
+        products = 2 * self.keys_dim + self.value_heads * (self.key_dim + 2 * self.value_dim)
+        return state + 2.0 * self.chunk_keys(causal=causal) * products
 
     def elementwise_numbers(self, tp: int) -> float:
         """Convolutions and norms of queries and keys; decays; the gate."""
         return (2 * (4 * self.keys_dim + self.values_dim) + 3 * self.values_dim + 3 * self.decays) / tp
 
     def kept_numbers(self, tp: int) -> float:
-        """Inputs and results of the convolutions; decays; the result of the rule, of the norm, and the gate."""
-        return (2 * (2 * self.keys_dim + self.values_dim) + 3 * self.values_dim + 2 * self.decays) / tp
+        """Inputs and results of convolutions and norms; decays; the result of the rule, its norm, gate, and product."""
+        return (2 * (3 * self.keys_dim + self.values_dim) + 4 * self.values_dim + 2 * self.decays) / tp
 
     def kept_results(self, keep: Collection[str], tp: int) -> float:
         """Those of all products but the last."""
@@ -156,6 +162,11 @@ class DeltaSpec(RecurrentSpec):
     def piece_numbers(self, tp: int) -> int:
         """See `RecurrentSpec`: the state of each head and the matrix that an entering one is multiplied with."""
         return self.value_heads // tp * self.key_dim * (self.key_dim + self.value_dim)
+
+    @property
+    def entering_flops(self) -> float:
+        """See `RecurrentSpec`: the rule once more, for values and for the identity beside them."""
+        return replace(self, value_dim=self.key_dim + self.value_dim).extra_flops(CHUNK, causal=False)
 
 
 def _sizes(model: ModelConfig, layer: LayerConfig) -> dict[str, Any]:

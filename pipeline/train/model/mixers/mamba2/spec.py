@@ -45,6 +45,7 @@ class Mamba2Spec(RecurrentSpec):
     norm_groups: int
 
     label: ClassVar = "Mamba-2"
+    section: ClassVar = "mamba2"
     module: ClassVar = "pipeline.train.model.mixers.mamba2.module.Mamba2"
     huggingface: ClassVar = {"mamba2": _names("mixer"), "llama": _names("mamba")}
 
@@ -118,9 +119,9 @@ class Mamba2Spec(RecurrentSpec):
         )
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
-        """The state and what is read of it; products within a chunk."""
+        """The state is written and read; within a chunk B and C give scores, which inputs are summed by."""
         state = 4.0 * self.inner_dim * self.state_dim
-        return state + CHUNK * (self.group_dim + self.inner_dim)
+        return state + 2.0 * self.chunk_keys(causal=causal) * (self.group_dim + self.inner_dim)
 
     def elementwise_numbers(self, tp: int) -> float:
         """Convolutions; steps and decays; the gate."""
@@ -128,9 +129,9 @@ class Mamba2Spec(RecurrentSpec):
         return convolved + (3 * self.inner_dim + 4 * self.heads) / tp
 
     def kept_numbers(self, tp: int) -> float:
-        """Inputs and results of the convolutions; the gate, steps, the result of the state and of the norm."""
+        """Inputs and results of the convolutions; steps; results of state and gate, their product, its norm."""
         convolved = 2 * (self.inner_dim / tp + 2 * self._group_dim_on_rank(tp))
-        return convolved + (3 * self.inner_dim + self.heads) / tp
+        return convolved + (5 * self.inner_dim + self.heads) / tp
 
     def kept_results(self, keep: Collection[str], tp: int) -> float:
         """Those of all products but the last."""
@@ -150,6 +151,11 @@ class Mamba2Spec(RecurrentSpec):
     def piece_numbers(self, tp: int) -> int:
         """See `RecurrentSpec`: the state of each head and its decay."""
         return self.heads // tp * (self.head_dim * self.state_dim + 1)
+
+    @property
+    def entering_flops(self) -> float:
+        """See `RecurrentSpec`: what is read of the state."""
+        return 2.0 * self.inner_dim * self.state_dim
 
     def _group_dim_on_rank(self, tp: int) -> int:
         return max(1, self.groups // tp) * self.state_dim

@@ -1,0 +1,148 @@
+"""Rules for sequences that are cut over processes, see `rules/layout.py`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from pipeline.common.format import counted
+from pipeline.config import Config
+from pipeline.train.model.part_spec import MixerSpec
+from pipeline.train.parallel.layout import Layout, sequence_multiple, sequence_pieces
+from pipeline.train.parallel.rules.base import Rule, key_of, nearest_multiples, parts_of, spec_of
+from pipeline.train.parallel.step_shapes import step_shapes
+
+
+def _lengths(config: Config, layout: Layout) -> dict[str, int]:
+    """By key, lengths of sequences."""
+    lengths = {"train.sequence_length": config.train.sequence_length}  # of validation too, whatever the phases have
+    for shape in step_shapes(config, layout.dp):
+        lengths[shape.length_key] = shape.sequence_length
+    return lengths
+
+
+def _sequence(config: Config, layout: Layout) -> Iterator[str]:
+    for key, length in _lengths(config, layout).items():
+        yield from _cut(config, layout, key, length)
+
+
+def _short_pieces(config: Config, layout: Layout) -> Iterator[str]:
+    for key, length in _lengths(config, layout).items():
+        yield from _too_short(config, layout, key, length)
+
+
+def _evaluated_length(config: Config, layout: Layout) -> Iterator[str]:
+    if config.eval.max_length is not None:
+        yield from _cut(config, layout, "eval.max_length", config.eval.max_length)
+        yield from _too_short(config, layout, "eval.max_length", config.eval.max_length)
+
+
+def _cut(config: Config, layout: Layout, key: str, length: int) -> Iterator[str]:
+    """Problems of cutting sequences of a length."""
+    parallel, experts = config.parallel, bool(spec_of(config).expert_layers)
+    multiple = sequence_multiple(parallel, layout, experts=experts)
+    if length % multiple == 0:
+        return
+    axes = {"cp": layout.cp > 1, "tp": layout.tp > 1 and (parallel.sequence_parallel or experts)}
+    over = " x ".join(f"parallel.{axis}={layout.degrees[axis]}" for axis, cuts in axes.items() if cuts)
+    pieces = " in two pieces each" if layout.cp > 1 and parallel.cp_method == "all_gather" else ""
+    other = ", or parallel.sequence_parallel=false" if axes["tp"] and not (axes["cp"] or experts) else ""
+    yield f"{key}={length} cannot be cut over {over}{pieces}: set {key}={nearest_multiples(length, multiple)}{other}"
+
+
+def _too_short(config: Config, layout: Layout, key: str, length: int) -> Iterator[str]:
+    """Pieces of sequences that are shorter than what a convolution sees before them."""
+    parallel, pieces = config.parallel, sequence_pieces(config.parallel, layout)
+    multiple = sequence_multiple(parallel, layout, experts=bool(spec_of(config).expert_layers))
+    if layout.cp == 1 or length % multiple:  # which has a rule of its own
+        return
+    for mixer in _mixers(config):
+        sent = mixer.cp_transfer(parallel.cp_method, layout.tp, layout.cp)
+        if sent is None or length // pieces >= sent.least_piece:
+            continue
+        size = key_of(config, mixer, sent.least_key)
+        enough = -(-pieces * sent.least_piece // multiple) * multiple
+        most = length // sent.least_piece // (pieces // layout.cp)
+        fewer = next((cp for cp in range(most, 1, -1) if length % (pieces // layout.cp * cp) == 0), 1)
+        yield (
+            f"{key}={length} over parallel.cp={layout.cp} with cp_method={parallel.cp_method} is cut into pieces of "
+            f"{counted(length // pieces, 'position')}, but {mixer.label} sees the {sent.least_piece} before a piece "
+            f"({size}={sent.least_piece + 1}), which must all be in the one before: set {key}={enough} or more, or "
+            f"parallel.cp={fewer}"
+        )
+
+
+def _whole_sequences(config: Config, layout: Layout) -> Iterator[str]:
+    cp, method = layout.cp, config.parallel.cp_method
+    for mixer in _mixers(config):
+        if cp > 1 and mixer.cp_transfer(method, layout.tp, cp) is None:
+            yield (
+                f"parallel.cp={cp} with cp_method={method}: {mixer.label} cannot compute on shards of sequences: set "
+                "parallel.cp=1"
+            )
+
+
+def _mixers(config: Config) -> list[MixerSpec]:
+    return [part for part in parts_of(config) if isinstance(part, MixerSpec)]
+
+
+def _exchanged_heads(config: Config, layout: Layout) -> Iterator[str]:
+    if layout.cp > 1 and config.parallel.cp_method == "ulysses":
+        fitting = (mixer for mixer in _mixers(config) if mixer.fits(layout.tp))  # which has a rule of its own
+        fitting = (mixer for mixer in fitting if not _gathers(mixer, config, layout))
+        first = (itertools.islice(_not_exchanged(config, mixer, layout.tp, layout.cp), 1) for mixer in fitting)
+        yield from dict.fromkeys(itertools.chain.from_iterable(first))
+
+
+def _gathers(mixer: MixerSpec, config: Config, layout: Layout) -> bool:
+    """True if no heads are exchanged whatever the method: only states are sent."""
+    sent = mixer.cp_transfer(config.parallel.cp_method, layout.tp, layout.cp)
+    return sent is not None and sent.gathers
+
+
+def _not_exchanged(config: Config, mixer: MixerSpec, tp: int, cp: int) -> Iterator[str]:
+    over = f"parallel.tp={tp} x parallel.cp={cp} with cp_method=ulysses"
+    for division in mixer.divisions or ():
+        key, size = key_of(config, mixer, division.key), division.size
+        own = max(1, size // tp)
+        instead = f"set {key}={nearest_multiples(size, tp * cp)}, or parallel.cp_method=all_gather"
+        if division.shared_by is None and size % (tp * cp):
+            yield f"{key}={size} cannot be cut over {over}: {instead}"
+        elif own % cp and cp % own:
+            yield f"{key}={size} can neither be cut nor copied evenly over {over}: {instead}"
+
+
+CONTEXT_RULES: Sequence[Rule] = (
+    Rule(
+        ("train.sequence_length", "blend.phases.N.sequence_length", "parallel.cp", "parallel.sequence_parallel"),
+        "The sequence length of the run and of each phase is a multiple of `tp` with `sequence_parallel`, of `cp` with "
+        "`ulysses`, of 2 x `cp` with `all_gather`, and of `cp` x `tp` too where both cut it.",
+        _sequence,
+    ),
+    Rule(
+        ("model.heads", "model.kv_heads", "parallel.cp", "parallel.cp_method"),
+        "With `ulysses`, query heads are a multiple of `tp` x `cp`. Key and value heads on a rank of `tp` are a "
+        "multiple of `cp`, or `cp` is a multiple of them: then they are sent to several ranks. Layers with a "
+        "recurrence exchange no heads.",
+        _exchanged_heads,
+    ),
+    Rule(
+        ("parallel.cp",),
+        "Every mixer can compute on shards of sequences. Attention, latent attention and recurrences can.",
+        _whole_sequences,
+    ),
+    Rule(
+        ("train.sequence_length", "blend.phases.N.sequence_length", "parallel.cp", "model.mamba2", "model.delta"),
+        "Pieces of a sequence, of which a rank of `cp` has one with `ulysses` and two with `all_gather`, are as long "
+        "as what the convolution of a layer with a recurrence sees before them: `conv_size` - 1 positions.",
+        _short_pieces,
+    ),
+)
+"""In the order in which they are told."""
+
+EVALUATED_LENGTH = Rule(
+    ("eval.max_length", "parallel.cp", "parallel.sequence_parallel"),
+    "The input of tasks is a multiple of what sequences are cut into, as above.",
+    _evaluated_length,
+)
+"""Rule of an evaluation alone."""
