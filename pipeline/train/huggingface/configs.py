@@ -28,7 +28,7 @@ def from_hf_config(values: Mapping[str, Any], file: str, ignore: Collection[str]
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise UserError(f"{file}: model_type: {model_type!r} is no name of a family of models")
+        raise UserError(f"{file}: model_type: {model_type!r} names no family of models")
     if model_type in READ_AS and values.get("architectures") in (None, [FAMILIES[READ_AS[model_type]].architecture]):
         model_type = READ_AS[model_type]
     if model_type not in FAMILIES:

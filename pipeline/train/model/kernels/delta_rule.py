@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from pipeline.train.model.kernels.chunks import Chunks
-from pipeline.train.model.kernels.delta.blocks import Block, Inputs, Masks, put
+from pipeline.train.model.kernels.delta.blocks import DeltaBlock, DeltaInputs, DeltaMasks, put
 from pipeline.train.model.mixers.recurrent_spec import CHUNK
 
 _RUN = 8
@@ -86,13 +86,13 @@ def delta_step(
 
 @dataclass(frozen=True)
 class _Run:
-    """Some rows and heads, which are computed by themselves."""
+    """Some rows and heads, which are computed apart."""
 
     rows: slice
     keys: slice
     heads: slice
     key_heads: int
-    steps: tuple[tuple[Masks, slice], ...]
+    steps: tuple[tuple[DeltaMasks, slice], ...]
     """Chunks of each step, and their masks."""
 
     def state(self, state_BHNP: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def _at_once(v_BSHP: Tensor, K: int) -> tuple[int, int, int]:
     return 1, heads, max(1, _AT_ONCE // (heads * sharers))
 
 
-def _runs(inputs: Inputs, masks: Masks) -> Iterator[_Run]:
+def _runs(inputs: DeltaInputs, masks: DeltaMasks) -> Iterator[_Run]:
     """All rows and heads."""
     (B, S, H, _), K = inputs.v_BSHP.shape, inputs.q_BSKN.shape[2]
     count, sharers = -(-S // CHUNK), H // K
@@ -139,13 +139,13 @@ def _rule(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     o_BSHP, last_BHNP = _empty_results(q_BSKN, v_BSHP)
-    inputs = Inputs.of(q_BSKN, k_BSKN, v_BSHP, g, beta_BSH)
-    masks = Masks.of(last_BHNP, same_BnQQ, enters_BnQ, leaves_BnQ, passes_Bn)
+    inputs = DeltaInputs.of(q_BSKN, k_BSKN, v_BSHP, g, beta_BSH)
+    masks = DeltaMasks.of(last_BHNP, same_BnQQ, enters_BnQ, leaves_BnQ, passes_Bn)
     for run in _runs(inputs, masks):
         part, to_last_BKRNP = inputs.part(run.rows, run.keys, run.heads), run.state(last_BHNP)
         state_BKRNP = _first(run, initial_BHNP, last_BHNP)
         for masks_of_step, chunks in run.steps:
-            block = Block(part, masks_of_step, chunks, scale)
+            block = DeltaBlock(part, masks_of_step, chunks, scale)
             state_BKRNP = block.write(state_BKRNP)
             put(block.read(), o_BSHP[run.rows, :, run.heads], chunks)
         to_last_BKRNP.copy_(state_BKRNP)
@@ -188,13 +188,13 @@ def _rule_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the six inputs, that of the initial state also where there is none."""
     *gradients, into_initial_BHNP = _empty_gradients(q_BSKN, k_BSKN, v_BSHP, g, beta_BSH, into_last_BHNP)
-    inputs, into = Inputs.of(q_BSKN, k_BSKN, v_BSHP, g, beta_BSH), Inputs.of(*gradients)
-    masks = Masks.of(into_last_BHNP, same_BnQQ, enters_BnQ, leaves_BnQ, passes_Bn)
+    inputs, into = DeltaInputs.of(q_BSKN, k_BSKN, v_BSHP, g, beta_BSH), DeltaInputs.of(*gradients)
+    masks = DeltaMasks.of(into_last_BHNP, same_BnQQ, enters_BnQ, leaves_BnQ, passes_Bn)
     for run in _runs(inputs, masks):
         part, into_part = (each.part(run.rows, run.keys, run.heads) for each in (inputs, into))
-        state_BKRNP, blocks = _first(run, initial_BHNP, into_last_BHNP), list[Block]()
+        state_BKRNP, blocks = _first(run, initial_BHNP, into_last_BHNP), list[DeltaBlock]()
         for masks_of_step, chunks in run.steps:
-            blocks.append(Block(part, masks_of_step, chunks, scale))
+            blocks.append(DeltaBlock(part, masks_of_step, chunks, scale))
             state_BKRNP = blocks[-1].write(state_BKRNP)
         into_o_BSRP = into_o_BSHP[run.rows, :, run.heads]
         into_state_BKRNP = run.state(into_last_BHNP).contiguous()

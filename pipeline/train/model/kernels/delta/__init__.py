@@ -1,1 +1,1 @@
-"""What `delta_rule.py` computes within chunks."""
+"""Results and gradients of `delta_rule.py` within chunks."""

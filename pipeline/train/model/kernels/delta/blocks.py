@@ -23,8 +23,8 @@ from pipeline.train.model.mixers.recurrent_spec import CHUNK
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Inputs of the rule for some rows and heads, and where the gradients of such inputs go."""
+class DeltaInputs:
+    """DeltaInputs of the rule for some rows and heads, and where the gradients of such inputs go."""
 
     q_BSKN: Tensor
     k_BSKN: Tensor
@@ -33,13 +33,13 @@ class Inputs:
     beta_BSH1: Tensor
 
     @classmethod
-    def of(cls, q_BSKN: Tensor, k_BSKN: Tensor, v_BSHP: Tensor, g: Tensor, beta_BSH: Tensor) -> Inputs:
+    def of(cls, q_BSKN: Tensor, k_BSKN: Tensor, v_BSHP: Tensor, g: Tensor, beta_BSH: Tensor) -> DeltaInputs:
         """Those of `delta_rule`."""
         return cls(q_BSKN, k_BSKN, v_BSHP, g if g.ndim == 4 else g[..., None], beta_BSH[..., None])
 
-    def part(self, rows: slice, keys: slice, heads: slice) -> Inputs:
+    def part(self, rows: slice, keys: slice, heads: slice) -> DeltaInputs:
         """Those of some rows and key heads, with the value heads that share them."""
-        return Inputs(
+        return DeltaInputs(
             self.q_BSKN[rows, :, keys],
             self.k_BSKN[rows, :, keys],
             self.v_BSHP[rows, :, heads],
@@ -49,7 +49,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Masks:
+class DeltaMasks:
     """Those of documents for some rows and chunks, see `Chunks`."""
 
     identity_QQ: Tensor
@@ -66,7 +66,7 @@ class Masks:
         enters_BnQ: Tensor | None,
         leaves_BnQ: Tensor | None,
         passes_Bn: Tensor | None,
-    ) -> Masks:
+    ) -> DeltaMasks:
         """Those of all rows and chunks in the type of another tensor; all None: of one document."""
         same_BnQQ = Chunks.causal(like.device)[None, None] if same_BnQQ is None else same_BnQQ
         enters, leaves, passes = (
@@ -81,11 +81,11 @@ class Masks:
             None if passes is None else passes[:, :, None, None, None, None],
         )
 
-    def part(self, rows: slice, chunks: slice) -> Masks:
+    def part(self, rows: slice, chunks: slice) -> DeltaMasks:
         """Those of some of them."""
         if self.enters_nB11Q1 is None or self.leaves_nB11Q1 is None or self.passes_nB1111 is None:
             return self
-        return Masks(
+        return DeltaMasks(
             self.identity_QQ,
             self.visible_nBQQ[chunks, rows],
             self.enters_nB11Q1[chunks, rows],
@@ -111,10 +111,10 @@ def put(x_nBKRQ: Tensor, to_BSH: Tensor, chunks: slice) -> None:
     place_BTH.copy_(x_nBKRQ.flatten(2, 3).movedim(0, 1).movedim(2, 3).flatten(1, 2)[:, : place_BTH.shape[1]])
 
 
-class Block:
-    """What is known of some chunks of some rows and heads without states."""
+class DeltaBlock:
+    """Numbers of some chunks of some rows and heads that do not depend on states."""
 
-    def __init__(self, inputs: Inputs, masks: Masks, chunks: slice, scale: float) -> None:
+    def __init__(self, inputs: DeltaInputs, masks: DeltaMasks, chunks: slice, scale: float) -> None:
         dtype, K = masks.visible_nBQQ.dtype, inputs.q_BSKN.shape[2]
         self.masks, self.chunks, self.scale, self.by_channel = masks, chunks, scale, inputs.g_BSHX.shape[3] > 1
         self.q_nBK1QN = cut(inputs.q_BSKN, chunks, K, dtype).mul_(scale)
@@ -159,7 +159,7 @@ class Block:
         o_nBKRQP = self.of_queries_nBKRQN @ _stacked(self._entering)
         return add_product(o_nBKRQP, self.products.scores_nBKRQQ, _stacked(self._new))
 
-    def differentiate(self, into_o_BSHP: Tensor, into_state_BKRNP: Tensor, into: Inputs) -> Tensor:
+    def differentiate(self, into_o_BSHP: Tensor, into_state_BKRNP: Tensor, into: DeltaInputs) -> Tensor:
         """The gradient of the entering state, from that of the leaving one; those of inputs are put into their places.
 
         After `write`.
@@ -221,5 +221,5 @@ class Block:
 
 
 def _stacked(x: list[Tensor]) -> Tensor:
-    """Of chunks, without a copy of a single one."""
+    """One tensor of those of chunks, without a copy of a single one."""
     return x[0][None] if len(x) == 1 else torch.stack(x)

@@ -102,7 +102,7 @@ class ProductsByChannel:
         return over_sharers(into_q_nBKRQN), over_sharers(into_k_nBKRQN), into_sums_nBKRQN
 
     def _halves(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What second halves read by, what first ones are read by, [..., size, N], and the decays of both."""
+        """Factors of second halves and of first ones, [..., size, N], and the decays of both."""
         (before, after), (kept, _) = _halves_of(self._sums, size, -2), _halves_of(self._k, size, -2)
         _, read = _halves_of(self._both, size, -3)
         decays_of_read, decays_of_kept = share(after - after[..., :1, :]), share(after[..., :1, :] - before)
@@ -110,7 +110,7 @@ class ProductsByChannel:
         return read, kept * decays_of_kept, decays_of_read, decays_of_kept
 
     def _pairs(self, distance: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What positions read by, and what those at a distance before them are read by, decayed; the decays."""
+        """Factors of positions and of those at a distance before them, decayed; the decays."""
         (before, after), (kept, _) = _pairs_of(self._sums, distance, -2), _pairs_of(self._k, distance, -2)
         _, read = _pairs_of(self._both, distance, -3)
         decays = share(after - before)
@@ -118,26 +118,26 @@ class ProductsByChannel:
 
 
 def _halves_of(x: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Of sub-blocks of twice a size the first half and the second one."""
+    """Halves of sub-blocks of twice a size, the first and the second."""
     halves = torch.unflatten(x, dim, (-1, 2, size))
     return halves.select(dim - 1, 0), halves.select(dim - 1, 1)
 
 
 def _pairs_of(x: Tensor, distance: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Of the smallest sub-blocks positions, and those at a distance behind them."""
+    """Positions of the smallest sub-blocks, and those at a distance behind them."""
     smallest = _SIZES[-1]
     blocks = torch.unflatten(x, dim, (-1, smallest))
     return blocks.narrow(dim, 0, smallest - distance), blocks.narrow(dim, distance, smallest - distance)
 
 
 def _place_of_halves(products_nBKRQ2Q: Tensor, size: int) -> Tensor:
-    """Where products of second halves with first ones are, [..., sub-blocks, size, 2, size]."""
+    """Place of products of second halves with first ones, [..., sub-blocks, size, 2, size]."""
     blocks = torch.unflatten(torch.unflatten(products_nBKRQ2Q, -1, (-1, 2, size)), -5, (-1, 2, size))
     return blocks.select(-6, 1).select(-2, 0).diagonal(dim1=-5, dim2=-2).movedim(-1, -4)
 
 
 def _place_of_pairs(products_nBKRQ2Q: Tensor, distance: int) -> Tensor:
-    """Where products of positions with those at a distance before them are, [..., sub-blocks, positions, 2]."""
+    """Place of products of positions with those at a distance before them, [..., sub-blocks, positions, 2]."""
     size = _SIZES[-1]
     blocks = torch.unflatten(torch.unflatten(products_nBKRQ2Q, -1, (-1, size)), -4, (-1, size))
     own = blocks.diagonal(dim1=-5, dim2=-2)
