@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pipeline.train.parallel.parallelize import parallelize
+from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS, Combination
+from pipeline.train.planning.fake import fake_mesh
 from tests.train.distributed.ranks import Ranks
 from tests.train.parallel import layouts
+from tests.train.planning.steps import case_config, of_case
 
 pytestmark = pytest.mark.parallel
 
@@ -74,3 +79,12 @@ def test_a_run_goes_on_from_layout_to_layout(families: Path, processes: Callable
         (7, {}),
     ]
     assert layouts.compare_chain(families, family, chain, processes) == []
+
+
+@pytest.mark.parametrize(("method", "pieces"), [("all_gather", 8), ("ulysses", 4)])
+def test_short_texts_are_filled_up_to_pieces_that_a_convolution_needs(method: str, pieces: int) -> None:
+    config = case_config("mamba, cp2", parallel={"cp": 4, "cp_method": method})
+    layout, spec, _ = of_case(config)
+    with fake_mesh(layout, 0) as mesh:
+        multiple = parallelize(config, Setup(torch.device("meta"), mesh, spec)).sequence_multiple
+    assert multiple % pieces == 0 and multiple // pieces >= 3  # of four taps
