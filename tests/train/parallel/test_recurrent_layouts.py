@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS, Combination
@@ -83,6 +84,7 @@ def test_a_run_goes_on_from_layout_to_layout(families: Path, processes: Callable
 
 @pytest.mark.parametrize(("method", "pieces"), [("all_gather", 8), ("ulysses", 4)])
 def test_short_texts_are_filled_up_to_pieces_that_a_convolution_needs(method: str, pieces: int) -> None:
+    destroy()  # what other tests have left in this process
     config = case_config("mamba, cp2", parallel={"cp": 4, "cp_method": method})
     layout, spec, _ = of_case(config)
     with fake_mesh(layout, 0) as mesh:
