@@ -23,6 +23,8 @@ from pipeline.train.model.decoder import Context
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
 from pipeline.train.setup import load_for_inference
 from tests.eval import small
+from tests.eval.test_generate import decoder
+from tests.train.models import VOCAB
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,17 @@ def test_the_model_computes_what_the_one_in_training_does(file: Path, compute: s
     difference = (logits - expected)[..., :280].abs().max()
     assert difference < 0.02 * expected[..., :280].abs().max()
     assert logits.dtype == COMPUTE_DTYPE[compute]
+
+
+def test_rates_of_decay_are_those_of_training_where_all_else_is_rounded() -> None:
+    model = decoder("delta").float()
+    plain = unwrapped(model, torch.bfloat16)
+    trained = dict(model.named_parameters())
+    rates = {name: value for name, value in plain.named_parameters() if ".decay." in name}
+    assert len(rates) == 4 and all(torch.equal(value, trained[name]) for name, value in rates.items())
+    others = [value for name, value in plain.named_parameters() if name not in rates]
+    assert others and all(value.dtype == torch.bfloat16 for value in others)
+    assert plain(torch.arange(20)[None], Context())[..., :VOCAB].isfinite().all()
 
 
 def test_text_is_that_of_the_run_and_of_the_checkpoint_named(file: Path) -> None:
