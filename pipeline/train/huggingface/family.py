@@ -117,11 +117,14 @@ class Family:
             return self.needs[key].fits(getattr(layer, key), with_heads)
         return key in _ALL_HAVE or is_default(layer, key)
 
-    def has(self, key: str) -> str:
-        """Words for what the family has where a model does not fit."""
+    def has(self, model: ModelConfig) -> str:
+        """Words for what the family has where a model has the first of its `misfits`."""
+        key = self.misfits(model)[0]
+        differs = key != self.mark and all(self._fits(layer, key) for layer in map(model.layer, model.layer_kinds))
+        if differs or (key in self.needs and not self.needs[key].has):
+            return f"{self.title} has the same {key} in all layers{' of a type' if key in self.varies else ''}"
         if key in self.needs:
-            same = f"the same {key} in all layers{' of a type' if key in self.varies else ''}"
-            return f"{self.title} has {self.needs[key].has or same}"
+            return f"{self.title} has {self.needs[key].has}"
         default = ModelConfig.model_fields[key].default
         return f"{self.title} has {f'{key} {_text(default)}' if default else f'no {key}'}"
 
@@ -132,10 +135,15 @@ class Family:
         for name in dict.fromkeys(model.layer_kinds):
             layer = model.layer(name)
             if not self._fits(layer, key):
-                own = name is not None and key in model.kinds[name].model_fields_set
-                found = f"model.{f'kinds.{name}.' if own else ''}{key} is {getattr(layer, key)!r}"
+                found = f"{_path(model, name, key)} is {getattr(layer, key)!r}"
                 break
-        return found if key == self.mark else f"model.{self.mark} is {_text(getattr(model, self.mark))} and {found}"
+        return found if key == self.mark else f"{self._marked(model)} and {found}"
+
+    def _marked(self, model: ModelConfig) -> str:
+        """Words for the key by which a model was taken for one of this family, in the layers that have it."""
+        names = list(dict.fromkeys(model.layer_kinds))
+        name = next((each for each in names if not is_default(model.layer(each), self.mark)), names[0])
+        return f"{_path(model, name, self.mark)} is {_text(getattr(model.layer(name), self.mark))}"
 
 
 def is_default(model: ModelConfig, key: str) -> bool:
@@ -148,6 +156,12 @@ _KEYS = [key for key in ModelConfig.model_fields if key not in ("pattern", "kind
 
 def _differs(key: str, kinds: Sequence[ModelConfig]) -> bool:
     return any(getattr(each, key) != getattr(kinds[0], key) for each in kinds)
+
+
+def _path(model: ModelConfig, kind: str | None, key: str) -> str:
+    """Where a run file has a key of a kind of layers."""
+    own = kind is not None and key in model.kinds[kind].model_fields_set
+    return f"model.{f'kinds.{kind}.' if own else ''}{key}"
 
 
 def _text(value: Any) -> str:

@@ -175,6 +175,34 @@ def test_what_no_family_has_is_refused(family: str, kind: str, keys: dict[str, A
         to_hf_config(ModelConfig.model_validate({**model, "kinds": kinds}), 100, 64)
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys", "what", "has"),
+    [
+        (
+            "delta",
+            {"delta": {"key_heads": 2, "beta_max": 2}},
+            "model.kinds.delta.delta is DeltaConfig(key_heads=2,",
+            "beta_max 1 and no other norm_eps in a gated delta rule",
+        ),
+        ("full", {"qk_norm": False}, "model.kinds.full.qk_norm is False", "true"),
+        (
+            "more",
+            {"mixer": "gated_delta", "delta": {"key_heads": 8}},
+            "model.delta differs between layers",
+            "the same delta in all layers of a type",
+        ),
+    ],
+)
+def test_refusals_name_the_layers_that_do_not_fit(kind: str, keys: dict[str, Any], what: str, has: str) -> None:
+    model = MODELS["qwen3_5_text"]
+    kinds = {**model["kinds"], kind: {**model["kinds"].get(kind, {}), **keys}}
+    section = ModelConfig.model_validate({**model, "pattern": list(kinds), "kinds": kinds})
+    with pytest.raises(UserError) as caught:
+        to_hf_config(section, 100, 64)
+    assert str(caught.value).startswith(f"model.kinds.delta.mixer is 'gated_delta' and {what}")
+    assert str(caught.value).endswith(f"(Qwen3.5 has {has})")
+
+
 def test_layers_for_tokens_further_ahead_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
     parity.save(ROWS["qwen3-next"].build(), tmp_path, tokenizer)
     whole = load_file(tmp_path / "model.safetensors")

@@ -97,7 +97,7 @@ def test_layers_without_experts_are_kinds() -> None:
     family, values = to_hf_config(ModelConfig.model_validate(model), 100, 64)
     assert family.model_type == "glm4_moe"
     assert (values["first_k_dense_replace"], values["intermediate_size"], values["n_shared_experts"]) == (1, 40, 2)
-    with pytest.raises(UserError, match="model.mlp"):
+    with pytest.raises(UserError, match="model.kinds.b.mlp is 'experts'"):
         to_hf_config(ModelConfig.model_validate({**model, "pattern": ["b", "a", "b"]}), 100, 64)
 
 
