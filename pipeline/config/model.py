@@ -370,6 +370,10 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
         if getattr(layer, key) is None and layer.mixer in owners:
             raise ValueError(f"{where}mixer: {layer.mixer} needs the section {key} with its sizes")
     if layer.mixer == "none":
+        # Without kinds, those of `model:` may stay where its mixer is taken out.
+        for key in _OF_ATTENTION if where else ():
+            if getattr(own, key) != LayerConfig.model_fields[key].default:
+                raise ValueError(f"{where}{key} needs a mixer with attention, and mixer is none; leave it out")
         return
     _check_unused(layer, own, where, layer.mixer)
     if layer.mixer in RECURRENT:
