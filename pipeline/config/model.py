@@ -355,6 +355,8 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
         raise ValueError(f"{where}residual: {layer.residual} needs a mixer")
     if layer.residual != "sequential" and (layer.mlp == "none" or layer.norm_place != "pre"):
         raise ValueError(f"{where}residual: {layer.residual} needs an mlp and norm_place: pre")
+    if layer.mlp == "none" and where and own.ffn_dim is not None:
+        raise ValueError(f"{where}ffn_dim needs an mlp, and mlp is none; leave it out")
     if layer.mlp == "experts":
         if layer.experts is None:
             raise ValueError(f"{where}mlp: experts needs the section experts, with count, top_k and ffn_dim")

@@ -125,6 +125,10 @@ def test_keys_of_attention_are_for_the_layers_that_have_it() -> None:
             {"pattern": ["a", "b"], "kinds": {"a": {}, "b": {"mixer": "none", "sliding_window": 8}}},
             "kinds.b: sliding_window needs a mixer with attention, and mixer is none",
         ),
+        (
+            {"pattern": ["a", "b"], "kinds": {"a": {}, "b": {"mlp": "none", "ffn_dim": 48}}},
+            "kinds.b: ffn_dim needs an mlp, and mlp is none",
+        ),
         ({"positions": "none", "rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling needs positions: rope"),
         (
             {"attention_scale": 0.1, "init": {"scheme": "mup", "mup_base_dim": 32}},
