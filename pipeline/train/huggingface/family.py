@@ -159,7 +159,7 @@ def _differs(key: str, kinds: Sequence[ModelConfig]) -> bool:
 
 
 def _path(model: ModelConfig, kind: str | None, key: str) -> str:
-    """Where a run file has a key of a kind of layers."""
+    """Path of a key of a kind of layers in a run file."""
     own = kind is not None and key in model.kinds[kind].model_fields_set
     return f"model.{f'kinds.{kind}.' if own else ''}{key}"
 
