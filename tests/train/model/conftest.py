@@ -10,7 +10,8 @@ import torch
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Nothing is compiled before a test, and nothing stays."""
+    """Nothing is compiled or counted before a test, and nothing stays."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()

@@ -295,9 +295,8 @@ def test_equal_layers_written_as_kinds_have_the_same_names_and_weights() -> None
 
 @pytest.mark.guard
 @pytest.mark.parametrize("name", ["norms, windows, rope", "latents"])
+@pytest.mark.usefixtures("fresh_compiler")
 def test_layers_of_a_kind_share_what_is_compiled(name: str) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     config = section(name)
     plain, model = built(config), built(config)
     compile_layers(model, RecomputeConfig())

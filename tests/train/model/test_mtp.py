@@ -189,9 +189,8 @@ def test_initial_weights_have_the_rules_of_layers() -> None:
 
 
 @pytest.mark.guard
+@pytest.mark.usefixtures("fresh_compiler")
 def test_blocks_share_what_is_compiled_for_layers() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     config = section("norms, windows, rope", mtp={"depth": DEPTH})
     plain, model = built(config), built(config)
     compile_layers(model, RecomputeConfig())

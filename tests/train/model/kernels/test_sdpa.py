@@ -302,9 +302,8 @@ def test_terms_go_through_the_compiler(case: Case, terms: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("window", "cap", "sinks"), [(None, None, False), (7, None, False), (7, 0.7, True), (None, None, True)]
 )
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_layers_are_made_once_for_all_documents(window: int | None, cap: float | None, sinks: bool) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     plain, model = (decoder(window, cap, sinks) for _ in range(2))
     compile_layers(model, RecomputeConfig())
     tokens = torch.randint(61, (1, 40))
