@@ -35,3 +35,12 @@ def processes() -> Iterator[Callable[[int], Ranks]]:
     """So many processes, kept from one test to the next."""
     with kept_ranks() as get:
         yield get
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled or counted before a test, and nothing stays."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,15 +44,7 @@ TRACED, PARTITIONED = "aot_eager", "aot_eager_decomp_partition"
 """Backends that trace forward and backward as inductor's do and run torch's kernels; the second cuts the two as
 inductor does."""
 
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Nothing is compiled before a test, and nothing stays."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 PHASES = (
     "train.precision.compute=fp32",

@@ -174,8 +174,8 @@ def test_keys_are_repeated_without_a_mask_too(shared: list[bool], dtype: torch.d
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_causality_goes_through_the_compiler() -> None:
-    torch._dynamo.reset()
     case = Case(((40,), (40,)), False, None, 10, 40)
     q, k, v, _ = case.draw(torch.float32)
     kernel = Sdpa(on_gpu=True)
@@ -280,9 +280,9 @@ def test_selective_recomputation_keeps_it(monkeypatch: pytest.MonkeyPatch, sinks
 
 @pytest.mark.parametrize("case", [SOME[1], SOME[3], BOTH[0], BOTH[1]])
 @pytest.mark.parametrize("terms", [{"sinks": True}, {"soft_cap": 0.7, "sinks": True}])
+@pytest.mark.usefixtures("fresh_compiler")
 def test_terms_go_through_the_compiler(case: Case, terms: dict[str, Any]) -> None:
     """In one graph, also where tiles are made within it; outputs and gradients."""
-    torch._dynamo.reset()
     case = replace(case, **terms)
     kernel = Sdpa()
 
