@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_serializer, model_validator
@@ -373,9 +373,8 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
             raise ValueError(f"{where}mixer: {layer.mixer} needs the section {key} with its sizes")
     if layer.mixer == "none":
         # Without kinds, those of `model:` may stay where its mixer is taken out.
-        for key in _OF_ATTENTION if where else ():
-            if getattr(own, key) != LayerConfig.model_fields[key].default:
-                raise ValueError(f"{where}{key} needs a mixer with attention, and mixer is none; leave it out")
+        if where and (given := _first_given(own, _OF_ATTENTION)):
+            raise ValueError(f"{where}{given} needs a mixer with attention, and mixer is none; leave it out")
         return
     _check_unused(layer, own, where, layer.mixer)
     if layer.mixer in RECURRENT:
@@ -418,12 +417,16 @@ _UNUSED = {"mla": _OF_HEADS, **dict.fromkeys(RECURRENT, _OF_ATTENTION)}
 """By value of `mixer`, keys of attention that it has otherwise, or not."""
 
 
+def _first_given(own: LayerConfig, keys: Iterable[str]) -> str | None:
+    """The first of some keys that is not at its default."""
+    return next((key for key in keys if getattr(own, key) != LayerConfig.model_fields[key].default), None)
+
+
 def _check_unused(layer: LayerConfig, own: LayerConfig, where: str, mixer: str) -> None:
     """Raise a `ValueError` where a key of attention is meant for a mixer that does not have it."""
-    for key in _UNUSED.get(mixer, ()):
-        if getattr(own, key) != LayerConfig.model_fields[key].default:
-            section = next(name for name, mixers in _SECTIONS.items() if mixer in mixers)
-            raise ValueError(f"{where}{key} is not for mixer: {mixer}, whose sizes are in {section}; leave it out")
+    if key := _first_given(own, _UNUSED.get(mixer, ())):
+        section = next(name for name, mixers in _SECTIONS.items() if mixer in mixers)
+        raise ValueError(f"{where}{key} is not for mixer: {mixer}, whose sizes are in {section}; leave it out")
     # Layers with latent attention do not inherit a bias of attention, those of a recurrence beside attention may.
     bias = layer.bias if mixer == "mla" else own.bias
     if mixer in _UNUSED and bias not in ("none", "mlp"):

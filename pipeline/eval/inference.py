@@ -14,7 +14,7 @@ from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.checkpoint.state_shapes import is_buffer
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.meta import on_meta
-from pipeline.train.model.mixers.fp32_vectors import Fp32Vectors
+from pipeline.train.model.mixers.fp32_vectors import fp32_parameters
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
 from pipeline.train.setup import load_for_inference
 
@@ -50,16 +50,17 @@ def unwrapped(model: Decoder, dtype: torch.dtype) -> Decoder:
     """
     with on_meta():
         plain = Decoder(model.spec, model.part)
-    fp32 = {name for name, module in plain.named_modules() if isinstance(module, Fp32Vectors)}
+    fp32 = fp32_parameters(plain)
     weights = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
-
-    def held(name: str, value: torch.Tensor) -> torch.Tensor:
-        if is_buffer(name):
-            return value
-        kind = torch.float32 if name.rpartition(".")[0] in fp32 else dtype
-        return nn.Parameter(value.to(kind), requires_grad=False)
-
-    plain.load_state_dict({name: held(name, value) for name, value in weights.items()}, assign=True)
+    plain.load_state_dict(
+        {
+            name: value
+            if is_buffer(name)
+            else nn.Parameter(value.to(torch.float32 if name in fp32 else dtype), requires_grad=False)
+            for name, value in weights.items()
+        },
+        assign=True,
+    )
     return plain.train(False)
 
 

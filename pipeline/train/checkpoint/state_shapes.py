@@ -17,6 +17,8 @@ class StateShapes(NamedTuple):
     parameters: Shapes
     buffers: Shapes
     """Biases of the choice of experts, in fp32; choices of the last step."""
+    fp32: frozenset[str]
+    """Names of the parameters that stay in fp32 where others are in 16 bits."""
 
     @property
     def weight_buffers(self) -> Shapes:
@@ -29,12 +31,14 @@ def state_shapes(spec: DecoderSpec) -> StateShapes:
     # Here, as commands that only read files import this module, and the model takes seconds.
     from pipeline.train.model.decoder import Decoder
     from pipeline.train.model.meta import on_meta
+    from pipeline.train.model.mixers.fp32_vectors import fp32_parameters
 
     with on_meta():
         model = Decoder(spec)
     return StateShapes(
         {name: tuple(value.shape) for name, value in model.named_parameters()},
         {name: tuple(value.shape) for name, value in model.named_buffers()},
+        fp32_parameters(model),
     )
 
 

@@ -127,11 +127,12 @@ def validated_model(values: Any, failure: str) -> ModelConfig:
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
-        places = (".".join(map(str, each["loc"])) for each in error.errors())
-        messages = (each["msg"].removeprefix("Value error, ") for each in error.errors())
-        # Keys of the section that do not fit each other have no place of their own.
-        found = (f"{place}: {message}" if place else message for place, message in zip(places, messages, strict=True))
-        raise UserError(f"{failure}: {'; '.join(found)}") from None
+        problems = []
+        for each in error.errors():
+            place, message = ".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")
+            # Keys of the section that do not fit each other have no place of their own.
+            problems.append(f"{place}: {message}" if place else message)
+        raise UserError(f"{failure}: {'; '.join(problems)}") from None
 
 
 def exported_tensors(folder: Path, listed: Iterable[str]) -> tuple[dict[str, str], dict[str, Stored]]:

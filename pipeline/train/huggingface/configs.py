@@ -91,7 +91,8 @@ def _family_of(model: ModelConfig) -> Family:
         if not keys:
             return FAMILIES[name]
     nearest = _nearest(misfits)
-    raise _no_family(nearest.misfit(model), nearest.has(model))
+    key = misfits[nearest.model_type][0]
+    raise _no_family(nearest.misfit(model, key), nearest.has(model, key))
 
 
 def _nearest(misfits: Mapping[str, Collection[str]]) -> Family:

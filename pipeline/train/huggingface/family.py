@@ -117,10 +117,9 @@ class Family:
             return self.needs[key].fits(getattr(layer, key), with_heads)
         return key in _ALL_HAVE or is_default(layer, key)
 
-    def has(self, model: ModelConfig) -> str:
-        """Words for what the family has where a model has the first of its `misfits`."""
-        key = self.misfits(model)[0]
-        differs = key != self.mark and all(self._fits(layer, key) for layer in map(model.layer, model.layer_kinds))
+    def has(self, model: ModelConfig, key: str) -> str:
+        """Words for what the family has where a model has a key of its `misfits`."""
+        differs = key != self.mark and not self._unfit(model, key)
         if differs or (key in self.needs and not self.needs[key].has):
             return f"{self.title} has the same {key} in all layers{' of a type' if key in self.varies else ''}"
         if key in self.needs:
@@ -128,16 +127,18 @@ class Family:
         default = ModelConfig.model_fields[key].default
         return f"{self.title} has {f'{key} {_text(default)}' if default else f'no {key}'}"
 
-    def misfit(self, model: ModelConfig) -> str:
-        """Words for the first of the model's `misfits`, after the key by which it was taken for one of this family."""
-        key = self.misfits(model)[0]
-        found = f"model.{key} differs between layers"
-        for name in dict.fromkeys(model.layer_kinds):
-            layer = model.layer(name)
-            if not self._fits(layer, key):
-                found = f"{_path(model, name, key)} is {getattr(layer, key)!r}"
-                break
+    def misfit(self, model: ModelConfig, key: str) -> str:
+        """Words for a key of the model's `misfits`, after that by which it was taken for one of this family."""
+        unfit = self._unfit(model, key)
+        if unfit:
+            found = f"{_path(model, unfit[0], key)} is {getattr(model.layer(unfit[0]), key)!r}"
+        else:
+            found = f"model.{key} differs between layers"
         return found if key == self.mark else f"{self._marked(model)} and {found}"
+
+    def _unfit(self, model: ModelConfig, key: str) -> list[str | None]:
+        """Kinds of layers whose value of a key no layer of this family has."""
+        return [name for name in dict.fromkeys(model.layer_kinds) if not self._fits(model.layer(name), key)]
 
     def _marked(self, model: ModelConfig) -> str:
         """Words for the key by which a model was taken for one of this family, in the layers that have it."""

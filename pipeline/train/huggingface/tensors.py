@@ -199,17 +199,8 @@ def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
     head = "embedding.weight" if spec.tie_embeddings else "head.weight"
     ahead = [each.layer.parts for each in spec.mtp]
     rules = family.names.rules([layer.parts for layer in spec.layers], ahead, head)
-    fp32 = {
-        f"{before}.{place}.{module}"
-        for before, layer in (
-            *((f"layers.{index}", layer) for index, layer in enumerate(spec.layers)),
-            *((f"mtp.{depth}.layer", each.layer) for depth, each in enumerate(spec.mtp)),
-        )
-        for place, part in layer.parts.items()
-        for module in part.fp32_modules
-    }
     mapping = map_rules(rules, our_shapes, spec.vocab_size, frozenset(buffers))
-    mapping = replace(mapping, fp32=frozenset(name for name in our_shapes if name.rpartition(".")[0] in fp32))
+    mapping = replace(mapping, fp32=shapes.fp32)
     missing = our_shapes.keys() - mapping.ours.keys()
     assert not missing, f"{family.model_type} has no place for {sorted(missing)}"
     return mapping

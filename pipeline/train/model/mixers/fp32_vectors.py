@@ -24,3 +24,9 @@ class Fp32Vectors(nn.Module):
 
     def forward(self) -> None:
         """Lets FSDP gather the parameters."""
+
+
+def fp32_parameters(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters of a model that stay in fp32."""
+    units = {name: unit for name, unit in model.named_modules() if isinstance(unit, Fp32Vectors)}
+    return frozenset(f"{name}.{own}" for name, unit in units.items() for own, _ in unit.named_parameters())
