@@ -19,7 +19,7 @@ class Batch:
     tokens: torch.Tensor
     """[B, S] int64, inputs."""
     targets: torch.Tensor
-    """[B, S] int64, what follows each input."""
+    """[B, S] int64, what each position is to predict: most often what follows its input."""
     weight: torch.Tensor
     """[B, S] float32, 0 where a target does not count."""
     starts: torch.Tensor
@@ -37,6 +37,15 @@ class Batch:
     """[B, N, S] int64, at d - 1 what follows d places behind each target, for N depths of multi-token prediction."""
     ahead_weight: torch.Tensor | None = None
     """[B, N, S] float32, 0 where one of them does not count."""
+    predicted: torch.Tensor | None = None
+    """[B, K] int64, ascending: the positions whose targets can count, for a head that leaves the others out; None: all.
+    Rows with fewer of them are filled up with positions of weight 0."""
+    prefix: torch.Tensor | None = None
+    """[B, S] int64, for each position the one behind the prefix of its document, which is seen in both directions;
+    None: there are no prefixes."""
+    encoder: int = 0
+    """Positions of the encoder, which are the first ones of S; the others are the decoder's. In both, document i of a
+    row is the same one."""
 
     @property
     def bounds(self) -> torch.Tensor:

@@ -68,6 +68,9 @@ class Context:
         routing: What routers of experts are trained for; None: nothing, as outside of training steps.
         on_routed: Is shown what tokens chose, with `routing` or without.
         ahead: With a criterion: targets of multi-token prediction; None: it is left out.
+        predicted_BK: With a criterion: the positions of the input that the head scores; None: all.
+        prefix_BS: See `Batch.prefix`; the whole sequence's, as bounds are.
+        encoder: Positions of the sequence that are the encoder's, see `Batch`.
     """
 
     bounds_BS: Tensor | None = None
@@ -84,6 +87,9 @@ class Context:
     routing: Routing | None = None
     on_routed: RoutingObserver | None = None
     ahead: Ahead | None = None
+    predicted_BK: Tensor | None = None
+    prefix_BS: Tensor | None = None
+    encoder: int = 0
 
 
 @dataclass
