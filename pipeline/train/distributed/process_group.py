@@ -22,6 +22,7 @@ from pipeline.config.run import TimeLimitsConfig
 from pipeline.train.distributed.peers import Peers, is_watched, watch
 from pipeline.train.distributed.rank import STORE, Processes, of_environment, record_error
 from pipeline.train.parallel.torch_compat.flight_recorder import record_collectives
+from pipeline.train.parallel.torch_compat.gloo import give_gloo_one_thread
 
 __all__ = [
     "Processes",
@@ -94,6 +95,7 @@ def init_process_group(processes: Processes, device: torch.device, limits: TimeL
     # Our own watchdog knows the phases. It comes first, so that a hang is told with the stacks of all ranks.
     store.set_timeout(timedelta(seconds=max(limits.model_dump().values()) + 120))
     record_collectives()
+    give_gloo_one_thread()
     try:
         dist.init_process_group(
             backend, store=store, rank=processes.rank, world_size=processes.world_size, timeout=COLLECTIVE_TIMEOUT

@@ -166,11 +166,14 @@ def _rank(end: Connection, log: Path, variables: Environment, connect: bool) -> 
     import torch
     import torch.distributed as dist
 
+    from pipeline.train.parallel.torch_compat.gloo import give_gloo_one_thread
+
     os.environ.update(variables)
     torch.set_num_threads(1)
     code = 0
     try:
         if connect:
+            give_gloo_one_thread()
             dist.init_process_group("gloo", timeout=timedelta(seconds=300))
         while True:
             try:

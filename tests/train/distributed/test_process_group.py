@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from pipeline.train.distributed.process_group import (
 )
 from pipeline.train.distributed.rank import is_consequence, read_error, record_error
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.mesh import build_mesh
+from pipeline.train.parallel.mesh import Mesh, build_mesh
 from tests.train.distributed import ranks
 
 pytestmark = pytest.mark.parallel
@@ -71,13 +72,35 @@ def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not process_group.joined()
 
 
+def threads_and_groups() -> tuple[int, int]:
+    """Threads of this process that run collectives, and its groups."""
+    init_process_group(of_environment(), CPU, TimeLimitsConfig())
+    groups = _groups(build_mesh(Layout(dp_shard=2, tp=2), "cpu"))
+    for group in groups:
+        for _ in range(4):
+            dist.barrier(group)  # a thread has its name once it runs; if there are two, both had something to do
+    names = [(each / "comm").read_text() for each in Path("/proc/self/task").iterdir()]
+    return sum("gloo_runl" in name for name in names), len({group.group_name for group in groups})
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted by what Linux tells of them")
+def test_each_group_over_gloo_has_one_thread() -> None:
+    """With two of them, two collectives under way in a group corrupt the heap."""
+    for threads, groups in ranks.run(4, threads_and_groups, connect=False):
+        assert threads == groups >= 4
+
+
 def timeouts(layout: Layout) -> dict[str, timedelta]:
     """Of the collectives of each group that a run uses."""
     init_process_group(of_environment(), CPU, TimeLimitsConfig())
-    mesh = build_mesh(layout, "cpu")
+    groups = _groups(build_mesh(layout, "cpu"))
+    return {group.group_name: group._get_backend(CPU).options._timeout for group in groups}
+
+
+def _groups(mesh: Mesh) -> list[Any]:
+    """All groups of this process."""
     meshes = [mesh.devices, *([mesh.contexts] if mesh.contexts else [])]
-    groups = [dist.group.WORLD, background_group(), *(group for each in meshes for group in each.get_all_groups())]
-    return {group.group_name: group._get_backend(CPU).options._timeout for group in groups}  # type: ignore[union-attr]
+    return [dist.group.WORLD, background_group(), *(group for each in meshes for group in each.get_all_groups())]
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp_shard=2), Layout(cp=2, dp_replicate=2)])
