@@ -139,7 +139,8 @@ class Decoder(nn.Module):
                 for layer, embedded, of_layer in zip(self.mtp_layers, ahead, contexts[len(self.layers) :], strict=True):
                     streams.append(layer(embedded, streams[-1], of_layer))
                 return losses_of_all(self.head, streams, weight, context.criterion, context.ahead)
-            losses_or_logits: Tensor | TokenLosses = self.head(x, weight, context.criterion)
+            predicted_BK = context.predicted_BK
+            losses_or_logits: Tensor | TokenLosses = self.head(x, weight, context.criterion, predicted_BK)
             return losses_or_logits
         return x
 
@@ -215,7 +216,9 @@ class Decoder(nn.Module):
             assert context.cut is None, "states hold whole texts"
             seen = {each: replace(common, mask=_mask_of_states(places, each, device)) for each in reaches}
         else:
-            documents = None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
+            documents = (
+                None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts, context.prefix_BS)
+            )
             seen = {each: self._look(common, documents, each, x.shape[0], keys, device) for each in reaches}
         if context.cut is not None:
             positions = context.cut.shard(positions)
