@@ -89,10 +89,15 @@ class Decoder(nn.Module):
             self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
         if part.first and spec.learned_positions is not None:
             self.position_embedding = nn.Embedding(spec.learned_positions, spec.dim)
+        if part.first and spec.token_types is not None:
+            self.type_embedding = nn.Embedding(spec.token_types, spec.dim)
+        if part.first and spec.embedding_norm:
+            self.embedding_norm = build_norm(spec.norm, spec.dim)
         # Keyed by index, so that a pipeline stage keeps the names of the layers that it has.
         self.layers = nn.ModuleDict({str(index): Block(spec.layers[index], index) for index in part.layers})
-        if part.last:
+        if part.last and spec.final_norm:
             self.norm = build_norm(spec.norm, spec.dim)
+        if part.last:
             self.head = Head(spec)
         if part.last and spec.mtp:
             self.mtp = nn.ModuleList(MtpLayer(each, index) for index, each in enumerate(spec.mtp, len(spec.layers)))
@@ -119,8 +124,12 @@ class Decoder(nn.Module):
         positions, dropout, contexts = self._prepare(x, context)
         if part.first:
             x = self._embed(x)
+            if spec.token_types is not None:
+                x = x + self.type_embedding(torch.zeros_like(positions[:1]))
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
+            if spec.embedding_norm:
+                x = self.embedding_norm(x)
             x = dropped(x, "embedding", dropout)
         x, weight, ahead = self._inputs_of_end(x, context)
         for block, of_layer in zip(self.layers.values(), contexts, strict=False):
@@ -132,7 +141,7 @@ class Decoder(nn.Module):
                 last_B = torch.tensor([count - 1 for count in counts], device=x.device)
                 x = x[torch.arange(len(counts), device=x.device), last_B][:, None]
         if part.last:
-            x = self.norm(x)
+            x = self.norm(x) if spec.final_norm else x
             if context.ahead is not None:
                 assert context.criterion is not None and weight is not None
                 streams = [x]

@@ -326,6 +326,8 @@ class LayerSpec:
     residual: Residual = "sequential"
     residual_scale: float = 1.0
     """Factor on what a part adds to the stream."""
+    input_norm: bool = True
+    """False: the stream that enters the layer has no norm of its own, see `model.first_norm`."""
 
     @cached_property
     def parts(self) -> dict[str, LayerPartSpec]:
@@ -346,6 +348,7 @@ class LayerSpec:
         """
         kinds = {"pre": ("norm",), "output": ("out_norm",), "both": ("norm", "out_norm"), "post": ("sum_norm",)}
         names = [f"{place}_{kind}" for place in self.parts for kind in kinds[self.norm_place]]
+        names = names[0 if self.input_norm else 1 :]
         return tuple(name for name in names if name != "mlp_norm" or self.residual != "parallel_shared")
 
     @cached_property
