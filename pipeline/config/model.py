@@ -258,8 +258,8 @@ class ModelConfig(LayerConfig, _Size):
     vocab_multiple: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """The vocabulary is padded to a multiple of this; logits of the padding are -inf."""
     token_types: int | None = Field(default=None, ge=1, le=MAX_ROWS)
-    """Rows of an embedding of the type of a token (BERT: 2), of which all tokens have the first one. By default there is
-    no such embedding."""
+    """Rows of an embedding of the type of a token (BERT: 2), of which all tokens have the first one. By default there
+    is no such embedding."""
     embedding_norm: bool = False
     """The sum of the embeddings is normalized (BERT, ModernBERT)."""
     first_norm: bool = True

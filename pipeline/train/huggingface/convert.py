@@ -105,8 +105,8 @@ def to_hf(
         )
     if family.padding is not None:
         warning += (
-            f"\nwarning: transformers takes token {family.padding} for padding in every {family.title}; texts that have "
-            "it are computed otherwise there"
+            f"\nwarning: transformers takes token {family.padding} for padding in every {family.title}; texts that "
+            "have it are computed otherwise there"
         )
     return (
         f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "
