@@ -240,6 +240,7 @@ FAMILIES["every"] = {
 
 ENCODER_FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {
+        "train.objective": {"type": "masked", "rate": 0.3},
         "model.direction": "both",
         "model.document_attention": True,
         "model.norm": "layernorm",
@@ -256,6 +257,7 @@ ENCODER_FAMILIES: dict[str, dict[str, Any]] = {
         "model.dropout": 0.1,
     },
     "modernbert": {
+        "train.objective": {"type": "masked", "rate": 0.15, "keep_share": 0.3},
         "model.direction": "both",
         "model.document_attention": True,
         "model.norm": "layernorm",
@@ -326,6 +328,7 @@ COMMON: dict[str, Any] = {
     "model.heads": 8,
     "model.ffn_dim": 96,
     "model.vocab_multiple": 16,
+    "tokenizer.special_tokens": ["[MASK]"],
     "train.duration": f"{LAST_STEP} steps",
     "train.batch_size": BATCH_SIZE,
     "train.precision": {"compute": "fp32"},
