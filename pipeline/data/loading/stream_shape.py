@@ -25,6 +25,11 @@ class StreamShape:
         """Positions of the model's input."""
         return self.encoder + self.decoder
 
+    @property
+    def predicted_share(self) -> float:
+        """Share of the positions that the head scores."""
+        return self.predicted / self.length
+
 
 def rounded(number: float) -> int:
     """The nearest whole number, halves to the even one, as `numpy.rint` does."""
