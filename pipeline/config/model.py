@@ -226,7 +226,8 @@ class LayerConfig(Section):
     """RMSNorm of queries and keys before the rotary embedding: true, over each head (Qwen3); `full`, over all heads
     together (OLMo 2)."""
     sliding_window: int | None = Field(default=None, ge=1, le=MAX_ROWS)
-    """A token attends to itself and the sliding_window - 1 tokens before it (Mistral)."""
+    """A token attends to itself and the sliding_window - 1 tokens before it (Mistral). With direction: both, to itself
+    and to sliding_window / 2 tokens on each side, rounded down (ModernBERT's local_attention)."""
     attention_scale: float | None = Field(default=None, gt=0)
     """Factor on the products of queries and keys; by default 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = Field(default=None, gt=0)
@@ -261,8 +262,11 @@ class LayerKindConfig(LayerConfig):
 
 
 class ModelConfig(LayerConfig, _Size):
-    """A decoder: embedding, `layers` blocks of attention and mlp, head."""
+    """A decoder or an encoder: embedding, `layers` blocks of attention and mlp, head."""
 
+    direction: Literal["causal", "both"] = "causal"
+    """Tokens that a token sees: `causal`, itself and those before it; `both`, those behind it too, in every layer. Such
+    a model is an encoder (BERT), which learns to fill in masked tokens and does not write text."""
     pattern: list[str] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
     """Kinds of the layers, by their names in `kinds`: repeated until there are `layers`, which need not be a multiple.
     By default all layers are equal."""
@@ -370,6 +374,8 @@ class ModelConfig(LayerConfig, _Size):
             if self.positions == "relative":
                 raise ValueError("positions: relative needs the section encoder; set positions: rope without one")
             return self
+        if self.direction != "causal":
+            raise ValueError("direction: both is not for models with an encoder, whose layers see both sides anyway")
         if self.mtp is not None:
             raise ValueError("mtp is not for models with an encoder; leave one of the two out")
         if self.positions == "learned":
@@ -403,6 +409,11 @@ class ModelConfig(LayerConfig, _Size):
         for key, owners in _SECTIONS.items():
             if getattr(self, key) is not None and not mixers.intersection(owners):
                 raise ValueError(f"{key} needs layers with mixer: {' or '.join(owners)}, and there are none")
+        if self.direction == "both":
+            if recurrent := sorted(mixers.intersection(RECURRENT)):
+                raise ValueError(f"direction: both is not for mixer: {recurrent[0]}, whose state goes forward alone")
+            if self.mtp is not None:
+                raise ValueError("mtp needs direction: causal; with both a token sees the ones that mtp would predict")
         return self
 
 

@@ -25,7 +25,6 @@ from pipeline.train.model.part_spec import (
     LayerSpec,
     MixerSpec,
     MtpSpec,
-    Reach,
     RelativeSpec,
     Side,
 )
@@ -125,9 +124,22 @@ MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = {
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers that `model:` describes: the one place where its keys become kinds of mixers and mlps."""
+    if config.encoder is None:
+        kinds = _kinds(config, config.layer_kinds)
+        return tuple(kinds[name] for name in config.layer_kinds)
+    both = config.model_copy(update={"direction": "both"})
+    sides = _kinds(both, config.encoder_kinds), _kinds(config, config.layer_kinds)
+    of_encoder = {name: _of_side(layer, "encoder", config) for name, layer in sides[0].items()}
+    of_decoder = {name: _of_side(layer, "decoder", config) for name, layer in sides[1].items()}
+    *encoder, last = [of_encoder[name] for name in config.encoder_kinds]
+    return *encoder, replace(last, ends_encoder=True), *(of_decoder[name] for name in config.layer_kinds)
+
+
+def _kinds(config: ModelConfig, names: Sequence[str | None]) -> dict[str | None, LayerSpec]:
+    """By name of a kind, layers of it."""
     norm = _norm_spec(config)
     kinds: dict[str | None, LayerSpec] = {}
-    for name in dict.fromkeys([*config.encoder_kinds, *config.layer_kinds]):
+    for name in dict.fromkeys(names):
         layer = config.layer(name)
         kinds[name] = LayerSpec(
             None if layer.mixer == "none" else MIXERS[layer.mixer](config, layer),
@@ -137,24 +149,16 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
             layer.residual,
             config.residual_scale,
         )
-    if config.encoder is None:
-        return tuple(kinds[name] for name in config.layer_kinds)
-    of_encoder = {name: _of_side(kinds[name], "encoder", config) for name in dict.fromkeys(config.encoder_kinds)}
-    of_decoder = {name: _of_side(kinds[name], "decoder", config) for name in dict.fromkeys(config.layer_kinds)}
-    *encoder, last = [of_encoder[name] for name in config.encoder_kinds]
-    return *encoder, replace(last, ends_encoder=True), *(of_decoder[name] for name in config.layer_kinds)
+    return kinds
 
 
 def _of_side(layer: LayerSpec, side: Side, config: ModelConfig) -> LayerSpec:
     """A layer with attention as one of an encoder-decoder's."""
-    mixer, relative = layer.mixer, None
+    mixer = layer.mixer
     assert isinstance(mixer, AttentionSpec)
     if config.positions == "relative":
         of = config.relative or RelativeConfig()
-        relative = RelativeSpec(side, of.buckets, of.max_distance, mixer.heads)
-    back = mixer.reach.back
-    reach = Reach(back, back) if side == "encoder" else Reach(back, 0)
-    mixer = replace(mixer, reach=reach, relative=relative)
+        mixer = replace(mixer, relative=RelativeSpec(side, of.buckets, of.max_distance, mixer.heads))
     cross = None if side == "encoder" else CrossAttentionSpec.beside(mixer)
     return replace(layer, mixer=mixer, side=side, cross=cross)
 

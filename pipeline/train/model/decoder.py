@@ -153,9 +153,10 @@ class Decoder(nn.Module):
                 last_B = torch.tensor([count - 1 for count in counts], device=x.device)
                 x = x[torch.arange(len(counts), device=x.device), last_B][:, None]
         if part.last:
-            criterion, encoder = context.criterion, context.encoder
+            criterion, predicted_BK, encoder = context.criterion, context.predicted_BK, context.encoder
             if encoder:
                 x = x[:, encoder // self.stream_shards :]
+                predicted_BK = None if predicted_BK is None else predicted_BK - encoder
                 if criterion is not None:
                     targets_BT, weight_BT = criterion.targets_BS[:, encoder:], criterion.weight_BS[:, encoder:]
                     criterion = replace(criterion, targets_BS=targets_BT, weight_BS=weight_BT)
@@ -166,7 +167,7 @@ class Decoder(nn.Module):
                 for layer, embedded, of_layer in zip(self.mtp_layers, ahead, contexts[len(self.layers) :], strict=True):
                     streams.append(layer(embedded, streams[-1], of_layer))
                 return losses_of_all(self.head, streams, weight, context.criterion, context.ahead)
-            losses_or_logits: Tensor | TokenLosses = self.head(x, weight, criterion)
+            losses_or_logits: Tensor | TokenLosses = self.head(x, weight, criterion, predicted_BK)
             if encoder and isinstance(losses_or_logits, TokenLosses):
                 losses = F.pad(losses_or_logits.loss_BS, (encoder, 0))
                 return losses_or_logits._replace(loss_BS=losses)

@@ -105,14 +105,24 @@ class Reach:
     """Positions behind it; 0: causal; None: all."""
 
     @classmethod
-    def window(cls, size: int | None) -> Reach:
-        """Causal reach of `size` positions, the query's own among them; None: all."""
+    def window(cls, size: int | None, *, both: bool = False) -> Reach:
+        """That of `sliding_window`; None: all.
+
+        Causal it is `size` positions, the query's own among them. To both sides it is half of `size` on each, rounded
+        down, and the query's own.
+        """
+        if both:
+            half = None if size is None else size // 2
+            return cls(half, half)
         return cls(None if size is None else size - 1)
 
     def mean_keys(self, length: int, *, causal: bool) -> float:
         """Keys that FLOPs are counted for, of a query of a sequence; see `flops_per_token` for the conventions."""
+        behind = length if self.ahead is None else min(self.ahead, length)
         window = length if self.back is None else min(self.back + 1, length)
-        return window - window**2 / (2 * length) if causal else window
+        if causal:
+            return window - window**2 / (2 * length) + behind - behind**2 / (2 * length)
+        return min(window + behind, length)
 
     def sees_all(self, length: int) -> bool:
         """True if distance hides no key of a sequence, or causality alone does."""

@@ -38,7 +38,7 @@ class Stretch:
 
 def documents_of(context: Context) -> Documents | None:
     """Documents of a sequence without sides."""
-    return None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts)
+    return None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts, context.prefix_BS)
 
 
 def both_sides(context: Context, length: int) -> list[Stretch]:

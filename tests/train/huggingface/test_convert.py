@@ -251,6 +251,7 @@ def test_a_model_that_no_family_computes_is_refused_by_its_key(keys: dict[str, A
 
 
 OTHER_VALUES: dict[str, Any] = {
+    "direction": "both",
     "layers": 3,
     "dim": 64,
     "heads": 2,

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention as data: everything that is asked about it without building it."""
+"""Grouped-query attention as data: everything that is asked about it without building it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.train.model.part_spec import (
 
 @dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
-    """Causal grouped-query attention."""
+    """Grouped-query attention."""
 
     dim: int
     heads: int
@@ -78,7 +78,7 @@ class AttentionSpec(MixerSpec):
             qkv_bias=layer.bias in ("qkv", "attention", "all"),
             output_bias=layer.bias in ("attention", "all"),
             qk_norm=NormSpec("rmsnorm", model.norm_eps, offset=model.norm_offset) if layer.qk_norm else None,
-            reach=Reach.window(layer.sliding_window),
+            reach=Reach.window(layer.sliding_window, both=model.direction == "both"),
             scale=(layer.attention_scale or scale) * softmax_factor(rope.scaling if rope else None),
             wide_qk_norm=layer.qk_norm == "full",
             rope=rope,
