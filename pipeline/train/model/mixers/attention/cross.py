@@ -17,12 +17,7 @@ class CrossAttentionSpec(AttentionSpec):
 
     label: ClassVar = "cross attention"
     module: ClassVar = "pipeline.train.model.mixers.attention.cross_module.CrossAttention"
-    huggingface: ClassVar = {
-        "t5": tuple(
-            (f"layer.1.EncDecAttention.{theirs}", (ours,))
-            for theirs, ours in (("q", "wq"), ("k", "wk"), ("v", "wv"), ("o", "wo"))
-        ),
-    }
+    huggingface: ClassVar = {}
 
     @classmethod
     def beside(cls, own: AttentionSpec) -> CrossAttentionSpec:
