@@ -104,7 +104,7 @@ def heldout_loss(
 
     def context(whole: Batch, batch: Batch) -> Context:
         criterion = Criterion(batch.targets, batch.weight, shard=model.vocab_shard, chunk_tokens=chunk_tokens)
-        return make_context(whole, config.model.document_attention, criterion, cut=model.cut)
+        return make_context(whole, config.model.document_attention, criterion, cut=model.cut, predicted=batch.predicted)
 
     def measure(losses: TokenLosses, batch: Batch) -> None:
         if setup.mesh.rank("tp") == 0:  # the others have the same sums

@@ -74,7 +74,8 @@ def num_parameters(spec: DecoderSpec) -> int:
     """Parameters as stored: a tied head once, the vocabulary with its padding."""
     tables = spec.vocab_padded * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0)
     layers = sum(map(layer_parameters, spec.layers)) + sum(map(mtp_parameters, spec.mtp))
-    return spec.dim * tables + sum(spec.norm.parameters(spec.dim)) + layers
+    relative = sum(each.buckets * each.heads for each in spec.relatives.values())
+    return spec.dim * tables + sum(spec.norm.parameters(spec.dim)) + layers + relative
 
 
 def mtp_parameters(mtp: MtpSpec, tp: int = 1) -> int:

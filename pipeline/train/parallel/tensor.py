@@ -246,11 +246,11 @@ class _VocabParallelHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(
-            _module: nn.Module, inputs: tuple[Tensor, DTensor, Criterion | None]
-        ) -> tuple[Tensor, Tensor, Criterion | None]:
+            _module: nn.Module, inputs: tuple[Tensor, DTensor, Criterion | None, Tensor | None]
+        ) -> tuple[Tensor, Tensor, Criterion | None, Tensor | None]:
             x = DTensor.from_local(inputs[0], device_mesh, [self._stream], run_check=False)
             x = x.redistribute(placements=[Replicate()])
-            return x.to_local(grad_placements=[Partial()]), inputs[1].to_local(), inputs[2]
+            return x.to_local(grad_placements=[Partial()]), inputs[1].to_local(), *inputs[2:]
 
         assert isinstance(module, Head)
         module.first_row = _first_row(module.spec.vocab_padded, device_mesh)
