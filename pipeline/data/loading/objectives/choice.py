@@ -291,7 +291,7 @@ def _sentinels(making: Making, spans: int) -> IntArray:
     if isinstance(named, str) and have < spans:
         raise UserError(
             f"{key}: {named!r}: a document that fills a window of {making.use.length:,} tokens has {spans:,} spans, "
-            f"and the tokenizer has {have:,} of the {spans:,} special tokens {names[0]} to {names[-1]} that this takes: "
+            f"and the tokenizer has {have:,} of the {spans:,} special tokens {names[0]} to {names[-1]} for them: "
             f"{_how_to_get_sentinels(making.config)}; or lower the rate or the sequence_length, or raise mean_span"
         )
     if len(names) < spans:
