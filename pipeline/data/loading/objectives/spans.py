@@ -67,11 +67,16 @@ class Spans:
     """
 
     arranges = True
+    shifts = False
     reads = False
 
     def __init__(self, rate: float, mean_span: float, tokens: Tokens) -> None:
         self._rate, self._mean_span = rate, mean_span
         self._tokens = tokens
+
+    def takes(self, length: int) -> bool:
+        """Those with room for their noise."""
+        return span_sizes(self._rate, self._mean_span, length).fit
 
     def shape(self, length: int) -> StreamShape:
         """The same for all windows."""
