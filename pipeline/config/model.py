@@ -143,6 +143,39 @@ class MtpConfig(Section):
     """Number of these layers, each like the model's last one, and so of tokens predicted after the next one."""
 
 
+class RelativeConfig(Section):
+    """Relative positions (T5): each head has a number for each bucket of distances, added to scores.
+
+    Half of the buckets are for one distance each, and the others for ranges that grow by a factor up to max_distance.
+    """
+
+    buckets: int = Field(default=32, ge=4, le=MAX_WIDTH)
+    """Buckets of a side, an even number; those of the encoder are for both directions, half of them for each."""
+    max_distance: int = Field(default=128, ge=2, le=MAX_ROWS)
+    """Distance from which on all are in the last bucket."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> RelativeConfig:
+        if self.buckets % 4:
+            raise ValueError(f"buckets {self.buckets} is not a multiple of 4")
+        if self.max_distance <= self.buckets // 2:
+            raise ValueError(f"max_distance {self.max_distance} must be more than half of buckets {self.buckets}")
+        return self
+
+
+class EncoderConfig(Section):
+    """Encoder of an encoder-decoder: layers whose tokens see all of their document.
+
+    The layers of `model.layers` are the decoder's then, and attend to the encoder's output, too. Both sides have the
+    keys of `model:`, and share the embedding.
+    """
+
+    layers: int = Field(ge=1, le=MAX_LAYERS)
+    """Number of blocks of the encoder."""
+    pattern: list[str] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
+    """Kinds of its layers, as `model.pattern`, which is the default."""
+
+
 class _Size(Section):
     layers: int = Field(ge=1, le=MAX_LAYERS)
     """Number of blocks."""
@@ -171,17 +204,18 @@ class LayerConfig(Section):
     """Sizes of Mamba-2."""
     delta: DeltaConfig | None = None
     """Sizes of gated_delta and kda."""
-    mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2", "experts", "none"] = "swiglu"
+    mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu", "relu2", "experts", "none"] = "swiglu"
     """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2); `gelu_exact`: without it (Pythia).
-    `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu2`: relu(w1 x)^2 (Nemotron). `experts`: a
-    mixture of experts, see experts. `none`: no mlp."""
+    `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu`: relu(w1 x) (T5 1.0). `relu2`: relu(w1 x)^2
+    (Nemotron). `experts`: a mixture of experts, see experts. `none`: no mlp."""
     experts: ExpertsConfig | None = None
     """With mlp: experts, these."""
     bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
     """Linear layers that have a bias: none (Llama 3), query/key/value (Qwen2), those of attention or of the mlp, or all
     (GPT-2)."""
-    positions: Literal["rope", "learned", "none"] = "rope"
-    """Rotary embedding of queries and keys, a learned embedding added to the tokens, or none."""
+    positions: Literal["rope", "learned", "relative", "none"] = "rope"
+    """Rotary embedding of queries and keys, a learned embedding added to the tokens, or none. `relative`: see relative;
+    for encoder-decoders, and slower."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingConfig | None = None
@@ -238,6 +272,10 @@ class ModelConfig(LayerConfig, _Size):
     By default all layers are equal."""
     kinds: dict[str, LayerKindConfig] = Field(default_factory=dict)
     """By name of a kind in `pattern`, the keys that differ from those of `model:`, like `{sliding_window: 1024}`."""
+    encoder: EncoderConfig | None = None
+    """Encoder beside the decoder."""
+    relative: RelativeConfig | None = None
+    """With positions: relative, these."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of normalization, of mixers and mlps and before the head."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -304,6 +342,14 @@ class ModelConfig(LayerConfig, _Size):
         names: Sequence[str | None] = self.pattern or (None,)
         return [names[index % len(names)] for index in range(self.layers)]
 
+    @property
+    def encoder_kinds(self) -> list[str | None]:
+        """The same of the encoder's layers; none without an encoder."""
+        if self.encoder is None:
+            return []
+        names: Sequence[str | None] = self.encoder.pattern or self.pattern or (None,)
+        return [names[index % len(names)] for index in range(self.encoder.layers)]
+
     def layer(self, kind: str | None) -> ModelConfig:
         """The section with the keys of the layers of a kind."""
         if kind is None:
@@ -314,7 +360,13 @@ class ModelConfig(LayerConfig, _Size):
 
     @model_validator(mode="after")
     def _kinds(self) -> ModelConfig:
-        used = set(self.pattern or ())
+        of_encoder = None if self.encoder is None else self.encoder.pattern
+        if of_encoder is not None:
+            if self.pattern is None:
+                raise ValueError("encoder.pattern needs a pattern, which is that of the decoder's layers")
+            if unknown := [name for name in of_encoder if name not in self.kinds]:
+                raise ValueError(f"encoder.pattern has {unknown[0]!r}, which is not in kinds")
+        used = {*(self.pattern or ()), *(of_encoder or ())}
         if unknown := [name for name in self.pattern or () if name not in self.kinds]:
             known = ", ".join(self.kinds) or "none"
             raise ValueError(f"pattern has {unknown[0]!r}, which is not in kinds ({known})")
@@ -323,8 +375,36 @@ class ModelConfig(LayerConfig, _Size):
         if self.pattern is not None and len(self.pattern) > self.layers:
             raise ValueError(f"pattern has {len(self.pattern)} layers, but layers is {self.layers}")
         for name, kind in self.kinds.items():
-            if "positions" in kind.model_fields_set and "learned" in (kind.positions, self.positions):
-                raise ValueError(f"kinds.{name}.positions: learned positions are those of all layers")
+            for each in ("learned", "relative"):
+                if "positions" in kind.model_fields_set and each in (kind.positions, self.positions):
+                    raise ValueError(f"kinds.{name}.positions: {each} positions are those of all layers")
+        return self
+
+    @model_validator(mode="after")
+    def _encoder(self) -> ModelConfig:
+        if self.relative is not None and self.positions != "relative":
+            raise ValueError(f"relative needs positions: relative, and positions is {self.positions}")
+        if self.encoder is None:
+            if self.positions == "relative":
+                raise ValueError("positions: relative needs the section encoder; set positions: rope without one")
+            return self
+        if self.direction != "causal":
+            raise ValueError("direction: both is not for models with an encoder, whose layers see both sides anyway")
+        if self.mtp is not None:
+            raise ValueError("mtp is not for models with an encoder; leave one of the two out")
+        if self.positions == "learned":
+            raise ValueError("positions: learned is not for models with an encoder; set rope or relative")
+        for name in dict.fromkeys([*self.encoder_kinds, *self.layer_kinds]):
+            layer, where = self.layer(name), "" if name is None else f"kinds.{name}: "
+            if layer.mixer != "attention":
+                raise ValueError(f"{where}mixer: {layer.mixer} is not for models with an encoder; set attention")
+            if layer.mlp in ("experts", "none"):
+                raise ValueError(f"{where}mlp: {layer.mlp} is not for models with an encoder; set another mlp")
+            if layer.residual != "sequential":
+                raise ValueError(f"{where}residual: {layer.residual} is not for models with an encoder; leave it out")
+            if layer.positions == "relative" and (layer.sinks or layer.attention_soft_cap is not None):
+                key = "sinks" if layer.sinks else "attention_soft_cap"
+                raise ValueError(f"{where}{key} is not for positions: relative; leave it out, or set positions: rope")
         return self
 
     @model_validator(mode="after")

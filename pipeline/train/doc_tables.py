@@ -101,6 +101,12 @@ def _tensors_of(names: Names) -> str:
         return f"{text}, transposed" if rule.transposed else text
 
     layers = [rule for kinds in names.layers for rule in names.of_layer(LAYER, kinds)]
+    for side, own in names.sides.items():
+        # Layers are counted over both sides here.
+        here = f"layers.{'{i}' if side == 'encoder' else '{e + i}'}."
+        layers += [rule for kinds in own.layers for rule in own.of_layer(LAYER, kinds, here)]
+    if names.encoder_norm is not None:
+        layers.append(TensorRule(names.encoder_norm, ("layers.{e - 1}.encoder_norm.weight",)))
     if names.mtp:
         layers += names.of_depth("{n}", "{d}", names.layers[0])
     unlike = {(rule.theirs, rule.ours): rule for rule in layers}  # kinds of layers share parts

@@ -200,7 +200,7 @@ def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
     our_shapes = shapes.parameters | buffers
     head = "embedding.weight" if spec.tie_embeddings else "head.weight"
     ahead = [each.layer.parts for each in spec.mtp]
-    rules = family.names.rules([layer.parts for layer in spec.layers], ahead, head)
+    rules = family.names.rules([layer.parts for layer in spec.layers], ahead, head, spec.encoder_layers)
     mapping = map_rules(rules, our_shapes, spec.vocab_size, frozenset(buffers))
     mapping = replace(mapping, fp32=shapes.fp32)
     missing = our_shapes.keys() - mapping.ours.keys()

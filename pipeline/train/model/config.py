@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from pipeline.common.errors import UserError
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.model import LayerConfig, ModelConfig, RelativeConfig
+from pipeline.train.model.mixers.attention.cross import CrossAttentionSpec
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mixers.delta.spec import DeltaSpec, KdaSpec
 from pipeline.train.model.mixers.mamba2.spec import Mamba2Spec
@@ -19,7 +20,14 @@ from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.mlps.dense.spec import DenseKind, MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.parameter_spec import NormSpec
-from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, MixerSpec, MtpSpec
+from pipeline.train.model.part_spec import (
+    LayerPartSpec,
+    LayerSpec,
+    MixerSpec,
+    MtpSpec,
+    RelativeSpec,
+    Side,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,17 @@ class DecoderSpec:
         return self.norm.parameters(self.dim)
 
     @property
+    def encoder_layers(self) -> int:
+        """Layers that are the encoder's, the first ones."""
+        return sum(layer.side == "encoder" for layer in self.layers)
+
+    @property
+    def relatives(self) -> dict[str, RelativeSpec]:
+        """By side, relative positions of its layers."""
+        found = [layer.mixer.relative for layer in self.layers if layer.mixer is not None]
+        return {each.side: each for each in found if each is not None}
+
+    @property
     def last_embeds(self) -> bool:
         """True if the end of the model uses the embedding: as the head, or for tokens that are predicted ahead.
 
@@ -140,9 +159,25 @@ MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = {
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers that `model:` describes: the one place where its keys become kinds of mixers and mlps."""
+    if config.encoder is None:
+        kinds = _kinds(config, config.layer_kinds)
+        layers = [kinds[name] for name in config.layer_kinds]
+        if not config.first_norm:
+            layers[0] = replace(layers[0], input_norm=False)
+        return tuple(layers)
+    both = config.model_copy(update={"direction": "both"})
+    sides = _kinds(both, config.encoder_kinds), _kinds(config, config.layer_kinds)
+    of_encoder = {name: _of_side(layer, "encoder", config) for name, layer in sides[0].items()}
+    of_decoder = {name: _of_side(layer, "decoder", config) for name, layer in sides[1].items()}
+    *encoder, last = [of_encoder[name] for name in config.encoder_kinds]
+    return *encoder, replace(last, ends_encoder=True), *(of_decoder[name] for name in config.layer_kinds)
+
+
+def _kinds(config: ModelConfig, names: Sequence[str | None]) -> dict[str | None, LayerSpec]:
+    """By name of a kind, layers of it."""
     norm = _norm_spec(config)
     kinds: dict[str | None, LayerSpec] = {}
-    for name in dict.fromkeys(config.layer_kinds):
+    for name in dict.fromkeys(names):
         layer = config.layer(name)
         kinds[name] = LayerSpec(
             None if layer.mixer == "none" else MIXERS[layer.mixer](config, layer),
@@ -152,10 +187,18 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
             layer.residual,
             config.residual_scale,
         )
-    layers = [kinds[name] for name in config.layer_kinds]
-    if not config.first_norm:
-        layers[0] = replace(layers[0], input_norm=False)
-    return tuple(layers)
+    return kinds
+
+
+def _of_side(layer: LayerSpec, side: Side, config: ModelConfig) -> LayerSpec:
+    """A layer with attention as one of an encoder-decoder's."""
+    mixer = layer.mixer
+    assert isinstance(mixer, AttentionSpec)
+    if config.positions == "relative":
+        of = config.relative or RelativeConfig()
+        mixer = replace(mixer, relative=RelativeSpec(side, of.buckets, of.max_distance, mixer.heads))
+    cross = None if side == "encoder" else CrossAttentionSpec.beside(mixer)
+    return replace(layer, mixer=mixer, side=side, cross=cross)
 
 
 def _norm_spec(config: ModelConfig) -> NormSpec:

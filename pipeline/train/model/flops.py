@@ -83,7 +83,8 @@ def num_parameters(spec: DecoderSpec) -> int:
     tables = spec.vocab_padded * spec.dim * (1 if spec.tie_embeddings else 2) + spec.vocab_padded * spec.head_bias
     ends = sum(spec.first_sizes) + sum(spec.last_norm_sizes) + sum(spec.transform_sizes)
     layers = sum(map(layer_parameters, spec.layers)) + sum(map(mtp_parameters, spec.mtp))
-    return tables + ends + layers
+    relative = sum(each.buckets * each.heads for each in spec.relatives.values())
+    return tables + ends + layers + relative
 
 
 def mtp_parameters(mtp: MtpSpec, tp: int = 1) -> int:

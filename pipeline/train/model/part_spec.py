@@ -142,8 +142,28 @@ class KernelUse:
     """Scores become cap * tanh(scores / cap) before the mask."""
     sinks: bool = False
     """Each head has a logit that takes probability and gives no value."""
+    bias: bool = False
+    """The products have a bias with a gradient."""
     size_key: str = "model.head_dim"
     """Key that the sizes of heads follow from, for messages."""
+
+
+Side = Literal["encoder", "decoder"]
+
+
+@dataclass(frozen=True)
+class RelativeSpec:
+    """Relative positions of the attention of a side, whose layers share a table [buckets, heads]."""
+
+    side: Side
+    buckets: int
+    max_distance: int
+    heads: int
+
+    @property
+    def two_sided(self) -> bool:
+        """True if half of the buckets are for keys behind the query."""
+        return self.side == "encoder"
 
 
 class LayerPartSpec(ABC):
@@ -298,6 +318,11 @@ class MixerSpec(LayerPartSpec):
         return None
 
     @property
+    def relative(self) -> RelativeSpec | None:
+        """Relative positions, a bias of the products of queries and keys; None: it has none."""
+        return None
+
+    @property
     def recurrent(self) -> bool:
         """True if a state goes from position to position, see `pipeline.train.model.mixers.recurrence`."""
         return False
@@ -328,12 +353,18 @@ class LayerSpec:
     """Factor on what a part adds to the stream."""
     input_norm: bool = True
     """False: the stream that enters the layer has no norm of its own, see `model.first_norm`."""
+    side: Side | None = None
+    """Side of an encoder-decoder whose positions it changes; None: the model has no sides."""
+    cross: MixerSpec | None = None
+    """Attention of a decoder's layer to the encoder's positions."""
+    ends_encoder: bool = False
+    """It is the encoder's last one, with the norm `encoder_norm` on the stream behind it."""
 
     @cached_property
     def parts(self) -> dict[str, LayerPartSpec]:
         """By name of the module, in the order of the forward pass."""
-        both = {"mixer": self.mixer, "mlp": self.mlp}
-        return {place: part for place, part in both.items() if part is not None}
+        all_parts = {"mixer": self.mixer, "cross": self.cross, "mlp": self.mlp}
+        return {place: part for place, part in all_parts.items() if part is not None}
 
     @cached_property
     def dim(self) -> int:
@@ -349,6 +380,7 @@ class LayerSpec:
         kinds = {"pre": ("norm",), "output": ("out_norm",), "both": ("norm", "out_norm"), "post": ("sum_norm",)}
         names = [f"{place}_{kind}" for place in self.parts for kind in kinds[self.norm_place]]
         names = names[0 if self.input_norm else 1 :]
+        names += ["encoder_norm"] if self.ends_encoder else []
         return tuple(name for name in names if name != "mlp_norm" or self.residual != "parallel_shared")
 
     @cached_property
@@ -369,7 +401,7 @@ class LayerSpec:
     @property
     def ends_in_sum(self) -> bool:
         """True if nothing reads the result of the last product for a gradient: it is added, and that is all."""
-        return self.norm_place == "pre"
+        return self.norm_place == "pre" and not self.ends_encoder
 
     def fits(self, tp: int) -> bool:
         """True if tp can cut all parts."""

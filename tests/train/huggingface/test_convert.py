@@ -258,6 +258,7 @@ OTHER_VALUES: dict[str, Any] = {
     "final_norm": False,
     "head_transform": "gelu",
     "head_bias": True,
+    "encoder": {"layers": 2},
     "layers": 3,
     "dim": 64,
     "heads": 2,
@@ -292,6 +293,7 @@ OTHER_VALUES: dict[str, Any] = {
 }
 """By key of `model:` one that computes something else."""
 NOT_CONVERTED = {
+    "relative": "needs an encoder; see the tests of T5",
     "max_positions": "not read with rope",
     "document_attention": "a text alone is computed alike",
     "dropout": "of training alone",

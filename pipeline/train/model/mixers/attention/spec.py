@@ -15,6 +15,7 @@ from pipeline.train.model.part_spec import (
     KernelUse,
     MixerSpec,
     Reach,
+    RelativeSpec,
     RopeSpec,
     default_scale,
     softmax_factor,
@@ -44,6 +45,8 @@ class AttentionSpec(MixerSpec):
     """A learned logit of each head takes a part of the attention and gives no value."""
     gate: bool = False
     """The result of a head is multiplied by sigmoid(wg x)."""
+    relative: RelativeSpec | None = None
+    """Bias of the products of queries and keys."""
 
     label: ClassVar = "attention"
     module: ClassVar = "pipeline.train.model.mixers.attention.module.Attention"
@@ -129,7 +132,8 @@ class AttentionSpec(MixerSpec):
     @property
     def kernel(self) -> KernelUse:
         """See `MixerSpec`."""
-        return KernelUse(self.reach, self.head_dim, self.head_dim, self.soft_cap, self.sinks)
+        biased = self.relative is not None
+        return KernelUse(self.reach, self.head_dim, self.head_dim, self.soft_cap, self.sinks, biased)
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """Scores and their sum over values."""
