@@ -27,7 +27,7 @@ from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
-from pipeline.train.model.part_spec import LayerSpec, Reach, Side
+from pipeline.train.model.part_spec import LayerSpec, Reach, RelativeSpec, Side
 from pipeline.train.model.relative import relative_bias
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.sides import Stretch, both_sides, documents_of, order_by_shard, padded_documents
@@ -60,6 +60,11 @@ class ModelPart:
         """Index and spec of each block; those of multi-token prediction are numbered on behind the layers."""
         blocks = [(index, spec.layers[index]) for index in self.layers]
         return [*blocks, *enumerate((each.layer for each in spec.mtp), len(spec.layers))] if self.last else blocks
+
+    def relatives(self, spec: DecoderSpec) -> dict[str, RelativeSpec]:
+        """By side, relative positions that its layers use."""
+        sides = {spec.layers[index].side for index in self.layers}
+        return {side: each for side, each in spec.relatives.items() if side in sides}
 
 
 class Decoder(nn.Module):
@@ -98,8 +103,7 @@ class Decoder(nn.Module):
             self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
         if part.first and spec.learned_positions is not None:
             self.position_embedding = nn.Embedding(spec.learned_positions, spec.dim)
-        sides = {spec.layers[index].side for index in part.layers}
-        if relatives := {side: each for side, each in spec.relatives.items() if side in sides}:
+        if relatives := part.relatives(spec):
             self.relative = nn.ParameterDict(
                 {side: nn.Parameter(torch.empty(each.buckets, each.heads)) for side, each in relatives.items()}
             )

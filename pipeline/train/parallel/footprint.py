@@ -147,6 +147,7 @@ def end_parameters(spec: DecoderSpec, part: ModelPart, tp: int) -> int:
     total = 0
     if part.first:
         total += table + spec.dim * (spec.learned_positions or 0)
+    total += sum(each.buckets * each.heads // tp for each in part.relatives(spec).values())
     if part.last:
         total += sum(spec.norm.parameters(spec.dim))
         # The last of several stages has a copy of the embedding where it uses it, as a tied head does.

@@ -75,7 +75,7 @@ class ParallelModel:
         return self.spec.vocab_padded // (1 if self.vocab_shard is None else self.vocab_shard.group.size())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of all parts. A tied embedding comes twice where a process has the first stage and the last."""
+        """Those of all parts. A tied table comes twice where a process has two stages with it."""
         for part in self.parts.values():
             yield from part.named_parameters()
 
