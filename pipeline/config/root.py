@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import model_validator
@@ -13,6 +14,7 @@ from pipeline.config.blend import BlendConfig, StageConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig, ServeConfig
 from pipeline.config.model import ModelConfig
+from pipeline.config.objective import OBJECTIVE_MODELS, ModelNeeds, ObjectiveConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, ResumeConfig, RunConfig
 from pipeline.config.slurm import SlurmConfig
@@ -107,13 +109,48 @@ class Config(Section):
                     "train.loss.mtp is the weight of multi-token prediction, which the model does not have: set "
                     "model.mtp.depth, or leave train.loss.mtp out"
                 )
-        elif self.train.objective.type != "causal":
-            raise ValueError(
-                f"model.mtp does not go with train.objective.type: {self.train.objective.type}, which rearranges a "
-                "window, while the targets of model.mtp lie behind it, too: set train.objective.type: causal, or leave "
-                "model.mtp out"
-            )
+            return self
+        for key, objective in self._objectives():
+            if objective.type != "causal":
+                raise ValueError(
+                    f"model.mtp does not go with {key}.type: {objective.type}, which rearranges a window, while the "
+                    f"targets of model.mtp lie behind it, too: set {key}.type: causal, or leave model.mtp out"
+                )
         return self
+
+    @model_validator(mode="after")
+    def _objectives_fit(self) -> Config:
+        have = ModelNeeds(getattr(self.model, "direction", "causal"), getattr(self.model, "encoder", None) is not None)
+        sources = [source.name for source in self.data.sources]
+        for key, objective in self._objectives():
+            needs = OBJECTIVE_MODELS[objective.type]
+            if needs.encoder != have.encoder:
+                raise ValueError(
+                    f"{key}.type: {objective.type} "
+                    + ("needs an encoder: give model.encoder.layers" if needs.encoder else "has no use for an encoder")
+                    + f", or set {key}.type: {'causal' if needs.encoder else 'spans'}"
+                    + ("" if needs.encoder else ", or leave model.encoder out")
+                )
+            if needs.direction != have.direction:
+                raise ValueError(
+                    f"{key}.type: {objective.type} needs model.direction: {needs.direction}, and it is "
+                    f"{have.direction}: change one of the two"
+                    + (" (train.objective.type: masked goes with both)" if have.direction == "both" else "")
+                )
+            for name in getattr(objective, "by_source", ()):
+                if name not in sources:
+                    raise ValueError(f"{key}.by_source.{name}: is not one of data.sources ({', '.join(sources)})")
+        return self
+
+    def _objectives(self) -> Iterator[tuple[str, ObjectiveConfig]]:
+        """All objectives with the keys that they stand at."""
+        places = [("train.objective", self.train.objective)]
+        for number, phase in enumerate(self.blend.phases):
+            if phase.objective is not None:
+                places.append((f"blend.phases.{number}.objective", phase.objective))
+        for key, objective in places:
+            yield key, objective
+            yield from ((f"{key}.by_source.{name}", each) for name, each in objective.by_source.items())
 
     @model_validator(mode="after")
     def _together(self) -> Config:

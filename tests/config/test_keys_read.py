@@ -19,8 +19,8 @@ from pipeline.config import Config
 from pipeline.config.base import Section, record_reads
 from pipeline.config.load import load
 from pipeline.config.model import LayerKindConfig, ModelConfig
+from pipeline.config.objective import FIM_SENTINELS
 from pipeline.config.schema import keys
-from pipeline.config.train import ObjectiveConfig
 from tests.eval.server.running import running
 from tests.tiny import write_run
 from tests.train.poison import INF, poison
@@ -142,7 +142,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     common = {
         "train.duration": "2 steps",
-        "tokenizer.special_tokens": list(ObjectiveConfig().sentinels),
+        "tokenizer.special_tokens": [*FIM_SENTINELS, "[MASK]"],
         "stage.dir": str(tmp_path / "local"),
     }
     variants = [

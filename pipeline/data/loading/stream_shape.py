@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.config.train import ObjectiveConfig
+from pipeline.config.objective import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,18 @@ class StreamShape:
         return self.encoder + self.decoder
 
 
+def rounded(number: float) -> int:
+    """The nearest whole number, halves to the even one, as `numpy.rint` does."""
+    return round(number)
+
+
 def stream_shape(objective: ObjectiveConfig, length: int) -> StreamShape:
-    """The shape of what `train.objective` makes of windows.
+    """The shape of what an objective makes of windows.
 
     Args:
-        objective: The section.
+        objective: `train.objective`, or that of a phase.
         length: Tokens of a window, `train.sequence_length` or a phase's.
     """
+    if objective.type == "masked":
+        return StreamShape(length, 0, length, rounded(objective.share * length))
     return StreamShape(length, 0, length, length)

@@ -26,7 +26,7 @@ from pipeline.data.datasets.dataset import Dataset, Slice
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.datasets.validate import check_datasets
-from pipeline.data.loading.objectives import make_objective
+from pipeline.data.loading.objectives.choice import check_objectives
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.consumption import Account, Documents, SliceAccount, accounts
 from pipeline.data.order.journal import Journal
@@ -270,7 +270,8 @@ def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Data
     datasets = {name: dataset for name, dataset in found.items() if isinstance(dataset, Dataset)}
     if datasets:
         check_datasets(datasets)
-        make_objective(config, next(iter(datasets.values())).manifest.tokenizer)
+        first = next(iter(datasets.values()))
+        check_objectives(config, first.manifest.tokenizer, first.folder)
     if len(datasets) == len(found):
         check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
         check_tokenizer_settings(config)

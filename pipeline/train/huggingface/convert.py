@@ -54,7 +54,7 @@ def to_hf(
     max_shard: int | None = 5 * 10**9,
     console: Console,
 ) -> str:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer` load; says what it wrote.
+    """Write a folder that transformers loads, a model and its `AutoTokenizer`; says what it wrote.
 
     Args:
         source: a run folder, a checkpoint's, or an exported one.
@@ -91,7 +91,8 @@ def to_hf(
         ends = {"bos_token_id": found.tokenizer.end_of_document, "eos_token_id": found.tokenizer.end_of_document}
         name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         storage.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
-        storage.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
+        if found.model.direction == "causal":
+            storage.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
         found.tokenizer.save(tmp)
         _add_nothing(tmp / TOKENIZER_FILE)
         storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
@@ -101,6 +102,11 @@ def to_hf(
         warning = (
             f"\nwarning: AutoTokenizer of transformers 5 splits text in the same way for every {family.title}, which "
             f"differs from this tokenizer; use PreTrainedTokenizerFast.from_pretrained({str(to)!r})"
+        )
+    if family.padding is not None:
+        warning += (
+            f"\nwarning: transformers takes token {family.padding} for padding in every {family.title}; texts that "
+            "have it are computed otherwise there"
         )
     return (
         f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "

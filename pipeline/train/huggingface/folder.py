@@ -69,7 +69,7 @@ class HuggingFaceFolder:
     def positions(self) -> int:
         """The longest context that config.json speaks of, in tokens."""
         key, default = self.family.positions
-        return int(self.values.get(key) or default)
+        return int(self.model.max_positions or self.values.get(key) or default)
 
     @cached_property
     def spec(self) -> DecoderSpec:

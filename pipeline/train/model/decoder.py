@@ -107,10 +107,15 @@ class Decoder(nn.Module):
             self.relative = nn.ParameterDict(
                 {side: nn.Parameter(torch.empty(each.buckets, each.heads)) for side, each in relatives.items()}
             )
+        if part.first and spec.token_types is not None:
+            self.type_embedding = nn.Embedding(spec.token_types, spec.dim)
+        if part.first and spec.embedding_norm:
+            self.embedding_norm = build_norm(spec.norm, spec.dim)
         # Keyed by index, so that a pipeline stage keeps the names of the layers that it has.
         self.layers = nn.ModuleDict({str(index): Block(spec.layers[index], index) for index in part.layers})
-        if part.last:
+        if part.last and spec.final_norm:
             self.norm = build_norm(spec.norm, spec.dim)
+        if part.last:
             self.head = Head(spec)
         if part.last and spec.mtp:
             self.mtp = nn.ModuleList(MtpLayer(each, index) for index, each in enumerate(spec.mtp, len(spec.layers)))
@@ -141,8 +146,12 @@ class Decoder(nn.Module):
             if context.encoder and self.stream_shards > 1:
                 x = x[:, order_by_shard(context.encoder, x.shape[1], self.stream_shards, x.device)]
             x = self._embed(x)
+            if spec.token_types is not None:
+                x = x + self.type_embedding(torch.zeros_like(positions[:1]))
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
+            if spec.embedding_norm:
+                x = self.embedding_norm(x)
             x = dropped(x, "embedding", dropout)
         x, weight, ahead = self._inputs_of_end(x, context)
         for block, of_layer in zip(self.layers.values(), contexts, strict=False):
@@ -164,7 +173,7 @@ class Decoder(nn.Module):
                 if criterion is not None:
                     targets_BT, weight_BT = criterion.targets_BS[:, encoder:], criterion.weight_BS[:, encoder:]
                     criterion = replace(criterion, targets_BS=targets_BT, weight_BS=weight_BT)
-            x = self.norm(x)
+            x = self.norm(x) if spec.final_norm else x
             if context.ahead is not None:
                 assert context.criterion is not None and weight is not None
                 streams = [x]

@@ -6,7 +6,7 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.part_spec import LayerSpec, MtpSpec
 
 
-def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) -> float:
+def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool, predicted: float = 1.0) -> float:
     """Model FLOPs of training on one token: forward and backward of all matrix products.
 
     With S = `sequence_length`, D = dim, H and K query and key heads of size E, F = ffn_dim, V = vocab_size (without
@@ -18,22 +18,30 @@ def flops_per_token(spec: DecoderSpec, sequence_length: int, *, causal: bool) ->
     - mlp:                   2 * 3 * D * F a layer (swiglu), 2 * 2 * D * F (gelu),
     - recurrences:           those of a scan by chunks of Q positions, see `extra_flops` of the mixers,
     - experts:               2 * 3 * D * F for each expert that a token goes to, 2 * D * E for a router of E experts,
-    - head:                  2 * D * V, tied or not,
+    - head:                  2 * D * V, tied or not, and 2 * D * D with a transform, for tokens that are predicted,
     - multi-token prediction, for each depth: a layer, the head, and 2 * 2 * D * D.
 
     The backward pass computes two products for each of these, the gradients of both factors: in all 3 * forward.
     Lookups of embeddings, norms, activations, softmax and recomputation are not counted.
 
     `keys` follows one of two conventions. `causal=True`, as Megatron-LM counts: the mean over the triangle, S / 2; with
-    a sliding window of W < S tokens W - W^2 / (2 * S), the area of the band; within a chunk Q / 2. `causal=False`, as
-    PaLM (Chowdhery et al. 2022, appendix B) and torchtitan count: all S, or W with a window; within a chunk Q, as the
-    scan computes it. Neither makes attention cheaper for document bounds.
+    a sliding window of W < S tokens W - W^2 / (2 * S), the area of the band; within a chunk Q / 2. A query that sees
+    both sides has that of each, S without a window. `causal=False`, as PaLM (Chowdhery et al. 2022, appendix B) and
+    torchtitan count: all S, or W with a window; within a chunk Q, as the scan computes it. Neither makes attention
+    cheaper for document bounds.
+
+    Args:
+        spec: The model.
+        sequence_length: Positions of a sequence.
+        causal: See above.
+        predicted: Share of the positions that the head scores.
 
     Returns:
         FLOPs of one token. FLOP/s is this times tokens/s; divided by the device's peak it is the MFU.
     """
     layers = sum(layer_flops(layer, sequence_length, causal=causal) for layer in spec.layers)
-    return 3.0 * (head_flops(spec) + layers + mtp_flops(spec, sequence_length, causal=causal))
+    head = head_flops(spec) if predicted == 1 else predicted * head_flops(spec)
+    return 3.0 * (head + layers + mtp_flops(spec, sequence_length, causal=causal))
 
 
 def layer_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> float:
@@ -53,8 +61,8 @@ def extra_flops(layer: LayerSpec, sequence_length: int, *, causal: bool) -> floa
 
 
 def head_flops(spec: DecoderSpec) -> float:
-    """FLOPs of one token in the forward pass of the head."""
-    return 2.0 * spec.dim * spec.vocab_size
+    """FLOPs of one token that is predicted in the forward pass of the head."""
+    return 2.0 * spec.dim * (spec.vocab_size + (0 if spec.head_transform is None else spec.dim))
 
 
 def mtp_flops(spec: DecoderSpec, sequence_length: int, *, causal: bool) -> float:
@@ -72,10 +80,11 @@ def input_flops(mtp: MtpSpec) -> float:
 
 def num_parameters(spec: DecoderSpec) -> int:
     """Parameters as stored: a tied head once, the vocabulary with its padding."""
-    tables = spec.vocab_padded * (1 if spec.tie_embeddings else 2) + (spec.learned_positions or 0)
+    tables = spec.vocab_padded * spec.dim * (1 if spec.tie_embeddings else 2) + spec.vocab_padded * spec.head_bias
+    ends = sum(spec.first_sizes) + sum(spec.last_norm_sizes) + sum(spec.transform_sizes)
     layers = sum(map(layer_parameters, spec.layers)) + sum(map(mtp_parameters, spec.mtp))
     relative = sum(each.buckets * each.heads for each in spec.relatives.values())
-    return spec.dim * tables + sum(spec.norm.parameters(spec.dim)) + layers + relative
+    return tables + ends + layers + relative
 
 
 def mtp_parameters(mtp: MtpSpec, tp: int = 1) -> int:

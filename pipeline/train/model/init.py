@@ -25,7 +25,7 @@ from pipeline.train.parallel.torch_compat.core import strided_shard
 
 _PART = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.(\w+)\.(.+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(\w+)\.weight")
-_TABLES = ("embedding.weight", "position_embedding.weight", "head.weight")
+_TABLES = ("embedding.weight", "position_embedding.weight", "type_embedding.weight", "head.weight", "head.dense.weight")
 RELATIVE = "relative."
 """Begins the names of tables of relative positions, by side."""
 _NORM = re.compile(r"(?:.*\.)?\w*norm\.weight")

@@ -146,10 +146,10 @@ def end_parameters(spec: DecoderSpec, part: ModelPart, tp: int) -> int:
     table = spec.dim * spec.vocab_padded // tp
     total = 0
     if part.first:
-        total += table + spec.dim * (spec.learned_positions or 0)
+        total += table + sum(spec.first_sizes)
     total += sum(each.buckets * each.heads // tp for each in part.relatives(spec).values())
     if part.last:
-        total += sum(spec.norm.parameters(spec.dim))
+        total += sum(spec.last_norm_sizes) + sum(spec.transform_sizes) + spec.head_bias * spec.vocab_padded // tp
         # The last of several stages has a copy of the embedding where it uses it, as a tied head does.
         total += table * ((not spec.tie_embeddings) + (spec.last_embeds and not part.first))
     return total

@@ -81,8 +81,12 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
         model.set_submodule("embedding", VocabParallelEmbedding(model.embedding, mesh, stream))
     if hasattr(model, "position_embedding"):
         parallelize_module(model.position_embedding, mesh, _WholeParameters(stream, cut_input=True))
+    if hasattr(model, "type_embedding"):
+        parallelize_module(model.type_embedding, mesh, _WholeParameters(stream, cut_input=True))
+    for name in ("embedding_norm", "norm"):
+        if hasattr(model, name):
+            parallelize_module(model.get_submodule(name), mesh, _WholeParameters(stream))
     if model.part.last:
-        parallelize_module(model.norm, mesh, _WholeParameters(stream))
         parallelize_module(model.head, mesh, _VocabParallelHead(stream))
     of_experts = {id(parameter) for mixture in mixtures(model) for parameter in mixture.experts.parameters()}
     for name, parameter in model.named_parameters():
@@ -260,6 +264,8 @@ class _VocabParallelHead(ParallelStyle):
         assert isinstance(module, Head)
         module.first_row = _first_row(module.spec.vocab_padded, device_mesh)
         _distribute(module, device_mesh, Shard(0))
+        for child in module.children():  # which all ranks compute, for their own logits
+            _distribute(child, device_mesh, Replicate())
         module.register_forward_pre_hook(enter)
         return module
 

@@ -250,11 +250,13 @@ class _Counter:
             for each in layer.parts.values():
                 sizes += each.partial_gradients(tp)
         if self._cut and part.last:
-            sizes += spec.norm.parameters(spec.dim)
+            sizes += spec.last_norm_sizes
             sizes += [size for each in self._mtp for size in each.norm_sizes]
             sizes += [matrix.elements for each in self._mtp for matrix in each.inputs]
-        if self._cut and part.first and spec.learned_positions is not None:
-            sizes.append(spec.learned_positions * spec.dim)
+        if part.last:  # each rank knows the part of the gradient that its own logits have
+            sizes += spec.transform_sizes
+        if self._cut and part.first:
+            sizes += spec.first_sizes
         # Gradients are in the compute format until they are added up over micro-batches, or over ranks.
         at_once = self._reduction == "each" or (self._reduction == "last" and self._micro == 1)
         element = self._element if at_once else GRADIENT_BYTES

@@ -7,7 +7,7 @@ from typing import get_args
 
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig, RopeScalingConfig
-from pipeline.config.train import OBJECTIVE_KEYS, ObjectiveConfig
+from pipeline.config.objective import OBJECTIVE_KEYS, ObjectiveConfig
 from pipeline.train.checkpoint.fingerprint import (
     LATER_KEYS,
     computing_differences,
