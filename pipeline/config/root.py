@@ -120,26 +120,29 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _objectives_fit(self) -> Config:
-        have = ModelNeeds(getattr(self.model, "direction", "causal"), getattr(self.model, "encoder", None) is not None)
+        have = ModelNeeds(self.model.direction, self.model.encoder is not None)
         sources = [source.name for source in self.data.sources]
         for key, objective in self._objectives():
             needs = OBJECTIVE_MODELS[objective.type]
-            if needs.encoder != have.encoder:
+            if needs.encoder and not have.encoder:
                 raise ValueError(
-                    f"{key}.type: {objective.type} "
-                    + ("needs an encoder: give model.encoder.layers" if needs.encoder else "has no use for an encoder")
-                    + f", or set {key}.type: {'causal' if needs.encoder else 'spans'}"
-                    + ("" if needs.encoder else ", or leave model.encoder out")
+                    f"{key}.type: {objective.type} trains an encoder with a decoder, and there is no model.encoder: "
+                    f"give model.encoder.layers, or set {key}.type: causal"
+                )
+            if have.encoder and not needs.encoder:
+                raise ValueError(
+                    f"{key}.type: {objective.type} has no text for model.encoder: set {key}.type: spans or ul2, or "
+                    "leave model.encoder out"
                 )
             if needs.direction != have.direction:
+                other = "masked" if have.direction == "both" else "causal"
                 raise ValueError(
                     f"{key}.type: {objective.type} needs model.direction: {needs.direction}, and it is "
-                    f"{have.direction}: change one of the two"
-                    + (" (train.objective.type: masked goes with both)" if have.direction == "both" else "")
+                    f"{have.direction}: set model.direction: {needs.direction}, or {key}.type: {other}"
                 )
-            for name in getattr(objective, "by_source", ()):
-                if name not in sources:
-                    raise ValueError(f"{key}.by_source.{name}: is not one of data.sources ({', '.join(sources)})")
+            name = key.rpartition(".by_source.")[2]
+            if name != key and name not in sources:
+                raise ValueError(f"{key}: {name!r} is not one of data.sources ({', '.join(sources)})")
         return self
 
     def _objectives(self) -> Iterator[tuple[str, ObjectiveConfig]]:

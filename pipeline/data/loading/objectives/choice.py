@@ -17,8 +17,11 @@ from pipeline.data.loading.objectives.base import Objective
 from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.objectives.fim import FillInTheMiddle
 from pipeline.data.loading.objectives.masked import Masked
+from pipeline.data.loading.objectives.prefix import Prefix
+from pipeline.data.loading.objectives.spans import Spans, Tokens
+from pipeline.data.loading.objectives.ul2 import MixtureOfDenoisers
 from pipeline.data.loading.objectives.words import WordTable, word_table
-from pipeline.data.loading.stream_shape import stream_shape
+from pipeline.data.loading.stream_shape import SpanSizes, mixture_sizes, span_sizes, stream_shape
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.phases import segment_phase
@@ -238,10 +241,78 @@ def _masked(making: Making) -> Masked:
     return result
 
 
+def _prefix(making: Making) -> Prefix:
+    return Prefix(mask_document_start=making.config.train.loss.mask_document_start)
+
+
+def _spans(making: Making) -> Spans:
+    objective, length = making.use.objective, making.use.length
+    sizes = span_sizes(objective.share, objective.mean_span, length)
+    _check_room(making, "rate", sizes)
+    return Spans(objective.share, objective.mean_span, _tokens(making, sizes.spans))
+
+
+def _ul2(making: Making) -> MixtureOfDenoisers:
+    objective, length = making.use.objective, making.use.length
+    sizes = mixture_sizes(objective.denoisers, length)
+    for number, size in enumerate(sizes):
+        _check_room(making, f"denoisers.{number}.rate", size)
+    modes = [
+        None if one.mode is None else making.special(f"denoisers.{number}.mode", one.mode, "one")
+        for number, one in enumerate(objective.denoisers)
+    ]
+    return MixtureOfDenoisers(objective, _tokens(making, max(size.spans for size in sizes)), modes)
+
+
+def _check_room(making: Making, key: str, sizes: SpanSizes) -> None:
+    """Refuse windows that have no room for their noise, even as a single document."""
+    length = making.use.length
+    if sizes.spans > sizes.noise or sizes.noise + sizes.spans > length - 1:
+        raise UserError(
+            f"{making.use.key}.{key}: a window of {length:,} tokens would have {sizes.noise:,} tokens of noise in "
+            f"{sizes.spans:,} spans with as many gaps, and the end of a document: too short; give it another rate or "
+            "mean_span, or raise the sequence_length"
+        )
+
+
+def _tokens(making: Making, spans: int) -> Tokens:
+    """What span corruption adds to a window with up to `spans` spans of one document."""
+    objective, tokenizer = making.use.objective, making.tokenizer
+    start = tokenizer.end_of_document
+    if objective.start_token not in (None, tokenizer.end_of_document_token):
+        start = making.special("start_token", objective.start_token, "one")
+    return Tokens(_sentinels(making, spans), start, tokenizer.end_of_document)
+
+
+def _sentinels(making: Making, spans: int) -> IntArray:
+    key, named, special = f"{making.use.key}.sentinels", making.use.objective.sentinel_tokens, making.tokenizer
+    names = [named.format(number) for number in range(spans)] if isinstance(named, str) else named[:spans]
+    have = next((number for number, name in enumerate(names) if name not in special.special_tokens), len(names))
+    if isinstance(named, str) and have < spans:
+        raise UserError(
+            f"{key}: {named!r}: a document that fills a window of {making.use.length:,} tokens has {spans:,} spans, "
+            f"and the tokenizer has {have:,} of the {spans:,} special tokens {names[0]} to {names[-1]} for them: "
+            f"{_how_to_get_sentinels(making.config)}; or lower the rate or the sequence_length, or raise mean_span"
+        )
+    if len(names) < spans:
+        raise UserError(
+            f"{key}: a document that fills a window of {making.use.length:,} tokens has {spans:,} spans, and here are "
+            f"{len(names):,} sentinels: name {spans:,}; or lower the rate or the sequence_length, or raise mean_span"
+        )
+    ids = [making.special(f"sentinels.{number}", name, f"{spans:,}") for number, name in enumerate(names)]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise UserError(f"{key}.{number}: {name!r} is given twice; each span of a document needs a sentinel")
+    return np.array(ids, np.int64)
+
+
 OBJECTIVES: dict[str, Callable[[Making], Objective]] = {
     "causal": _causal,
     "fim": _fill_in_the_middle,
     "masked": _masked,
+    "prefix": _prefix,
+    "spans": _spans,
+    "ul2": _ul2,
 }
 """Constructors by `train.objective.type`. `ObjectiveConfig.type` lists the same names: the config is read without the
 data pipeline."""
