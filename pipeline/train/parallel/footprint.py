@@ -20,6 +20,7 @@ from pipeline.train.model.flops import (
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead, reduction
 from pipeline.train.parallel.pipeline_stages import split_stages
+from pipeline.train.parallel.step_shapes import run_stream
 from pipeline.train.parallel.tested import LayoutKind
 
 MASTER_BYTES, GRADIENT_BYTES, AVERAGE_BYTES = 4, 4, 4
@@ -85,7 +86,9 @@ def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence
 
 def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
     """Memory of the parameters of a rank in a run, by pp rank."""
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(
+        spec, layout.pp, config.parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
+    )
     return [
         footprint(config, layout, spec, [stage.part for stage in stages if stage.rank == rank])
         for rank in range(layout.pp)

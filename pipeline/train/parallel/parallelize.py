@@ -35,6 +35,7 @@ from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.setup import Setup
+from pipeline.train.parallel.step_shapes import run_stream
 from pipeline.train.parallel.tensor import apply_tensor_parallel
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.parallel.torch_compat.compiler import prepare_async_tp
@@ -100,7 +101,9 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
     """
     mesh, spec, parallel, fp8 = setup.mesh, setup.spec, config.parallel, config.train.precision.fp8
     tp = mesh.size("tp")
-    stages = split_stages(spec, mesh.size("pp"), parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(
+        spec, mesh.size("pp"), parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
+    )
     parts = {}
     for stage in stages:
         if stage.rank == mesh.rank("pp"):

@@ -29,7 +29,9 @@ class Stage:
     """Part of the model that it has."""
 
 
-def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_length: int) -> list[Stage]:
+def split_stages(
+    spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_length: int, predicted: float = 1.0
+) -> list[Stage]:
     """All stages, first to last.
 
     The numbers of layers are those of the config, or balanced by `balance` over the costs of `layer_costs`. Stage i is
@@ -40,13 +42,14 @@ def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_
         spec: The model.
         pp: Degree of the pipeline axis.
         pipeline: The `parallel.pipeline:` section.
-        sequence_length: Tokens of the windows that the stages are balanced for.
+        sequence_length: Positions of the windows that the stages are balanced for.
+        predicted: Share of the positions that the head scores.
     """
     if pp == 1:
         return [Stage(0, 0, ModelPart.whole(spec))]
     count = pp * pipeline.stages_per_rank
     given = pipeline.layers_per_stage
-    sizes = balance(tuple(layer_costs(spec, sequence_length)), count) if given is None else tuple(given)
+    sizes = balance(tuple(layer_costs(spec, sequence_length, predicted)), count) if given is None else tuple(given)
     assert len(sizes) == count and sum(sizes) == len(spec.layers)
     ends = list(accumulate(sizes))
     return [
@@ -61,7 +64,7 @@ def rank_of(stage: int, pp: int, pipeline: PipelineConfig) -> int:
     return pp - 1 - place if pipeline.schedule in V_SHAPED and turn % 2 else place
 
 
-def layer_costs(spec: DecoderSpec, sequence_length: int) -> list[int]:
+def layer_costs(spec: DecoderSpec, sequence_length: int, predicted: float = 1.0) -> list[int]:
     """Forward FLOPs of one token, by layer.
 
     The first has the embedding's weight on top, the last the head's and all of multi-token prediction. Attention is
@@ -70,15 +73,17 @@ def layer_costs(spec: DecoderSpec, sequence_length: int) -> list[int]:
     head = head_flops(spec)
     costs = [layer_flops(layer, sequence_length, causal=True) for layer in spec.layers]
     costs[0] += EMBEDDING_WEIGHT * head
-    costs[-1] += head + mtp_flops(spec, sequence_length, causal=True)
+    costs[-1] += predicted * head + mtp_flops(spec, sequence_length, causal=True)
     # Whole numbers are compared without rounding errors, so that every machine makes the same split.
     return [round(cost) for cost in costs]
 
 
-def compute_costs(spec: DecoderSpec, stages: Sequence[Stage], sequence_length: int) -> list[float]:
+def compute_costs(
+    spec: DecoderSpec, stages: Sequence[Stage], sequence_length: int, predicted: float = 1.0
+) -> list[float]:
     """Forward FLOPs of one token, by stage, without any weight of the embedding."""
     layers = [layer_flops(layer, sequence_length, causal=True) for layer in spec.layers]
-    end = head_flops(spec) + mtp_flops(spec, sequence_length, causal=True)
+    end = predicted * head_flops(spec) + mtp_flops(spec, sequence_length, causal=True)
     return [sum(layers[index] for index in stage.part.layers) + (end if stage.part.last else 0.0) for stage in stages]
 
 

@@ -24,7 +24,7 @@ from pipeline.train.parallel.footprint import (
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_stages import split_stages
-from pipeline.train.parallel.step_shapes import StepShape
+from pipeline.train.parallel.step_shapes import StepShape, run_stream
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.timing import step_time
@@ -47,7 +47,9 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         shape: Of the step.
         kept: Bytes of activations for a token and layer, where they are known from an estimate of a similar layout.
     """
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(
+        spec, layout.pp, config.parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
+    )
     element, averages = COMPUTE_BYTES[config.train.precision.compute], config.train.ema is not None
     weights, optimizer = MASTER_BYTES + (AVERAGE_BYTES if averages else 0), config.train.optimizer
     reshards = LayoutKind.of(config.parallel, layout).reshard
@@ -75,7 +77,9 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
             least = least if kept is None else max(least, kept * len(indices))
             begin += in_flight(config, layout, shape) * tokens * least
         if any(part.last for part in parts):
-            chunk = min(tokens, config.train.loss.tokens_at_once(spec.vocab_padded // layout.tp))
+            chunk = min(
+                tokens * shape.stream.predicted_share, config.train.loss.tokens_at_once(spec.vocab_padded // layout.tp)
+            )
             begin += element * chunk * spec.vocab_padded / layout.tp
         most = max(most, int(begin), int(held + GRADIENT_BYTES * shard))
     return most
@@ -157,7 +161,7 @@ def least_seconds(config: Config, layout: Layout, spec: DecoderSpec, shape: Step
     if pp == 1:
         return total
     layers = [0] * pp
-    stages = split_stages(spec, pp, pipeline, config.train.sequence_length)
+    stages = split_stages(spec, pp, pipeline, config.train.sequence_length, run_stream(config).predicted_share)
     for stage in stages:
         layers[stage.rank] += len(stage.part.layers)
     slowest = max(

@@ -12,7 +12,7 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.pipeline_stages import split_stages
-from pipeline.train.parallel.step_shapes import StepShape
+from pipeline.train.parallel.step_shapes import StepShape, run_stream
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.traffic import stage_traffic
 
@@ -71,7 +71,9 @@ def break_even(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSha
     micro-batch, that is 3 * E * F / k.
     """
     element = COMPUTE_BYTES[config.train.precision.compute]
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(
+        spec, layout.pp, config.parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
+    )
     without = [each for some in stage_traffic(config, replace(layout, ep=1), spec, shape, stages) for each in some]
     weights = sum(each.bytes for each in without if each.axis == "expert_shards")
     rows = sum(4 * part.router.top_k * part.dim * element for part in spec.expert_layers.values())

@@ -229,8 +229,10 @@ def _phase(
 ) -> PhasePlan:
     time = step_time(config, layout, spec, shape, device, parameters)
     sent = [bytes_by_axis(transfers) for transfers in time.traffic]
-    whole = flops_per_token(spec, shape.sequence_length, causal=False)
-    half = flops_per_token(spec, shape.sequence_length, causal=True)
+    whole, half = (
+        flops_per_token(spec, shape.sequence_length, causal=causal, predicted=shape.stream.predicted_share)
+        for causal in (False, True)
+    )
     peak = device.flops[config.train.precision.compute] * layout.world_size * time.seconds.total
     return PhasePlan(
         shape=shape,

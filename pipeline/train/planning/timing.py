@@ -31,7 +31,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.pipeline_schedules import play
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
-from pipeline.train.parallel.step_shapes import StepShape
+from pipeline.train.parallel.step_shapes import StepShape, run_stream
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.shares import UPDATE_BYTES
 from pipeline.train.planning.traffic import AXES, Axis, Phase, Transfer, is_recomputed, stage_traffic
@@ -166,7 +166,7 @@ def step_time(
         parameters: By pp rank, after the cut by tp.
     """
     pipeline, micro = config.parallel.pipeline, shape.micro_batches
-    stages = split_stages(spec, layout.pp, pipeline, config.train.sequence_length)
+    stages = split_stages(spec, layout.pp, pipeline, config.train.sequence_length, run_stream(config).predicted_share)
     sent = stage_traffic(config, layout, spec, shape, stages)
     works = [
         _stage_work(config, layout, spec, shape, device, stage, transfers)
@@ -218,7 +218,9 @@ def step_time(
 def rank_parameters(config: Config, layout: Layout, spec: DecoderSpec) -> list[int]:
     """Parameters by pp rank, after the cut by tp."""
     counts = [0] * layout.pp
-    for stage in split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length):
+    for stage in split_stages(
+        spec, layout.pp, config.parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
+    ):
         counts[stage.rank] += sum(layer_sizes(spec, stage.part, layout.tp).values())
         counts[stage.rank] += end_parameters(spec, stage.part, layout.tp)
     return counts
@@ -289,7 +291,8 @@ def _stage_work(
             again += rates.products(repeated) if twice else 0.0
     logits = 0.0
     if stage.part.last:
-        times = 1 + len(spec.mtp)
+        times: float = 1 + len(spec.mtp)
+        times *= shape.stream.predicted_share
         products += rates.products(times * head_flops(spec) * spec.vocab_padded / spec.vocab_size)
         logits = rates.memory(times * _LOGIT_BYTES * spec.vocab_padded / layout.tp)
         # Whole on each rank of tp, which has some of the positions, or all of them.

@@ -129,6 +129,7 @@ class _Counter:
         self._fp8 = gathered_in_fp8(config.train.precision.fp8, spec, layout)
         self._micro = shape.micro_batches
         self._tokens = shape.micro_batch_size * shape.sequence_length // layout.cp
+        self._predicted = shape.micro_batch_size * shape.stream.predicted // layout.cp
         self._samples = shape.micro_batch_size
         self._cut = config.parallel.sequence_parallel
         self._shards = layout.shards
@@ -208,7 +209,7 @@ class _Counter:
             for what, phase in (("outputs of experts", "forward"), ("gradients of their inputs", "backward")):
                 yield self._in_each_micro_batch("tp", "all_gather", what, phase, calls, calls * stream)
         if part.last:
-            tokens = self._tokens * (1 + len(self._mtp))
+            tokens = self._predicted * (1 + len(self._mtp))
             chunks = -(-tokens // self._chunk)
             size = tokens * _FP32
             yield self._in_each_micro_batch("tp", "all_reduce", "largest logits", "forward", chunks, size)
