@@ -1,4 +1,4 @@
-"""Read windows as objectives arrange them, on one core: millions of raw tokens a second, as JSON lines.
+"""Read windows as objectives arrange them: millions of raw tokens a CPU second, as JSON lines.
 
     python benchmarks/objectives.py --work /tmp/loader
 
@@ -74,11 +74,11 @@ def tokens_per_second(loader: Any, length: int, seconds: float, rounds: int) -> 
     for _ in range(20):
         loader.batches(next(steps))
     for _ in range(rounds):
-        count, began = 0, time.perf_counter()
-        while time.perf_counter() - began < seconds:
+        count, began = 0, time.process_time()
+        while time.process_time() - began < seconds:
             loader.batches(next(steps))
             count += 8 * length
-        best = max(best, count / (time.perf_counter() - began))
+        best = max(best, count / (time.process_time() - began))
     return best
 
 
@@ -112,7 +112,12 @@ def main() -> None:
                 loader = open_loader(folder, objective, length, 8)
                 speed = tokens_per_second(loader, length, arguments.seconds, arguments.rounds)
                 ms = count_ms(open_loader(folder, objective, length, WINDOWS), 20)
-                line = {"objective": name, "length": length, "mtok_s": round(speed / 1e6, 1), "count_ms": round(ms, 3)}
+                line = {
+                    "objective": name,
+                    "length": length,
+                    "mtok_cpu_s": round(speed / 1e6, 1),
+                    "count_ms": round(ms, 3),
+                }
                 print(json.dumps(line), flush=True)
 
 

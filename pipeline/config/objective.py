@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -126,11 +126,19 @@ OBJECTIVE_KEYS: dict[str, tuple[str, ...]] = {
 """By type of objective the other keys that it reads. A resume compares these alone."""
 
 
-def objective_values(objective: ObjectiveConfig) -> dict[str, object]:
+def objective_values(objective: ObjectiveConfig) -> dict[str, Any]:
     """The keys that an objective reads, with their defaults."""
     values = objective.model_dump(mode="json", include={"type", *OBJECTIVE_KEYS[objective.type]})
     defaults = {"rate": objective.share, "sentinels": objective.sentinel_tokens}
     return values | {key: value for key, value in defaults.items() if key in values}
+
+
+def mixed_values(objective: MixedObjectiveConfig) -> dict[str, Any]:
+    """The same, with those of single sources if there are any."""
+    values = objective_values(objective)
+    if objective.by_source:
+        values["by_source"] = {name: objective_values(each) for name, each in objective.by_source.items()}
+    return values
 
 
 class ModelNeeds(NamedTuple):

@@ -172,6 +172,13 @@ class Config(Section):
                 f"eval.stride: {stride} is more than train.sequence_length {self.train.sequence_length}, so tokens "
                 "between two windows would not count; lower it, or leave it out for windows that do not overlap"
             )
+        by_objective = [one.type for one in self.train.objective.all if one.type not in ("causal", "fim")]
+        for key, given in (("stride", stride is not None), ("documents", self.eval.documents)):
+            if given and by_objective:
+                raise ValueError(
+                    f"eval.{key} does not go with train.objective.type: {by_objective[0]}, which chooses in whole "
+                    f"windows what is scored: leave eval.{key} out"
+                )
         for key, length in (("eval", self.eval.max_length), ("serve", self.serve.max_length)):
             if length is not None and self.model.positions == "learned" and length > self.max_positions:
                 raise ValueError(

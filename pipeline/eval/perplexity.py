@@ -14,8 +14,10 @@ from pipeline.common import storage
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.config.objective import mixed_values
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
+from pipeline.data.loading.objectives.choice import AS_TEXT
 from pipeline.eval.benchmarks import run_benchmarks
 from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
 from pipeline.eval.reports import WINDOWS, evaluated_by, identity, report_path
@@ -39,7 +41,7 @@ class Score:
     """Tokens scored; the end-of-document token that closes each document is one of them."""
     text_bytes: int | None
     """UTF-8 bytes of the original text of the scored tokens. Of a sample they are counted token by token; None where
-    the tokenizer does not let them be counted."""
+    the tokenizer does not let them be counted, or the objective chooses which tokens are scored."""
     loss: float
     """Nats a token."""
     perplexity: float
@@ -177,8 +179,10 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
 def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -> tuple[int, int | None]:
     """Documents of the tokens that count in some windows, and the bytes of their original text if known."""
     dataset = split.dataset
+    # What an objective has scored is not the text: it leaves out most tokens, and adds others.
+    is_text = split.objective is None
     if len(windows) == len(split):
-        return dataset.documents, dataset.text_bytes
+        return dataset.documents, dataset.text_bytes if is_text else None
 
     def read() -> tuple[int, int | None]:
         spans = split.targets(windows)[:, 1:]
@@ -187,7 +191,7 @@ def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -
             for first, end in spans.tolist()
             for document in range(dataset.document_at(first), dataset.document_at(end - 1) + 1)
         }
-        return len(documents), text_bytes(dataset, engine.tokenizer, spans)
+        return len(documents), text_bytes(dataset, engine.tokenizer, spans) if is_text else None
 
     documents, size = broadcast_from_rank0(read)
     return documents, size
@@ -235,7 +239,10 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
 
 def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
     stride, length = config.eval.stride, config.train.sequence_length
+    objective = config.train.objective
+    scored = {} if all(one.type in AS_TEXT for one in objective.all) else {"objective": mixed_values(objective)}
     return {
+        **scored,
         **identity(config, source),
         "data": {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()},
         "split": config.eval.split,
@@ -270,6 +277,11 @@ def _table(report: EvalReport, weights: str) -> Table:
 def _how(made_with: dict[str, Any]) -> str:
     """Description of the windows, where they are not the usual ones."""
     words = []
+    if "objective" in made_with:
+        words.append(
+            f"of the targets of train.objective.type: {made_with['objective']['type']}, which are not a text: no bits "
+            "per byte"
+        )
     if made_with["documents"]:
         words.append("each document alone")
     if made_with["stride"] is not None:

@@ -50,6 +50,31 @@ def stack(rows: list[Arranged], size: int, shape: StreamShape) -> dict[str, Any]
     return fields
 
 
+def padded(row: Arranged, shape: StreamShape, whole: StreamShape) -> Arranged:
+    """A shorter window in the shape of a whole one: padding is a document without weight, on each side.
+
+    Args:
+        row: Of `shape`.
+        shape: Its sizes.
+        whole: Those that it is to have.
+    """
+    first, end = shape.encoder, whole.encoder + shape.decoder
+    tokens, targets = (np.zeros(whole.length, np.int64) for _ in range(2))
+    weight, raw = np.zeros(whole.length, np.float32), np.full(whole.length, -1)
+    for new, old in ((tokens, row.tokens), (targets, row.targets), (weight, row.weight), (raw, row.raw)):
+        new[:first], new[whole.encoder : end] = old[:first], old[first:]
+    sides = [row.begins[row.begins < first], row.begins[row.begins >= first] + whole.encoder - first]
+    begins = [*([*sides[0], first] if whole.encoder else []), *sides[1], end]
+    predicted = None
+    if row.predicted is not None:
+        others = np.setdiff1d(np.arange(whole.length), row.predicted)
+        predicted = np.sort(np.append(row.predicted, others[: whole.predicted - len(row.predicted)]))
+    prefix = None
+    if row.prefix is not None:
+        prefix = np.append(row.prefix, np.full(whole.length - end, end))
+    return Arranged(tokens, targets, weight, np.array(begins, np.int64), raw, predicted, prefix)
+
+
 def _flat(begins: list[Any], length: int) -> npt.NDArray[np.int32]:
     """Positions in a batch of what lies in its rows."""
     rows = np.repeat(np.arange(len(begins)) * length, [len(each) for each in begins])

@@ -44,6 +44,8 @@ class SpanSizes:
     """E: the other tokens, a sentinel for each run, and the end-of-document token; a mode token if there is one."""
     decoder: int
     """T: the noise, a sentinel for each run, and the end-of-document token."""
+    fit: bool
+    """The window has room: a token before each run, and the end of its document."""
 
 
 def rounded(number: float) -> int:
@@ -62,7 +64,8 @@ def span_sizes(rate: float, mean_span: float | None, length: int, *, mode: bool 
     """
     noise = min(max(rounded(rate * length), 1), max(length - 1, 1))
     spans = 1 if mean_span is None else max(rounded(noise / mean_span), 1)
-    return SpanSizes(noise, spans, length - noise + spans + 1 + mode, noise + spans + 1)
+    fit = spans <= noise and noise + spans <= length - 1
+    return SpanSizes(noise, spans, length - noise + spans + 1 + mode, noise + spans + 1, fit)
 
 
 def mixture_sizes(denoisers: Sequence[DenoiserConfig], length: int) -> list[SpanSizes]:

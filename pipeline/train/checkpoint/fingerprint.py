@@ -10,7 +10,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.base import Section
 from pipeline.config.model import LayerConfig, ModelConfig, RopeScalingConfig
-from pipeline.config.objective import MixedObjectiveConfig, objective_values
+from pipeline.config.objective import mixed_values
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.part_spec import LayerSpec
 
@@ -136,20 +136,13 @@ def _same_meaning(layer: LayerSpec, keys: dict[str, Any]) -> dict[str, Any]:
 
 def objective_fingerprint(config: Config) -> dict[str, Any]:
     """The values that decide how a window becomes inputs and targets: the keys that the type of objective reads."""
-    values = _objective_values(config.train.objective)
+    values = mixed_values(config.train.objective)
     if any(phase.objective is not None for phase in config.blend.phases):
         values["phases"] = {
-            str(number): _objective_values(phase.objective)
+            str(number): mixed_values(phase.objective)
             for number, phase in enumerate(config.blend.phases)
             if phase.objective is not None
         }
-    return values
-
-
-def _objective_values(objective: MixedObjectiveConfig) -> dict[str, Any]:
-    values = objective_values(objective)
-    if objective.by_source:
-        values["by_source"] = {name: objective_values(each) for name, each in objective.by_source.items()}
     return values
 
 

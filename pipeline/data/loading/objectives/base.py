@@ -57,8 +57,15 @@ class Objective(Protocol):
         """False if inputs are the first L tokens and targets the last L, with weights that `arrange` need not make."""
 
     @property
+    def shifts(self) -> bool:
+        """True if the window's first token is an input only, False if its last is none of either."""
+
+    @property
     def reads(self) -> bool:
         """True if the weights depend on the tokens, and not only on where documents begin and on the key."""
+
+    def takes(self, length: int) -> bool:
+        """True if windows of L = `length` are long enough."""
 
     def shape(self, length: int) -> StreamShape:
         """Sizes of what becomes of a window of L = `length`."""

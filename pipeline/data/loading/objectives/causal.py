@@ -17,10 +17,15 @@ class Causal:
     """
 
     arranges = False
+    shifts = True
     reads = False
 
     def __init__(self, *, mask_document_start: bool = False) -> None:
         self._mask_document_start = mask_document_start
+
+    def takes(self, length: int) -> bool:
+        """Any."""
+        return length >= 1
 
     def shape(self, length: int) -> StreamShape:
         """As many positions as the window has targets."""

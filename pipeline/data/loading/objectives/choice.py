@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from pipeline.data.datasets.manifest import TokenizerInfo
 
 
+AS_TEXT = ("causal", "fim")
+"""Types of objectives of which validation and evaluation score the text itself, each token once."""
+
+
 class Use(NamedTuple):
     """An objective where the run file has it."""
 
@@ -164,11 +168,22 @@ def check_objectives(config: Config, tokenizer: TokenizerInfo, folder: Path) -> 
         _of_phase(config, phase, [source.name for source in config.data.sources], tokenizer, folder)
 
 
-def heldout_objectives(
-    config: Config, tokenizer: TokenizerInfo, folder: Path | None, sources: Iterable[str]
-) -> dict[str, Objective]:
-    """Objectives of validation and evaluation by source: those of `train.objective`."""
-    return _made(config, uses(config), sources, tokenizer, folder)
+def heldout_objectives(config: Config, datasets: Mapping[str, Dataset]) -> dict[str, Objective | None]:
+    """Objectives of validation and evaluation by source: those of `train.objective`, or None to score text as it is.
+
+    Args:
+        config: The run file.
+        datasets: The held-out split of each source.
+
+    Raises:
+        UserError: As `make_objective`.
+    """
+    if not datasets or all(objective.type in AS_TEXT for objective in config.train.objective.all):
+        return dict.fromkeys(datasets)
+    first = next(iter(datasets.values()))
+    made = _made(config, uses(config), datasets, first.manifest.tokenizer, first.folder)
+    is_text = {name: config.train.objective.of(name).type in AS_TEXT for name in datasets}
+    return {name: None if is_text[name] else objective for name, objective in made.items()}
 
 
 def _of_phase(
@@ -233,7 +248,7 @@ def _masked(making: Making) -> Masked:
         keep_share=objective.keep_share,
         words=making.words,
     )
-    if result.shape(making.use.length).predicted == 0:
+    if not result.takes(making.use.length):
         raise UserError(
             f"{making.use.key}.rate: {objective.share:g} of a window of {making.use.length:,} tokens is less than half "
             "a token, so nothing would be predicted: raise it, or the sequence_length"
@@ -267,7 +282,7 @@ def _ul2(making: Making) -> MixtureOfDenoisers:
 def _check_room(making: Making, key: str, sizes: SpanSizes) -> None:
     """Refuse windows that have no room for their noise, even as a single document."""
     length = making.use.length
-    if sizes.spans > sizes.noise or sizes.noise + sizes.spans > length - 1:
+    if not sizes.fit:
         raise UserError(
             f"{making.use.key}.{key}: a window of {length:,} tokens would have {sizes.noise:,} tokens of noise in "
             f"{sizes.spans:,} spans with as many gaps, and the end of a document: too short; give it another rate or "

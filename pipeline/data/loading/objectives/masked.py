@@ -38,6 +38,7 @@ class Masked:
     """
 
     arranges = True
+    shifts = False
 
     def __init__(
         self,
@@ -56,6 +57,10 @@ class Masked:
         self._kept_or_random = fraction(keep_share + random_share)
         self._words = words
         self.reads = words is not None
+
+    def takes(self, length: int) -> bool:
+        """Those of which a token is masked."""
+        return rounded(self._rate * length) >= 1
 
     def shape(self, length: int) -> StreamShape:
         """As many positions as the window has targets."""

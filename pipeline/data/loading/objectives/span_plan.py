@@ -68,7 +68,6 @@ class Budget:
         """
         starts = begins[: int(np.searchsorted(begins, length))]
         whole = len(begins) > len(starts)  # the window's last token ends its document
-        sizes = np.diff(starts, append=length)
         # More pieces than this never fit, since each takes a position of the decoder and there is at least one span.
         most = (self.encoder + self.decoder - length - 2) // (1 + self.mode)
         joined = max(0, len(starts) - most, len(starts) - (self.decoder - 2))
@@ -76,7 +75,8 @@ class Budget:
         while True:
             kept = starts
             if joined:
-                by_size = np.argsort(sizes[1:], kind="stable") + 1 if by_size is None else by_size
+                if by_size is None:
+                    by_size = np.argsort(np.diff(starts, append=length)[1:], kind="stable") + 1
                 kept = np.delete(starts, by_size[:joined])
             found = self._deal(_pieces(kept, length, whole), length)
             if found is not None:
@@ -111,7 +111,7 @@ class Budget:
 
 
 def _pieces(starts: IntArray, length: int, whole: bool) -> Pieces:
-    ends = np.append(starts[1:], length)
+    ends = np.concatenate((starts[1:], (length,)))
     text = ends - starts - 1
     text[-1] += not whole
     return Pieces(starts, ends, text)
@@ -122,10 +122,10 @@ def _deal(count: int, weights: IntArray) -> IntArray:
     total = int(weights.sum())
     if total == 0:
         return np.zeros_like(weights)
-    dealt, rest = np.divmod(count * weights, total)
+    dealt, rest = divmod(count * weights, total)
     left = count - int(dealt.sum())
     if left:
-        dealt[np.argsort(-rest, kind="stable")[:left]] += 1
+        dealt[(-rest).argsort(kind="stable")[:left]] += 1
     return dealt
 
 

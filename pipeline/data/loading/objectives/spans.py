@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.data.loading.objectives.base import Arranged, KeyOf
-from pipeline.data.loading.objectives.draws import stream
+from pipeline.data.loading.objectives.draws import stream, tag_mask
 from pipeline.data.loading.objectives.span_plan import Budget, NoisePlan
 from pipeline.data.loading.stream_shape import StreamShape, span_sizes
 from pipeline.data.order.permutation import IntArray
 
 _CUTS = 0
 """Stream of draws: where runs of noise and of other tokens are cut."""
+
+_ZERO = np.zeros(1, np.int64)
 
 
 class Tokens(NamedTuple):
@@ -65,11 +67,16 @@ class Spans:
     """
 
     arranges = True
+    shifts = False
     reads = False
 
     def __init__(self, rate: float, mean_span: float, tokens: Tokens) -> None:
         self._rate, self._mean_span = rate, mean_span
         self._tokens = tokens
+
+    def takes(self, length: int) -> bool:
+        """Those with room for their noise."""
+        return span_sizes(self._rate, self._mean_span, length).fit
 
     def shape(self, length: int) -> StreamShape:
         """The same for all windows."""
@@ -102,29 +109,28 @@ def corrupt(ids: IntArray, plan: NoisePlan, tokens: Tokens, key: int, mode: int 
         mode: Id with which the encoder's text of each piece begins.
     """
     pieces, noise, spans, closing = plan
-    count = int(spans.sum())
     several = len(spans) > 1
-    with_spans = np.flatnonzero(spans) if several else np.zeros(1, np.int64)
-    of_noise, of_text = noise[with_spans], pieces.text[with_spans]
-    parts = spans[with_spans]
-    lengths = cut(np.concatenate([of_noise, of_text - of_noise]), np.concatenate([parts, parts]), key)
-    runs, gaps = lengths[:count], lengths[count:]
+    with_spans = spans.nonzero()[0] if several else _ZERO
+    of_noise, of_text, parts = noise[with_spans], pieces.text[with_spans], spans[with_spans]
+    lengths = cut(np.concatenate((of_noise, of_text - of_noise)), np.concatenate((parts, parts)), key)
+    count = len(lengths) // 2
+    runs, gaps, counter = lengths[:count], lengths[count:], np.arange(count)
     # Texts of pieces with noise follow each other in `behind`; what lies between them in the window is added.
-    behind = np.cumsum(gaps + runs)
+    behind = (gaps + runs).cumsum()
     if several:
-        piece = np.repeat(with_spans, parts)
-        behind += np.repeat(pieces.starts[with_spans] - np.cumsum(of_text) + of_text, parts)
-        number = np.arange(count) - np.repeat(np.cumsum(parts) - parts, parts)
+        piece = with_spans.repeat(parts)
+        behind += (pieces.starts[with_spans] - of_text.cumsum() + of_text).repeat(parts)
+        number = counter - (parts.cumsum() - parts).repeat(parts)
     else:
-        piece, number = np.zeros(count, np.int64), np.arange(count)
+        piece, number = np.zeros(count, np.int64), counter
     first = behind - runs
     sentinels = tokens.sentinels[number]
 
     # Each run of noise leaves its first place in the encoder, for the sentinel.
     steps = np.zeros(len(ids) + 1, np.int8)
     steps[first], steps[behind] = 1, -1
-    is_noise = np.cumsum(steps[:-1], dtype=np.int8).view(np.bool_)
-    noisy = np.flatnonzero(is_noise)
+    is_noise = steps[:-1].cumsum(dtype=np.int8).view(np.bool_)
+    noisy = is_noise.nonzero()[0]
     kept = ~is_noise
     kept[first] = True
     text = ids.copy()
@@ -132,29 +138,28 @@ def corrupt(ids: IntArray, plan: NoisePlan, tokens: Tokens, key: int, mode: int 
     encoder = text[kept]
 
     # Before a run the decoder has all earlier noise, its sentinels, and an end for each earlier piece.
-    before = np.cumsum(runs) - runs
-    at_sentinel = before + np.arange(count) + piece
-    at_noise = np.arange(len(noisy)) + np.repeat(np.arange(1, count + 1) + piece, runs)
+    place = counter + piece
+    at_sentinel = runs.cumsum() - runs + place
+    at_noise = (place + 1).repeat(runs) + np.arange(len(noisy))
     size = len(noisy) + count + len(spans)
-    targets, raw = np.full(size, tokens.end, np.int64), np.empty(size, np.int64)
-    ends = np.cumsum(noise + spans + 1) - 1
+    targets, raw, decoder = np.full(size, tokens.end), np.empty(size, np.int64), np.empty(size, np.int64)
+    ends = (noise + spans + 1).cumsum() - 1
     raw[ends] = pieces.ends - 1
     targets[at_sentinel], raw[at_sentinel] = sentinels, first
     targets[at_noise], raw[at_noise] = ids[noisy], noisy
-    decoder_begins = np.append(0, ends[:-1] + 1)
-    decoder = np.empty_like(targets)
     decoder[1:] = targets[:-1]
-    decoder[decoder_begins] = tokens.start
 
-    encoder_begins = pieces.starts
+    encoder_begins = decoder_begins = _ZERO
     if several:
-        lost = np.cumsum(noise - spans)
-        encoder_begins = pieces.starts - lost + (noise - spans)
+        lost = noise - spans
+        encoder_begins = pieces.starts - lost.cumsum() + lost
+        decoder_begins = np.concatenate((_ZERO, ends[:-1] + 1))
+    decoder[decoder_begins] = tokens.start
     if mode is not None:
         encoder = np.insert(encoder, encoder_begins, mode)
         encoder_begins = encoder_begins + np.arange(len(encoder_begins))
     if closing:
-        encoder = np.append(encoder, tokens.end)
+        encoder = np.concatenate((encoder, (tokens.end,)))
     return Corrupted(encoder, decoder, targets, encoder_begins, decoder_begins, raw)
 
 
@@ -169,38 +174,41 @@ def cut(totals: IntArray, parts: IntArray, key: int) -> IntArray:
         key: The sample's.
     """
     places = totals - 1
-    first = np.cumsum(places) - places
-    count = int(places.sum())
-    order = stream(key, _CUTS, count)
-    place_bits, group_bits = (max(1, int(n - 1).bit_length()) for n in (max(count, 1), len(totals)))
-    groups = np.repeat(np.arange(len(totals), dtype=np.uint64), places)
-    mask = np.uint64((1 << place_bits) - 1)
+    behind, numbers = places.cumsum(), np.arange(len(totals))
+    count = int(behind[-1])
+    mask = tag_mask(max(count, 1))
+    group_bits = max(1, int(len(totals) - 1).bit_length())
     # By total, then by draw; the place breaks ties and says where it was.
-    order = (order >> np.uint64(group_bits)) & ~mask
-    order |= np.arange(count, dtype=np.uint64)
-    order |= groups << np.uint64(64 - group_bits)
+    order = stream(key, _CUTS, count) >> np.uint64(group_bits)
+    order &= ~mask
+    order |= (numbers << (64 - group_bits)).view(np.uint64).repeat(places) | np.arange(count, dtype=np.uint64)
     order.sort()
     cuts = parts - 1
-    chosen = np.repeat(first - np.cumsum(cuts) + cuts, cuts) + np.arange(int(cuts.sum()))
-    # Between units 0 and 1 of a total lies its place 0; a total before has one place less than it has units.
-    where = (order[chosen] & mask).astype(np.int64) + np.repeat(np.arange(len(totals)), cuts)
+    chosen = (behind - places - cuts.cumsum() + cuts).repeat(cuts)
+    chosen += np.arange(len(chosen))
     is_last = np.zeros(int(totals.sum()), np.bool_)
-    is_last[where] = True
-    is_last[np.cumsum(totals) - 1] = True
-    return np.diff(np.flatnonzero(is_last), prepend=-1)
+    # Between units 0 and 1 of a total lies its place 0; a total before has one place less than it has units.
+    is_last[(order[chosen] & mask).view(np.int64) + numbers.repeat(cuts)] = True
+    is_last[behind + numbers] = True
+    last = is_last.nonzero()[0]
+    lengths = last.copy()
+    lengths[1:] -= last[:-1]
+    lengths[0] += 1
+    return lengths
 
 
 def joined(sides: Corrupted, shape: StreamShape, padding: int) -> Arranged:
     """Both sides as one row; what is left on both is a document of padding, without weight."""
     encoder, decoder = len(sides.encoder), len(sides.decoder)
-    tokens = np.full(shape.length, padding, np.int64)
-    targets, raw = tokens.copy(), np.full(shape.length, -1)
+    left, side = encoder < shape.encoder, shape.encoder
+    assert left == (decoder < shape.decoder), "padding is a document on both sides"
+    tokens, targets = (np.full(shape.length, padding) for _ in range(2))
     weight = np.zeros(shape.length, np.float32)
+    raw = np.full(shape.length, -1)
     tokens[:encoder] = sides.encoder
-    own = slice(shape.encoder, shape.encoder + decoder)
+    own = slice(side, side + decoder)
     tokens[own], targets[own], raw[own], weight[own] = sides.decoder, sides.targets, sides.raw, 1
-    begins = [sides.encoder_begins, sides.decoder_begins + shape.encoder]
-    if encoder < shape.encoder or decoder < shape.decoder:
-        assert encoder < shape.encoder and decoder < shape.decoder, "padding is a document on both sides"
-        begins = [begins[0], np.array([encoder]), begins[1], np.array([shape.encoder + decoder])]
+    begins: tuple[Any, ...] = (sides.encoder_begins, sides.decoder_begins + side)
+    if left:
+        begins = begins[0], (encoder,), begins[1], (side + decoder,)
     return Arranged(tokens, targets, weight, np.concatenate(begins), raw)

@@ -34,6 +34,7 @@ class MixtureOfDenoisers:
     """
 
     arranges = True
+    shifts = False
     reads = False
 
     def __init__(self, objective: ObjectiveConfig, tokens: Tokens, modes: Sequence[int | None]) -> None:
@@ -46,6 +47,10 @@ class MixtureOfDenoisers:
         self._is_padded = lru_cache(lambda length: mixture_is_padded(objective.denoisers, length))
         self.shape = lru_cache(lambda length: stream_shape(objective, length))
         self._bounds = [np.uint64(2**53 * (bound / sum(weights))) for bound in accumulate(weights)][:-1]
+
+    def takes(self, length: int) -> bool:
+        """Those with room for the noise of each denoiser."""
+        return all(sizes.fit for sizes in self._sizes(length))
 
     def fixed_valid(self, length: int) -> int | None:
         """That of the denoisers, if it is the same for all."""
