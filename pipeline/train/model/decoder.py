@@ -229,7 +229,7 @@ class Decoder(nn.Module):
         """Positions, [1, S] or [B, S] when they differ by row, what is dropped, and the context of each of `blocks`."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document per row"
-        assert context.cut is None or not spec.encoder_layers, "cp does not cut sides"
+        assert context.cut is None or not spec.sided, "cp does not cut sides"
         queries = x.shape[1] if context.length is None else context.length
         # Of an encoder the states keep what is made of its end.
         places = None if context.states is None or context.encoder else context.states.places(queries, device)
@@ -270,7 +270,7 @@ class Decoder(nn.Module):
 
     def _stretches(self, context: Context, length: int, device: torch.device) -> list[Stretch]:
         """The sides of the sequence that this pass has, or all of it."""
-        if not self.spec.encoder_layers:
+        if not self.spec.sided:
             return [Stretch(None, 0, length, documents_of(context))]
         if context.states is not None:
             side: Side = "encoder" if context.encoder else "decoder"
@@ -325,7 +325,7 @@ class Decoder(nn.Module):
         keys = stretch.length if places is None else places.keys
         biases = {each: relative_bias(own_part(self.relative[each.side]), queries, keys, each) for each in relatives}
         cross = None
-        if stretch.side == "decoder":
+        if any(layer.cross is not None for layer in layers):
             cross = self._look_across(common, stretch, first, rows, device)
         contexts = {id(None): common}
         for key, mixer in different.items():

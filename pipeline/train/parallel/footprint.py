@@ -86,9 +86,7 @@ def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence
 
 def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
     """Memory of the parameters of a rank in a run, by pp rank."""
-    stages = split_stages(
-        spec, layout.pp, config.parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
-    )
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, run_stream(config))
     return [
         footprint(config, layout, spec, [stage.part for stage in stages if stage.rank == rank])
         for rank in range(layout.pp)

@@ -101,9 +101,7 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
     """
     mesh, spec, parallel, fp8 = setup.mesh, setup.spec, config.parallel, config.train.precision.fp8
     tp = mesh.size("tp")
-    stages = split_stages(
-        spec, mesh.size("pp"), parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
-    )
+    stages = split_stages(spec, mesh.size("pp"), parallel.pipeline, run_stream(config))
     parts = {}
     for stage in stages:
         if stage.rank == mesh.rank("pp"):

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.init import RELATIVE
-from pipeline.train.parallel.pipeline_stages import Stage
+from pipeline.train.parallel.pipeline_stages import Stage, tied_tables
 
 
 class TiedTables:
@@ -59,15 +58,6 @@ class TiedTables:
         """
         for table in self._tables:
             table.sum_gradients()
-
-
-def tied_tables(spec: DecoderSpec, stages: Sequence[Stage]) -> dict[str, list[Stage]]:
-    """By name of a parameter that more than one stage has, these, first to last."""
-    found = {"embedding.weight": [stages[0], stages[-1]] if spec.last_embeds else []}
-    for side in spec.relatives:
-        own = [stage for stage in stages if any(spec.layers[index].side == side for index in stage.part.layers)]
-        found[f"{RELATIVE}{side}"] = own
-    return {name: holders for name, holders in found.items() if len({stage.index for stage in holders}) > 1}
 
 
 class _Table:
