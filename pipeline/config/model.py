@@ -343,6 +343,11 @@ class ModelConfig(LayerConfig, _Size):
         return [names[index % len(names)] for index in range(self.layers)]
 
     @property
+    def all_layers(self) -> int:
+        """Number of layers, of an encoder-decoder those of both sides."""
+        return self.layers + (0 if self.encoder is None else self.encoder.layers)
+
+    @property
     def encoder_kinds(self) -> list[str | None]:
         """The same of the encoder's layers; none without an encoder."""
         if self.encoder is None:

@@ -164,7 +164,7 @@ def _schedules(config: Config, pp: int) -> list[Overrides]:
 
     if pp == 1:
         return [of("1f1b", None)]  # the defaults
-    layers, own = config.model.layers, config.parallel.pipeline
+    layers, own = config.model.all_layers, config.parallel.pipeline
     found = [of("1f1b", None)]
     if 2 * pp <= layers:
         found += [of("zbv", None), of("interleaved_zero_bubble", None)] if pipeline_stage.SPLITS_BACKWARD else []

@@ -283,7 +283,7 @@ SIDED_FAMILIES: dict[str, dict[str, Any]] = {
         "model.positions": "relative",
         "model.relative": {"buckets": 12, "max_distance": 20},
         "model.attention_scale": 1.0,
-        "model.mlp": "relu",
+        "model.mlp": "geglu",
         "model.tie_embeddings": True,
         "model.logit_scale": 0.125,
         "model.dropout": 0.1,
