@@ -343,6 +343,11 @@ class ModelConfig(LayerConfig, _Size):
         return [names[index % len(names)] for index in range(self.layers)]
 
     @property
+    def all_layers(self) -> int:
+        """Number of layers, of an encoder-decoder those of both sides."""
+        return self.layers + (0 if self.encoder is None else self.encoder.layers)
+
+    @property
     def encoder_kinds(self) -> list[str | None]:
         """The same of the encoder's layers; none without an encoder."""
         if self.encoder is None:
@@ -390,6 +395,9 @@ class ModelConfig(LayerConfig, _Size):
             return self
         if self.direction != "causal":
             raise ValueError("direction: both is not for models with an encoder, whose layers see both sides anyway")
+        for key in ("token_types", "embedding_norm", "first_norm", "final_norm", "head_transform", "head_bias"):
+            if getattr(self, key) != ModelConfig.model_fields[key].default:
+                raise ValueError(f"{key} is not for models with an encoder; leave it out")
         if self.mtp is not None:
             raise ValueError("mtp is not for models with an encoder; leave one of the two out")
         if self.positions == "learned":

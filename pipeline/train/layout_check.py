@@ -40,9 +40,7 @@ def check(config: Config, console: Console | None = None, environment: Mapping[s
     layout = check_layout(config, world_size(config, environment))
     model = planned_model(config)
     spec = model.spec
-    stages = split_stages(
-        spec, layout.pp, config.parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
-    )
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, run_stream(config))
     for line in (
         *layout_lines(config, layout),
         str(model),
@@ -193,7 +191,7 @@ def _step_lines(config: Config, layout: Layout) -> Iterable[str]:
 
 def _pipeline_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: Sequence[Stage]) -> Iterable[str]:
     pipeline = config.parallel.pipeline
-    costs = compute_costs(spec, stages, config.train.sequence_length, run_stream(config).predicted_share)
+    costs = compute_costs(spec, stages, run_stream(config))
     given = "as given" if pipeline.layers_per_stage is not None else "balanced"
     yield f"pipeline: {pipeline.schedule}, {len(stages)} stages, {pipeline.stages_per_rank} on each pp rank, {given}"
     yield f"  {'stage':>5} {'pp rank':>7}  {'layers':<9} {'has':<15} {'parameters':>15} {'compute':>8}"

@@ -92,10 +92,7 @@ class StepMetrics:
         if "experts" in values and (warning := self._imbalance.see(step, values["experts"])):
             warn(self._console, warning)
         tokens, stream = sum(issued.data.tokens_by_source.values()), issued.stream
-        flops, causal_flops = (
-            flops_per_token(self._spec, stream.length, causal=causal, predicted=stream.predicted_share)
-            for causal in (False, True)
-        )
+        flops, causal_flops = (flops_per_token(self._spec, stream, causal=causal) for causal in (False, True))
         return {
             **self.head(step),
             **place(loader, issued.data),

@@ -306,7 +306,7 @@ class Trainer:
             self._plan.write_journal(self._folder.path)
             sinks = open_sinks(self._config, self._folder.path, self._console, first, total)
         stream = self._plan.stream(self._config, first)
-        flops = flops_per_token(self._setup.spec, stream.length, causal=True, predicted=stream.predicted_share)
+        flops = flops_per_token(self._setup.spec, stream, causal=True)
         for line in [
             *start_lines(self._config, self._plan, self._setup, first, flops),
             *nothing_held_out(self._config, [len(split) for split in self._heldout.values()]),
@@ -404,7 +404,7 @@ class Trainer:
         """True if layers are compiled, and a line for the log; see `choose_compiling`."""
         device, plan = self._setup.device, self._plan
         stream = plan.stream(self._config, 0)
-        flops = flops_per_token(self._setup.spec, stream.length, causal=True, predicted=stream.predicted_share)
+        flops = flops_per_token(self._setup.spec, stream, causal=True)
         flops = flops * plan.journal.tokens(plan.length.steps) / dist.get_world_size()
         before = checkpoint.state().get(_COMPILED, {}).get(device.type) if checkpoint else None
         threads = torch.get_num_threads()

@@ -98,6 +98,11 @@ class DecoderSpec:
         return sum(layer.side == "encoder" for layer in self.layers)
 
     @property
+    def sided(self) -> bool:
+        """True of an encoder-decoder, or of some of its layers."""
+        return any(layer.side is not None for layer in self.layers)
+
+    @property
     def relatives(self) -> dict[str, RelativeSpec]:
         """By side, relative positions of its layers."""
         found = [layer.mixer.relative for layer in self.layers if layer.mixer is not None]

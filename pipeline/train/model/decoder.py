@@ -27,7 +27,7 @@ from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
-from pipeline.train.model.part_spec import LayerSpec, Reach, Side
+from pipeline.train.model.part_spec import LayerSpec, Reach, RelativeSpec, Side
 from pipeline.train.model.relative import relative_bias
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.sides import Stretch, both_sides, documents_of, order_by_shard, padded_documents
@@ -60,6 +60,11 @@ class ModelPart:
         """Index and spec of each block; those of multi-token prediction are numbered on behind the layers."""
         blocks = [(index, spec.layers[index]) for index in self.layers]
         return [*blocks, *enumerate((each.layer for each in spec.mtp), len(spec.layers))] if self.last else blocks
+
+    def relatives(self, spec: DecoderSpec) -> dict[str, RelativeSpec]:
+        """By side, relative positions that its layers use."""
+        sides = {spec.layers[index].side for index in self.layers}
+        return {side: each for side, each in spec.relatives.items() if side in sides}
 
 
 class Decoder(nn.Module):
@@ -98,15 +103,14 @@ class Decoder(nn.Module):
             self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
         if part.first and spec.learned_positions is not None:
             self.position_embedding = nn.Embedding(spec.learned_positions, spec.dim)
+        if relatives := part.relatives(spec):
+            self.relative = nn.ParameterDict(
+                {side: nn.Parameter(torch.empty(each.buckets, each.heads)) for side, each in relatives.items()}
+            )
         if part.first and spec.token_types is not None:
             self.type_embedding = nn.Embedding(spec.token_types, spec.dim)
         if part.first and spec.embedding_norm:
             self.embedding_norm = build_norm(spec.norm, spec.dim)
-        sides = {spec.layers[index].side for index in part.layers}
-        if relatives := {side: each for side, each in spec.relatives.items() if side in sides}:
-            self.relative = nn.ParameterDict(
-                {side: nn.Parameter(torch.empty(each.buckets, each.heads)) for side, each in relatives.items()}
-            )
         # Keyed by index, so that a pipeline stage keeps the names of the layers that it has.
         self.layers = nn.ModuleDict({str(index): Block(spec.layers[index], index) for index in part.layers})
         if part.last and spec.final_norm:
@@ -225,7 +229,7 @@ class Decoder(nn.Module):
         """Positions, [1, S] or [B, S] when they differ by row, what is dropped, and the context of each of `blocks`."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document per row"
-        assert context.cut is None or not spec.encoder_layers, "cp does not cut sides"
+        assert context.cut is None or not spec.sided, "cp does not cut sides"
         queries = x.shape[1] if context.length is None else context.length
         # Of an encoder the states keep what is made of its end.
         places = None if context.states is None or context.encoder else context.states.places(queries, device)
@@ -266,7 +270,7 @@ class Decoder(nn.Module):
 
     def _stretches(self, context: Context, length: int, device: torch.device) -> list[Stretch]:
         """The sides of the sequence that this pass has, or all of it."""
-        if not self.spec.encoder_layers:
+        if not self.spec.sided:
             return [Stretch(None, 0, length, documents_of(context))]
         if context.states is not None:
             side: Side = "encoder" if context.encoder else "decoder"
@@ -321,7 +325,7 @@ class Decoder(nn.Module):
         keys = stretch.length if places is None else places.keys
         biases = {each: relative_bias(own_part(self.relative[each.side]), queries, keys, each) for each in relatives}
         cross = None
-        if stretch.side == "decoder":
+        if any(layer.cross is not None for layer in layers):
             cross = self._look_across(common, stretch, first, rows, device)
         contexts = {id(None): common}
         for key, mixer in different.items():

@@ -149,6 +149,8 @@ class KernelUse:
 
 
 Side = Literal["encoder", "decoder"]
+RELATIVE = "relative."
+"""Begins the names of tables of relative positions, by side."""
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,7 @@ def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence
 
 def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
     """Memory of the parameters of a rank in a run, by pp rank."""
-    stages = split_stages(
-        spec, layout.pp, config.parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
-    )
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, run_stream(config))
     return [
         footprint(config, layout, spec, [stage.part for stage in stages if stage.rank == rank])
         for rank in range(layout.pp)
@@ -150,6 +148,7 @@ def end_parameters(spec: DecoderSpec, part: ModelPart, tp: int) -> int:
     total = 0
     if part.first:
         total += table + sum(spec.first_sizes)
+    total += sum(each.buckets * each.heads // tp for each in part.relatives(spec).values())
     if part.last:
         total += sum(spec.last_norm_sizes) + sum(spec.transform_sizes) + spec.head_bias * spec.vocab_padded // tp
         # The last of several stages has a copy of the embedding where it uses it, as a tied head does.

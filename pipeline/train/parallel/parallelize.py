@@ -76,7 +76,7 @@ class ParallelModel:
         return self.spec.vocab_padded // (1 if self.vocab_shard is None else self.vocab_shard.group.size())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of all parts. A tied embedding comes twice where a process has the first stage and the last."""
+        """Those of all parts. A tied table comes twice where a process has two stages with it."""
         for part in self.parts.values():
             yield from part.named_parameters()
 
@@ -101,9 +101,7 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
     """
     mesh, spec, parallel, fp8 = setup.mesh, setup.spec, config.parallel, config.train.precision.fp8
     tp = mesh.size("tp")
-    stages = split_stages(
-        spec, mesh.size("pp"), parallel.pipeline, config.train.sequence_length, run_stream(config).predicted_share
-    )
+    stages = split_stages(spec, mesh.size("pp"), parallel.pipeline, run_stream(config))
     parts = {}
     for stage in stages:
         if stage.rank == mesh.rank("pp"):

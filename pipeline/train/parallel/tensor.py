@@ -73,6 +73,10 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
         _cut_mtp(layer, mesh, stream)
     if sequence_parallel:
         model.stream_shard = lambda positions: positions.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+        model.stream_shards = mesh.size()
+    if hasattr(model, "relative"):
+        for side, table in list(model.relative.items()):
+            model.relative[side] = _distributed(table, mesh, Shard(1))
     if hasattr(model, "embedding"):
         model.set_submodule("embedding", VocabParallelEmbedding(model.embedding, mesh, stream))
     if hasattr(model, "position_embedding"):
@@ -97,12 +101,13 @@ def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
     plan: dict[str, ParallelStyle] = {name: _WholeParameters(stream) for name in block.spec.norms}
     for place, part in block.spec.parts.items():
         for inner in part.tp_inputs:
-            # A mixer's other two arguments are context and state.
-            more = (None, None) if place == "mixer" else ()
+            # The other arguments are context and state; attention to an encoder gets its positions before them.
+            inputs = 2 if place == "cross" else 1
+            more = () if place == "mlp" else (None, None)
             # A DTensor goes to the matrices, and not a local tensor, so that their gradients are added before one sum
             # over tp.
             plan[f"{place}.{inner}".removesuffix(".")] = PrepareModuleInput(
-                input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more)
+                input_layouts=(stream,) * inputs + more, desired_input_layouts=(Replicate(),) * inputs + more
             )
         for name, style in _cut_part(block.get_submodule(place), part, mesh, stream).items():
             plan[f"{place}.{name}"] = style

@@ -67,6 +67,8 @@ class Shape:
     """With ep, rows that the experts of the process get, over the mean of all processes."""
     predicted: int | None = None
     """Positions of a sample that the head scores; None: all."""
+    encoder: int = 0
+    """Positions of a sample that are the encoder's."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def _batches(shape: Shape, depth: int, count: int) -> list[Batch]:
             ahead_targets=torch.empty(ahead, dtype=torch.int64) if depth else None,
             ahead_weight=torch.empty(ahead) if depth else None,
             predicted=None if predicted is None else torch.empty(shape.samples, predicted, dtype=torch.int64),
+            encoder=shape.encoder,
         )
         for _ in range(count)
     ]

@@ -145,15 +145,9 @@ class _Search:
         if not priced.fits:
             self._failed.append((candidate, priced))
         config, layout, shape = candidate.config, candidate.layout, candidate.shape
-        stages = split_stages(
-            self.model.spec,
-            layout.pp,
-            config.parallel.pipeline,
-            config.train.sequence_length,
-            run_stream(config).predicted_share,
-        )
+        stages = split_stages(self.model.spec, layout.pp, config.parallel.pipeline, run_stream(config))
         layers = sum(len(stage.part.layers) for stage in stages if stage.rank == 0)
-        tokens = shape.micro_batch_size * shape.sequence_length / layout.cp * in_flight(config, layout, shape)
+        tokens = shape.micro_batch_size * shape.stream.length / layout.cp * in_flight(config, layout, shape)
         kept = _SLACK * priced.memory[0].activations / (tokens * max(1, layers))
         self._kept[candidate.layer] = min(kept, self._kept.get(candidate.layer, kept))
 
