@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.eval.encoders import refuse_encoder
 from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.checkpoint.state_shapes import is_buffer
 from pipeline.train.model.decoder import Decoder
@@ -33,8 +34,9 @@ def load_decoder(config: Config, which: WeightsOf) -> Loaded:
     """The model of verified weights, whatever layout it was trained on, in the type that training computes in.
 
     Raises:
-        UserError: As `load_for_inference`.
+        UserError: The model is an encoder, or as `load_for_inference`.
     """
+    refuse_encoder(config.model, "generation")
     found = load_for_inference(config, which)
     # cuDNN's attention makes a plan for every number of keys, which here is one a token, and keeps them all.
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -51,7 +51,7 @@ class RunPlan:
         return self.journal.segments[self.journal.segment_number(step)]
 
     def stream(self, config: Config, step: int) -> StreamShape:
-        """What the objective makes of a window of a step."""
+        """Positions that the objective makes of a window of a step."""
         number = self.journal.segment_number(step)
         objective = uses(config, segment_phase(config, self.journal, number))[0].objective
         return stream_shape(objective, self.journal.segments[number].sequence_length)

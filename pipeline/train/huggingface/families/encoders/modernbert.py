@@ -97,7 +97,7 @@ def _name_of(gelu: str) -> str:
 
 
 def _period(types: list[str]) -> int:
-    """What version 4 of transformers reads in place of `layer_types`."""
+    """Distance of layers that see everything, which version 4 of transformers reads in place of `layer_types`."""
     periods = range(1, len(types) + 1)
     return next(
         (each for each in periods if [SLIDING if index % each else FULL for index in range(len(types))] == types),
