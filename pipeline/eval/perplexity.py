@@ -17,7 +17,6 @@ from pipeline.config import Config
 from pipeline.config.objective import mixed_values
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
-from pipeline.data.loading.objectives.choice import AS_TEXT
 from pipeline.eval.benchmarks import run_benchmarks
 from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
 from pipeline.eval.reports import WINDOWS, evaluated_by, identity, report_path
@@ -240,7 +239,7 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
 def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
     stride, length = config.eval.stride, config.train.sequence_length
     objective = config.train.objective
-    scored = {} if all(one.type in AS_TEXT for one in objective.all) else {"objective": mixed_values(objective)}
+    scored = {"objective": mixed_values(objective)} if any(one.chooses for one in objective.all) else {}
     return {
         **scored,
         **identity(config, source),

@@ -38,6 +38,7 @@ class Masked:
     """
 
     arranges = True
+    chooses = True
     shifts = False
 
     def __init__(
