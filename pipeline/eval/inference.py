@@ -42,11 +42,11 @@ def load_decoder(config: Config, which: WeightsOf) -> Loaded:
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = unwrapped(found.model.whole, COMPUTE_DTYPE[config.train.precision.compute])
     if model.spec.sided:
-        model.start_token = _start_token(config, found.tokenizer)
+        model.start_token = start_token(config, found.tokenizer)
     return Loaded(model, found.tokenizer, found.source)
 
 
-def _start_token(config: Config, tokenizer: Tokenizer) -> int:
+def start_token(config: Config, tokenizer: Tokenizer) -> int:
     """Id of the token that the decoder of an encoder-decoder began each document with in training."""
     token = config.train.objective.start_token
     if token in (None, tokenizer.end_of_document_token):

@@ -12,9 +12,12 @@ from transformers import PreTrainedModel
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.eval.engine import open_engine
 from pipeline.eval.generate import Continuation, GenerationBatch, generate
 from pipeline.eval.sampling import Sampling
+from pipeline.eval.scoring import Prompt, Request, continue_greedily, score
 from pipeline.eval.text import continue_prompt
+from pipeline.train.distributed.process_group import Processes, destroy
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
@@ -129,3 +132,21 @@ def test_a_trained_run_writes_and_serves(trained: Path) -> None:
         answer = server.post("/v1/completions", {"prompt": "the sea", "max_tokens": 4, "temperature": 0})
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] <= 4
+
+
+def test_scores(trained: Path) -> None:
+    """A context goes through the encoder; what is predicted is what the decoder would write."""
+    destroy()
+    engine = open_engine(load(trained), None, Processes(0, 1, 0, 1))
+    model, end = engine.model.whole, engine.tokenizer.end_of_document
+    contexts = [[3, 4, 5], [3], list(range(5, 25)), [3, 4, 5]]
+    requests = [Request([*context, 9, 8 + number], 2) for number, context in enumerate(contexts)]
+    found = score(engine, requests, batch_size=3)
+    for request, scored in zip(requests, found, strict=True):
+        *context, first, second = request.tokens
+        tokens = torch.tensor([[*context, end, end, first]])
+        logits = model(tokens, Context(encoder=len(context) + 1))[0].detach().double().log_softmax(-1)
+        assert scored.nats == pytest.approx(-(logits[0, first] + logits[1, second]).item(), abs=1e-4)
+    prompts = [Prompt(context, 5) for context in contexts]
+    cached = generate(model, engine.tokenizer, contexts, Sampling(temperature=0, max_tokens=5))
+    assert continue_greedily(engine, prompts, batch_size=2) == [ids(each) for each in cached]
