@@ -102,6 +102,7 @@ def test_conversion(pair: Pair, tmp_path: Path) -> None:
     before, after = tensors_of(pair.folder), tensors_of(tmp_path / "again")
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["decoder_start_token_id"] == 0
     source = open_weights(tmp_path / "ours", None, "model")
     converted = source.read(source.tensors)
     state = pair.ours.state_dict()
