@@ -72,6 +72,11 @@ class ObjectiveConfig(Section):
         return _RATES.get(self.type, 0.0) if self.rate is None else self.rate
 
     @property
+    def chooses(self) -> bool:
+        """Whether it chooses which tokens are predicted; else each token of a window is."""
+        return self.type not in ("causal", "fim")
+
+    @property
     def sentinel_tokens(self) -> str | list[str]:
         """`sentinels` with its default."""
         if self.sentinels is None:

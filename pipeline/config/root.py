@@ -110,7 +110,7 @@ class Config(Section):
                     "model.mtp.depth, or leave train.loss.mtp out"
                 )
             return self
-        for key, objective in self._objectives():
+        for key, objective in self.objectives():
             if objective.type != "causal":
                 raise ValueError(
                     f"model.mtp does not go with {key}.type: {objective.type}, which rearranges a window, while the "
@@ -122,7 +122,7 @@ class Config(Section):
     def _objectives_fit(self) -> Config:
         have = ModelNeeds(self.model.direction, self.model.encoder is not None)
         sources = [source.name for source in self.data.sources]
-        for key, objective in self._objectives():
+        for key, objective in self.objectives():
             needs = OBJECTIVE_MODELS[objective.type]
             if needs.encoder and not have.encoder:
                 raise ValueError(
@@ -145,7 +145,7 @@ class Config(Section):
                 raise ValueError(f"{key}: {name!r} is not one of data.sources ({', '.join(sources)})")
         return self
 
-    def _objectives(self) -> Iterator[tuple[str, ObjectiveConfig]]:
+    def objectives(self) -> Iterator[tuple[str, ObjectiveConfig]]:
         """All objectives with the keys that they stand at."""
         places = [("train.objective", self.train.objective)]
         for number, phase in enumerate(self.blend.phases):
@@ -172,7 +172,7 @@ class Config(Section):
                 f"eval.stride: {stride} is more than train.sequence_length {self.train.sequence_length}, so tokens "
                 "between two windows would not count; lower it, or leave it out for windows that do not overlap"
             )
-        by_objective = [one.type for one in self.train.objective.all if one.type not in ("causal", "fim")]
+        by_objective = [one.type for one in self.train.objective.all if one.chooses]
         for key, given in (("stride", stride is not None), ("documents", self.eval.documents)):
             if given and by_objective:
                 raise ValueError(

@@ -17,7 +17,6 @@ from pipeline.config import Config
 from pipeline.config.objective import mixed_values
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
-from pipeline.data.loading.objectives.choice import AS_TEXT
 from pipeline.eval.benchmarks import run_benchmarks
 from pipeline.eval.encoders import masked_alone, refuse_tasks
 from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
@@ -293,7 +292,7 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
 def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
     stride, length = config.eval.stride, config.train.sequence_length
     objective = config.train.objective
-    scored = {} if all(one.type in AS_TEXT for one in objective.all) else {"objective": mixed_values(objective)}
+    scored = {"objective": mixed_values(objective)} if any(one.chooses for one in objective.all) else {}
     pseudo = {"pseudo_tokens": config.eval.pseudo_tokens} if _measures_pseudo(config) else {}
     return {
         **scored,

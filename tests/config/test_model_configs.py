@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from pipeline.config.load import load, packaged_configs
 from pipeline.config.model import LayerConfig, ModelConfig
@@ -326,6 +326,17 @@ PUBLISHED |= {
     "modernbert-base": (_MODERNBERT | _sizes(22, 768, 12, 1152), 149_655_232),
     "modernbert-large": (_MODERNBERT | _sizes(28, 1024, 16, 2624), 395_881_664),
 }
+
+
+def _t5(layers: int, dim: int, heads: int, ffn_dim: int) -> dict[str, Any]:
+    return {
+        **{"model_type": "t5", "num_layers": layers, "d_model": dim, "num_heads": heads, "d_ff": ffn_dim, "d_kv": 64},
+        **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "vocab_size": 32128},
+    }
+
+
+PUBLISHED["t5-v1.1-base"] = _t5(12, 768, 12, 2048), 247_577_856
+PUBLISHED["t5-v1.1-large"] = _t5(24, 1024, 16, 2816), 783_150_080
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
     "olmoe-1b-7b": 1.3e9,
@@ -358,9 +369,12 @@ def test_architecture(path: Path) -> None:
     tables = 1 if spec.tie_embeddings else 2
     padding = (spec.vocab_padded - spec.vocab_size) * (tables * spec.dim + spec.head_bias)
     assert num_parameters(spec) - padding == parameters
-    auto = AutoModelForCausalLM if config.model.direction == "causal" else AutoModelForMaskedLM
+    auto = AutoModelForCausalLM if config.model.direction == "causal" else AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+    auto = auto if config.model.encoder is None else AutoModelForSeq2SeqLM
     with torch.device("meta"):
         theirs = auto.from_config(AutoConfig.for_model(**published))
+        if config.model.encoder is not None and not spec.tie_embeddings:  # transformers 5 ties them before it loads
+            theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone())
     assert sum(value.numel() for value in theirs.parameters()) == parameters
 
 

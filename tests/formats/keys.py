@@ -136,7 +136,7 @@ CLASSES = {
     "pipeline.data.order.journal": ("Journal",),
     "pipeline.data.order.segments": ("Segment", "SourceState", "Skip"),
     "pipeline.data.order.consumption": ("SliceAccount",),
-    "pipeline.data.plan.build": ("DataPlan", "SliceRow", "SegmentRow", "PreviewRow"),
+    "pipeline.data.plan.build": ("DataPlan", "SliceRow", "SegmentRow", "ObjectiveRow", "PreviewRow"),
     "pipeline.data.datasets.manifest": ("Manifest", "TokenizerInfo"),
     "pipeline.data.preprocess.tokenize_unit": (),  # Damage
     "pipeline.data.sources.records": ("Damage",),

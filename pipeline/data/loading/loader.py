@@ -28,7 +28,7 @@ from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.loading.objectives.base import Objective
 from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.loading.prefetch import read_ahead
-from pipeline.data.loading.skip_masks import Masks, Ranges, without
+from pipeline.data.loading.skip_masks import Masks, Ranges, arranged_window, without
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located, Lookup, RankSamples
 from pipeline.data.order.phases import micro_batch_size, plan_journal
@@ -76,6 +76,7 @@ class Loader:
         self.journal = journal
         self.names = journal.names
         self._instances = instances
+        self._objectives = objectives
         self._shapes = [
             next(iter(by_name.values())).shape(segment.sequence_length)
             for by_name, segment in zip(objectives, journal.segments, strict=True)
@@ -139,9 +140,14 @@ class Loader:
         return {name: drawn[name] / max(1, sum(tokens[name].values())) for name in self.names}
 
     def describe(self, step: int) -> list[dict[str, Any]]:
-        """The step's samples as JSON: global index, source, epoch, position, and the pieces of documents in it."""
+        """The step's samples as JSON: global index, source, epoch, position, and the pieces of documents in it.
+
+        Where the objective chooses what is predicted, also `predicted`: these tokens [first, end) of the window's
+        L + 1, numbered from 0, skips left aside.
+        """
         draws = self._sampler.step(step)
-        instances = self._instances[self.journal.segment_number(step)]
+        number = self.journal.segment_number(step)
+        instances = self._instances[number]
         return [
             {
                 "sample": index,
@@ -149,11 +155,20 @@ class Loader:
                 "lap": epoch,
                 "position": position,
                 "spans": [span._asdict() for span in instances[self.names[source]].at(epoch, position)],
+                **self._described(number, index, self.names[source], epoch, position),
             }
             for index, source, epoch, position in zip(
                 self.journal.samples(step), *(array.tolist() for array in draws), strict=True
             )
         ]
+
+    def _described(self, number: int, index: int, name: str, epoch: int, position: int) -> dict[str, Any]:
+        """What an objective chooses in a sample."""
+        objective = self._objectives[number][name]
+        if not objective.chooses:
+            return {}
+        arranged = arranged_window(objective, self._instances[number][name], epoch, position, self.journal.seed, index)
+        return {"predicted": arranged.predicted_tokens}
 
     def _read(self, step: int, last: int | None) -> StepData:
         """The step's data. Steps from `last` on will not be asked for."""

@@ -11,7 +11,7 @@ from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.segments import Skip
-from pipeline.data.order.windows import Instances
+from pipeline.data.order.windows import Instances, begins_of, distinct_starts
 
 Ranges = list[tuple[int, int]]
 """[first, end) each."""
@@ -149,6 +149,28 @@ class Masks:
             self._ranges[number, id(skip)] = instances.ranges_of(skip.documents)
         # The targets of the window that begins a token earlier are this one's tokens.
         return instances.targets_of(place - 1, self._ranges[number, id(skip)], ahead + 1)
+
+
+def arranged_window(
+    objective: Objective, instances: Instances, epoch: int, position: int, seed: int, index: int
+) -> Arranged:
+    """A sample as the model gets it, but for skips.
+
+    Args:
+        objective: Of its source.
+        instances: The same.
+        epoch: Of the sample.
+        position: The same.
+        seed: Of the run.
+        index: Global index of the sample.
+    """
+    place = instances.places(np.array([epoch]), np.array([position]))
+    pieces = instances.pieces(place)
+    size = int(pieces.column[-1] + pieces.length[-1])
+    ids = np.empty(size, np.int64)
+    instances.fill(int(place[0]), ids)
+    _, begins = distinct_starts(*begins_of(pieces, *instances.starts_in(pieces)), 1, size)
+    return objective.arrange(ids, begins, sample_key(seed, index))
 
 
 def without(arranged: Arranged, masked: Ranges) -> FloatArray:

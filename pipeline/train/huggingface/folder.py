@@ -98,6 +98,12 @@ class HuggingFaceFolder:
         return names_in_files(self.family, self.mapping, shapes, str(self.folder))
 
     @property
+    def start_token(self) -> int | None:
+        """Id that the decoder of an encoder-decoder begins with."""
+        found = self.values.get("decoder_start_token_id")
+        return found if self.model.encoder is not None and isinstance(found, int) else None
+
+    @property
     def left_out(self) -> list[str]:
         """Tensors of layers behind the last one, which transformers leaves out, too."""
         return extra_layers(self.family, self.mapping, self._found.tensors)

@@ -82,6 +82,8 @@ class Decoder(nn.Module):
         stream_shard: With tensor parallelism that cuts the residual stream along the sequence, what gives of positions
             [1, S] those of this rank; of an encoder-decoder it cuts each side by itself.
         stream_shards: Number of the pieces.
+        start_token: Of an encoder-decoder that writes text, the id that its decoder begins with; None: the end of a
+            document.
     """
 
     def __init__(self, spec: DecoderSpec, part: ModelPart | None = None) -> None:
@@ -92,6 +94,7 @@ class Decoder(nn.Module):
         self.recurrent = PLAIN
         self.stream_shard: Callable[[Tensor], Tensor] | None = None
         self.stream_shards = 1
+        self.start_token: int | None = None
         self._prepared = Prepared()
         self._dropout_places = DropoutPlaces(
             [

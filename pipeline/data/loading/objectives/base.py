@@ -45,6 +45,13 @@ class Arranged(NamedTuple):
     prefix: IntArray | None = None
     """[S], by position the one behind the prefix of its document; None: the objective has no prefixes."""
 
+    @property
+    def predicted_tokens(self) -> list[tuple[int, int]]:
+        """Tokens [first, end) of the window that are predicted, or at which something else is, ascending."""
+        tokens = np.unique(self.raw[self.weight > 0])
+        first = np.flatnonzero(np.diff(tokens, prepend=-2) > 1)
+        return [(int(part[0]), int(part[-1]) + 1) for part in np.split(tokens, first[1:]) if len(part)]
+
 
 class Objective(Protocol):
     """Prediction task in a window of L + 1 tokens, of which the first is the last target of another window.
@@ -55,6 +62,10 @@ class Objective(Protocol):
     @property
     def arranges(self) -> bool:
         """False if inputs are the first L tokens and targets the last L, with weights that `arrange` need not make."""
+
+    @property
+    def chooses(self) -> bool:
+        """True if it chooses which tokens are predicted, False if each of the last L is."""
 
     @property
     def shifts(self) -> bool:

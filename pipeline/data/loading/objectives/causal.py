@@ -17,6 +17,7 @@ class Causal:
     """
 
     arranges = False
+    chooses = False
     shifts = True
     reads = False
 

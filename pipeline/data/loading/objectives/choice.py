@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from pipeline.data.datasets.manifest import TokenizerInfo
 
 
-AS_TEXT = ("causal", "fim")
-"""Types of objectives of which validation and evaluation score the text itself, each token once."""
-
-
 class Use(NamedTuple):
     """An objective where the run file has it."""
 
@@ -178,12 +174,11 @@ def heldout_objectives(config: Config, datasets: Mapping[str, Dataset]) -> dict[
     Raises:
         UserError: As `make_objective`.
     """
-    if not datasets or all(objective.type in AS_TEXT for objective in config.train.objective.all):
+    if not datasets or not any(objective.chooses for objective in config.train.objective.all):
         return dict.fromkeys(datasets)
     first = next(iter(datasets.values()))
     made = _made(config, uses(config), datasets, first.manifest.tokenizer, first.folder)
-    is_text = {name: config.train.objective.of(name).type in AS_TEXT for name in datasets}
-    return {name: None if is_text[name] else objective for name, objective in made.items()}
+    return {name: objective if objective.chooses else None for name, objective in made.items()}
 
 
 def _of_phase(

@@ -38,6 +38,7 @@ class Masked:
     """
 
     arranges = True
+    chooses = True
     shifts = False
 
     def __init__(
@@ -86,7 +87,7 @@ class Masked:
             order = _by_words(self._words.firsts(targets, begins, ends), length, key)
         order[ends] |= ~tag_mask(length)
         # The smallest ones in any order, the masked ones before those that only fill up.
-        order.partition([index for index in {count - 1, scored - 1} if index >= 0])
+        order.partition([max(count, 1) - 1, max(scored, 1) - 1])
         chosen = (order[:scored] & tag_mask(length)).astype(np.int64)
         masked = chosen[:count]
         tokens, weight = targets.copy(), np.zeros(length, np.float32)

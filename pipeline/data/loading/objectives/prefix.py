@@ -24,6 +24,7 @@ class Prefix(Causal):
     """
 
     arranges = True
+    chooses = True
 
     def fixed_valid(self, length: int) -> int | None:
         """None: prefixes are drawn."""

@@ -67,6 +67,7 @@ class Spans:
     """
 
     arranges = True
+    chooses = True
     shifts = False
     reads = False
 

@@ -34,6 +34,7 @@ class MixtureOfDenoisers:
     """
 
     arranges = True
+    chooses = True
     shifts = False
     reads = False
 
