@@ -10,6 +10,8 @@ from pipeline.config.base import Section
 
 FIM_SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 SPAN_SENTINELS = "<extra_id_{}>"
+PAPER_DENOISERS = ((3.0, 0.15), (8.0, 0.15), (None, 0.25), (3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5))
+"""Mean spans and rates of UL2's denoisers: two of short spans (R), one of prefixes (S), four of much noise (X)."""
 _RATES = {"fim": 0.5, "masked": 0.15, "spans": 0.15}
 
 
@@ -25,12 +27,6 @@ class DenoiserConfig(Section):
     mode: str | None = None
     """Special token with which the encoder's text of each document begins, by which a model is asked for what it has
     learned with this denoiser: `[NLU]`, `[NLG]`, `[S2S]`."""
-
-
-def _denoisers() -> list[DenoiserConfig]:
-    """Those of the paper: two of short spans (R), one of prefixes (S), four of much or long noise (X)."""
-    spans = [(3.0, 0.15), (8.0, 0.15), (None, 0.25), (3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5)]
-    return [DenoiserConfig(rate=rate, mean_span=mean) for mean, rate in spans]
 
 
 class ObjectiveConfig(Section):
@@ -63,8 +59,10 @@ class ObjectiveConfig(Section):
     """spans: mean length of the spans."""
     start_token: str | None = None
     """spans, ul2: special token that the decoder starts each document with; by default the end-of-document token."""
-    denoisers: list[DenoiserConfig] = Field(default_factory=_denoisers, min_length=1)
-    """ul2: the mixture, of which each window gets one; by default that of the paper, without mode tokens."""
+    denoisers: list[DenoiserConfig] = Field(default_factory=list)
+    """ul2: the mixture, of which each window gets one; by default that of the paper: spans of mean 3 and 8 at a rate of
+    0.15, prefixes with 0.25 behind them, and spans of mean 3, 8 and 64 at 0.5, and of 64 at 0.15; without mode
+    tokens."""
 
     @property
     def share(self) -> float:
@@ -82,6 +80,11 @@ class ObjectiveConfig(Section):
         if self.sentinels is None:
             return list(FIM_SENTINELS) if self.type == "fim" else SPAN_SENTINELS
         return self.sentinels
+
+    @property
+    def mixture(self) -> list[DenoiserConfig]:
+        """`denoisers` with its default."""
+        return self.denoisers or [DenoiserConfig(rate=rate, mean_span=mean) for mean, rate in PAPER_DENOISERS]
 
     @model_validator(mode="after")
     def _fits_type(self) -> ObjectiveConfig:
@@ -134,7 +137,11 @@ OBJECTIVE_KEYS: dict[str, tuple[str, ...]] = {
 def objective_values(objective: ObjectiveConfig) -> dict[str, Any]:
     """The keys that an objective reads, with their defaults."""
     values = objective.model_dump(mode="json", include={"type", *OBJECTIVE_KEYS[objective.type]})
-    defaults = {"rate": objective.share, "sentinels": objective.sentinel_tokens}
+    defaults = {
+        "rate": objective.share,
+        "sentinels": objective.sentinel_tokens,
+        "denoisers": [one.model_dump(mode="json") for one in objective.mixture],
+    }
     return values | {key: value for key, value in defaults.items() if key in values}
 
 

@@ -136,6 +136,7 @@ CLASSES = {
     "pipeline.data.order.journal": ("Journal",),
     "pipeline.data.order.segments": ("Segment", "SourceState", "Skip"),
     "pipeline.data.order.consumption": ("SliceAccount",),
+    "pipeline.config.objective": (),  # the run file's keys, by which fingerprints and reports are compared
     "pipeline.data.plan.build": ("DataPlan", "SliceRow", "SegmentRow", "ObjectiveRow", "PreviewRow"),
     "pipeline.data.datasets.manifest": ("Manifest", "TokenizerInfo"),
     "pipeline.data.preprocess.tokenize_unit": (),  # Damage

@@ -92,9 +92,9 @@ def stream_shape(objective: ObjectiveConfig, length: int) -> StreamShape:
         sizes = span_sizes(objective.share, objective.mean_span, length)
         return StreamShape(length, sizes.encoder, sizes.decoder, sizes.decoder)
     if objective.type == "ul2":
-        every = mixture_sizes(objective.denoisers, length)
+        every = mixture_sizes(objective.mixture, length)
         # Padding is a document of its own, of at least one position on both sides.
-        more = int(mixture_is_padded(objective.denoisers, length))
+        more = int(mixture_is_padded(objective.mixture, length))
         decoder = max(one.decoder for one in every) + more
         return StreamShape(length, max(one.encoder for one in every) + more, decoder, decoder)
     return StreamShape(length, 0, length, length)
@@ -104,9 +104,9 @@ def padding_share(objective: ObjectiveConfig, length: int) -> float:
     """Mean share of the positions that are padding, for windows of one document."""
     if objective.type != "ul2":
         return 0.0
-    shape, every = stream_shape(objective, length), mixture_sizes(objective.denoisers, length)
-    total = sum(one.weight for one in objective.denoisers)
+    shape, every = stream_shape(objective, length), mixture_sizes(objective.mixture, length)
+    total = sum(one.weight for one in objective.mixture)
     used = sum(
-        one.weight / total * (size.encoder + size.decoder) for one, size in zip(objective.denoisers, every, strict=True)
+        one.weight / total * (size.encoder + size.decoder) for one, size in zip(objective.mixture, every, strict=True)
     )
     return 1 - used / shape.length

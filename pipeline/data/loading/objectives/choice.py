@@ -264,12 +264,12 @@ def _spans(making: Making) -> Spans:
 
 def _ul2(making: Making) -> MixtureOfDenoisers:
     objective, length = making.use.objective, making.use.length
-    sizes = mixture_sizes(objective.denoisers, length)
+    sizes = mixture_sizes(objective.mixture, length)
     for number, size in enumerate(sizes):
         _check_room(making, f"denoisers.{number}.rate", size)
     modes = [
         None if one.mode is None else making.special(f"denoisers.{number}.mode", one.mode, "one")
-        for number, one in enumerate(objective.denoisers)
+        for number, one in enumerate(objective.mixture)
     ]
     return MixtureOfDenoisers(objective, _tokens(making, max(size.spans for size in sizes)), modes)
 

@@ -39,13 +39,13 @@ class MixtureOfDenoisers:
     reads = False
 
     def __init__(self, objective: ObjectiveConfig, tokens: Tokens, modes: Sequence[int | None]) -> None:
-        self._denoisers = objective.denoisers
+        self._denoisers = objective.mixture
         self._tokens = tokens
         self._modes = modes
-        weights = [one.weight for one in objective.denoisers]
+        weights = [one.weight for one in objective.mixture]
         # In units of 2**-53; whatever rounding leaves is the last one's.
-        self._sizes = lru_cache(lambda length: mixture_sizes(objective.denoisers, length))
-        self._is_padded = lru_cache(lambda length: mixture_is_padded(objective.denoisers, length))
+        self._sizes = lru_cache(lambda length: mixture_sizes(objective.mixture, length))
+        self._is_padded = lru_cache(lambda length: mixture_is_padded(objective.mixture, length))
         self.shape = lru_cache(lambda length: stream_shape(objective, length))
         self._bounds = [np.uint64(2**53 * (bound / sum(weights))) for bound in accumulate(weights)][:-1]
 
