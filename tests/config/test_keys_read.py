@@ -79,6 +79,17 @@ VARIANTS: list[dict[str, Any]] = [
         },
     },
     {
+        "model.direction": "both",
+        "model.norm": "layernorm",
+        "model.token_types": 2,
+        "model.embedding_norm": True,
+        "model.first_norm": False,
+        "model.final_norm": False,
+        "model.head_transform": "gelu",
+        "model.head_bias": True,
+        "train.objective": {"type": "masked"},
+    },
+    {
         "data.loader": {"read": "pread"},
         "stage.data": "local",
         "train.batch_ramp": {"start": 2, "increment": 1, "tokens": 64},
