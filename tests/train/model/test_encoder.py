@@ -233,3 +233,18 @@ def test_ranks_share_the_predicted_positions() -> None:
     assert first.predicted.tolist() == [[0, 1, 2, 3, 9], [1, 3, 5, 7, 9]]
     assert second.predicted.tolist() == [[2], [0]]
     assert sum(each.weight.gather(1, each.predicted).sum() for each in (first, second)) == 10  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"first_norm": False, "norm_place": "post"}, "first_norm: false needs norm_place"),
+        ({"first_norm": False, "residual": "parallel"}, "first_norm: false needs residual"),
+        ({"first_norm": False, "direction": "causal", "encoder": {"layers": 2}}, "first_norm: false is not for models"),
+        ({"head_transform": "gelu", "init": {"scheme": "mup", "mup_base_dim": 16}}, "head_transform is not known"),
+        ({"head_transform": "gelu", "direction": "causal", "mtp": {"depth": 1}}, "head_transform does not go with mtp"),
+    ],
+)
+def test_keys_that_do_not_go_together(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        ModelConfig.model_validate(SHAPE | keys)
