@@ -295,6 +295,20 @@ class ModelConfig(LayerConfig, _Size):
     """Tokens that have logits; by default as many as the tokenizer has ids. Models from elsewhere may have more."""
     vocab_multiple: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """The vocabulary is padded to a multiple of this; logits of the padding are -inf."""
+    token_types: int | None = Field(default=None, ge=1, le=MAX_ROWS)
+    """Rows of an embedding of the type of a token (BERT: 2), of which all tokens have the first one. By default there
+    is no such embedding."""
+    embedding_norm: bool = False
+    """The sum of the embeddings is normalized (BERT, ModernBERT)."""
+    first_norm: bool = True
+    """The input of the first layer is normalized. false: not once more behind embedding_norm (ModernBERT)."""
+    final_norm: bool = True
+    """There is a norm behind the last layer. false: norm_place: post has one there already (BERT)."""
+    head_transform: Literal["gelu", "gelu_exact"] | None = None
+    """Before the head comes a matrix of dim x dim, with a bias if bias is all, then this function and a norm (BERT,
+    ModernBERT: gelu_exact)."""
+    head_bias: bool = False
+    """Each token has a number that is added to its logit (BERT)."""
     embedding_scale: float = Field(default=1.0, gt=0)
     """Factor on the embedding of tokens, rounded to the type of the weights (Gemma: sqrt(dim))."""
     residual_scale: float = Field(default=1.0, gt=0)
@@ -327,6 +341,11 @@ class ModelConfig(LayerConfig, _Size):
         """Name of each layer's kind; None for all where there is no pattern."""
         names: Sequence[str | None] = self.pattern or (None,)
         return [names[index % len(names)] for index in range(self.layers)]
+
+    @property
+    def all_layers(self) -> int:
+        """Number of layers, of an encoder-decoder those of both sides."""
+        return self.layers + (0 if self.encoder is None else self.encoder.layers)
 
     @property
     def encoder_kinds(self) -> list[str | None]:
@@ -376,6 +395,9 @@ class ModelConfig(LayerConfig, _Size):
             return self
         if self.direction != "causal":
             raise ValueError("direction: both is not for models with an encoder, whose layers see both sides anyway")
+        for key in ("token_types", "embedding_norm", "first_norm", "final_norm", "head_transform", "head_bias"):
+            if getattr(self, key) != ModelConfig.model_fields[key].default:
+                raise ValueError(f"{key} is not for models with an encoder; leave it out")
         if self.mtp is not None:
             raise ValueError("mtp is not for models with an encoder; leave one of the two out")
         if self.positions == "learned":
@@ -409,6 +431,14 @@ class ModelConfig(LayerConfig, _Size):
         for key, owners in _SECTIONS.items():
             if getattr(self, key) is not None and not mixers.intersection(owners):
                 raise ValueError(f"{key} needs layers with mixer: {' or '.join(owners)}, and there are none")
+        if not self.first_norm and (self.layer(self.layer_kinds[0]).norm_place not in ("pre", "both")):
+            raise ValueError("first_norm: false needs norm_place: pre or both; leave it out")
+        if not self.first_norm and self.layer(self.layer_kinds[0]).residual != "sequential":
+            raise ValueError("first_norm: false needs residual: sequential")
+        if self.head_transform is not None and self.init.scheme == "mup":
+            raise ValueError("head_transform is not known for init.scheme: mup; set depth_scaled or normal")
+        if self.head_transform is not None and self.mtp is not None:
+            raise ValueError("head_transform does not go with mtp; leave one out")
         if self.direction == "both":
             if recurrent := sorted(mixers.intersection(RECURRENT)):
                 raise ValueError(f"direction: both is not for mixer: {recurrent[0]}, whose state goes forward alone")

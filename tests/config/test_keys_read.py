@@ -79,6 +79,15 @@ VARIANTS: list[dict[str, Any]] = [
         },
     },
     {
+        "model.encoder": {"layers": 2, "pattern": ["wide", "far"]},
+        "model.pattern": ["far", "wide"],
+        "model.kinds": {"wide": {"ffn_dim": 48}, "far": {"sliding_window": 8}},
+        "model.positions": "relative",
+        "model.relative": {"buckets": 8, "max_distance": 16},
+        "model.mlp": "relu",
+        "train.objective": {"type": "spans", "rate": 0.2},
+    },
+    {
         "data.loader": {"read": "pread"},
         "stage.data": "local",
         "train.batch_ramp": {"start": 2, "increment": 1, "tokens": 64},

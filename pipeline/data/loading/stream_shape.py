@@ -26,6 +26,11 @@ class StreamShape:
         """Positions of the model's input."""
         return self.encoder + self.decoder
 
+    @property
+    def predicted_share(self) -> float:
+        """Share of the positions that the head scores."""
+        return self.predicted / self.length
+
 
 @dataclass(frozen=True)
 class SpanSizes:

@@ -26,7 +26,8 @@ LATER_KEYS = (
     *("rope_share", "attention_scale"),
     *("attention_soft_cap", "sinks", "output_gate", "norm_place", "residual", "norm_bias", "norm_offset"),
     *("embedding_scale", "residual_scale", "logit_scale", "dropout", "mtp"),
-    *("direction", "encoder", "relative"),
+    *("direction", "token_types", "embedding_norm", "first_norm", "final_norm", "head_transform", "head_bias"),
+    *("encoder", "relative"),
     *("rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),
 )
 """Keys of `model:` that checkpoints of earlier versions do not have, with dots below a section. With its default such a

@@ -18,7 +18,7 @@ from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.common.versions import versions
 from pipeline.config.load import dump_values
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.train.checkpoint.export import free_folder, made_folder
+from pipeline.train.checkpoint.export import START_TOKEN, free_folder, made_folder
 from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.tensors import Stored, groups, row_ranges
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
@@ -54,7 +54,7 @@ def to_hf(
     max_shard: int | None = 5 * 10**9,
     console: Console,
 ) -> str:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer` load; says what it wrote.
+    """Write a folder that transformers loads, a model and its `AutoTokenizer`; says what it wrote.
 
     Args:
         source: a run folder, a checkpoint's, or an exported one.
@@ -89,9 +89,14 @@ def to_hf(
         with progress(console, "to-hf (bytes)", total) as advance:
             write_weight_files(tmp, shards, lambda wanted: _their_tensors(found, mapping, wanted), advance)
         ends = {"bos_token_id": found.tokenizer.end_of_document, "eos_token_id": found.tokenizer.end_of_document}
+        if found.model.encoder is not None:
+            start = ends["eos_token_id"] if found.start_token is None else found.start_token
+            # transformers fills decoders' inputs up with a token, too, where it makes them of targets.
+            ends |= {"decoder_start_token_id": start, "pad_token_id": start}
         name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         storage.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
-        storage.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
+        if found.model.direction == "causal":
+            storage.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
         found.tokenizer.save(tmp)
         _add_nothing(tmp / TOKENIZER_FILE)
         storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
@@ -101,6 +106,11 @@ def to_hf(
         warning = (
             f"\nwarning: AutoTokenizer of transformers 5 splits text in the same way for every {family.title}, which "
             f"differs from this tokenizer; use PreTrainedTokenizerFast.from_pretrained({str(to)!r})"
+        )
+    if family.padding is not None:
+        warning += (
+            f"\nwarning: transformers takes token {family.padding} for padding in every {family.title}; texts that "
+            "have it are computed otherwise there"
         )
     return (
         f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "
@@ -163,6 +173,7 @@ def from_hf(
                 },
                 "versions": versions(),
                 "files": files,
+                **({} if found.start_token is None else {START_TOKEN: found.start_token}),
             },
         )
     quantized = (
@@ -200,6 +211,12 @@ def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, conv
         head += f"# {hint}.\n"
     if left_out := found.left_out:
         head += f"# {len(left_out)} tensors for tokens further ahead are left out, such as {left_out[0]}.\n"
+    if found.start_token is not None:
+        token = "" if tokenizer is None else f", {tokenizer.decode([found.start_token])!r}"
+        head += (
+            f"# The decoder begins with token {found.start_token}{token}: to train on, name it as "
+            "train.objective.start_token and in tokenizer.special_tokens, with the sentinels.\n"
+        )
     if found.missing_mtp:
         head += "# The files have no layers of multi-token prediction (num_nextn_predict_layers).\n"
     if tokenizer is None:

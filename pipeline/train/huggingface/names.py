@@ -41,6 +41,8 @@ class TensorRule:
     """The one that `theirs` is of, in the rules of one model for experts that are numbered in names."""
     beside: bool = False
     """Ours are beside each other and not one below the other."""
+    skipped: int = 0
+    """Rows of theirs ahead of ours that no token reads; they are written as 0."""
     copy: bool = False
     """Files have ours a second time under this name. It may be missing, and must be the same where it is there."""
 
@@ -60,7 +62,8 @@ class Names:
     """Tensors ahead of the layers."""
     norms: Mapping[str, str | tuple[str, ...]]
     """Norms of a layer: their names -> our modules within the layer, `mixer_norm` and `mlp_norm` for those before a
-    part, `mixer_out_norm` and `mlp_out_norm` for those on its output. Several where a layer has one of them."""
+    part, `..._out_norm` for those on its output and `..._sum_norm` for those on the sum. Several where a layer has one
+    of them."""
     behind: tuple[TensorRule, ...]
     """Tensors of norm and head."""
     mtp: bool = False
@@ -133,7 +136,8 @@ class Names:
             found += self._norms(index, before, f"{place}_norm")
             for names in self._table(index, part):
                 found += self._of_part(index, f"{before}{place}.", part, names)
-            found += self._norms(index, before, f"{place}_out_norm")
+            for kind in ("out_norm", "sum_norm"):
+                found += self._norms(index, before, f"{place}_{kind}")
         return found
 
     def of_depth(

@@ -8,6 +8,8 @@ special ones stand behind general ones.
 from __future__ import annotations
 
 from pipeline.train.huggingface.families.cohere2 import COHERE2
+from pipeline.train.huggingface.families.encoders.bert import BERT, ROBERTA
+from pipeline.train.huggingface.families.encoders.modernbert import MODERNBERT
 from pipeline.train.huggingface.families.experts.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pipeline.train.huggingface.families.experts.glm4_moe import GLM4_MOE
 from pipeline.train.huggingface.families.experts.gpt_oss import GPT_OSS
@@ -46,6 +48,7 @@ FAMILIES: dict[str, Family] = {
         T5,
         *(MAMBA2, BAMBA, GRANITE_HYBRID, NEMOTRON_H),
         *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
+        *(BERT, ROBERTA, MODERNBERT),
     )
 }
 

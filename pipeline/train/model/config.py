@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args
 
 from pipeline.common.errors import UserError
 from pipeline.config.model import LayerConfig, ModelConfig, RelativeConfig
@@ -35,6 +35,7 @@ class DecoderSpec:
     """Embedding, layers, norm, head.
 
     Attributes:
+        norm: Kind of the norms of the layers, behind the last one, and of those below if they are there.
         vocab_size: Tokens that exist.
         vocab_padded: Rows of embedding and head; logits from `vocab_size` on are -inf.
         learned_positions: Rows of the learned position embedding; set exactly if positions are learned.
@@ -43,6 +44,12 @@ class DecoderSpec:
         logit_scale: Factor on the input of the head.
         logit_soft_cap: Logits become cap * tanh(logits / cap).
         mtp: By depth, what predicts tokens after the next one.
+        token_types: Rows of the embedding of types, of which the first is added to all tokens; None: there is none.
+        embedding_norm: The sum of the embeddings has a norm.
+        final_norm: There is a norm behind the last layer.
+        head_transform: Activation between a matrix and a norm before the head; None: they are not there.
+        head_transform_bias: The matrix has a bias.
+        head_bias: The logits have a bias.
     """
 
     dim: int
@@ -56,11 +63,44 @@ class DecoderSpec:
     logit_soft_cap: float | None
     layers: tuple[LayerSpec, ...]
     mtp: tuple[MtpSpec, ...] = ()
+    token_types: int | None = None
+    embedding_norm: bool = False
+    final_norm: bool = True
+    head_transform: Literal["gelu", "gelu_exact"] | None = None
+    head_transform_bias: bool = False
+    head_bias: bool = False
+
+    @property
+    def first_sizes(self) -> list[int]:
+        """Sizes of the parameters before the first layer besides the embedding of tokens; whole on a rank of tp."""
+        rows = [count * self.dim for count in (self.learned_positions, self.token_types) if count is not None]
+        return rows + self._norm_sizes * self.embedding_norm
+
+    @property
+    def last_norm_sizes(self) -> list[int]:
+        """Sizes of the parameters of the norm behind the last layer."""
+        return self._norm_sizes * self.final_norm
+
+    @property
+    def transform_sizes(self) -> list[int]:
+        """Sizes of the parameters between that norm and the head, which ranks of tp have whole."""
+        if self.head_transform is None:
+            return []
+        return [self.dim**2, *[self.dim] * self.head_transform_bias, *self._norm_sizes]
+
+    @property
+    def _norm_sizes(self) -> list[int]:
+        return self.norm.parameters(self.dim)
 
     @property
     def encoder_layers(self) -> int:
         """Layers that are the encoder's, the first ones."""
         return sum(layer.side == "encoder" for layer in self.layers)
+
+    @property
+    def sided(self) -> bool:
+        """True of an encoder-decoder, or of some of its layers."""
+        return any(layer.side is not None for layer in self.layers)
 
     @property
     def relatives(self) -> dict[str, RelativeSpec]:
@@ -98,8 +138,8 @@ class DecoderSpec:
 
     @property
     def period(self) -> int:
-        """Layers after which the kinds repeat; all of them where they do not."""
-        return period_of(self.layers)
+        """Layers after which the kinds repeat, but for the norm of the first; all of them where they do not."""
+        return period_of([replace(self.layers[0], input_norm=True), *self.layers[1:]])
 
 
 def period_of(items: Sequence[object]) -> int:
@@ -126,7 +166,10 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers that `model:` describes: the one place where its keys become kinds of mixers and mlps."""
     if config.encoder is None:
         kinds = _kinds(config, config.layer_kinds)
-        return tuple(kinds[name] for name in config.layer_kinds)
+        layers = [kinds[name] for name in config.layer_kinds]
+        if not config.first_norm:
+            layers[0] = replace(layers[0], input_norm=False)
+        return tuple(layers)
     both = config.model_copy(update={"direction": "both"})
     sides = _kinds(both, config.encoder_kinds), _kinds(config, config.layer_kinds)
     of_encoder = {name: _of_side(layer, "encoder", config) for name, layer in sides[0].items()}
@@ -199,4 +242,10 @@ def decoder_spec(config: ModelConfig, vocab_size: int, max_positions: int) -> De
         logit_soft_cap=config.logit_soft_cap,
         layers=layers,
         mtp=() if config.mtp is None else (MtpSpec(layers[-1], norm),) * config.mtp.depth,
+        token_types=config.token_types,
+        embedding_norm=config.embedding_norm,
+        final_norm=config.final_norm,
+        head_transform=config.head_transform,
+        head_transform_bias=config.head_transform is not None and config.bias == "all",
+        head_bias=config.head_bias,
     )

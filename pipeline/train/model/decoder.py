@@ -27,7 +27,7 @@ from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
-from pipeline.train.model.part_spec import LayerSpec, Reach, Side
+from pipeline.train.model.part_spec import LayerSpec, Reach, RelativeSpec, Side
 from pipeline.train.model.relative import relative_bias
 from pipeline.train.model.rope import rope_tables
 from pipeline.train.model.sides import Stretch, both_sides, documents_of, order_by_shard, padded_documents
@@ -61,6 +61,11 @@ class ModelPart:
         blocks = [(index, spec.layers[index]) for index in self.layers]
         return [*blocks, *enumerate((each.layer for each in spec.mtp), len(spec.layers))] if self.last else blocks
 
+    def relatives(self, spec: DecoderSpec) -> dict[str, RelativeSpec]:
+        """By side, relative positions that its layers use."""
+        sides = {spec.layers[index].side for index in self.layers}
+        return {side: each for side, each in spec.relatives.items() if side in sides}
+
 
 class Decoder(nn.Module):
     """A transformer, a decoder alone or with an encoder, or a part of it under the parameter names of the whole.
@@ -77,6 +82,8 @@ class Decoder(nn.Module):
         stream_shard: With tensor parallelism that cuts the residual stream along the sequence, what gives of positions
             [1, S] those of this rank; of an encoder-decoder it cuts each side by itself.
         stream_shards: Number of the pieces.
+        start_token: Of an encoder-decoder that writes text, the id that its decoder begins with; None: the end of a
+            document.
     """
 
     def __init__(self, spec: DecoderSpec, part: ModelPart | None = None) -> None:
@@ -87,6 +94,7 @@ class Decoder(nn.Module):
         self.recurrent = PLAIN
         self.stream_shard: Callable[[Tensor], Tensor] | None = None
         self.stream_shards = 1
+        self.start_token: int | None = None
         self._prepared = Prepared()
         self._dropout_places = DropoutPlaces(
             [
@@ -98,15 +106,19 @@ class Decoder(nn.Module):
             self.embedding = nn.Embedding(spec.vocab_padded, spec.dim)
         if part.first and spec.learned_positions is not None:
             self.position_embedding = nn.Embedding(spec.learned_positions, spec.dim)
-        sides = {spec.layers[index].side for index in part.layers}
-        if relatives := {side: each for side, each in spec.relatives.items() if side in sides}:
+        if relatives := part.relatives(spec):
             self.relative = nn.ParameterDict(
                 {side: nn.Parameter(torch.empty(each.buckets, each.heads)) for side, each in relatives.items()}
             )
+        if part.first and spec.token_types is not None:
+            self.type_embedding = nn.Embedding(spec.token_types, spec.dim)
+        if part.first and spec.embedding_norm:
+            self.embedding_norm = build_norm(spec.norm, spec.dim)
         # Keyed by index, so that a pipeline stage keeps the names of the layers that it has.
         self.layers = nn.ModuleDict({str(index): Block(spec.layers[index], index) for index in part.layers})
-        if part.last:
+        if part.last and spec.final_norm:
             self.norm = build_norm(spec.norm, spec.dim)
+        if part.last:
             self.head = Head(spec)
         if part.last and spec.mtp:
             self.mtp = nn.ModuleList(MtpLayer(each, index) for index, each in enumerate(spec.mtp, len(spec.layers)))
@@ -137,8 +149,12 @@ class Decoder(nn.Module):
             if context.encoder and self.stream_shards > 1:
                 x = x[:, order_by_shard(context.encoder, x.shape[1], self.stream_shards, x.device)]
             x = self._embed(x)
+            if spec.token_types is not None:
+                x = x + self.type_embedding(torch.zeros_like(positions[:1]))
             if spec.learned_positions is not None:
                 x = x + self.position_embedding(positions)
+            if spec.embedding_norm:
+                x = self.embedding_norm(x)
             x = dropped(x, "embedding", dropout)
         x, weight, ahead = self._inputs_of_end(x, context)
         for block, of_layer in zip(self.layers.values(), contexts, strict=False):
@@ -160,7 +176,7 @@ class Decoder(nn.Module):
                 if criterion is not None:
                     targets_BT, weight_BT = criterion.targets_BS[:, encoder:], criterion.weight_BS[:, encoder:]
                     criterion = replace(criterion, targets_BS=targets_BT, weight_BS=weight_BT)
-            x = self.norm(x)
+            x = self.norm(x) if spec.final_norm else x
             if context.ahead is not None:
                 assert context.criterion is not None and weight is not None
                 streams = [x]
@@ -216,7 +232,7 @@ class Decoder(nn.Module):
         """Positions, [1, S] or [B, S] when they differ by row, what is dropped, and the context of each of `blocks`."""
         spec, device = self.spec, x.device
         assert context.bounds_BS is None or context.states is None, "states hold one document per row"
-        assert context.cut is None or not spec.encoder_layers, "cp does not cut sides"
+        assert context.cut is None or not spec.sided, "cp does not cut sides"
         queries = x.shape[1] if context.length is None else context.length
         # Of an encoder the states keep what is made of its end.
         places = None if context.states is None or context.encoder else context.states.places(queries, device)
@@ -257,7 +273,7 @@ class Decoder(nn.Module):
 
     def _stretches(self, context: Context, length: int, device: torch.device) -> list[Stretch]:
         """The sides of the sequence that this pass has, or all of it."""
-        if not self.spec.encoder_layers:
+        if not self.spec.sided:
             return [Stretch(None, 0, length, documents_of(context))]
         if context.states is not None:
             side: Side = "encoder" if context.encoder else "decoder"
@@ -312,7 +328,7 @@ class Decoder(nn.Module):
         keys = stretch.length if places is None else places.keys
         biases = {each: relative_bias(own_part(self.relative[each.side]), queries, keys, each) for each in relatives}
         cross = None
-        if stretch.side == "decoder":
+        if any(layer.cross is not None for layer in layers):
             cross = self._look_across(common, stretch, first, rows, device)
         contexts = {id(None): common}
         for key, mixer in different.items():

@@ -20,14 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from pipeline.config.model import InitConfig
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.parameter_spec import Matrix, Normal, Stack, Uniform, Vector
-from pipeline.train.model.part_spec import LayerPartSpec
+from pipeline.train.model.part_spec import RELATIVE, LayerPartSpec
 from pipeline.train.parallel.torch_compat.core import strided_shard
 
 _PART = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.(\w+)\.(.+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(\w+)\.weight")
-_TABLES = ("embedding.weight", "position_embedding.weight", "head.weight")
-RELATIVE = "relative."
-"""Begins the names of tables of relative positions, by side."""
+_TABLES = ("embedding.weight", "position_embedding.weight", "type_embedding.weight", "head.weight", "head.dense.weight")
 _NORM = re.compile(r"(?:.*\.)?\w*norm\.weight")
 
 _CHUNK_ELEMENTS = 1 << 20  # elements drawn at once, which bounds the memory of the draw

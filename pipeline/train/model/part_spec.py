@@ -149,6 +149,8 @@ class KernelUse:
 
 
 Side = Literal["encoder", "decoder"]
+RELATIVE = "relative."
+"""Begins the names of tables of relative positions, by side."""
 
 
 @dataclass(frozen=True)
@@ -351,6 +353,8 @@ class LayerSpec:
     residual: Residual = "sequential"
     residual_scale: float = 1.0
     """Factor on what a part adds to the stream."""
+    input_norm: bool = True
+    """False: the stream that enters the layer has no norm of its own, see `model.first_norm`."""
     side: Side | None = None
     """Side of an encoder-decoder whose positions it changes; None: the model has no sides."""
     cross: MixerSpec | None = None
@@ -377,6 +381,7 @@ class LayerSpec:
         """
         kinds = {"pre": ("norm",), "output": ("out_norm",), "both": ("norm", "out_norm"), "post": ("sum_norm",)}
         names = [f"{place}_{kind}" for place in self.parts for kind in kinds[self.norm_place]]
+        names = names[0 if self.input_norm else 1 :]
         names += ["encoder_norm"] if self.ends_encoder else []
         return tuple(name for name in names if name != "mlp_norm" or self.residual != "parallel_shared")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,14 +49,17 @@ def both_sides(context: Context, length: int) -> list[Stretch]:
     for side, first, behind in _cuts(encoder, length):
         documents = None
         if bounds_BS is not None:
-            own = None
-            if starts is not None:
-                row, place = starts // length, starts % length
-                within = (place >= first) & (place < behind)
-                own = row[within] * (behind - first) + place[within] - first
+            own = None if starts is None else partial(_own_starts, starts, length, first, behind)
             documents = Documents(bounds_BS[:, first:behind] - first, own)
         found.append(Stretch(side, first, behind - first, documents))
     return found
+
+
+def _own_starts(starts: Tensor, length: int, first: int, behind: int) -> Tensor:
+    """Flat positions of those documents that begin within some positions of each row, counted there."""
+    row, place = starts // length, starts % length
+    within = (place >= first) & (place < behind)
+    return row[within] * (behind - first) + place[within] - first
 
 
 def _cuts(encoder: int, length: int) -> list[tuple[Side, int, int]]:

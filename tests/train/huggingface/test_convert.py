@@ -253,6 +253,12 @@ def test_a_model_that_no_family_computes_is_refused_by_its_key(keys: dict[str, A
 OTHER_VALUES: dict[str, Any] = {
     "direction": "both",
     "encoder": {"layers": 2},
+    "token_types": 2,
+    "embedding_norm": True,
+    "first_norm": False,
+    "final_norm": False,
+    "head_transform": "gelu",
+    "head_bias": True,
     "layers": 3,
     "dim": 64,
     "heads": 2,

@@ -72,20 +72,22 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def save(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer) -> None:
+    """A model with its tokenizer."""
+    save_weights(model, folder)
+    tokenizer.save(folder)
+    storage.put_json(folder / "tokenizer_config.json", {"eos_token": tokenizer.end_of_document_token})
+
+
+def save_weights(model: PreTrainedModel, folder: Path) -> None:
     """A model as version 4 of transformers saved it: its head where it has one of its own, the embedding once."""
     folder.mkdir()
     untied = not model.config.scale_decoder_outputs
     left_out = "(en|de)coder.embed_tokens.weight" + ("" if untied else "|lm_head.weight")
     kept = {name: value for name, value in model.state_dict().items() if not re.fullmatch(left_out, name)}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    values = {
-        **json.loads(model.config.to_json_string()),
-        "tie_word_embeddings": not untied,
-        "architectures": [type(model).__name__],
-    }
+    values = json.loads(model.config.to_json_string())
+    values |= {"tie_word_embeddings": not untied, "architectures": [type(model).__name__]}
     storage.put_json(folder / "config.json", values)
-    tokenizer.save(folder)
-    storage.put_json(folder / "tokenizer_config.json", {"eos_token": tokenizer.end_of_document_token})
 
 
 def logits_of(pair: Pair, encoder: Tensor, decoder: Tensor) -> Tensor:
@@ -100,6 +102,7 @@ def test_conversion(pair: Pair, tmp_path: Path) -> None:
     before, after = tensors_of(pair.folder), tensors_of(tmp_path / "again")
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["decoder_start_token_id"] == 0
     source = open_weights(tmp_path / "ours", None, "model")
     converted = source.read(source.tensors)
     state = pair.ours.state_dict()
