@@ -36,14 +36,14 @@ def refuse_encoder(model: ModelConfig, what: str) -> None:
 
 
 def refuse_tasks(config: Config) -> None:
-    """Refuse benchmarks of an encoder, which all score how texts go on.
+    """Refuse benchmarks of an encoder, which all score how texts continue.
 
     Raises:
         UserError: `eval` names some.
     """
     for key, given in (("eval.tasks", config.eval.tasks), ("eval.harness", config.eval.harness)):
         if given:
-            refuse_encoder(config.model, f"{key} scores how texts go on; leave it out")
+            refuse_encoder(config.model, f"{key} scores how texts continue; leave it out")
 
 
 class MaskedAlone:

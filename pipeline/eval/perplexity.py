@@ -219,7 +219,7 @@ def _pseudo_scores(
 
 
 def _measures_pseudo(config: Config) -> bool:
-    return config.model.direction == "both" and config.eval.pseudo_tokens > 0
+    return config.eval.pseudo_tokens > 0 and config.model.direction == "both"
 
 
 def _exp(nats: float) -> float:

@@ -80,7 +80,7 @@ def validation_losses(
     }
 
 
-class Scored(Protocol):
+class HeldOutRows(Protocol):
     """Rows of tokens with targets, by number: a `HeldOut`, or what stands in for one."""
 
     def longest_first(self, windows: Sequence[int]) -> Sequence[int]:
@@ -99,7 +99,7 @@ def heldout_loss(
     setup: Setup,
     model: ParallelModel,
     runner: Runner,
-    split: Scored,
+    split: HeldOutRows,
     windows: Sequence[int],
     *,
     batch_size: int,
@@ -139,7 +139,7 @@ def heldout_loss(
 
 
 def _passes(
-    split: Scored, windows: Sequence[int], batch_size: int, mesh: Mesh, model: ParallelModel
+    split: HeldOutRows, windows: Sequence[int], batch_size: int, mesh: Mesh, model: ParallelModel
 ) -> Iterator[tuple[list[Batch], int]]:
     """This rank's batches, up to one a stage of one shape at once, and how many windows all ranks have in them."""
     ranks, together, multiple = mesh.size("batch"), len(model.stages), math.lcm(_MULTIPLE, model.sequence_multiple)
@@ -152,7 +152,9 @@ def _passes(
         yield _own_batches(split, [rest], -(-len(rest) // ranks), mesh, multiple), len(rest)
 
 
-def _own_batches(split: Scored, groups: Sequence[Sequence[int]], size: int, mesh: Mesh, multiple: int) -> list[Batch]:
+def _own_batches(
+    split: HeldOutRows, groups: Sequence[Sequence[int]], size: int, mesh: Mesh, multiple: int
+) -> list[Batch]:
     """This rank's `size` windows of each group, in batches as long as the longest window needs, or a bit longer.
 
     All ranks have as many, so what is missing is filled up with weight 0.

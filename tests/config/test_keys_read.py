@@ -86,6 +86,23 @@ VARIANTS: list[dict[str, Any]] = [
         "model.relative": {"buckets": 8, "max_distance": 16},
         "model.mlp": "relu",
         "train.objective": {"type": "spans", "rate": 0.2},
+        "blend": {
+            "phases": [
+                {"until": "1 steps"},
+                {"objective": {"type": "ul2", "denoisers": [{"rate": 0.2, "mode": "[S2S]"}, {"rate": 0.5}]}},
+            ]
+        },
+    },
+    {
+        "model.direction": "both",
+        "model.norm": "layernorm",
+        "model.token_types": 2,
+        "model.embedding_norm": True,
+        "model.first_norm": False,
+        "model.final_norm": False,
+        "model.head_transform": "gelu",
+        "model.head_bias": True,
+        "train.objective": {"type": "masked"},
     },
     {
         "data.loader": {"read": "pread"},

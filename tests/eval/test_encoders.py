@@ -93,7 +93,7 @@ def test_an_encoder_writes_no_text(config: Config, tmp_path: Path) -> None:
         ("harness", {"tasks": ["lambada_openai"]}),
     ):
         asked = load(config.run.dir / "config.yaml", [f"eval.{key}={value}"])
-        with pytest.raises(UserError, match=f"eval.{key} scores how texts go on"):
+        with pytest.raises(UserError, match=f"eval.{key} scores how texts continue"):
             evaluate(asked, console=QUIET, keep=False)
     report = evaluate(config, console=QUIET)
     assert summarize(config, report, {}, QUIET)["continuation"] is None

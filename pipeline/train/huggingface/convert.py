@@ -34,12 +34,15 @@ from pipeline.train.huggingface.folder import (
     read_json,
 )
 from pipeline.train.huggingface.names import TensorRule
+from pipeline.train.huggingface.pooled import write_pooled
 from pipeline.train.huggingface.tensors import TensorMapping, map_tensors
 from pipeline.train.model.config import decoder_spec
 
 MODEL_FILE = "model.yaml"
 """File that a run file includes to train on from a converted model."""
 Dtype = Literal["fp32", "bf16", "fp16"]
+_MASK_TOKENS = ("<mask>", "[MASK]")
+"""Usual names of the token that stands for masked ones."""
 _NO_TOKENIZER = "the tokenizer was left out: set tokenizer.path to the one that the weights were trained with"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,6 +55,7 @@ def to_hf(
     weights: Weights = "model",
     dtype: Dtype | None = None,
     max_shard: int | None = 5 * 10**9,
+    pooled: bool = False,
     console: Console,
 ) -> str:
     """Write a folder that transformers loads, a model and its `AutoTokenizer`; says what it wrote.
@@ -63,6 +67,7 @@ def to_hf(
         weights: those that were trained, or their moving average.
         dtype: of the weights; by default as they are stored.
         max_shard: bytes of tensors in a file at most.
+        pooled: add the files with which sentence-transformers makes a vector of a text.
         console: for the progress bar.
 
     Raises:
@@ -72,6 +77,11 @@ def to_hf(
     """
     free_folder(to)
     found = open_weights(source, step, weights)
+    if pooled and found.model.direction == "causal":
+        raise UserError(
+            "--pooled is for encoders, and model.direction is causal: of a text its last token alone has seen all; "
+            "leave the option out"
+        )
     vocab_size = found.model.vocab_size or found.tokenizer.vocab_size
     family, values = to_hf_config(found.model, vocab_size, found.positions)
     mtp = None if family.names.mtp else found.model.mtp
@@ -99,7 +109,9 @@ def to_hf(
             storage.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
         found.tokenizer.save(tmp)
         _add_nothing(tmp / TOKENIZER_FILE)
-        storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
+        storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found, pooled))
+        if pooled:
+            write_pooled(tmp, model.dim, found.positions)
     left_out = "" if mtp is None else f"\nleft out: the {mtp.depth} layers of multi-token prediction (model.mtp)"
     warning = ""
     if family.splits_alike is not None and not family.splits_alike(found.tokenizer.definition):
@@ -305,11 +317,18 @@ def _add_nothing(file: Path) -> None:
         storage.put_json(file, {**state, "post_processor": kept[0] if kept else None})
 
 
-def _tokenizer_config(tokenizer: Tokenizer, positions: int) -> Json:
+def _tokenizer_config(found: WeightSource, pooled: bool) -> Json:
+    tokenizer, more = found.tokenizer, dict[str, str]()
+    if found.model.direction == "both":
+        masks = [token for token in _MASK_TOKENS if token in tokenizer.special_tokens]
+        more |= {"mask_token": masks[0]} if masks else {}
+    if pooled:  # texts of a batch are filled up
+        more["pad_token"] = tokenizer.end_of_document_token
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokenizer.end_of_document_token,
         "eos_token": tokenizer.end_of_document_token,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": positions,
+        "model_max_length": found.positions,
+        **more,
     }

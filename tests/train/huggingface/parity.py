@@ -56,6 +56,8 @@ from tests.train.runs import column, train
 QUIET = Console(file=io.StringIO())
 VOCAB = 310  # more than the tokenizers have ids, and padded here
 POSITIONS = 64
+ENCODERS = ("bert", "roberta", "modernbert")
+SPECIAL_TOKENS = ["[PAD]", "[MASK]"]
 PADDING = 1
 """RoBERTa's token for padding, which no text has."""
 LENGTHS = (1, 13, 60)
@@ -419,6 +421,10 @@ def check_training(row: Row, root: Path, name: str) -> None:
     save(row.build(), folder, run_tokenizer(load(root / "run.yaml")))
     part, everything = yaml.safe_load(describe(folder)), tiny.values(root)
     everything |= {"model": part["model"], "train": everything["train"] | part["train"]}
+    if row.masked:
+        everything["model"]["document_attention"] = False  # transformers has windows of one text
+        everything["train"]["objective"] = {"type": "masked", "rate": 0.3}
+        everything["tokenizer"]["special_tokens"] = SPECIAL_TOKENS
     (root / f"{name}.yaml").write_text(yaml.safe_dump(everything))
     experts = "experts" in part["model"]
     count = 7 if experts else 20
@@ -472,7 +478,9 @@ def _replayed(choose: Callable[[Tensor], Tensor], router: Router, chosen: list[T
 
 
 def _losses_of_transformers(folder: Path, loader: Any, count: int, rate: float) -> list[float]:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    masked = AutoConfig.from_pretrained(folder).model_type in ENCODERS
+    auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, attn_implementation="eager").train()
     vectors = [value for name, value in model.named_parameters() if value.ndim == 1 or name.endswith("A_log")]
     matrices = [value for value in model.parameters() if not any(value is vector for vector in vectors)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -481,7 +489,9 @@ def _losses_of_transformers(folder: Path, loader: Any, count: int, rate: float) 
     for step in range(count):
         batches = loader.batches(step).micro_batches
         tokens, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets"))
-        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+        weight = torch.cat([batch.weight for batch in batches]).flatten()
+        losses_N = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten(), reduction="none")
+        loss = (losses_N * weight).sum() / weight.sum() if masked else losses_N.mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

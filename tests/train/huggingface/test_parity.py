@@ -33,9 +33,11 @@ from transformers import (
     Starcoder2Config,
 )
 
+from pipeline.config.load import load
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.registry import FAMILIES
-from tests import tiers
+from tests import tiers, tiny
 from tests.train.huggingface import delta_rows, encoder_rows, mamba2_rows, parity
 from tests.train.huggingface.parity import Pair, Row
 
@@ -376,6 +378,19 @@ REPLAYED = [name for name in delta_rows.ROWS if "next" in name or "moe" in name 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in (*REPLAYED, *encoder_rows.ROWS)])
 def test_twenty_steps(root: Path, name: str) -> None:
     parity.check_training(ROWS[name], root, name)
+
+
+@pytest.fixture(scope="module")
+def masked_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus whose tokenizer has a token for masks, and one more, which is RoBERTa's padding."""
+    folder = tmp_path_factory.mktemp("masked")
+    preprocess(load(tiny.write_run(folder, {"tokenizer.special_tokens": parity.SPECIAL_TOKENS})))
+    return folder
+
+
+@pytest.mark.parametrize("name", tiers.first(1, encoder_rows.ROWS, rest="guard"))
+def test_twenty_masked_steps(masked_root: Path, name: str) -> None:
+    parity.check_training(ROWS[name], masked_root, name)
 
 
 @pytest.mark.guard
