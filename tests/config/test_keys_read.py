@@ -168,7 +168,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     common = {
         "train.duration": "2 steps",
-        "tokenizer.special_tokens": [*FIM_SENTINELS, "[MASK]"],
+        "tokenizer.special_tokens": [*FIM_SENTINELS, "[MASK]", "[S2S]", *(f"<extra_id_{n}>" for n in range(8))],
         "stage.dir": str(tmp_path / "local"),
     }
     variants = [
