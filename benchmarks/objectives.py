@@ -34,7 +34,7 @@ def objectives() -> dict[str, tuple[Any, list[int]]]:
     from pipeline.data.loading.objectives.fim import FillInTheMiddle
     from pipeline.data.loading.objectives.masked import Masked
     from pipeline.data.loading.objectives.prefix import Prefix
-    from pipeline.data.loading.objectives.spans import Spans, Tokens
+    from pipeline.data.loading.objectives.spans import SpanCorruption, Tokens
     from pipeline.data.loading.objectives.ul2 import MixtureOfDenoisers
 
     tokens = Tokens(SENTINELS, 0, 0)
@@ -43,7 +43,7 @@ def objectives() -> dict[str, tuple[Any, list[int]]]:
         "fim": (FillInTheMiddle(0.5, 0.5, (50_000, 50_001, 50_002), 0), [8192]),
         "masked": (Masked(0.15, VOCABULARY, np.arange(1, VOCABULARY)), [512, 8192]),
         "prefix": (Prefix(), [8192]),
-        "spans": (Spans(0.15, 3.0, tokens), [568, 8192]),
+        "spans": (SpanCorruption(0.15, 3.0, tokens), [568, 8192]),
         "ul2": (MixtureOfDenoisers(ObjectiveConfig(type="ul2"), tokens, [None] * 7), [512, 8192]),
     }
 

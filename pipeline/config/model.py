@@ -400,8 +400,6 @@ class ModelConfig(LayerConfig, _Size):
                 raise ValueError(f"{key} is not for models with an encoder; leave it out")
         if self.mtp is not None:
             raise ValueError("mtp is not for models with an encoder; leave one of the two out")
-        if not self.first_norm:
-            raise ValueError("first_norm: false is not for models with an encoder; leave it out")
         if self.positions == "learned":
             raise ValueError("positions: learned is not for models with an encoder; set rope or relative")
         for name in dict.fromkeys([*self.encoder_kinds, *self.layer_kinds]):

@@ -71,7 +71,7 @@ class ObjectiveConfig(Section):
 
     @property
     def chooses(self) -> bool:
-        """Whether it chooses which tokens are predicted; else each token of a window is."""
+        """True if it chooses which tokens are predicted, False if each token of a window is."""
         return self.type not in ("causal", "fim")
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.common.storage import put
 from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
+from pipeline.data.loading.objectives.pictures import pictures
 from pipeline.train.huggingface.names import LAYER, Names, TensorRule
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.model.tensor_names import EXPERT
@@ -153,6 +154,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         "schedules": schedules(),
         "tested": tested(),
     },
+    "objectives.md": pictures,
     "checkpoints.md": lambda: {"winners": winners()},
     "huggingface.md": lambda: {"families": families(), "tensors": tensors()},
     "slurm.md": lambda: {"profile": keys(SiteConfig), "resources": keys(ResourcesConfig)},

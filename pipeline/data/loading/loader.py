@@ -163,7 +163,7 @@ class Loader:
         ]
 
     def _described(self, number: int, index: int, name: str, epoch: int, position: int) -> dict[str, Any]:
-        """What an objective chooses in a sample."""
+        """Tokens of a sample that an objective chooses to predict."""
         objective = self._objectives[number][name]
         if not objective.chooses:
             return {}

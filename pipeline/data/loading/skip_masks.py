@@ -1,4 +1,4 @@
-"""What the run's skips and its objectives mask in a step: weights, and the number of targets that count."""
+"""Weights of the targets of a step under its objectives and the run's skips, and how many targets count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ranges = list[tuple[int, int]]
 
 
 class Masks:
-    """What counts in the samples of a step, known without reading tokens wherever the objective allows it.
+    """Weights and counts of a step's targets, without reading tokens wherever the objective allows it.
 
     Args:
         journal: The run's plan.

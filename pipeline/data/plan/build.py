@@ -129,7 +129,7 @@ class SegmentRow:
 
 @dataclass(frozen=True)
 class ObjectiveRow:
-    """What becomes of the windows of a segment, or of those of a source in it."""
+    """Objective and shape of the windows of a segment, or of those of a source in it."""
 
     phase: str
     first_step: int

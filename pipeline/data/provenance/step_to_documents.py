@@ -31,7 +31,7 @@ _SHOWN_RANGES = 8
 
 @dataclass(frozen=True)
 class Predicted:
-    """What an objective chose to be predicted of a document in a sample.
+    """Tokens of a document in a sample that its objective chose to predict.
 
     Attributes:
         tokens: of the document, [first, end) each.
@@ -272,7 +272,7 @@ def where(
 
 
 def _predicted(run: RunView, source: str, span: Span, offset: int, tokens: list[Range]) -> Predicted:
-    """Of the tokens of a window those in a document.
+    """Predicted tokens of a document in a sample.
 
     Args:
         run: the run.

@@ -15,7 +15,7 @@ from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.objectives.fim import FillInTheMiddle
 from pipeline.data.loading.objectives.masked import Masked
 from pipeline.data.loading.objectives.prefix import Prefix
-from pipeline.data.loading.objectives.spans import Spans, Tokens
+from pipeline.data.loading.objectives.spans import SpanCorruption, Tokens
 from pipeline.data.loading.objectives.ul2 import MixtureOfDenoisers
 from pipeline.data.loading.objectives.words import WordTable
 from pipeline.data.order.phases import plan_journal
@@ -33,7 +33,7 @@ OBJECTIVES = {
     "masked": Masked(0.3, 5000, np.arange(4000, 4100)),
     "words": Masked(0.3, 5000, np.arange(4000, 4100), words=WORDS),
     "prefix": Prefix(),
-    "spans": Spans(0.2, 2.0, TOKENS),
+    "spans": SpanCorruption(0.2, 2.0, TOKENS),
     "ul2": MixtureOfDenoisers(MIXTURE, TOKENS, [None, None]),
 }
 LENGTH = 20

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pipeline.common.format import percent
 from pipeline.config.load import load
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import open_datasets
@@ -94,5 +95,5 @@ def test_the_plan_shows_shapes(root: Path) -> None:
     console = Console(file=io.StringIO())
     print_data_plan(config, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "objectives, by window" in text and "24 %" in text
+    assert "objectives, by window" in text and percent(0.24, 1) in text
     assert json.loads(json.dumps(plan.to_json()))["objectives"][1]["predicted"] == 20

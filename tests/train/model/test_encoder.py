@@ -240,7 +240,6 @@ def test_ranks_share_the_predicted_positions() -> None:
     [
         ({"first_norm": False, "norm_place": "post"}, "first_norm: false needs norm_place"),
         ({"first_norm": False, "residual": "parallel"}, "first_norm: false needs residual"),
-        ({"first_norm": False, "direction": "causal", "encoder": {"layers": 2}}, "first_norm: false is not for models"),
         ({"head_transform": "gelu", "init": {"scheme": "mup", "mup_base_dim": 16}}, "head_transform is not known"),
         ({"head_transform": "gelu", "direction": "causal", "mtp": {"depth": 1}}, "head_transform does not go with mtp"),
     ],

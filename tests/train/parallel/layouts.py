@@ -293,11 +293,11 @@ SIDED_FAMILIES: dict[str, dict[str, Any]] = {
         "model.document_attention": True,
         "model.kv_heads": 4,
         "model.qk_norm": True,
-        "model.encoder": {"layers": 3, "pattern": ["near", "far", "far"]},
+        "model.encoder": {"layers": 2},
         "model.pattern": ["far", "near"],
         "model.kinds": {
             "near": {"sliding_window": 7, "mlp": "geglu", "bias": "all"},
-            "far": {"positions": "none", "output_gate": True, "norm_place": "both"},
+            "far": {"positions": "none", "output_gate": True},
         },
         "train.loss.z_loss": 1e-3,
     },

@@ -18,7 +18,7 @@ from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.objectives.fim import FillInTheMiddle
 from pipeline.data.loading.objectives.masked import Masked
 from pipeline.data.loading.objectives.prefix import Prefix
-from pipeline.data.loading.objectives.spans import Spans, Tokens
+from pipeline.data.loading.objectives.spans import SpanCorruption, Tokens
 from pipeline.data.loading.objectives.ul2 import MixtureOfDenoisers
 from pipeline.data.loading.objectives.words import WordTable, word_table
 from pipeline.data.loading.stream_shape import SpanSizes, mixture_sizes, span_sizes, stream_shape
@@ -60,7 +60,7 @@ def uses(config: Config, phase: int | None = None) -> list[Use]:
 
 @dataclass(frozen=True)
 class Making:
-    """What objectives are made from."""
+    """Sources of an objective: run file and tokenizer."""
 
     config: Config
     use: Use
@@ -100,7 +100,7 @@ class Making:
 
     @property
     def words(self) -> WordTable | None:
-        """Which tokens make words together, if words are masked."""
+        """Words of the tokenizer, if words are masked."""
         if not self.use.objective.whole_words:
             return None
         assert self.folder is not None, "whole words are read from the tokenizer"
@@ -255,11 +255,11 @@ def _prefix(making: Making) -> Prefix:
     return Prefix(mask_document_start=making.config.train.loss.mask_document_start)
 
 
-def _spans(making: Making) -> Spans:
+def _spans(making: Making) -> SpanCorruption:
     objective, length = making.use.objective, making.use.length
     sizes = span_sizes(objective.share, objective.mean_span, length)
     _check_room(making, "rate", sizes)
-    return Spans(objective.share, objective.mean_span, _tokens(making, sizes.spans))
+    return SpanCorruption(objective.share, objective.mean_span, _tokens(making, sizes.spans))
 
 
 def _ul2(making: Making) -> MixtureOfDenoisers:
@@ -286,7 +286,7 @@ def _check_room(making: Making, key: str, sizes: SpanSizes) -> None:
 
 
 def _tokens(making: Making, spans: int) -> Tokens:
-    """What span corruption adds to a window with up to `spans` spans of one document."""
+    """Tokens of span corruption for documents of up to `spans` spans."""
     objective, tokenizer = making.use.objective, making.tokenizer
     start = tokenizer.end_of_document
     if objective.start_token not in (None, tokenizer.end_of_document_token):

@@ -19,8 +19,8 @@ import numpy as np
 from pipeline.data.order.permutation import IntArray
 
 
-class Pieces(NamedTuple):
-    """Pieces of documents in the L tokens of a window, in its order; m of them."""
+class WindowPieces(NamedTuple):
+    """WindowPieces of documents in the L tokens of a window, in its order; m of them."""
 
     starts: IntArray
     """[m] first token."""
@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
 class NoisePlan(NamedTuple):
     """Noise of a window."""
 
-    pieces: Pieces
+    pieces: WindowPieces
     """Of documents; neighbours may have been joined."""
     noise: IntArray
     """[m] N of each piece."""
@@ -84,7 +84,7 @@ class Budget:
             joined += 1
             assert joined < len(starts), "a window that is one piece has room for its noise: `Budget` of short windows"
 
-    def _deal(self, pieces: Pieces, length: int) -> NoisePlan | None:
+    def _deal(self, pieces: WindowPieces, length: int) -> NoisePlan | None:
         """The plan for these pieces; None if they have no room for it."""
         count = len(pieces.starts)
         free = self.encoder + self.decoder - length - (1 + self.mode) * count
@@ -110,11 +110,11 @@ class Budget:
         return NoisePlan(pieces, by_piece + _deal(noise - spans, more), by_piece, closing)
 
 
-def _pieces(starts: IntArray, length: int, whole: bool) -> Pieces:
+def _pieces(starts: IntArray, length: int, whole: bool) -> WindowPieces:
     ends = np.concatenate((starts[1:], (length,)))
     text = ends - starts - 1
     text[-1] += not whole
-    return Pieces(starts, ends, text)
+    return WindowPieces(starts, ends, text)
 
 
 def _deal(count: int, weights: IntArray) -> IntArray:

@@ -44,7 +44,7 @@ class Corrupted(NamedTuple):
     """By target of the decoder a token of the window, see `Arranged.raw`."""
 
 
-class Spans:
+class SpanCorruption:
     """Predict spans of the first L tokens of a window; an `Objective` of an encoder and a decoder.
 
     Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer". Each piece

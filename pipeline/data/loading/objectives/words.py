@@ -30,7 +30,7 @@ _ASCII = 0x80
 
 @dataclass(frozen=True)
 class WordTable:
-    """Which tokens belong to one word, by id."""
+    """Marks of tokens, by id, that say which ones make a word together."""
 
     continues: npt.NDArray[np.bool_]
     """[vocab_size] the token does not begin a word."""
@@ -75,7 +75,7 @@ def word_table(tokenizer: Tokenizer) -> WordTable:
 def _rule(
     model: dict[str, Any], definition: dict[str, Any], entries: dict[str, int]
 ) -> Callable[[str], tuple[bool, bool]]:
-    """Whether an entry of the vocabulary continues a word, and whether the word may continue behind it."""
+    """A function from an entry of the vocabulary to (continues a word, the word may continue behind it)."""
     if model.get("type") == "WordPiece":
         prefix = model.get("continuing_subword_prefix") or "##"
         return lambda entry: (entry.startswith(prefix), True)
@@ -86,7 +86,7 @@ def _rule(
         return lambda entry: (_in_word(_code(entry, 0)), _in_word(_code(entry, -1)))
     raise UserError(
         "train.objective.whole_words: true: the tokenizer's vocabulary does not say which tokens continue a word: it "
-        "is no WordPiece vocabulary (##), is not byte-level, and has no token that begins with ▁; set "
+        "has no marks of WordPiece (##) or SentencePiece (▁), and it is not byte-level; set "
         "train.objective.whole_words: false"
     )
 

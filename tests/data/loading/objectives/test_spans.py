@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config.objective import DenoiserConfig, ObjectiveConfig
 from pipeline.data.loading.objectives.base import sample_key
-from pipeline.data.loading.objectives.spans import Spans, Tokens, cut
+from pipeline.data.loading.objectives.spans import SpanCorruption, Tokens, cut
 from pipeline.data.loading.objectives.ul2 import MixtureOfDenoisers
 from pipeline.data.loading.stream_shape import padding_share, stream_shape
 from tests.data.loading.objectives.windows import END, FIRST, SENTINELS, START, count_valid, inverted, sides, window
@@ -15,7 +15,7 @@ from tests.data.reference import mix_one
 from tests.tiers import first
 
 TOKENS = Tokens(np.array(SENTINELS), START, END)
-T5 = Spans(0.15, 3.0, TOKENS)
+T5 = SpanCorruption(0.15, 3.0, TOKENS)
 STREAM = 2**40
 
 
@@ -43,7 +43,7 @@ def test_both_sides_give_the_text_back(seed, count):
     several = 0
     for number in range(count):
         length, mean = int(chance.choice([4, 8, 16, 33, 64, 200, 568])), float(chance.choice([1, 1.5, 3, 10, 50, 1e3]))
-        objective = T5 if length > 4 else Spans(0.3, 1.0, TOKENS)
+        objective = T5 if length > 4 else SpanCorruption(0.3, 1.0, TOKENS)
         ids, begins = window(chance, length, mean)
         key = sample_key(seed, number)
         arranged, shape = objective.arrange(ids, begins, key), objective.shape(length)
@@ -130,7 +130,7 @@ def test_golden():
     """What a run was trained on must never change."""
     ids, begins = np.arange(FIRST, FIRST + 25), np.array([0, 14])
     ids[13] = END
-    arranged = Spans(0.3, 2.0, TOKENS).arrange(ids, begins, sample_key(1234, 0))
+    arranged = SpanCorruption(0.3, 2.0, TOKENS).arrange(ids, begins, sample_key(1234, 0))
     golden = (
         "1000 100 1003 1004 1005 1006 1007 1008 1009 1010 1011 101 0 1014 1015 1016 1017 100 1020 1021 1022 101 "
         "900 100 1001 1002 101 1012 900 100 1018 1019 101 1023"
