@@ -369,7 +369,7 @@ def test_architecture(path: Path) -> None:
     tables = 1 if spec.tie_embeddings else 2
     padding = (spec.vocab_padded - spec.vocab_size) * (tables * spec.dim + spec.head_bias)
     assert num_parameters(spec) - padding == parameters
-    auto = AutoModelForCausalLM if config.model.direction == "causal" else AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+    auto = AutoModelForCausalLM if config.model.direction == "causal" else AutoModelForMaskedLM
     auto = auto if config.model.encoder is None else AutoModelForSeq2SeqLM
     with torch.device("meta"):
         theirs = auto.from_config(AutoConfig.for_model(**published))
