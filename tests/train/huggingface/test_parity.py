@@ -340,7 +340,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_family_has_a_row() -> None:
-    assert {row.config.model_type for row in ROWS.values()} == FAMILIES.keys()
+    apart = {"t5"}  # whose decoder has inputs of its own, see `test_t5.py`
+    assert {row.config.model_type for row in ROWS.values()} == FAMILIES.keys() - apart
 
 
 @pytest.mark.parametrize("name", ROWS)
