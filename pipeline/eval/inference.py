@@ -53,8 +53,8 @@ def start_token(config: Config, tokenizer: Tokenizer) -> int:
         return tokenizer.end_of_document
     if token not in tokenizer.special_tokens:
         raise UserError(
-            f"train.objective.start_token={token} is no special token of the model's tokenizer, which has "
-            f"{', '.join(tokenizer.special_tokens) or 'none'}: set the one that the model was trained with"
+            f"train.objective.start_token={token} is not among the special tokens of the model's tokenizer "
+            f"({', '.join(tokenizer.special_tokens) or 'none'}): set the one that the model was trained with"
         )
     return tokenizer.special_tokens[token]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.dropout import PlacedDropout, dropped
 from pipeline.train.model.kernels.attention_mask import AttentionMask
-from pipeline.train.model.mixers.attention.cross_module import CrossAttention
 from pipeline.train.model.mlps.experts.routing import Routed
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.recompute import Recompute
+
+if TYPE_CHECKING:
+    from pipeline.train.model.mixers.attention.cross_module import CrossAttention
 
 Attended = tuple[Tensor, Tensor, AttentionMask, float]
 """Queries, keys, what is seen and the scale of an attention: what an `ActivationObserver` gets, without gradients."""
@@ -88,7 +90,7 @@ class Block(nn.Module):
         if self.spec.side == "encoder" or not context.encoder:
             return self.spec.side == "encoder" and not context.encoder
         assert context.states is not None
-        keys, values = cast(CrossAttention, self.get_submodule("cross")).keys_values(x_BSD)
+        keys, values = cast("CrossAttention", self.get_submodule("cross")).keys_values(x_BSD)
         context.states.cross[self.index].hold(keys, values)
         return True
 

@@ -5,7 +5,7 @@ Shapes: B batch, S positions, D width, V padded vocabulary, or the share of it t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -27,12 +27,11 @@ from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
-from pipeline.train.model.part_spec import LayerSpec, Reach, RelativeSpec, Side
+from pipeline.train.model.part_spec import LayerSpec, MixerSpec, Reach, RelativeSpec, Side
 from pipeline.train.model.relative import relative_bias
 from pipeline.train.model.rope import rope_tables
-from pipeline.train.model.sides import Stretch, both_sides, documents_of, order_by_shard, padded_documents
+from pipeline.train.model.sides import SideSpan, both_sides, documents_of, order_by_shard, padded_documents
 from pipeline.train.model.states import EncoderCache, MixerState, NoState, Places, States
-from pipeline.train.parallel.torch_compat.core import own_part
 
 __all__ = ["Context", "Decoder", "ModelPart"]
 
@@ -271,23 +270,23 @@ class Decoder(nn.Module):
         # Of a side that is not in the pass nothing is computed.
         return torch.cat(positions, dim=1), common.dropout, [contexts.get(mixer, common) for mixer in mixers]
 
-    def _stretches(self, context: Context, length: int, device: torch.device) -> list[Stretch]:
+    def _stretches(self, context: Context, length: int, device: torch.device) -> list[SideSpan]:
         """The sides of the sequence that this pass has, or all of it."""
         if not self.spec.sided:
-            return [Stretch(None, 0, length, documents_of(context))]
+            return [SideSpan(None, 0, length, documents_of(context))]
         if context.states is not None:
             side: Side = "encoder" if context.encoder else "decoder"
             documents = None
             if context.encoder and context.counts is not None:
                 documents = padded_documents(context.counts, length, device)
-            return [Stretch(side, 0, length, documents)]
+            return [SideSpan(side, 0, length, documents)]
         assert 0 < context.encoder < length, "an encoder-decoder's sequence has positions of both sides"
         return both_sides(context, length)
 
     def _contexts_of(
         self,
-        stretch: Stretch,
-        first: Stretch,
+        stretch: SideSpan,
+        first: SideSpan,
         layers: Sequence[LayerSpec],
         common: LayerContext,
         positions: Tensor,
@@ -322,11 +321,9 @@ class Decoder(nn.Module):
             pieces = SequencePieces.of(stretch.length, common.bounds_BS, common.cut)
         ropes = dict.fromkeys(mixer.rope for mixer in different.values() if mixer.rope is not None)
         tables = {spec: rope_tables(spec, positions) for spec in ropes}
-        relatives = dict.fromkeys(mixer.relative for mixer in different.values() if mixer.relative is not None)
         # Of keys in the sequence, not in their documents: the distance is the same.
         queries = torch.arange(stretch.length, device=device)[None] if places is None else places.positions_BS
-        keys = stretch.length if places is None else places.keys
-        biases = {each: relative_bias(own_part(self.relative[each.side]), queries, keys, each) for each in relatives}
+        biases = self._biases(different.values(), queries, stretch.length if places is None else places.keys)
         cross = None
         if any(layer.cross is not None for layer in layers):
             cross = self._look_across(common, stretch, first, rows, device)
@@ -341,6 +338,15 @@ class Decoder(nn.Module):
             contexts[key] = looking if rope is None else replace(looking, rope=tables[rope])
         return contexts
 
+    def _biases(self, mixers: Iterable[MixerSpec], queries: Tensor, keys: int) -> dict[RelativeSpec, Tensor]:
+        """Biases of layers with relative positions, see `relative_bias`."""
+        relatives = dict.fromkeys(mixer.relative for mixer in mixers if mixer.relative is not None)
+        if not relatives:
+            return {}
+        from pipeline.train.parallel.torch_compat.core import own_part  # and with it DTensor
+
+        return {each: relative_bias(own_part(self.relative[each.side]), queries, keys, each) for each in relatives}
+
     def _place_dropout(self, dropout: Dropout, context: Context, length: int) -> PlacedDropout:
         """Dropout of a pass for the rows of the residual stream that this process has."""
         positions_1S = torch.arange(length, device=dropout.samples_B.device)[None]
@@ -352,7 +358,7 @@ class Decoder(nn.Module):
         return self._dropout_places.draw(dropout, positions_1S[0])
 
     def _look(
-        self, context: LayerContext, stretch: Stretch, reach: Reach, biased: bool, samples: int, device: torch.device
+        self, context: LayerContext, stretch: SideSpan, reach: Reach, biased: bool, samples: int, device: torch.device
     ) -> LayerContext:
         """A context with what queries see that reach so far, and what the kernel prepares for it."""
         length = stretch.length
@@ -363,7 +369,7 @@ class Decoder(nn.Module):
         return replace(context, kernel=kernel, sights=sights, prepared=prepared)
 
     def _look_across(
-        self, context: LayerContext, stretch: Stretch, encoder: Stretch, samples: int, device: torch.device
+        self, context: LayerContext, stretch: SideSpan, encoder: SideSpan, samples: int, device: torch.device
     ) -> LayerContext:
         """A context of the decoder's queries that look at the encoder's positions."""
         # An observer is shown attention of a layer to itself.

@@ -20,7 +20,7 @@ from pipeline.train.model.part_spec import Side
 
 
 @dataclass(frozen=True)
-class Stretch:
+class SideSpan:
     """Positions of a sequence whose layers attend to each other."""
 
     side: Side | None
@@ -42,16 +42,16 @@ def documents_of(context: Context) -> Documents | None:
     return None if context.bounds_BS is None else Documents(context.bounds_BS, context.starts, context.prefix_BS)
 
 
-def both_sides(context: Context, length: int) -> list[Stretch]:
+def both_sides(context: Context, length: int) -> list[SideSpan]:
     """The encoder and the decoder of a sequence of a length."""
     encoder, bounds_BS, starts = context.encoder, context.bounds_BS, context.starts
-    found: list[Stretch] = []
+    found: list[SideSpan] = []
     for side, first, behind in _cuts(encoder, length):
         documents = None
         if bounds_BS is not None:
             own = None if starts is None else partial(_own_starts, starts, length, first, behind)
             documents = Documents(bounds_BS[:, first:behind] - first, own)
-        found.append(Stretch(side, first, behind - first, documents))
+        found.append(SideSpan(side, first, behind - first, documents))
     return found
 
 

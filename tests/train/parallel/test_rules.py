@@ -58,8 +58,8 @@ def _messages(path: Path, processes: int, *overrides: str) -> list[str]:
 
 SIDES = (
     "model={layers: 8, encoder: {layers: 8}, dim: 64, heads: 8, positions: relative}",
-    "train={duration: 10 steps, sequence_length: 96, batch_size: 32, micro_batch_size: 1, objective: {type: spans, rate: "
-    "0.25}}",
+    "train={duration: 10 steps, sequence_length: 96, batch_size: 32, micro_batch_size: 1, "
+    "objective: {type: spans, rate: 0.25}}",
 )
 REFUSED: list[tuple[int, tuple[str, ...], str]] = [
     (2, (*SIDES, "parallel.cp=2"), "parallel.cp=2 does not cut the two sides .* set parallel.cp=1"),

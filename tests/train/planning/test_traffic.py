@@ -133,7 +133,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("ahead", 4, {"cp": 2, "tp": 2}, {}),
     ("ahead_tied", 4, {"dp_shard": 2, "tp": 2}, {}),
     # Two sides: each layer sends its own, and attention to the encoder gathers that, too.
-    ("t5", 2, {"tp": 2}, {"recompute.mode": "full"}),
+    ("sides", 2, {"tp": 2}, {"recompute.mode": "full"}),
     ("sides", 2, {"tp": 2}, {"recompute.mode": "selective"}),
     ("sides", 2, {"tp": 2, "sequence_parallel": False}, {}),
     ("t5", 4, {"pp": 2, "dp_shard": 2}, {}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -22,8 +22,21 @@ class CrossAttentionSpec(AttentionSpec):
     @classmethod
     def beside(cls, own: AttentionSpec) -> CrossAttentionSpec:
         """That of a layer with this attention to itself."""
-        values = {field.name: getattr(own, field.name) for field in fields(own)}
-        return cls(**values | {"reach": Reach(None, None), "rope": None, "relative": None})
+        return cls(
+            dim=own.dim,
+            heads=own.heads,
+            kv_heads=own.kv_heads,
+            head_dim=own.head_dim,
+            qkv_bias=own.qkv_bias,
+            output_bias=own.output_bias,
+            qk_norm=own.qk_norm,
+            reach=Reach(None, None),
+            scale=own.scale,
+            wide_qk_norm=own.wide_qk_norm,
+            soft_cap=own.soft_cap,
+            sinks=own.sinks,
+            gate=own.gate,
+        )
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
