@@ -19,7 +19,7 @@ from pipeline.config import Config
 from pipeline.config.base import Section, record_reads
 from pipeline.config.load import load
 from pipeline.config.model import LayerKindConfig, ModelConfig
-from pipeline.config.objective import FIM_SENTINELS
+from pipeline.config.objective import FIM_SENTINELS, MixedObjectiveConfig, ObjectiveConfig
 from pipeline.config.schema import keys
 from tests.eval.server.running import running
 from tests.tiny import write_run
@@ -168,7 +168,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     common = {
         "train.duration": "2 steps",
-        "tokenizer.special_tokens": [*FIM_SENTINELS, "[MASK]"],
+        "tokenizer.special_tokens": [*FIM_SENTINELS, "[MASK]", "[S2S]", *(f"<extra_id_{n}>" for n in range(8))],
         "stage.dir": str(tmp_path / "local"),
     }
     variants = [
@@ -193,6 +193,8 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     # Keys of a kind of layers take the place of those of `model:`, and are read as such.
     read = reads | {(LayerKindConfig, name) for section, name in reads if section is ModelConfig}
+    # The objective of a source is read as that of all.
+    read |= {(ObjectiveConfig, name) for section, name in reads if section is MixedObjectiveConfig}
     unread = [key.path for key in keys(Config) if (key.section, key.name) not in read]
     assert unread == sorted(EXEMPT)
 

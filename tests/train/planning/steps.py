@@ -76,6 +76,24 @@ DELTA: dict[str, Any] = {
 }
 """Two layers with a recurrence to one with attention."""
 
+ENCODER: dict[str, Any] = {
+    "model.direction": "both",
+    "model.document_attention": True,
+    "model.norm": "layernorm",
+    "model.norm_place": "post",
+    "model.final_norm": False,
+    "model.positions": "learned",
+    "model.token_types": 2,
+    "model.embedding_norm": True,
+    "model.mlp": "gelu_exact",
+    "model.bias": "all",
+    "model.head_transform": "gelu_exact",
+    "model.head_bias": True,
+    "model.tie_embeddings": True,
+    "train.objective": {"type": "masked", "rate": 0.25},
+}
+"""BERT, whose head scores a quarter of the positions."""
+
 SIDES: dict[str, Any] = {
     "model.encoder": {"layers": 4},
     "model.layers": 3,
@@ -132,6 +150,9 @@ CASES: dict[str, dict[str, Any]] = {
         "train.batch_size": 8,
         "train.micro_batch_size": 1,
     },
+    "encoder": ENCODER,
+    "encoder, tp2": {**ENCODER, "parallel.tp": 2},
+    "encoder, cp2": {**ENCODER, "parallel.cp": 2},
     "multi-token prediction": {"model.mtp": {"depth": 2}},
     "multi-token prediction, chunked loss, bf16": {
         "model.mtp": {"depth": 1},
@@ -355,6 +376,9 @@ def _batch(shape: StepShape, depth: int) -> Batch:
     starts = (begins + torch.tensor(sorted(set(halves)))).flatten().to(torch.int32)
     sources = torch.zeros(len(tokens), dtype=torch.int64)
     batch = Batch(tokens, tokens, torch.ones(size), starts, sources, {}, encoder=encoder)
+    if not encoder and shape.stream.predicted < decoder:
+        places = torch.randperm(decoder)[: shape.stream.predicted].sort().values
+        batch = replace(batch, predicted=places.expand(len(tokens), -1).clone())
     if not depth:
         return batch
     ahead = torch.stack([tokens] * depth, dim=1)

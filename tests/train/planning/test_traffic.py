@@ -132,6 +132,12 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("ahead_tied", 4, {"pp": 2, "dp_shard": 2, "pipeline": {"schedule": "zbv"}}, {}),
     ("ahead", 4, {"cp": 2, "tp": 2}, {}),
     ("ahead_tied", 4, {"dp_shard": 2, "tp": 2}, {}),
+    # Encoders: parameters whole on all ranks before the layers and before the head, which scores some positions.
+    ("bert", 2, {"tp": 2}, {"loss.chunk_tokens": 37}),
+    ("bert", 2, {"tp": 2, "sequence_parallel": False}, {}),
+    ("modernbert", 4, {"pp": 2, "tp": 2}, {}),
+    ("modernbert", 4, {"pp": 2, "dp_shard": 2}, {}),
+    ("bert", 2, {"cp": 2}, {"recompute.mode": "full"}),
     # Two sides: each layer sends its own, and attention to the encoder gathers that, too.
     ("sides", 2, {"tp": 2}, {"recompute.mode": "full"}),
     ("sides", 2, {"tp": 2}, {"recompute.mode": "selective"}),
