@@ -66,7 +66,7 @@ lint: install-dev
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
-	@$(BIN)/python -m pipeline.train.doc_tables docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md
+	@$(BIN)/python -m pipeline.train.doc_tables docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md docs/objectives.md
 
 lock: install-dev
 	@$(BIN)/python requirements/lock.py $(UPGRADE)

@@ -97,7 +97,7 @@ def bins(folder: Path) -> list[Path]:
 def open_ours(folder: Path) -> Any:
     from pipeline.data.datasets.dataset import Dataset
     from pipeline.data.loading.loader import Loader
-    from pipeline.data.loading.objectives import Causal
+    from pipeline.data.loading.objectives.causal import Causal
     from pipeline.data.order.blend import integer_weights, keyed_offset
     from pipeline.data.order.journal import Journal
     from pipeline.data.order.segments import Segment, SourceState

@@ -36,6 +36,10 @@ def to_hf(
         Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Type of the weights; default: as stored (fp32).")
     ] = None,
     max_shard: MaxShard = "5GB",
+    pooled: Annotated[
+        bool,
+        typer.Option("--pooled", help="Of an encoder: with the files of sentence-transformers, mean pooling."),
+    ] = False,
 ) -> None:
     """Write a model for transformers, vLLM and lm-eval: safetensors, config.json and the tokenizer's files."""
     from pipeline.common.console import say
@@ -43,7 +47,14 @@ def to_hf(
 
     console = Console()
     done = convert.to_hf(
-        source, out, step=step, weights=weights, dtype=dtype, max_shard=shard_bytes(max_shard), console=console
+        source,
+        out,
+        step=step,
+        weights=weights,
+        dtype=dtype,
+        max_shard=shard_bytes(max_shard),
+        pooled=pooled,
+        console=console,
     )
     say(console, done)
 

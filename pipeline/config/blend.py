@@ -19,6 +19,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pipeline.config.base import AbsPath, Duration, Section, Share, Value
+from pipeline.config.objective import MixedObjectiveConfig
 
 _RANGE = re.compile(r"^([0-9][0-9_]*)(?:\s*-\s*([0-9][0-9_]*))?$")
 
@@ -110,6 +111,8 @@ class PhaseConfig(Section):
     """In place of train.batch_size."""
     micro_batch_size: int | None = Field(default=None, ge=1)
     """In place of train.micro_batch_size."""
+    objective: MixedObjectiveConfig | None = None
+    """In place of train.objective."""
 
     @field_validator("weights", mode="before")
     @classmethod

@@ -81,6 +81,9 @@ class EvalConfig(Section):
     documents: bool = False
     """Score each document by itself: windows begin anew with it, and hold nothing of another one. By default the split
     is one text, in which documents follow one another as they do in training."""
+    pseudo_tokens: int = Field(default=256, ge=0)
+    """Encoders: tokens of each source that are masked alone for the pseudo-perplexity, a window in the forward pass for
+    each of them; 0: it is left out."""
     max_length: int | None = Field(default=None, ge=1)
     """Tokens that a task has as input at once; by default train.sequence_length."""
     processes: int = Field(default=1, ge=1)

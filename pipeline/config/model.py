@@ -143,6 +143,39 @@ class MtpConfig(Section):
     """Number of these layers, each like the model's last one, and so of tokens predicted after the next one."""
 
 
+class RelativeConfig(Section):
+    """Relative positions (T5): each head has a number for each bucket of distances, added to scores.
+
+    Half of the buckets are for one distance each, and the others for ranges that grow by a factor up to max_distance.
+    """
+
+    buckets: int = Field(default=32, ge=4, le=MAX_WIDTH)
+    """Buckets of a side, an even number; those of the encoder are for both directions, half of them for each."""
+    max_distance: int = Field(default=128, ge=2, le=MAX_ROWS)
+    """Distance from which on all are in the last bucket."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> RelativeConfig:
+        if self.buckets % 4:
+            raise ValueError(f"buckets {self.buckets} is not a multiple of 4")
+        if self.max_distance <= self.buckets // 2:
+            raise ValueError(f"max_distance {self.max_distance} must be more than half of buckets {self.buckets}")
+        return self
+
+
+class EncoderConfig(Section):
+    """Encoder of an encoder-decoder: layers whose tokens see all of their document.
+
+    The layers of `model.layers` are the decoder's then, and attend to the encoder's output, too. Both sides have the
+    keys of `model:`, and share the embedding.
+    """
+
+    layers: int = Field(ge=1, le=MAX_LAYERS)
+    """Number of blocks of the encoder."""
+    pattern: list[str] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
+    """Kinds of its layers, as `model.pattern`, which is the default."""
+
+
 class _Size(Section):
     layers: int = Field(ge=1, le=MAX_LAYERS)
     """Number of blocks."""
@@ -171,17 +204,18 @@ class LayerConfig(Section):
     """Sizes of Mamba-2."""
     delta: DeltaConfig | None = None
     """Sizes of gated_delta and kda."""
-    mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2", "experts", "none"] = "swiglu"
+    mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu", "relu2", "experts", "none"] = "swiglu"
     """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2); `gelu_exact`: without it (Pythia).
-    `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu2`: relu(w1 x)^2 (Nemotron). `experts`: a
-    mixture of experts, see experts. `none`: no mlp."""
+    `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu`: relu(w1 x) (T5 1.0). `relu2`: relu(w1 x)^2
+    (Nemotron). `experts`: a mixture of experts, see experts. `none`: no mlp."""
     experts: ExpertsConfig | None = None
     """With mlp: experts, these."""
     bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
     """Linear layers that have a bias: none (Llama 3), query/key/value (Qwen2), those of attention or of the mlp, or all
     (GPT-2)."""
-    positions: Literal["rope", "learned", "none"] = "rope"
-    """Rotary embedding of queries and keys, a learned embedding added to the tokens, or none."""
+    positions: Literal["rope", "learned", "relative", "none"] = "rope"
+    """Rotary embedding of queries and keys, a learned embedding added to the tokens, or none. `relative`: see relative;
+    for encoder-decoders, and slower."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingConfig | None = None
@@ -192,7 +226,8 @@ class LayerConfig(Section):
     """RMSNorm of queries and keys before the rotary embedding: true, over each head (Qwen3); `full`, over all heads
     together (OLMo 2)."""
     sliding_window: int | None = Field(default=None, ge=1, le=MAX_ROWS)
-    """A token attends to itself and the sliding_window - 1 tokens before it (Mistral)."""
+    """A token attends to itself and the sliding_window - 1 tokens before it (Mistral). With direction: both, to itself
+    and to sliding_window / 2 tokens on each side, rounded down (ModernBERT's local_attention)."""
     attention_scale: float | None = Field(default=None, gt=0)
     """Factor on the products of queries and keys; by default 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = Field(default=None, gt=0)
@@ -227,13 +262,20 @@ class LayerKindConfig(LayerConfig):
 
 
 class ModelConfig(LayerConfig, _Size):
-    """A decoder: embedding, `layers` blocks of attention and mlp, head."""
+    """A decoder or an encoder: embedding, `layers` blocks of attention and mlp, head."""
 
+    direction: Literal["causal", "both"] = "causal"
+    """Tokens that a token sees: `causal`, itself and those before it; `both`, those behind it too, in every layer. Such
+    a model is an encoder (BERT), which learns to fill in masked tokens and does not write text."""
     pattern: list[str] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
     """Kinds of the layers, by their names in `kinds`: repeated until there are `layers`, which need not be a multiple.
     By default all layers are equal."""
     kinds: dict[str, LayerKindConfig] = Field(default_factory=dict)
     """By name of a kind in `pattern`, the keys that differ from those of `model:`, like `{sliding_window: 1024}`."""
+    encoder: EncoderConfig | None = None
+    """Encoder beside the decoder."""
+    relative: RelativeConfig | None = None
+    """With positions: relative, these."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of normalization, of mixers and mlps and before the head."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -253,6 +295,20 @@ class ModelConfig(LayerConfig, _Size):
     """Tokens that have logits; by default as many as the tokenizer has ids. Models from elsewhere may have more."""
     vocab_multiple: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """The vocabulary is padded to a multiple of this; logits of the padding are -inf."""
+    token_types: int | None = Field(default=None, ge=1, le=MAX_ROWS)
+    """Rows of an embedding of the type of a token (BERT: 2), of which all tokens have the first one. By default there
+    is no such embedding."""
+    embedding_norm: bool = False
+    """The sum of the embeddings is normalized (BERT, ModernBERT)."""
+    first_norm: bool = True
+    """The input of the first layer is normalized. false: not once more behind embedding_norm (ModernBERT)."""
+    final_norm: bool = True
+    """There is a norm behind the last layer. false: norm_place: post has one there already (BERT)."""
+    head_transform: Literal["gelu", "gelu_exact"] | None = None
+    """Before the head comes a matrix of dim x dim, with a bias if bias is all, then this function and a norm (BERT,
+    ModernBERT: gelu_exact)."""
+    head_bias: bool = False
+    """Each token has a number that is added to its logit (BERT)."""
     embedding_scale: float = Field(default=1.0, gt=0)
     """Factor on the embedding of tokens, rounded to the type of the weights (Gemma: sqrt(dim))."""
     residual_scale: float = Field(default=1.0, gt=0)
@@ -286,6 +342,19 @@ class ModelConfig(LayerConfig, _Size):
         names: Sequence[str | None] = self.pattern or (None,)
         return [names[index % len(names)] for index in range(self.layers)]
 
+    @property
+    def all_layers(self) -> int:
+        """Number of layers, of an encoder-decoder those of both sides."""
+        return self.layers + (0 if self.encoder is None else self.encoder.layers)
+
+    @property
+    def encoder_kinds(self) -> list[str | None]:
+        """The same of the encoder's layers; none without an encoder."""
+        if self.encoder is None:
+            return []
+        names: Sequence[str | None] = self.encoder.pattern or self.pattern or (None,)
+        return [names[index % len(names)] for index in range(self.encoder.layers)]
+
     def layer(self, kind: str | None) -> ModelConfig:
         """The section with the keys of the layers of a kind."""
         if kind is None:
@@ -296,7 +365,13 @@ class ModelConfig(LayerConfig, _Size):
 
     @model_validator(mode="after")
     def _kinds(self) -> ModelConfig:
-        used = set(self.pattern or ())
+        of_encoder = None if self.encoder is None else self.encoder.pattern
+        if of_encoder is not None:
+            if self.pattern is None:
+                raise ValueError("encoder.pattern needs a pattern, which is that of the decoder's layers")
+            if unknown := [name for name in of_encoder if name not in self.kinds]:
+                raise ValueError(f"encoder.pattern has {unknown[0]!r}, which is not in kinds")
+        used = {*(self.pattern or ()), *(of_encoder or ())}
         if unknown := [name for name in self.pattern or () if name not in self.kinds]:
             known = ", ".join(self.kinds) or "none"
             raise ValueError(f"pattern has {unknown[0]!r}, which is not in kinds ({known})")
@@ -305,8 +380,39 @@ class ModelConfig(LayerConfig, _Size):
         if self.pattern is not None and len(self.pattern) > self.layers:
             raise ValueError(f"pattern has {len(self.pattern)} layers, but layers is {self.layers}")
         for name, kind in self.kinds.items():
-            if "positions" in kind.model_fields_set and "learned" in (kind.positions, self.positions):
-                raise ValueError(f"kinds.{name}.positions: learned positions are those of all layers")
+            for each in ("learned", "relative"):
+                if "positions" in kind.model_fields_set and each in (kind.positions, self.positions):
+                    raise ValueError(f"kinds.{name}.positions: {each} positions are those of all layers")
+        return self
+
+    @model_validator(mode="after")
+    def _encoder(self) -> ModelConfig:
+        if self.relative is not None and self.positions != "relative":
+            raise ValueError(f"relative needs positions: relative, and positions is {self.positions}")
+        if self.encoder is None:
+            if self.positions == "relative":
+                raise ValueError("positions: relative needs the section encoder; set positions: rope without one")
+            return self
+        if self.direction != "causal":
+            raise ValueError("direction: both is not for models with an encoder, whose layers see both sides anyway")
+        for key in ("token_types", "embedding_norm", "first_norm", "final_norm", "head_transform", "head_bias"):
+            if getattr(self, key) != ModelConfig.model_fields[key].default:
+                raise ValueError(f"{key} is not for models with an encoder; leave it out")
+        if self.mtp is not None:
+            raise ValueError("mtp is not for models with an encoder; leave one of the two out")
+        if self.positions == "learned":
+            raise ValueError("positions: learned is not for models with an encoder; set rope or relative")
+        for name in dict.fromkeys([*self.encoder_kinds, *self.layer_kinds]):
+            layer, where = self.layer(name), "" if name is None else f"kinds.{name}: "
+            if layer.mixer != "attention":
+                raise ValueError(f"{where}mixer: {layer.mixer} is not for models with an encoder; set attention")
+            if layer.mlp in ("experts", "none"):
+                raise ValueError(f"{where}mlp: {layer.mlp} is not for models with an encoder; set another mlp")
+            if layer.residual != "sequential":
+                raise ValueError(f"{where}residual: {layer.residual} is not for models with an encoder; leave it out")
+            if layer.positions == "relative" and (layer.sinks or layer.attention_soft_cap is not None):
+                key = "sinks" if layer.sinks else "attention_soft_cap"
+                raise ValueError(f"{where}{key} is not for positions: relative; leave it out, or set positions: rope")
         return self
 
     @model_validator(mode="after")
@@ -325,6 +431,19 @@ class ModelConfig(LayerConfig, _Size):
         for key, owners in _SECTIONS.items():
             if getattr(self, key) is not None and not mixers.intersection(owners):
                 raise ValueError(f"{key} needs layers with mixer: {' or '.join(owners)}, and there are none")
+        if not self.first_norm and (self.layer(self.layer_kinds[0]).norm_place not in ("pre", "both")):
+            raise ValueError("first_norm: false needs norm_place: pre or both; leave it out")
+        if not self.first_norm and self.layer(self.layer_kinds[0]).residual != "sequential":
+            raise ValueError("first_norm: false needs residual: sequential")
+        if self.head_transform is not None and self.init.scheme == "mup":
+            raise ValueError("head_transform is not known for init.scheme: mup; set depth_scaled or normal")
+        if self.head_transform is not None and self.mtp is not None:
+            raise ValueError("head_transform does not go with mtp; leave one out")
+        if self.direction == "both":
+            if recurrent := sorted(mixers.intersection(RECURRENT)):
+                raise ValueError(f"direction: both is not for mixer: {recurrent[0]}, whose state goes forward alone")
+            if self.mtp is not None:
+                raise ValueError("mtp needs direction: causal; with both a token sees the ones that mtp would predict")
         return self
 
 

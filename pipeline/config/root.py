@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import model_validator
@@ -13,6 +14,7 @@ from pipeline.config.blend import BlendConfig, StageConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig, ServeConfig
 from pipeline.config.model import ModelConfig
+from pipeline.config.objective import OBJECTIVE_MODELS, ModelNeeds, ObjectiveConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, ResumeConfig, RunConfig
 from pipeline.config.slurm import SlurmConfig
@@ -107,13 +109,51 @@ class Config(Section):
                     "train.loss.mtp is the weight of multi-token prediction, which the model does not have: set "
                     "model.mtp.depth, or leave train.loss.mtp out"
                 )
-        elif self.train.objective.type != "causal":
-            raise ValueError(
-                f"model.mtp does not go with train.objective.type: {self.train.objective.type}, which rearranges a "
-                "window, while the targets of model.mtp lie behind it, too: set train.objective.type: causal, or leave "
-                "model.mtp out"
-            )
+            return self
+        for key, objective in self.objectives():
+            if objective.type != "causal":
+                raise ValueError(
+                    f"model.mtp does not go with {key}.type: {objective.type}, which rearranges a window, while the "
+                    f"targets of model.mtp lie behind it, too: set {key}.type: causal, or leave model.mtp out"
+                )
         return self
+
+    @model_validator(mode="after")
+    def _objectives_fit(self) -> Config:
+        have = ModelNeeds(self.model.direction, self.model.encoder is not None)
+        sources = [source.name for source in self.data.sources]
+        for key, objective in self.objectives():
+            needs = OBJECTIVE_MODELS[objective.type]
+            if needs.encoder and not have.encoder:
+                raise ValueError(
+                    f"{key}.type: {objective.type} trains an encoder with a decoder, and there is no model.encoder: "
+                    f"give model.encoder.layers, or set {key}.type: causal"
+                )
+            if have.encoder and not needs.encoder:
+                raise ValueError(
+                    f"{key}.type: {objective.type} has no text for model.encoder: set {key}.type: spans or ul2, or "
+                    "leave model.encoder out"
+                )
+            if needs.direction != have.direction:
+                other = "masked" if have.direction == "both" else "causal"
+                raise ValueError(
+                    f"{key}.type: {objective.type} needs model.direction: {needs.direction}, and it is "
+                    f"{have.direction}: set model.direction: {needs.direction}, or {key}.type: {other}"
+                )
+            name = key.rpartition(".by_source.")[2]
+            if name != key and name not in sources:
+                raise ValueError(f"{key}: {name!r} is not one of data.sources ({', '.join(sources)})")
+        return self
+
+    def objectives(self) -> Iterator[tuple[str, ObjectiveConfig]]:
+        """All objectives with the keys that they stand at."""
+        places = [("train.objective", self.train.objective)]
+        for number, phase in enumerate(self.blend.phases):
+            if phase.objective is not None:
+                places.append((f"blend.phases.{number}.objective", phase.objective))
+        for key, objective in places:
+            yield key, objective
+            yield from ((f"{key}.by_source.{name}", each) for name, each in objective.by_source.items())
 
     @model_validator(mode="after")
     def _together(self) -> Config:
@@ -132,6 +172,13 @@ class Config(Section):
                 f"eval.stride: {stride} is more than train.sequence_length {self.train.sequence_length}, so tokens "
                 "between two windows would not count; lower it, or leave it out for windows that do not overlap"
             )
+        by_objective = [one.type for one in self.train.objective.all if one.chooses]
+        for key, given in (("stride", stride is not None), ("documents", self.eval.documents)):
+            if given and by_objective:
+                raise ValueError(
+                    f"eval.{key} does not go with train.objective.type: {by_objective[0]}, which chooses in whole "
+                    f"windows what is scored: leave eval.{key} out"
+                )
         for key, length in (("eval", self.eval.max_length), ("serve", self.serve.max_length)):
             if length is not None and self.model.positions == "learned" and length > self.max_positions:
                 raise ValueError(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import AbsPath, Count, Duration, Section
+from pipeline.config.objective import MixedObjectiveConfig
 
 
 class MuonConfig(Section):
@@ -139,24 +140,6 @@ class BalanceConfig(Section):
     force: bool = False
     """Deal tokens to experts in turn, whatever the router says. For measurements of speed alone: such a model learns
     nothing of use."""
-
-
-class ObjectiveConfig(Section):
-    """Objective of the training."""
-
-    type: Literal["causal", "fim"] = "causal"
-    """`causal`: each token from those before it. `fim`: fill-in-the-middle, for code: documents are rearranged into
-    prefix, suffix and middle (Bavarian et al. 2022)."""
-    rate: float = Field(default=0.5, ge=0, le=1)
-    """fim: share of the documents that are rearranged."""
-    spm_rate: float = Field(default=0.5, ge=0, le=1)
-    """fim: share of those in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
-    sentinels: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
-    """fim: special tokens of the tokenizer that announce prefix, suffix and middle."""
-
-
-OBJECTIVE_KEYS: dict[str, tuple[str, ...]] = {"causal": (), "fim": ("rate", "spm_rate", "sentinels")}
-"""By type of objective the other keys that it reads. A resume compares these alone."""
 
 
 class BatchRampConfig(Section):
@@ -449,7 +432,7 @@ class TrainConfig(Section):
     """Optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning rate schedule."""
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: MixedObjectiveConfig = MixedObjectiveConfig()
     """Objective of the training."""
     loss: LossConfig = LossConfig()
     """Loss."""

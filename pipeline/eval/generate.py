@@ -110,6 +110,9 @@ class GenerationBatch:
     What a text becomes does not depend on the others, but for the rounding of sums. After an error it cannot go on.
     Not thread-safe: one thread drives it.
 
+    Of an encoder-decoder the encoder reads the prompt, as a document that ends, and the decoder begins behind its start
+    token.
+
     Args:
         model: A whole model, on one device.
         tokenizer: The one that it was trained with.
@@ -136,6 +139,8 @@ class GenerationBatch:
             max_length, self._limit = learned, "model.max_positions is {}"
         self._max_length = max_length
         self._device = next(model.parameters()).device
+        self._encodes = model.spec.sided
+        self._start = tokenizer.end_of_document if model.start_token is None else model.start_token
         self._states = model.new_states(0, max_length)
         self._waiting: deque[_Row] = deque()
         self._reading: tuple[_Row, States] | None = None  # a prompt that takes several passes
@@ -164,8 +169,13 @@ class GenerationBatch:
             UserError: The prompt leaves no position for a new token, or has a token that the model does not.
         """
         assert self.free > 0, "no free slot"
+        if self._encodes:
+            self._check_encoded(prompt_ids, sampling)
+            # As in training, where a text ends with it.
+            end = self._tokenizer.end_of_document
+            prompt_ids = list(prompt_ids) if prompt_ids[-1] == end else [*prompt_ids, end]
         length, limit = len(prompt_ids), self._max_length
-        if length >= limit:
+        if length >= limit + self._encodes:
             raise UserError(
                 f"the prompt has {length:,} tokens, but {self._limit.format(f'{limit:,}')}; "
                 f"give a prompt of at most {limit - 1:,} tokens"
@@ -180,16 +190,27 @@ class GenerationBatch:
             key=self._keys,
             prompt=list(prompt_ids),
             sampling=sampling,
-            most=min(sampling.max_tokens, limit - length),
-            detokenizer=Detokenizer(self._tokenizer, prompt_ids),
+            most=min(sampling.max_tokens, limit - (1 if self._encodes else length)),
+            detokenizer=Detokenizer(self._tokenizer, [self._start] if self._encodes else prompt_ids),
             stop=StopStrings(sampling.stop),
             chance=self._chance(prompt_ids, sampling.seed),
         )
         if sampling.repetition_penalty != 1:
             row.seen_V = torch.zeros(self._model.spec.vocab_padded, dtype=torch.bool, device=self._device)
-            row.seen_V[torch.tensor(row.prompt, device=self._device)] = True
+            seen = [self._start] if self._encodes else row.prompt
+            row.seen_V[torch.tensor(seen, device=self._device)] = True
         self._waiting.append(row)
         return row.key
+
+    def _check_encoded(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        """Refuse what an encoder does not do with a prompt."""
+        if not prompt_ids:
+            raise UserError("the prompt has no tokens; give one or more")
+        if sampling.prompt_logprobs:
+            raise UserError(
+                "the model has an encoder, which reads the prompt and predicts nothing of it: ask for no "
+                "log-probabilities of the prompt"
+            )
 
     def prompt_tokens(self, key: int) -> tuple[Token, ...]:
         """The tokens of a text's prompt, with `Sampling.prompt_logprobs`; the first one has no log-probability.
@@ -254,6 +275,8 @@ class GenerationBatch:
 
     def _read(self) -> list[tuple[int, GeneratedText]]:
         """One forward pass of prompts: several short ones, or a part of a long one."""
+        if self._encodes:
+            return self._encode()
         if self._reading is None:
             rows = self._next_to_read()
             states = self._model.new_states(len(rows), max(len(row.prompt) for row in rows))
@@ -280,6 +303,22 @@ class GenerationBatch:
         index_R = torch.arange(len(rows), device=self._device)
         logits_RV = logits_RSV[index_R, last_R] if scored else logits_RSV[:, -1]
         self._prompt_tokens |= {row.key: tuple(row.prompt_tokens) for row in rows}
+        return self._begin(rows, logits_RV, states)
+
+    def _encode(self) -> list[tuple[int, GeneratedText]]:
+        """Prompts go through the encoder, whole ones, and the decoder gets its start token."""
+        rows = self._next_to_read()
+        states = self._model.new_states(len(rows), self._max_length)
+        counts = [len(row.prompt) for row in rows]
+        padded = [[*row.prompt, *[0] * (max(counts) - len(row.prompt))] for row in rows]
+        tokens_RS = torch.tensor(padded, device=self._device)
+        with torch.no_grad():
+            self._model(tokens_RS, Context(states=states, counts=counts, encoder=max(counts)))
+        starts_R1 = torch.full((len(rows), 1), self._start, device=self._device)
+        return self._begin(rows, self._forward(rows, starts_R1, Context(states=states))[:, -1], states)
+
+    def _begin(self, rows: list[_Row], logits_RV: Tensor, states: States) -> list[tuple[int, GeneratedText]]:
+        """The first tokens of texts whose prompts were read; they are continued with the others."""
         pieces = self._continue(rows, logits_RV)
         self._states.join(states)
         before = len(self._rows)
@@ -440,7 +479,7 @@ def as_they_end(
     settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     ids = [encode_prompt(tokenizer, each) if isinstance(each, str) else list(each) for each in prompts]
     if max_length is None:
-        max_length = max((len(a) + max(b.max_tokens, 1) for a, b in zip(ids, settings, strict=True)), default=1)
+        max_length = max((_positions(model, a, b) for a, b in zip(ids, settings, strict=True)), default=1)
     choices = ChoiceCollector() if experts else None
     batch = GenerationBatch(model, tokenizer, slots=slots, max_length=max_length, choices=choices)
     texts: dict[int, tuple[int, list[str], list[Token]]] = {}
@@ -460,10 +499,16 @@ def as_they_end(
                 yield index, Continuation("".join(words), tuple(tokens), batch.prompt_tokens(key), piece.finish, chosen)
 
 
+def _positions(model: Decoder, ids: Sequence[int], sampling: Sampling) -> int:
+    """Positions that a text needs; those of an encoder are others than those of its decoder."""
+    new = max(sampling.max_tokens, 1)
+    return max(len(ids), new) + 1 if model.spec.sided else len(ids) + new
+
+
 def stream(model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling) -> Iterator[GeneratedText]:
     """The pieces of one text as they come; their texts joined are the continuation. See `generate`."""
     ids = encode_prompt(tokenizer, prompt)
-    batch = GenerationBatch(model, tokenizer, slots=1, max_length=len(ids) + max(sampling.max_tokens, 1))
+    batch = GenerationBatch(model, tokenizer, slots=1, max_length=_positions(model, ids, sampling))
     batch.start(ids, sampling)
     return _pieces(batch)
 

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.eval.encoders import refuse_encoder
 from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.checkpoint.state_shapes import is_buffer
 from pipeline.train.model.decoder import Decoder
@@ -32,13 +34,29 @@ def load_decoder(config: Config, which: WeightsOf) -> Loaded:
     """The model of verified weights, whatever layout it was trained on, in the type that training computes in.
 
     Raises:
-        UserError: As `load_for_inference`.
+        UserError: The model is an encoder, or as `load_for_inference`.
     """
+    refuse_encoder(config.model, "generation")
     found = load_for_inference(config, which)
     # cuDNN's attention makes a plan for every number of keys, which here is one a token, and keeps them all.
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = unwrapped(found.model.whole, COMPUTE_DTYPE[config.train.precision.compute])
+    if model.spec.sided:
+        model.start_token = start_token(config, found.tokenizer)
     return Loaded(model, found.tokenizer, found.source)
+
+
+def start_token(config: Config, tokenizer: Tokenizer) -> int:
+    """Id of the token that the decoder of an encoder-decoder began each document with in training."""
+    token = config.train.objective.start_token
+    if token in (None, tokenizer.end_of_document_token):
+        return tokenizer.end_of_document
+    if token not in tokenizer.special_tokens:
+        raise UserError(
+            f"train.objective.start_token={token} is not among the special tokens of the model's tokenizer "
+            f"({', '.join(tokenizer.special_tokens) or 'none'}): set the one that the model was trained with"
+        )
+    return tokenizer.special_tokens[token]
 
 
 def unwrapped(model: Decoder, dtype: torch.dtype) -> Decoder:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from pipeline.common import storage
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.config.objective import mixed_values
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.eval.benchmarks import run_benchmarks
+from pipeline.eval.encoders import masked_alone, refuse_tasks
 from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
 from pipeline.eval.reports import WINDOWS, evaluated_by, identity, report_path
 from pipeline.eval.table import write_table
@@ -39,7 +41,7 @@ class Score:
     """Tokens scored; the end-of-document token that closes each document is one of them."""
     text_bytes: int | None
     """UTF-8 bytes of the original text of the scored tokens. Of a sample they are counted token by token; None where
-    the tokenizer does not let them be counted."""
+    the tokenizer does not let them be counted, or the objective chooses which tokens are scored."""
     loss: float
     """Nats a token."""
     perplexity: float
@@ -47,6 +49,18 @@ class Score:
     bits_per_byte: float | None
     """All bits spent, those for the ends of documents included, over the bytes of the text; None where these are not
     known, or none."""
+
+
+@dataclass(frozen=True)
+class PseudoScore:
+    """Loss on some tokens of which each is masked alone."""
+
+    targets: int
+    """Tokens scored."""
+    loss: float
+    """Nats a token."""
+    perplexity: float
+    """exp(loss), the pseudo-perplexity."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +76,16 @@ class EvalReport:
     """All sources together, weighted by their tokens."""
     export: dict[str, Any] | None = None
     """Origin of weights in a folder."""
+    pseudo: dict[str, PseudoScore] = field(default_factory=dict)
+    """By source, of an encoder."""
 
     def to_json(self) -> dict[str, Any]:
         """For the file of the report."""
         values = asdict(self)
         if self.export is None:
             del values["export"]
+        if not self.pseudo:
+            del values["pseudo"]
         return values
 
 
@@ -78,8 +96,7 @@ def score(loss: HeldOutLoss, documents: int, text_bytes: int | None) -> Score:
         targets=loss.targets,
         text_bytes=text_bytes,
         loss=loss.mean,
-        # Beyond exp(700) a float has no more to say.
-        perplexity=math.exp(min(loss.mean, 700.0)),
+        perplexity=_exp(loss.mean),
         bits_per_byte=loss.nats / math.log(2) / text_bytes if text_bytes else None,
     )
 
@@ -109,6 +126,7 @@ def evaluate(
         UserError: no such weights, damaged ones, nothing held out, or a layout that is not possible.
     """
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
+    refuse_tasks(config)
     with watched(config, ranks) as beat:
         init_rank(config, ranks)
         broadcast_from_rank0(lambda: bool(heldout_splits(config)))  # rank 0 alone says what is wrong
@@ -171,14 +189,51 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
             None if None in sizes else sum(size or 0 for size in sizes),
         ),
         export=found.origin() if isinstance(found, ExportedWeights) else None,
+        pseudo=_pseudo_scores(engine, splits, console, beat),
     )
+
+
+def _pseudo_scores(
+    engine: GenerationEngine, splits: Mapping[str, HeldOut], console: Console, beat: Callable[[], None]
+) -> dict[str, PseudoScore]:
+    """By source, of an encoder; empty for others."""
+    config, found = engine.config, dict[str, PseudoScore]()
+    if not _measures_pseudo(config):
+        return found
+    for name, split in splits.items():
+        rows = masked_alone(config, name, split.dataset)
+        tokens = rows.spread(config.eval.pseudo_tokens)
+        with measuring(engine, console, f"{name}, tokens masked alone", len(tokens), beat) as done:
+            loss = heldout_loss(
+                config,
+                engine.setup,
+                engine.model,
+                engine.runner,
+                rows,
+                tokens,
+                batch_size=config.eval.batch_size,
+                advance=done,
+            )
+        found[name] = PseudoScore(loss.targets, loss.mean, _exp(loss.mean))
+    return found
+
+
+def _measures_pseudo(config: Config) -> bool:
+    return config.eval.pseudo_tokens > 0 and config.model.direction == "both"
+
+
+def _exp(nats: float) -> float:
+    # Beyond exp(700) a float has no more to say.
+    return math.exp(min(nats, 700.0))
 
 
 def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -> tuple[int, int | None]:
     """Documents of the tokens that count in some windows, and the bytes of their original text if known."""
     dataset = split.dataset
+    # What an objective has scored is not the text: it leaves out most tokens, and adds others.
+    is_text = split.objective is None
     if len(windows) == len(split):
-        return dataset.documents, dataset.text_bytes
+        return dataset.documents, dataset.text_bytes if is_text else None
 
     def read() -> tuple[int, int | None]:
         spans = split.targets(windows)[:, 1:]
@@ -187,7 +242,7 @@ def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -
             for first, end in spans.tolist()
             for document in range(dataset.document_at(first), dataset.document_at(end - 1) + 1)
         }
-        return len(documents), text_bytes(dataset, engine.tokenizer, spans)
+        return len(documents), text_bytes(dataset, engine.tokenizer, spans) if is_text else None
 
     documents, size = broadcast_from_rank0(read)
     return documents, size
@@ -228,6 +283,7 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
             {name: Score(**row) for name, row in value["sources"].items()},
             Score(**value["blended"]),
             value.get("export"),
+            {name: PseudoScore(**row) for name, row in value.get("pseudo", {}).items()},
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
@@ -235,7 +291,12 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
 
 def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
     stride, length = config.eval.stride, config.train.sequence_length
+    objective = config.train.objective
+    scored = {"objective": mixed_values(objective)} if any(one.chooses for one in objective.all) else {}
+    pseudo = {"pseudo_tokens": config.eval.pseudo_tokens} if _measures_pseudo(config) else {}
     return {
+        **scored,
+        **pseudo,
         **identity(config, source),
         "data": {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()},
         "split": config.eval.split,
@@ -250,7 +311,8 @@ def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
 def _table(report: EvalReport, weights: str) -> Table:
     title = f"held-out loss{weights}{_how(report.made_with)}"
     table = Table("source", title=title, title_justify="left")
-    for column in ("documents", "tokens", "loss", "perplexity", "bits per byte"):
+    columns = ["documents", "tokens", "loss", "perplexity", "bits per byte"]
+    for column in [*columns, *["pseudo-perplexity"] * bool(report.pseudo)]:
         table.add_column(column, justify="right")
     rows = dict(report.sources)
     if len(rows) > 1:
@@ -263,6 +325,7 @@ def _table(report: EvalReport, weights: str) -> Table:
             f"{row.loss:.4f}",
             f"{row.perplexity:,.2f}",
             "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
+            *([f"{report.pseudo[name].perplexity:,.2f}" if name in report.pseudo else "-"] if report.pseudo else []),
         )
     return table
 
@@ -270,6 +333,11 @@ def _table(report: EvalReport, weights: str) -> Table:
 def _how(made_with: dict[str, Any]) -> str:
     """Description of the windows, where they are not the usual ones."""
     words = []
+    if "objective" in made_with:
+        words.append(
+            f"of the targets of train.objective.type: {made_with['objective']['type']}, which are not a text: no bits "
+            "per byte"
+        )
     if made_with["documents"]:
         words.append("each document alone")
     if made_with["stride"] is not None:

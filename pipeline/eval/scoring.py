@@ -23,6 +23,7 @@ from torch import Tensor
 from pipeline.common.errors import MachineError, UserError
 from pipeline.data.loading.batch import Batch
 from pipeline.eval.engine import GenerationEngine
+from pipeline.eval.inference import start_token
 from pipeline.train.model.loss import VocabShard, token_loss
 from pipeline.train.model.mixers.sequence import SequenceCut
 from pipeline.train.parallel.context import sequence_shard
@@ -33,6 +34,8 @@ _AT_ONCE = 4096
 """Tokens whose logits are in memory in fp32 at the same time."""
 _SHORTEST = 16
 """Positions of a batch at least."""
+_ANY = 2**40
+"""No limit."""
 _NONE = 2**40
 """Stands for a token where there is none, because no logit is the largest: they are not finite."""
 
@@ -133,8 +136,10 @@ def score(
     # Those with the same input, like answers of one token to the same question, share a row.
     together: dict[bytes, list[int]] = {}
     for number, request in enumerate(requests):
-        together.setdefault(np.array(request.tokens[:-1]).tobytes(), []).append(number)
-    rows = [_row(requests, numbers) for numbers in together.values()]
+        # With an encoder a token is in the context or predicted, and so of one side or the other.
+        apart = [request.scored] if engine.setup.spec.sided else []
+        together.setdefault(np.array([*apart, *request.tokens[:-1]]).tobytes(), []).append(number)
+    rows = [_row(engine, requests, numbers) for numbers in together.values()]
     rows.sort(key=lambda row: -len(row.tokens))
     # One more for what fills up batches.
     nats = torch.zeros(len(requests) + 1, dtype=torch.float64, device=engine.setup.device)
@@ -200,7 +205,6 @@ def continue_greedily(
         while waiting:
             active = next(_rounds(engine, waiting, batch_size))
             # What a number of this round stands for; one more for what fills up batches.
-            texts = [[*prompts[number].tokens, *new[number]] for number in active]
             chosen = torch.zeros(len(active) + 1, dtype=torch.int64, device=engine.setup.device)
 
             def measure(logits: Tensor, batch: Batch, chosen: Tensor = chosen) -> None:
@@ -210,7 +214,9 @@ def continue_greedily(
                     chosen[place] = token
 
             # There is no target to compare with.
-            rows = [_Row(text, [(len(text) - 1, 0, place)]) for place, text in enumerate(texts)]
+            rows = [_row_of(engine, prompts[number].tokens, new[number]) for number in active]
+            for place, row in enumerate(rows):
+                row.asked.append((len(row.tokens) - 1, 0, place))
             _evaluate(engine, rows, len(active), measure)
             dist.all_reduce(chosen)
             done = set()
@@ -232,18 +238,42 @@ class _Row:
     """A row of a batch: a text, and what is asked of it."""
 
     tokens: Sequence[int]
-    """The input."""
+    """The input; that of the decoder, where there is an encoder."""
     asked: list[tuple[int, int, int]]
     """(column of the input, token that may follow it, number of who asks)."""
+    first: int
+    """Column that predicts the first token behind the context."""
+    encoder: Sequence[int] = ()
+    """Input of the encoder, if there is one."""
 
 
-def _row(requests: Sequence[Request], numbers: Sequence[int]) -> _Row:
+def _row(engine: GenerationEngine, requests: Sequence[Request], numbers: Sequence[int]) -> _Row:
     """The row of some requests with the same input; the last token of each may be another one."""
-    asked = []
+    tokens = requests[numbers[0]].tokens
+    # Where what is predicted begins; with an encoder it is the same for all, and otherwise it does not matter.
+    begin = len(tokens) - requests[numbers[0]].scored
+    row = _row_of(engine, tokens[:begin], tokens[begin:-1])
     for number in numbers:
-        tokens, scored = requests[number].tokens, requests[number].scored
-        asked += [(place - 1, tokens[place], number) for place in range(len(tokens) - scored, len(tokens))]
-    return _Row(requests[numbers[0]].tokens[:-1], asked)
+        own, scored = requests[number].tokens, requests[number].scored
+        row.asked.extend(
+            (row.first + place - begin, own[place], number) for place in range(len(own) - scored, len(own))
+        )
+    return row
+
+
+def _row_of(engine: GenerationEngine, context: Sequence[int], behind: Sequence[int]) -> _Row:
+    """The row of a context and of tokens behind it, of which nothing is asked yet.
+
+    Args:
+        engine: The model.
+        context: At least one token. An encoder reads it as a document that ends, and its decoder what is behind.
+        behind: Further tokens.
+    """
+    if not engine.setup.spec.sided:
+        return _Row([*context, *behind], [], len(context) - 1)
+    end = engine.tokenizer.end_of_document
+    text = context if context[-1] == end else [*context, end]
+    return _Row([start_token(engine.config, engine.tokenizer), *behind], [], 0, text)
 
 
 def _rounds(engine: GenerationEngine, order: Sequence[T], batch_size: int) -> Iterator[Sequence[T]]:
@@ -264,8 +294,16 @@ def _evaluate(
     length = _length(max(len(row.tokens) for row in rows), engine.max_length, engine.model.sequence_multiple)
     starts = [(number * ranks + rank) * size for number in range(count)]
     cut = engine.model.cut
-    batches = [_batch(rows[start : start + size], size, length, dummy).to(engine.setup.device) for start in starts]
-    contexts = [make_context(batch, False, cut=cut) for batch in batches]
+    encoder = 0
+    if engine.setup.spec.sided:
+        # Room for padding, a document of its own on both sides.
+        multiple = engine.model.sequence_multiple
+        length = _length(max(len(row.tokens) for row in rows) + 1, _ANY, multiple)
+        encoder = _length(max(len(row.encoder) for row in rows) + 1, _ANY, multiple)
+    batches = [
+        _batch(rows[start : start + size], size, length, dummy, encoder).to(engine.setup.device) for start in starts
+    ]
+    contexts = [make_context(batch, bool(encoder), cut=cut) for batch in batches]
     engine.runner.evaluate([_sequence_shard(batch, cut, dummy) for batch in batches], contexts, measure)
 
 
@@ -301,17 +339,23 @@ def _length(longest: int, max_length: int, multiple: int) -> int:
     return max(longest, min(-(-length // multiple) * multiple, max_length))
 
 
-def _batch(rows: Sequence[_Row], size: int, length: int, dummy: int) -> Batch:
+def _batch(rows: Sequence[_Row], size: int, length: int, dummy: int, encoder: int) -> Batch:
+    length += encoder
     tokens = np.zeros((size, length), dtype=np.int64)
+    starts = {place * length + side for place in range(size) for side in (0, encoder)}
     for place, row in enumerate(rows):
-        tokens[place, : len(row.tokens)] = row.tokens
+        tokens[place, encoder : encoder + len(row.tokens)] = row.tokens
+        tokens[place, : len(row.encoder)] = row.encoder
+        if encoder:
+            starts |= {place * length + len(row.encoder), place * length + encoder + len(row.tokens)}
     asked = [(place, *each) for place, row in enumerate(rows) for each in row.asked]
     asked = asked or [_nothing(dummy)]
     return Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.zeros(size, length, dtype=torch.int64),
         weight=torch.zeros(size, length),
-        starts=torch.arange(0, size * length, length, dtype=torch.int32),
+        starts=torch.tensor(sorted(starts), dtype=torch.int32),
+        encoder=encoder,
         sources=torch.zeros(size, dtype=torch.int64),
         extras={"asked": torch.tensor(asked, dtype=torch.int64)},
     )

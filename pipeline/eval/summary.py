@@ -64,7 +64,8 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
     figures["zstd_bits_per_byte"] = zstd_bits_per_byte(heldout, tokenizer)
     figures["seconds"] = seconds
     try:
-        figures["continuation"] = continue_prompt(config, report.step, console)
+        encoder = config.model.direction == "both"  # which writes no text
+        figures["continuation"] = None if encoder else continue_prompt(config, report.step, console)
     except UserError as error:  # a model that diverged has figures, if bad ones, but no text
         warn(console, error)
         figures["continuation"] = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.common.storage import put
 from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
+from pipeline.data.loading.objectives.pictures import pictures
 from pipeline.train.huggingface.names import LAYER, Names, TensorRule
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.model.tensor_names import EXPERT
@@ -101,6 +102,12 @@ def _tensors_of(names: Names) -> str:
         return f"{text}, transposed" if rule.transposed else text
 
     layers = [rule for kinds in names.layers for rule in names.of_layer(LAYER, kinds)]
+    for side, own in names.sides.items():
+        # Layers are counted over both sides here.
+        here = f"layers.{'{i}' if side == 'encoder' else '{e + i}'}."
+        layers += [rule for kinds in own.layers for rule in own.of_layer(LAYER, kinds, here)]
+    if names.encoder_norm is not None:
+        layers.append(TensorRule(names.encoder_norm, ("layers.{e - 1}.encoder_norm.weight",)))
     if names.mtp:
         layers += names.of_depth("{n}", "{d}", names.layers[0])
     unlike = {(rule.theirs, rule.ours): rule for rule in layers}  # kinds of layers share parts
@@ -147,6 +154,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         "schedules": schedules(),
         "tested": tested(),
     },
+    "objectives.md": pictures,
     "checkpoints.md": lambda: {"winners": winners()},
     "huggingface.md": lambda: {"families": families(), "tensors": tensors()},
     "slurm.md": lambda: {"profile": keys(SiteConfig), "resources": keys(ResourcesConfig)},

@@ -21,7 +21,7 @@ from pipeline.train.parallel.layout import Layout, fixed_processes
 from pipeline.train.parallel.pipeline_schedules import Play, play
 from pipeline.train.parallel.pipeline_stages import Stage, compute_costs, split_stages
 from pipeline.train.parallel.rules.layout import check_layout, describe, layout_warnings
-from pipeline.train.parallel.step_shapes import step_shapes
+from pipeline.train.parallel.step_shapes import run_stream, step_shapes
 from pipeline.train.parallel.tested import LayoutKind
 
 
@@ -40,7 +40,7 @@ def check(config: Config, console: Console | None = None, environment: Mapping[s
     layout = check_layout(config, world_size(config, environment))
     model = planned_model(config)
     spec = model.spec
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, run_stream(config))
     for line in (
         *layout_lines(config, layout),
         str(model),
@@ -191,7 +191,7 @@ def _step_lines(config: Config, layout: Layout) -> Iterable[str]:
 
 def _pipeline_lines(config: Config, layout: Layout, spec: DecoderSpec, stages: Sequence[Stage]) -> Iterable[str]:
     pipeline = config.parallel.pipeline
-    costs = compute_costs(spec, stages, config.train.sequence_length)
+    costs = compute_costs(spec, stages, run_stream(config))
     given = "as given" if pipeline.layers_per_stage is not None else "balanced"
     yield f"pipeline: {pipeline.schedule}, {len(stages)} stages, {pipeline.stages_per_rank} on each pp rank, {given}"
     yield f"  {'stage':>5} {'pp rank':>7}  {'layers':<9} {'has':<15} {'parameters':>15} {'compute':>8}"

@@ -19,6 +19,7 @@ from pipeline.config import Config
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.loading.heldout import HeldOut
+from pipeline.data.loading.objectives.choice import heldout_objectives
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import differences
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -126,4 +127,8 @@ def open_heldout(
     """A held-out split of each source, in windows of `train.sequence_length` whatever the phases have."""
     length = config.train.sequence_length
     datasets = open_datasets(config, split)
-    return {name: HeldOut(each, length, stride=stride, documents=documents) for name, each in datasets.items()}
+    objectives = heldout_objectives(config, datasets)
+    return {
+        name: HeldOut(each, length, stride=stride, documents=documents, objective=objectives[name])
+        for name, each in datasets.items()
+    }

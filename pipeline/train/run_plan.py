@@ -11,10 +11,12 @@ from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.datasets.validate import check_datasets
+from pipeline.data.loading.objectives.choice import uses
+from pipeline.data.loading.stream_shape import StreamShape, stream_shape
 from pipeline.data.order import run_length
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.journal_file import saved_journal
-from pipeline.data.order.phases import plan_journal
+from pipeline.data.order.phases import plan_journal, segment_phase
 from pipeline.data.order.run_length import RunLength
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Segment
@@ -47,6 +49,12 @@ class RunPlan:
     def segment(self, step: int) -> Segment:
         """Segment of the journal that a step, counted from 0, is in."""
         return self.journal.segments[self.journal.segment_number(step)]
+
+    def stream(self, config: Config, step: int) -> StreamShape:
+        """Positions that the objective makes of a window of a step."""
+        number = self.journal.segment_number(step)
+        objective = uses(config, segment_phase(config, self.journal, number))[0].objective
+        return stream_shape(objective, self.journal.segments[number].sequence_length)
 
     def write_journal(self, run: Path) -> None:
         """Write `journal.json` of a run folder."""

@@ -46,6 +46,7 @@ def make_context(
     routing: Routing | None = None,
     on_routed: RoutingObserver | None = None,
     ahead: Ahead | None = None,
+    predicted: Tensor | None = None,
 ) -> Context:
     """The context of a batch: all that the model needs besides the tokens.
 
@@ -59,6 +60,7 @@ def make_context(
         routing: What a training demands of routers.
         on_routed: Is shown what their tokens chose.
         ahead: Targets of multi-token prediction, of what it gets.
+        predicted: Positions that the head scores, of what it gets, see `Batch`.
     """
     bounds, starts = (batch.bounds, batch.starts) if document_attention else (None, None)
     length = batch.tokens.shape[1]
@@ -73,6 +75,9 @@ def make_context(
         routing=routing,
         on_routed=on_routed,
         ahead=ahead,
+        predicted_BK=None if predicted is None else to_device(predicted, batch.tokens.device),
+        prefix_BS=batch.prefix,
+        encoder=batch.encoder,
     )
 
 
@@ -283,6 +288,7 @@ class Stepper:
             routing,
             None if balance is None else balance.routed,
             ahead,
+            batch.predicted,
         )
 
     def _dropout(self, batch: Batch) -> Dropout | None:

@@ -12,6 +12,7 @@ from pipeline.common.console import Console, warn
 from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.segments import Segment
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.monitor.imbalance import Imbalance
@@ -30,6 +31,8 @@ class Issued:
     data: StepData
     segment: Segment
     """Segment of the journal."""
+    stream: StreamShape
+    """What the objective makes of a window."""
     begin: float
     """Time at which its data were asked for, by `time.monotonic`."""
     waited: float
@@ -88,8 +91,8 @@ class StepMetrics:
             warn(self._console, warning)
         if "experts" in values and (warning := self._imbalance.see(step, values["experts"])):
             warn(self._console, warning)
-        tokens, length = sum(issued.data.tokens_by_source.values()), issued.segment.sequence_length
-        flops, causal_flops = (flops_per_token(self._spec, length, causal=causal) for causal in (False, True))
+        tokens, stream = sum(issued.data.tokens_by_source.values()), issued.stream
+        flops, causal_flops = (flops_per_token(self._spec, stream, causal=causal) for causal in (False, True))
         return {
             **self.head(step),
             **place(loader, issued.data),

@@ -172,7 +172,8 @@ class Trainer:
         begin = time.monotonic()
         with span("fetch"):
             data = next(batches)
-        issued = Issued(data, self._plan.segment(data.step), begin, waited=time.monotonic() - begin)
+        waited, step = time.monotonic() - begin, data.step
+        issued = Issued(data, self._plan.segment(step), self._plan.stream(self._config, step), begin, waited)
         for line in step_lines(self._config, self._plan, data, first):
             say(self._console, line)
         return issued
@@ -304,7 +305,8 @@ class Trainer:
             storage.put(RunFiles(self._folder.path).config, dump(self._config).encode())
             self._plan.write_journal(self._folder.path)
             sinks = open_sinks(self._config, self._folder.path, self._console, first, total)
-        flops = flops_per_token(self._setup.spec, self._plan.segment(first).sequence_length, causal=True)
+        stream = self._plan.stream(self._config, first)
+        flops = flops_per_token(self._setup.spec, stream, causal=True)
         for line in [
             *start_lines(self._config, self._plan, self._setup, first, flops),
             *nothing_held_out(self._config, [len(split) for split in self._heldout.values()]),
@@ -401,7 +403,8 @@ class Trainer:
     def _choose_compiling(self, checkpoint: Checkpoint | None) -> tuple[bool, str]:
         """True if layers are compiled, and a line for the log; see `choose_compiling`."""
         device, plan = self._setup.device, self._plan
-        flops = flops_per_token(self._setup.spec, plan.segment(0).sequence_length, causal=True)
+        stream = plan.stream(self._config, 0)
+        flops = flops_per_token(self._setup.spec, stream, causal=True)
         flops = flops * plan.journal.tokens(plan.length.steps) / dist.get_world_size()
         before = checkpoint.state().get(_COMPILED, {}).get(device.type) if checkpoint else None
         threads = torch.get_num_threads()

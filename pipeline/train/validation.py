@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,13 +80,26 @@ def validation_losses(
     }
 
 
+class HeldOutRows(Protocol):
+    """Rows of tokens with targets, by number: a `HeldOut`, or what stands in for one."""
+
+    def longest_first(self, windows: Sequence[int]) -> Sequence[int]:
+        """See `HeldOut`, as for the others."""
+
+    def length_of(self, windows: Sequence[int], multiple: int) -> int:
+        """Positions of a batch of them."""
+
+    def batch(self, windows: Sequence[int], length: int | None = None) -> Batch:
+        """Some of them."""
+
+
 @torch.no_grad()
 def heldout_loss(
     config: Config,
     setup: Setup,
     model: ParallelModel,
     runner: Runner,
-    split: HeldOut,
+    split: HeldOutRows,
     windows: Sequence[int],
     *,
     batch_size: int,
@@ -104,7 +118,7 @@ def heldout_loss(
 
     def context(whole: Batch, batch: Batch) -> Context:
         criterion = Criterion(batch.targets, batch.weight, shard=model.vocab_shard, chunk_tokens=chunk_tokens)
-        return make_context(whole, config.model.document_attention, criterion, cut=model.cut)
+        return make_context(whole, config.model.document_attention, criterion, cut=model.cut, predicted=batch.predicted)
 
     def measure(losses: TokenLosses, batch: Batch) -> None:
         if setup.mesh.rank("tp") == 0:  # the others have the same sums
@@ -125,7 +139,7 @@ def heldout_loss(
 
 
 def _passes(
-    split: HeldOut, windows: Sequence[int], batch_size: int, mesh: Mesh, model: ParallelModel
+    split: HeldOutRows, windows: Sequence[int], batch_size: int, mesh: Mesh, model: ParallelModel
 ) -> Iterator[tuple[list[Batch], int]]:
     """This rank's batches, up to one a stage of one shape at once, and how many windows all ranks have in them."""
     ranks, together, multiple = mesh.size("batch"), len(model.stages), math.lcm(_MULTIPLE, model.sequence_multiple)
@@ -138,7 +152,9 @@ def _passes(
         yield _own_batches(split, [rest], -(-len(rest) // ranks), mesh, multiple), len(rest)
 
 
-def _own_batches(split: HeldOut, groups: Sequence[Sequence[int]], size: int, mesh: Mesh, multiple: int) -> list[Batch]:
+def _own_batches(
+    split: HeldOutRows, groups: Sequence[Sequence[int]], size: int, mesh: Mesh, multiple: int
+) -> list[Batch]:
     """This rank's `size` windows of each group, in batches as long as the longest window needs, or a bit longer.
 
     All ranks have as many, so what is missing is filled up with weight 0.

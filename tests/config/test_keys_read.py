@@ -19,8 +19,8 @@ from pipeline.config import Config
 from pipeline.config.base import Section, record_reads
 from pipeline.config.load import load
 from pipeline.config.model import LayerKindConfig, ModelConfig
+from pipeline.config.objective import FIM_SENTINELS, MixedObjectiveConfig, ObjectiveConfig
 from pipeline.config.schema import keys
-from pipeline.config.train import ObjectiveConfig
 from tests.eval.server.running import running
 from tests.tiny import write_run
 from tests.train.poison import INF, poison
@@ -77,6 +77,32 @@ VARIANTS: list[dict[str, Any]] = [
             "kda": {"mixer": "kda", "delta": {"key_heads": 2, "key_dim": 8, "value_dim": 8}},
             "mlp": {"mixer": "none", "mlp": "relu2"},
         },
+    },
+    {
+        "model.encoder": {"layers": 2, "pattern": ["wide", "far"]},
+        "model.pattern": ["far", "wide"],
+        "model.kinds": {"wide": {"ffn_dim": 48}, "far": {"sliding_window": 8}},
+        "model.positions": "relative",
+        "model.relative": {"buckets": 8, "max_distance": 16},
+        "model.mlp": "relu",
+        "train.objective": {"type": "spans", "rate": 0.2},
+        "blend": {
+            "phases": [
+                {"until": "1 steps"},
+                {"objective": {"type": "ul2", "denoisers": [{"rate": 0.2, "mode": "[S2S]"}, {"rate": 0.5}]}},
+            ]
+        },
+    },
+    {
+        "model.direction": "both",
+        "model.norm": "layernorm",
+        "model.token_types": 2,
+        "model.embedding_norm": True,
+        "model.first_norm": False,
+        "model.final_norm": False,
+        "model.head_transform": "gelu",
+        "model.head_bias": True,
+        "train.objective": {"type": "masked"},
     },
     {
         "data.loader": {"read": "pread"},
@@ -142,7 +168,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     common = {
         "train.duration": "2 steps",
-        "tokenizer.special_tokens": list(ObjectiveConfig().sentinels),
+        "tokenizer.special_tokens": [*FIM_SENTINELS, "[MASK]", "[S2S]", *(f"<extra_id_{n}>" for n in range(8))],
         "stage.dir": str(tmp_path / "local"),
     }
     variants = [
@@ -167,6 +193,8 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     # Keys of a kind of layers take the place of those of `model:`, and are read as such.
     read = reads | {(LayerKindConfig, name) for section, name in reads if section is ModelConfig}
+    # The objective of a source is read as that of all.
+    read |= {(ObjectiveConfig, name) for section, name in reads if section is MixedObjectiveConfig}
     unread = [key.path for key in keys(Config) if (key.section, key.name) not in read]
     assert unread == sorted(EXEMPT)
 

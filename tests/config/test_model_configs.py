@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from pipeline.config.load import load, packaged_configs
 from pipeline.config.model import LayerConfig, ModelConfig
@@ -315,6 +315,28 @@ PUBLISHED["olmo-hybrid-7b"] = (
     },
     7_430_870_688,
 )
+_BERT = {"model_type": "bert", "hidden_act": "gelu", "type_vocab_size": 2, "max_position_embeddings": 512}
+_BERT |= {"layer_norm_eps": 1e-12, "vocab_size": 30522}
+_MODERNBERT = {"model_type": "modernbert", "norm_eps": 1e-5, "vocab_size": 50368, "max_position_embeddings": 8192}
+_MODERNBERT |= {"global_attn_every_n_layers": 3, "local_attention": 128, "pad_token_id": None}
+_MODERNBERT |= {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "decoder_bias": True, "norm_bias": False}
+PUBLISHED |= {
+    "bert-base": (_BERT | _sizes(12, 768, 12, 3072), 109_514_298),
+    "bert-large": (_BERT | _sizes(24, 1024, 16, 4096), 335_174_458),
+    "modernbert-base": (_MODERNBERT | _sizes(22, 768, 12, 1152), 149_655_232),
+    "modernbert-large": (_MODERNBERT | _sizes(28, 1024, 16, 2624), 395_881_664),
+}
+
+
+def _t5(layers: int, dim: int, heads: int, ffn_dim: int) -> dict[str, Any]:
+    return {
+        **{"model_type": "t5", "num_layers": layers, "d_model": dim, "num_heads": heads, "d_ff": ffn_dim, "d_kv": 64},
+        **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "vocab_size": 32128},
+    }
+
+
+PUBLISHED["t5-v1.1-base"] = _t5(12, 768, 12, 2048), 247_577_856
+PUBLISHED["t5-v1.1-large"] = _t5(24, 1024, 16, 2816), 783_150_080
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
     "olmoe-1b-7b": 1.3e9,
@@ -345,9 +367,14 @@ def test_architecture(path: Path) -> None:
         _equal(config.model, from_hf_config(published, "config.json")[1])
     spec = _spec(config.model, config.max_positions)
     tables = 1 if spec.tie_embeddings else 2
-    assert num_parameters(spec) - tables * (spec.vocab_padded - spec.vocab_size) * spec.dim == parameters
+    padding = (spec.vocab_padded - spec.vocab_size) * (tables * spec.dim + spec.head_bias)
+    assert num_parameters(spec) - padding == parameters
+    auto = AutoModelForCausalLM if config.model.direction == "causal" else AutoModelForMaskedLM
+    auto = auto if config.model.encoder is None else AutoModelForSeq2SeqLM
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**published))
+        theirs = auto.from_config(AutoConfig.for_model(**published))
+        if config.model.encoder is not None and not spec.tie_embeddings:  # transformers 5 ties them before it loads
+            theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone())
     assert sum(value.numel() for value in theirs.parameters()) == parameters
 
 
@@ -372,7 +399,7 @@ def _head(name: str) -> str:
 def _equal(mine: ModelConfig, theirs: ModelConfig) -> None:
     """The same keys, layer by layer: their kinds may have other names."""
     own = ModelConfig.model_fields.keys() - LayerConfig.model_fields.keys()
-    for field in own - {"pattern", "kinds", "init", "document_attention", "vocab_multiple"}:
+    for field in own - {"pattern", "kinds", "init", "document_attention", "dropout", "vocab_multiple"}:
         assert getattr(mine, field) == getattr(theirs, field), field
     for index, kinds in enumerate(zip(mine.layer_kinds, theirs.layer_kinds, strict=True)):
         here, there = mine.layer(kinds[0]), theirs.layer(kinds[1])

@@ -20,6 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES: dict[str, Callable[[DecoderSpec], bool]] = {
     "experts.md": lambda spec: bool(spec.expert_layers),
     "recurrent.md": has_recurrence,
+    "objectives.md": lambda spec: True,
 }
 """What the models of a page have."""
 BLOCKS = [

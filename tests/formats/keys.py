@@ -136,7 +136,8 @@ CLASSES = {
     "pipeline.data.order.journal": ("Journal",),
     "pipeline.data.order.segments": ("Segment", "SourceState", "Skip"),
     "pipeline.data.order.consumption": ("SliceAccount",),
-    "pipeline.data.plan.build": ("DataPlan", "SliceRow", "SegmentRow", "PreviewRow"),
+    "pipeline.config.objective": (),  # the run file's keys, by which fingerprints and reports are compared
+    "pipeline.data.plan.build": ("DataPlan", "SliceRow", "SegmentRow", "ObjectiveRow", "PreviewRow"),
     "pipeline.data.datasets.manifest": ("Manifest", "TokenizerInfo"),
     "pipeline.data.preprocess.tokenize_unit": (),  # Damage
     "pipeline.data.sources.records": ("Damage",),
@@ -149,6 +150,7 @@ CLASSES = {
     "pipeline.eval.table": (),  # Evaluation and WeightsEvaluation
     "pipeline.eval.reports": ("Evaluation", "WeightsEvaluation"),
     "pipeline.eval.summary": (),  # GenerateConfig
+    "pipeline.train.model.mixers.attention.cross": (),  # one specification made from another
     "pipeline.train.checkpoint.fingerprint": (),  # ModelConfig and the objectives
     "pipeline.train.huggingface.convert": (),  # ModelConfig
     "pipeline.train.saving": (),  # Config

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.data.loading.objectives import FloatArray
+from pipeline.data.loading.objectives.base import FloatArray
 from pipeline.data.order.permutation import IntArray
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -66,13 +66,13 @@ class Batch:
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) - self.bounds
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The same on another device, but for `starts`.
+        """The same on another device, but for `starts` and `predicted`, which stay on the host.
 
         Args:
             device: Where to.
             non_blocking: Do not wait for the copies to a GPU, which read what `pin` made.
         """
-        return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking), but="starts")
+        return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking), but=_ON_HOST)
 
     def pin(self) -> Batch:
         """The same in page-locked memory, from which a GPU copies without help of the CPU."""
@@ -80,15 +80,19 @@ class Batch:
 
     def used_by(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory on a GPU until a stream has done what it is given up to the end of this object."""
-        self._with(lambda tensor: _used_by(tensor, stream), but="starts")
+        self._with(lambda tensor: _used_by(tensor, stream), but=_ON_HOST)
 
-    def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: str | None = None) -> Batch:
-        """With all tensors changed, but for those of a field."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != but}
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: Sequence[str] = ()) -> Batch:
+        """With all tensors changed, but for those of some fields."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in but}
         changed: dict[str, Any] = {
             name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)
         }
         return replace(self, **changed, extras={name: change(value) for name, value in self.extras.items()})
+
+
+_ON_HOST = ("starts", "predicted")
+"""Fields that the host reads while a GPU computes."""
 
 
 def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:

@@ -8,8 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pipeline.common.hashing import key as hash_key
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.loading.arranged_rows import padded, stack
 from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.objectives.base import Objective
 
 
 class HeldOut:
@@ -21,17 +24,30 @@ class HeldOut:
 
     The input before the first target of a text is the end-of-document token.
 
+    With an objective, each window is what the objective makes of L tokens, keyed by the window's number: the same at
+    every evaluation. A shorter last window is padded with a document without weight, on both sides of an
+    encoder-decoder; there it may lose a few tokens, or be left out, where it is too short for the objective.
+
     Args:
         dataset: The split.
         sequence_length: L, targets of a window.
         stride: From 1 to L; by default L, windows that do not overlap.
         documents: Whether each document is a text.
+        objective: That windows are arranged by; None: text is scored as it is.
     """
 
     def __init__(
-        self, dataset: Dataset, sequence_length: int, *, stride: int | None = None, documents: bool = False
+        self,
+        dataset: Dataset,
+        sequence_length: int,
+        *,
+        stride: int | None = None,
+        documents: bool = False,
+        objective: Objective | None = None,
     ) -> None:
+        assert objective is None or (stride in (None, sequence_length) and not documents)
         self.dataset = dataset
+        self.objective = objective
         self._length = sequence_length
         self._stride = stride or sequence_length
         assert 1 <= self._stride <= sequence_length
@@ -44,6 +60,8 @@ class HeldOut:
         self._texts = np.append(texts, dataset.tokens)
         further = np.maximum(np.diff(self._texts) - self._length, 0)
         self._windows = np.concatenate([[0], np.cumsum(1 + -(-further // self._stride))])
+        if objective is not None and len(self) and not self._arranged_length(len(self) - 1):
+            self._windows[-1] -= 1
 
     def __len__(self) -> int:
         return int(self._windows[-1])
@@ -69,7 +87,9 @@ class HeldOut:
         return [windows[index] for index in np.argsort(places[:, 0] - places[:, 2], kind="stable")]
 
     def length_of(self, windows: Sequence[int], multiple: int) -> int:
-        """Targets of the longest of some windows, rounded up to a multiple, at most L."""
+        """Targets of the longest of some windows, rounded up to a multiple, at most L; positions of an objective."""
+        if self.objective is not None:
+            return self.objective.shape(self._length).length
         places = self.targets(windows)
         return min(self._length, -(-int((places[:, 2] - places[:, 0]).max()) // multiple) * multiple)
 
@@ -78,8 +98,10 @@ class HeldOut:
 
         Args:
             windows: Which.
-            length: Room for the longest of them; by default L.
+            length: Room for the longest of them; by default L. All that an objective arranges are as long.
         """
+        if self.objective is not None:
+            return self._arranged(self.objective, windows)
         length = length or self._length
         places = self.targets(windows)
         numbers = np.asarray(windows, np.int64)
@@ -103,6 +125,37 @@ class HeldOut:
             starts=torch.from_numpy(np.concatenate(starts).astype(np.int32)),
             sources=torch.zeros(len(windows), dtype=torch.int64),
             extras={},
+        )
+
+    def _arranged_length(self, window: int) -> int:
+        """Tokens of a window that an objective arranges; 0 if it is too short for that."""
+        assert self.objective is not None
+        whole = self.objective.shape(self._length)
+        length = int(min(self._length, self.dataset.tokens - window * self._length))
+        while length and length < self._length and self.objective.takes(length):
+            shape = self.objective.shape(length)
+            if not whole.encoder or (shape.encoder < whole.encoder and shape.decoder < whole.decoder):
+                break
+            length -= 1
+        return length if length and self.objective.takes(length) else 0
+
+    def _arranged(self, objective: Objective, windows: Sequence[int]) -> Batch:
+        """Windows as an objective arranges them."""
+        whole, rows = objective.shape(self._length), []
+        for window in windows:
+            length = self._arranged_length(window)
+            start = window * self._length - objective.shifts
+            ids = np.full(length + 1, self._end_of_document, np.int64)
+            first, end = max(start, 0), min(start + length + 1, self.dataset.tokens)
+            ids[first - start : end - start] = self.dataset.read(first, end - first)
+            begins = self.dataset.document_starts(first, end - first) - start
+            if end == self.dataset.tokens:  # what would follow is another document
+                begins = np.append(begins, end - start)
+            begins = np.union1d(0, begins[begins <= length])
+            arranged = objective.arrange(ids, begins, hash_key("heldout", window))
+            rows.append(arranged if length == self._length else padded(arranged, objective.shape(length), whole))
+        return Batch(
+            sources=torch.zeros(len(windows), dtype=torch.int64), extras={}, **stack(rows, len(windows), whole)
         )
 
 

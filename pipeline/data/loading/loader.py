@@ -23,15 +23,17 @@ from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.validate import check_tokenizers
 from pipeline.data.loading.ahead import ahead_weight, valid_ahead
+from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
-from pipeline.data.loading.objectives import FloatArray, Objective, make_objective, sample_key
+from pipeline.data.loading.objectives.base import Objective
+from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.loading.prefetch import read_ahead
-from pipeline.data.loading.skip_masks import Masks
+from pipeline.data.loading.skip_masks import Masks, Ranges, arranged_window, without
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located, Lookup, RankSamples
 from pipeline.data.order.phases import micro_batch_size, plan_journal
 from pipeline.data.order.sampler import Sampler
-from pipeline.data.order.windows import Instances, bounds_of, windows_of
+from pipeline.data.order.windows import Instances, windows_of
 
 _MAX_POSITIONS = 2**31 - 1
 """Positions of a micro-batch at most: `Batch.starts` is int32."""
@@ -43,7 +45,7 @@ class Loader:
     Args:
         journal: The run's plan.
         instances: For each segment by source.
-        objective: What becomes of an instance.
+        objectives: What becomes of a window, for each segment by source; or one for all of them.
         dp_rank: This rank, in [0, dp_size).
         dp_size: Ranks that share each step.
         micro_batch_size: Samples of one micro-batch on one rank, for each segment.
@@ -57,7 +59,7 @@ class Loader:
         self,
         journal: Journal,
         instances: Sequence[Mapping[str, Instances]],
-        objective: Objective,
+        objectives: Objective | Sequence[Mapping[str, Objective]],
         *,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -69,11 +71,18 @@ class Loader:
     ) -> None:
         assert 0 <= dp_rank < dp_size and min(micro_batch_size) >= 1
         assert len(micro_batch_size) == len(instances) == len(journal.segments)
-        assert not (ahead and objective.rearranges), "targets ahead are those of the text"
+        if not isinstance(objectives, Sequence):
+            objectives = [dict.fromkeys(by_name, objectives) for by_name in instances]
         self.journal = journal
         self.names = journal.names
         self._instances = instances
-        self._objective = objective
+        self._objectives = objectives
+        self._shapes = [
+            next(iter(by_name.values())).shape(segment.sequence_length)
+            for by_name, segment in zip(objectives, journal.segments, strict=True)
+        ]
+        self._arranges = [any(one.arranges for one in by_name.values()) for by_name in objectives]
+        assert not (ahead and any(self._arranges)), "targets ahead are those of the text"
         self._vocab_size = vocab_size
         self._prefetch = prefetch
         self._pin = device is not None and device.type == "cuda"
@@ -83,10 +92,14 @@ class Loader:
         ]
         self._sampler = Sampler(journal, [{name: i.count for name, i in by_name.items()} for by_name in instances])
         self._ahead = ahead
-        # Which targets count is known of the global batch.
-        everything = objective.masks or ahead > 0
+        # By segment, whether as many targets count in each window; else they are counted, in the global batch.
+        self._fixed = [
+            all(one.fixed_valid(segment.sequence_length) is not None for one in by_name.values())
+            for by_name, segment in zip(objectives, journal.segments, strict=True)
+        ]
+        everything = ahead > 0 or not all(self._fixed)
         self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=everything, ahead=ahead)
-        self._masks = Masks(journal, instances, objective)
+        self._masks = Masks(journal, instances, objectives)
         # By segment and index in `names`; a source that the segment does not have is None.
         self._fill_parts = [
             [by_name[name].fill_part if name in by_name else None for name in self.names] for by_name in instances
@@ -127,9 +140,14 @@ class Loader:
         return {name: drawn[name] / max(1, sum(tokens[name].values())) for name in self.names}
 
     def describe(self, step: int) -> list[dict[str, Any]]:
-        """The step's samples as JSON: global index, source, epoch, position, and the pieces of documents in it."""
+        """The step's samples as JSON: global index, source, epoch, position, and the pieces of documents in it.
+
+        Where the objective chooses what is predicted, also `predicted`: these tokens [first, end) of the window's
+        L + 1, numbered from 0, skips left aside.
+        """
         draws = self._sampler.step(step)
-        instances = self._instances[self.journal.segment_number(step)]
+        number = self.journal.segment_number(step)
+        instances = self._instances[number]
         return [
             {
                 "sample": index,
@@ -137,11 +155,20 @@ class Loader:
                 "lap": epoch,
                 "position": position,
                 "spans": [span._asdict() for span in instances[self.names[source]].at(epoch, position)],
+                **self._described(number, index, self.names[source], epoch, position),
             }
             for index, source, epoch, position in zip(
                 self.journal.samples(step), *(array.tolist() for array in draws), strict=True
             )
         ]
+
+    def _described(self, number: int, index: int, name: str, epoch: int, position: int) -> dict[str, Any]:
+        """Tokens of a sample that an objective chooses to predict."""
+        objective = self._objectives[number][name]
+        if not objective.chooses:
+            return {}
+        arranged = arranged_window(objective, self._instances[number][name], epoch, position, self.journal.seed, index)
+        return {"predicted": arranged.predicted_tokens}
 
     def _read(self, step: int, last: int | None) -> StepData:
         """The step's data. Steps from `last` on will not be asked for."""
@@ -151,28 +178,23 @@ class Loader:
         if located is None:
             return self._skipped(step, length)
         masked = self._masks.masked(step, located, self._ahead)
-        weights = self._masks.of(step, located, masked)
         micro_batches, data_hash = [], 0
         for micro_batch in range(len(located.micro_batches)):
-            batch, hashes = self._batch(step, number, located, micro_batch, weights, masked)
+            batch, hashes = self._batch(step, number, located, micro_batch, masked)
             micro_batches.append(batch)
             data_hash += hashes
-        valid_targets = self._rank_samples[number].batch_size * length
-        for weight in weights or ():
-            valid_targets -= 0 if weight is None else length - int(np.count_nonzero(weight))
+        valid_targets = self._masks.valid(step, located, masked)
         drawn = {name: count * length for name, count in zip(self.names, located.drawn, strict=True)}
         counts = self._valid_ahead(located, length, masked) if self._ahead else ()
         return StepData(step, micro_batches, valid_targets, drawn, located.order_hash, data_hash % 2**64, counts)
 
-    def _valid_ahead(
-        self, located: Located, length: int, masked: list[list[tuple[int, int]]] | None
-    ) -> tuple[int, ...]:
+    def _valid_ahead(self, located: Located, length: int, masked: list[Ranges] | None) -> tuple[int, ...]:
         """By depth, targets of the global batch that count."""
         counts = valid_ahead(located.begins, located.splits, length, self._ahead)
         for row, ranges in enumerate(masked or ()):
             if ranges:
                 splits = located.splits[row : row + 2]
-                weight = ahead_weight(located.begins[slice(*splits)], length, self._ahead, ranges)
+                weight = ahead_weight(located.begins[slice(*splits)], length, self._ahead, _targets(ranges))
                 counts += np.count_nonzero(weight, axis=1) - valid_ahead(located.begins, splits, length, self._ahead)
         return tuple(counts.tolist())
 
@@ -188,8 +210,7 @@ class Loader:
         number: int,
         located: Located,
         micro_batch: int,
-        weights: list[FloatArray | None] | None,
-        masked: list[list[tuple[int, int]]] | None,
+        masked: list[Ranges] | None,
     ) -> tuple[Batch, int]:
         """A micro-batch, and the sum of its samples' hashes."""
         rows, size = located.micro_batches[micro_batch], self._rank_samples[number].micro_batch_size
@@ -215,26 +236,52 @@ class Loader:
         ids[:count, 0] = located.samples[rows.start : rows.stop]
         ids[:, 1:] = raw[:, : length + 1]
         data_hash = sum(map(xxhash.xxh3_64_intdigest, ids[:count]))
-        if self._objective.rearranges:
-            for row, out in zip(rows, ids, strict=False):
-                bounds = bounds_of(located.begins_of(row, length + 1), length + 1)
-                self._objective.rearrange(out[1:], bounds, sample_key(self.journal.seed, int(out[0])))
         targets, weight = self._targets_ahead(rows, raw, length, located, masked) if self._ahead else (None, None)
+        fields: dict[str, Any]
+        if self._arranges[number]:
+            fields = self._arranged(number, located, rows, ids, masked)
+        else:
+            fields = {
+                "tokens": torch.from_numpy(ids[:, 1:-1]),
+                "targets": torch.from_numpy(ids[:, 2:]),
+                "weight": self._weight(rows, size, length, number, located, masked),
+                "starts": torch.from_numpy(starts),
+            }
         return (
             Batch(
-                tokens=torch.from_numpy(ids[:, 1:-1]),
-                targets=torch.from_numpy(ids[:, 2:]),
-                weight=self._weight(rows, size, length, weights),
-                starts=torch.from_numpy(starts),
                 sources=torch.from_numpy(sources),
                 extras={},
                 samples=torch.from_numpy(ids[:, 0].copy()),
                 real=count,
                 ahead_targets=targets,
                 ahead_weight=weight,
+                **fields,
             ),
             data_hash,
         )
+
+    def _arranged(
+        self,
+        number: int,
+        located: Located,
+        rows: range,
+        ids: npt.NDArray[np.int64],
+        masked: list[Ranges] | None,
+    ) -> dict[str, Any]:
+        """Fields of a micro-batch whose windows are arranged.
+
+        Args:
+            number: Of the segment.
+            located: The step.
+            rows: Of it, those of the micro-batch.
+            ids: [size, 1 + L + 1], with the sample's index before its tokens.
+            masked: From `Masks.masked`.
+        """
+        arranged = []
+        for row, out in zip(rows, ids, strict=False):
+            one = self._masks.arranged(number, located, row, out[1:])
+            arranged.append(one._replace(weight=without(one, masked[row])) if masked and masked[row] else one)
+        return stack(arranged, len(ids), self._shapes[number])
 
     def _targets_ahead(
         self,
@@ -242,25 +289,30 @@ class Loader:
         raw: npt.NDArray[Any],
         length: int,
         located: Located,
-        masked: list[list[tuple[int, int]]] | None,
+        masked: list[Ranges] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Targets of multi-token prediction and their weights, [size, depths, length] each; 0 for padding."""
         shifted = [raw[:, 2 + number : 2 + number + length] for number in range(self._ahead)]
         weight = np.zeros((len(raw), self._ahead, length), np.float32)
         for place, row in enumerate(rows):
             begins = located.begins_of(row, length + 1 + self._ahead)
-            weight[place] = ahead_weight(begins, length, self._ahead, () if masked is None else masked[row])
+            weight[place] = ahead_weight(begins, length, self._ahead, _targets(masked[row] if masked else []))
         return torch.from_numpy(np.stack(shifted, axis=1).astype(np.int64)), torch.from_numpy(weight)
 
-    def _weight(self, rows: range, size: int, length: int, weights: list[FloatArray | None] | None) -> torch.Tensor:
-        """[size, length]: of the rows, and 0 for padding."""
-        if weights is None and len(rows) == size:
+    def _weight(
+        self, rows: range, size: int, length: int, number: int, located: Located, masked: list[Ranges] | None
+    ) -> torch.Tensor:
+        """[size, length] of windows that are not arranged: of the rows, and 0 for padding."""
+        fixed = self._fixed[number]
+        if fixed and masked is None and len(rows) == size:
             return self._ones(size, length)
         result = torch.zeros(size, length)
         result[: len(rows)] = 1
         for place, row in enumerate(rows):
-            if weights is not None and weights[row] is not None:
-                result[place] = torch.from_numpy(weights[row])
+            if not fixed:
+                result[place] = torch.from_numpy(self._masks.arranged(number, located, row).weight)
+            for first, end in _targets(masked[row] if masked else []):
+                result[place, first:end] = 0
         return result
 
     def _outside_of_vocabulary(self, step: int, located: Located, rows: range, raw: npt.NDArray[Any]) -> UserError:
@@ -277,6 +329,11 @@ class Loader:
             f"model's vocabulary has only {self._vocab_size} ids: the dataset is damaged or was made with another "
             "tokenizer; check it with `pipeline data verify`, and make it again"
         )
+
+
+def _targets(tokens: Ranges) -> Ranges:
+    """Tokens of a window as targets of causal prediction: target t is token t + 1."""
+    return [(max(first - 1, 0), end - 1) for first, end in tokens]
 
 
 def _unsigned_limit(dtype: np.dtype[Any], vocab_size: int | None) -> tuple[np.dtype[Any], int | None]:
@@ -322,7 +379,7 @@ def open_loader(
     return Loader(
         journal,
         windows_of(journal, datasets),
-        make_objective(config, tokenizer),
+        make_objectives(config, journal, datasets),
         dp_rank=dp_rank,
         dp_size=dp_size,
         micro_batch_size=sizes,

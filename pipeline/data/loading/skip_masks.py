@@ -1,4 +1,4 @@
-"""Weights of the targets of a step: those that an objective or the run's skips mask have 0."""
+"""Weights of the targets of a step under its objectives and the run's skips, and how many targets count."""
 
 from __future__ import annotations
 
@@ -6,31 +6,42 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipeline.data.loading.objectives import FloatArray, Objective, sample_key
+from pipeline.data.loading.objectives.base import Arranged, FloatArray, Objective, sample_key
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.segments import Skip
-from pipeline.data.order.windows import Instances, bounds_of
+from pipeline.data.order.windows import Instances, begins_of, distinct_starts
+
+Ranges = list[tuple[int, int]]
+"""[first, end) each."""
 
 
 class Masks:
-    """Weights of the targets of samples, known without reading tokens.
+    """Weights and counts of a step's targets, without reading tokens wherever the objective allows it.
 
     Args:
         journal: The run's plan.
         instances: For each segment by source.
-        objective: What may mask targets.
+        objectives: The same: what may mask targets.
     """
 
-    def __init__(self, journal: Journal, instances: Sequence[Mapping[str, Instances]], objective: Objective) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        instances: Sequence[Mapping[str, Instances]],
+        objectives: Sequence[Mapping[str, Objective]],
+    ) -> None:
         self._journal = journal
         self._instances = instances
-        self._objective = objective
+        # By segment and index in the journal's names.
+        self._objectives = [[by_name.get(name) for name in journal.names] for by_name in objectives]
         self._ranges: dict[tuple[int, int], IntArray] = {}  # by segment and identity of the skip, which may be long
 
-    def masked(self, step: int, located: Located, ahead: int) -> list[list[tuple[int, int]]] | None:
-        """For each row of `located` the targets [first, end) that skips mask; None if there are no skips.
+    def masked(self, step: int, located: Located, ahead: int) -> list[Ranges] | None:
+        """For each row of `located` the tokens [first, end) of the window that skips mask; None if there are no skips.
+
+        A window has L + 1 tokens, and `ahead` behind them. Target t of causal prediction is token t + 1.
 
         Args:
             step: Of the run.
@@ -46,47 +57,87 @@ class Masks:
             [
                 masked
                 for skip in skips
-                for masked in self._masked_targets(skip, number, index, self._journal.names[source], place, ahead)
+                for masked in self._masked_tokens(skip, number, index, self._journal.names[source], place, ahead)
             ]
             for index, source, place in rows
         ]
 
-    def of(
-        self, step: int, located: Located, masked: list[list[tuple[int, int]]] | None
-    ) -> list[FloatArray | None] | None:
-        """For each row of `located` the weights [L], or None where all targets count; None if they do in all rows.
+    def valid(self, step: int, located: Located, masked: list[Ranges] | None) -> int:
+        """Targets of the global batch that count.
 
         Args:
             step: Of the run.
             located: The same.
-            masked: From `masked`; targets behind the instance are left out.
+            masked: From `masked`.
         """
-        if not self._objective.masks and masked is None:
-            return None
         number = self._journal.segment_number(step)
         length = self._journal.segments[number].sequence_length
-        weights = []
-        for row, index in enumerate(located.samples.tolist()):
-            weight = self._objective_weight(number, index, located, row)
-            if masked is not None and masked[row]:
-                weight = np.ones(length, np.float32) if weight is None else weight.copy()
-                for first, end in masked[row]:
-                    weight[first:end] = 0
-            weights.append(weight)
-        return weights
+        count, counted = 0, []
+        for source, samples in enumerate(located.drawn):
+            if samples:
+                fixed = self._of_source(number, source).fixed_valid(length)
+                count += 0 if fixed is None else fixed * samples
+                counted += [source] if fixed is None else []
+        if counted:
+            count += self._counted(number, located, counted, length)
+        for row, ranges in enumerate(masked or ()):
+            if ranges:
+                arranged = self.arranged(number, located, row)
+                count += int(np.count_nonzero(without(arranged, ranges))) - int(np.count_nonzero(arranged.weight))
+        return count
 
-    def _objective_weight(self, number: int, index: int, located: Located, row: int) -> FloatArray | None:
-        if not self._objective.masks:
-            return None
-        size = self._journal.segments[number].sequence_length + 1
-        bounds = bounds_of(located.begins_of(row, size), size)
-        return self._objective.weight(bounds, sample_key(self._journal.seed, index))
+    def _counted(self, number: int, located: Located, sources: list[int], length: int) -> int:
+        """Targets that count in the rows of some sources, of which objectives have to count them."""
+        objectives = {id(each): each for each in (self._of_source(number, source) for source in sources)}
+        if len(objectives) == 1 and set(located.sources.tolist()) <= set(sources):
+            (objective,) = objectives.values()
+            return int(
+                objective.valid(located.begins, located.splits, length, lambda row: self.key(located, row)).sum()
+            )
+        count = 0
+        for objective in objectives.values():
+            mine = [source for source in sources if self._of_source(number, source) is objective]
+            rows = np.flatnonzero(np.isin(located.sources, mine)).tolist()
+            begins = [located.begins_of(row, length + 1) for row in rows]
+            splits = np.cumsum([0, *map(len, begins)])
+            keys = [self.key(located, row) for row in rows]
+            count += int(objective.valid(np.concatenate(begins), splits, length, keys.__getitem__).sum())
+        return count
 
-    def _masked_targets(
-        self, skip: Skip, number: int, index: int, name: str, place: int, ahead: int
-    ) -> list[tuple[int, int]]:
-        """The targets [first, end) that a skip masks of a sample, and of those `ahead`."""
-        whole = [(0, self._journal.segments[number].sequence_length + ahead)]
+    def key(self, located: Located, row: int) -> int:
+        """The `sample_key` of a row."""
+        return sample_key(self._journal.seed, int(located.samples[row]))
+
+    def objective(self, number: int, located: Located, row: int) -> Objective:
+        """The objective of a row of a step of segment `number`."""
+        return self._of_source(number, int(located.sources[row]))
+
+    def arranged(self, number: int, located: Located, row: int, ids: IntArray | None = None) -> Arranged:
+        """A row of a step as the model gets it, but for skips.
+
+        Args:
+            number: Of the segment.
+            located: The step.
+            row: Of it.
+            ids: Its tokens [L + 1]; without them, those of the result mean nothing, and the rest is right.
+        """
+        length = self._journal.segments[number].sequence_length
+        objective = self.objective(number, located, row)
+        if ids is None:
+            ids = np.zeros(length + 1, np.int64)
+            if objective.reads:
+                name = self._journal.names[int(located.sources[row])]
+                self._instances[number][name].fill(int(located.places[row]), ids)
+        return objective.arrange(ids, located.begins_of(row, length + 1), self.key(located, row))
+
+    def _of_source(self, number: int, source: int) -> Objective:
+        objective = self._objectives[number][source]
+        assert objective is not None, "a source that is drawn has an objective"
+        return objective
+
+    def _masked_tokens(self, skip: Skip, number: int, index: int, name: str, place: int, ahead: int) -> Ranges:
+        """The tokens [first, end) of a sample that a skip masks, and of those `ahead`."""
+        whole = [(0, self._journal.segments[number].sequence_length + 1 + ahead)]
         if skip.samples is not None:
             return whole if skip.samples[0] <= index < skip.samples[1] else []
         if skip.source != name:
@@ -96,4 +147,35 @@ class Masks:
         instances = self._instances[number][name]
         if (number, id(skip)) not in self._ranges:
             self._ranges[number, id(skip)] = instances.ranges_of(skip.documents)
-        return instances.targets_of(place, self._ranges[number, id(skip)], ahead)
+        # The targets of the window that begins a token earlier are this one's tokens.
+        return instances.targets_of(place - 1, self._ranges[number, id(skip)], ahead + 1)
+
+
+def arranged_window(
+    objective: Objective, instances: Instances, epoch: int, position: int, seed: int, index: int
+) -> Arranged:
+    """A sample as the model gets it, but for skips.
+
+    Args:
+        objective: Of its source.
+        instances: The same.
+        epoch: Of the sample.
+        position: The same.
+        seed: Of the run.
+        index: Global index of the sample.
+    """
+    place = instances.places(np.array([epoch]), np.array([position]))
+    pieces = instances.pieces(place)
+    size = int(pieces.column[-1] + pieces.length[-1])
+    ids = np.empty(size, np.int64)
+    instances.fill(int(place[0]), ids)
+    _, begins = distinct_starts(*begins_of(pieces, *instances.starts_in(pieces)), 1, size)
+    return objective.arrange(ids, begins, sample_key(seed, index))
+
+
+def without(arranged: Arranged, masked: Ranges) -> FloatArray:
+    """Weights [S] of a window without the tokens [first, end) that skips mask."""
+    weight = arranged.weight.copy()
+    for first, end in masked:
+        weight[(arranged.raw >= first) & (arranged.raw < end)] = 0
+    return weight

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.config.train import ObjectiveConfig
+from pipeline.config.objective import DenoiserConfig, ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,87 @@ class StreamShape:
         """Positions of the model's input."""
         return self.encoder + self.decoder
 
+    @property
+    def predicted_share(self) -> float:
+        """Share of the positions that the head scores."""
+        return self.predicted / self.length
 
-def stream_shape(objective: ObjectiveConfig, length: int) -> StreamShape:
-    """The shape of what `train.objective` makes of windows.
+
+@dataclass(frozen=True)
+class SpanSizes:
+    """Sizes of span corruption for a window that is one document; with others, encoder and decoder are the same."""
+
+    noise: int
+    """N0, tokens that the decoder predicts."""
+    spans: int
+    """K0, runs of them."""
+    encoder: int
+    """E: the other tokens, a sentinel for each run, and the end-of-document token; a mode token if there is one."""
+    decoder: int
+    """T: the noise, a sentinel for each run, and the end-of-document token."""
+    fit: bool
+    """The window has room: a token before each run, and the end of its document."""
+
+
+def rounded(number: float) -> int:
+    """The nearest whole number, halves to the even one, as `numpy.rint` does."""
+    return round(number)
+
+
+def span_sizes(rate: float, mean_span: float | None, length: int, *, mode: bool = False) -> SpanSizes:
+    """Sizes of span corruption.
 
     Args:
-        objective: The section.
+        rate: Share of the tokens that are noise.
+        mean_span: Mean length of the runs; None: one, at the end.
+        length: L, tokens of the window.
+        mode: Whether the encoder's text begins with a mode token.
+    """
+    noise = min(max(rounded(rate * length), 1), max(length - 1, 1))
+    spans = 1 if mean_span is None else max(rounded(noise / mean_span), 1)
+    fit = spans <= noise and noise + spans <= length - 1
+    return SpanSizes(noise, spans, length - noise + spans + 1 + mode, noise + spans + 1, fit)
+
+
+def mixture_sizes(denoisers: Sequence[DenoiserConfig], length: int) -> list[SpanSizes]:
+    """Sizes of the denoisers of UL2."""
+    return [span_sizes(one.rate, one.mean_span, length, mode=one.mode is not None) for one in denoisers]
+
+
+def mixture_is_padded(denoisers: Sequence[DenoiserConfig], length: int) -> bool:
+    """True unless all denoisers make windows of one shape."""
+    sizes = mixture_sizes(denoisers, length)
+    return len({(one.encoder, one.decoder) for one in sizes}) > 1 or any(one.mean_span is None for one in denoisers)
+
+
+def stream_shape(objective: ObjectiveConfig, length: int) -> StreamShape:
+    """The shape of what an objective makes of windows.
+
+    Args:
+        objective: `train.objective`, or that of a phase.
         length: Tokens of a window, `train.sequence_length` or a phase's.
     """
+    if objective.type == "masked":
+        return StreamShape(length, 0, length, rounded(objective.share * length))
+    if objective.type == "spans":
+        sizes = span_sizes(objective.share, objective.mean_span, length)
+        return StreamShape(length, sizes.encoder, sizes.decoder, sizes.decoder)
+    if objective.type == "ul2":
+        every = mixture_sizes(objective.mixture, length)
+        # Padding is a document of its own, of at least one position on both sides.
+        more = int(mixture_is_padded(objective.mixture, length))
+        decoder = max(one.decoder for one in every) + more
+        return StreamShape(length, max(one.encoder for one in every) + more, decoder, decoder)
     return StreamShape(length, 0, length, length)
+
+
+def padding_share(objective: ObjectiveConfig, length: int) -> float:
+    """Mean share of the positions that are padding, for windows of one document."""
+    if objective.type != "ul2":
+        return 0.0
+    shape, every = stream_shape(objective, length), mixture_sizes(objective.mixture, length)
+    total = sum(one.weight for one in objective.mixture)
+    used = sum(
+        one.weight / total * (size.encoder + size.decoder) for one, size in zip(objective.mixture, every, strict=True)
+    )
+    return 1 - used / shape.length

@@ -65,7 +65,7 @@ def micro_batch_size(config: Config, journal: Journal, number: int, ranks: int) 
         ranks: Data-parallel ranks.
     """
     segment = journal.segments[number]
-    phase = _phases(config)[_phase_of(config, journal, number)]
+    phase = _phases(config)[segment_phase(config, journal, number)]
     most = -(-segment.batch_size // ranks)
     return min(phase.micro_batch_size or config.train.micro_batch_size or most, most)
 
@@ -96,7 +96,7 @@ def label(config: Config, journal: Journal, number: int) -> str:
     """Label of a segment's phase in tables: its number from 1, and its name; `parent` before a fork."""
     if journal.segment_number(journal.fork_step) > number:
         return "parent"
-    phase = _phase_of(config, journal, number)
+    phase = segment_phase(config, journal, number)
     return f"{phase + 1} {_phases(config)[phase].name}".strip()
 
 
@@ -104,7 +104,8 @@ def _phases(config: Config) -> list[PhaseConfig]:
     return config.blend.phases or [PhaseConfig()]
 
 
-def _phase_of(config: Config, journal: Journal, number: int) -> int:
+def segment_phase(config: Config, journal: Journal, number: int) -> int:
+    """Index in blend.phases of the phase of a segment; 0 without phases."""
     # The run file's phases plan nothing of the steps before a fork.
     return phase_at(config, journal, max(journal.segments[number].first_step, journal.fork_step))
 

@@ -83,6 +83,14 @@ class Instances(Protocol):
     def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
         """Copy the token ids of a piece, or of a part of it, into `out`, which has room for the dtype."""
 
+    def fill(self, place: int, out: npt.NDArray[Any]) -> None:
+        """Copy the token ids of an instance into `out` [L + 1].
+
+        Args:
+            place: From `places`.
+            out: Has room for the dtype.
+        """
+
     def starts_in(self, pieces: Pieces) -> tuple[IntArray, IntArray]:
         """The documents that start in pieces: number of the piece, and token, counted in its part."""
 

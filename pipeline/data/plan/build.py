@@ -26,12 +26,20 @@ from pipeline.data.datasets.dataset import Dataset, Slice
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.datasets.validate import check_datasets
-from pipeline.data.loading.objectives import make_objective
+from pipeline.data.loading.objectives.choice import check_objectives, uses
+from pipeline.data.loading.stream_shape import padding_share, stream_shape
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.consumption import Account, Documents, SliceAccount, accounts
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.journal_file import saved_journal
-from pipeline.data.order.phases import MUCH_PADDING, label, micro_batch_size, padding_warning, plan_journal
+from pipeline.data.order.phases import (
+    MUCH_PADDING,
+    label,
+    micro_batch_size,
+    padding_warning,
+    plan_journal,
+    segment_phase,
+)
 from pipeline.data.order.run_length import (
     RunLength,
     check_end,
@@ -120,6 +128,28 @@ class SegmentRow:
 
 
 @dataclass(frozen=True)
+class ObjectiveRow:
+    """Objective and shape of the windows of a segment, or of those of a source in it."""
+
+    phase: str
+    first_step: int
+    last_step: int
+    source: str | None
+    """None for all that have no row of their own."""
+    objective: str
+    """`train.objective.type`"""
+    sequence_length: int
+    encoder: int
+    """Positions of the encoder for each window."""
+    decoder: int
+    """Positions of the decoder, or of the only stack of layers."""
+    predicted: int
+    """Positions whose targets can count."""
+    padding: float
+    """Share of the positions that are padding, for windows of one document."""
+
+
+@dataclass(frozen=True)
 class PreviewRow:
     """A window."""
 
@@ -149,6 +179,7 @@ class DataPlan:
     """Steps of the newest checkpoint; None if the run has not begun."""
     sources: list[SliceRow]
     segments: list[SegmentRow]
+    objectives: list[ObjectiveRow]
     skips: list[str]
     warnings: list[str]
     hashed_steps: int
@@ -209,6 +240,7 @@ def make_data_plan(
         steps_so_far=done,
         sources=_slice_rows(config, sized, sampler, length, done),
         segments=segments,
+        objectives=list(_objective_rows(config, journal, segments)),
         skips=[skip_text(skip) for skip in journal.skips],
         warnings=[
             *warnings(config, journal, sampler, length.steps, done or 0),
@@ -270,7 +302,8 @@ def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Data
     datasets = {name: dataset for name, dataset in found.items() if isinstance(dataset, Dataset)}
     if datasets:
         check_datasets(datasets)
-        make_objective(config, next(iter(datasets.values())).manifest.tokenizer)
+        first = next(iter(datasets.values()))
+        check_objectives(config, first.manifest.tokenizer, first.folder)
     if len(datasets) == len(found):
         check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
         check_tokenizer_settings(config)
@@ -328,6 +361,28 @@ def _segment_rows(config: Config, journal: Journal, steps: int, ranks: int) -> l
             )
         )
     return rows
+
+
+def _objective_rows(config: Config, journal: Journal, rows: Sequence[SegmentRow]) -> Iterator[ObjectiveRow]:
+    """The objectives of each segment: that of all sources, and those that single ones have."""
+    for number, row in enumerate(rows):
+        first, *others = uses(config, segment_phase(config, journal, number))
+        of_sources = {other.key.removeprefix(f"{first.key}.by_source."): other for other in others}
+        for source, use in [(None, first), *of_sources.items()]:
+            if source is None or source in journal.segments[number].sources:
+                shape = stream_shape(use.objective, row.sequence_length)
+                yield ObjectiveRow(
+                    phase=row.phase,
+                    first_step=row.first_step,
+                    last_step=row.last_step,
+                    source=source,
+                    objective=use.objective.type,
+                    sequence_length=row.sequence_length,
+                    encoder=shape.encoder,
+                    decoder=shape.decoder,
+                    predicted=shape.predicted,
+                    padding=padding_share(use.objective, row.sequence_length),
+                )
 
 
 def _padding_warnings(rows: Sequence[SegmentRow], ranks: int) -> Iterator[str]:

@@ -16,7 +16,15 @@ from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import range_text
-from pipeline.data.plan.build import HASHED_STEPS, DataPlan, PreviewRow, SegmentRow, SliceRow, make_data_plan
+from pipeline.data.plan.build import (
+    HASHED_STEPS,
+    DataPlan,
+    ObjectiveRow,
+    PreviewRow,
+    SegmentRow,
+    SliceRow,
+    make_data_plan,
+)
 from pipeline.data.sources.records import printable
 
 _WIDE = 1000
@@ -90,6 +98,8 @@ def _tables(plan: DataPlan) -> Iterator[Table]:
         for first in range(0, len(phases), _PHASES):
             yield _weights_table(plan, phases[first : first + _PHASES])
     yield _segments_table(plan)
+    if any(row.objective != "causal" for row in plan.objectives):
+        yield _objectives_table(plan)
     if plan.steps_so_far and plan.steps_so_far != plan.steps:
         yield _accounts_table(f"after {plan.steps_so_far:,} steps", [(row, row.so_far) for row in plan.sources])
     yield _accounts_table(f"at the end, after {plan.steps:,} steps", [(row, row.end) for row in plan.sources])
@@ -155,6 +165,30 @@ def _segment_cells(row: SegmentRow) -> tuple[str, ...]:
         _count(row.tokens),
         f"{row.micro_batches:,} x {row.micro_batch_size:,}",
         percent(row.padding / (row.batch_size + row.padding), 1) if row.padding else "-",
+    )
+
+
+def _objectives_table(plan: DataPlan) -> Table:
+    columns = ("phase", "steps", "source", "objective", "length", "encoder", "decoder", "predicted", "padding")
+    table = _table("objectives, by window", *columns)
+    first, left_out, last = first_and_last(plan.objectives, _SEGMENTS)
+    middle = [(left_out,)] if left_out else []
+    for cells in (*map(_objective_cells, first), *middle, *map(_objective_cells, last)):
+        _add(table, *cells)
+    return table
+
+
+def _objective_cells(row: ObjectiveRow) -> tuple[str, ...]:
+    return (
+        row.phase,
+        range_text(row.first_step, row.last_step + 1),
+        row.source or "all",
+        row.objective,
+        f"{row.sequence_length:,}",
+        f"{row.encoder:,}" if row.encoder else "-",
+        f"{row.decoder:,}",
+        f"{row.predicted:,}",
+        percent(row.padding, 1) if row.padding else "-",
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.validate import check_tokenizers
-from pipeline.data.loading.objectives import make_objective
+from pipeline.data.loading.objectives.choice import check_objectives
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
 from pipeline.data.preprocess.source_settings import check_settings
 
@@ -21,4 +21,5 @@ def check_run_file(config: Config, datasets: Mapping[str, Dataset]) -> None:
     check_tokenizers(datasets)
     check_settings(config, {name: dataset.manifest for name, dataset in datasets.items()})
     check_tokenizer_settings(config)
-    make_objective(config, next(iter(datasets.values())).manifest.tokenizer)
+    first = next(iter(datasets.values()))
+    check_objectives(config, first.manifest.tokenizer, first.folder)

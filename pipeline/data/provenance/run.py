@@ -35,6 +35,17 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 
 _SHOWN_CHARACTERS = 60
 _ID_CHARACTERS = 200
+_SPANS = (
+    "the encoder reads a sentinel in place of each range of predicted tokens; the decoder predicts them, and an "
+    "end-of-document token for each document"
+)
+_NOTES = {
+    "masked": "predicted tokens are masked, random, or as they are in the model's input",
+    "prefix": "the tokens of a document before the predicted ones are its prefix",
+    "spans": _SPANS,
+    "ul2": _SPANS,
+}
+"""By type of objective what `predicted` means."""
 
 Range = tuple[int, int]
 """Tokens [first, end) of a document."""
@@ -118,11 +129,14 @@ class RunView:
     def notes(self) -> list[str]:
         """Notes that go with any result."""
         notes = [*self.about]
-        if self.config.train.objective.type == "fim":
+        types = {objective.type for _, objective in self.config.objectives()}
+        if "fim" in types:
             notes.append(
                 "train.objective.type: fim: the model sees some pieces rearranged; the first three tokens of each of "
                 "these make room for the sentinels"
             )
+        for type in sorted(types & _NOTES.keys()):
+            notes.append(f"train.objective.type: {type}: {_NOTES[type]}")
         if self.config.train.loss.mask_document_start:
             notes.append("train.loss.mask_document_start: token 0 of each document has no weight")
         return notes
@@ -214,6 +228,19 @@ class RunView:
             if len(text) > _SHOWN_CHARACTERS or len(ids) == count:
                 break
         return shortened(text)
+
+    def words_of(self, source: str, document: int, tokens: Sequence[Range]) -> str:
+        """The beginning of some stretches of tokens of a document as text, with … between them."""
+        dataset = self.datasets[source]
+        start = dataset.document_start(document)
+        parts, length = [], 0
+        for first, end in tokens:
+            ids = dataset.read(start + first, min(end - first, 4 * (_SHOWN_CHARACTERS + 1)))
+            parts.append(self._tokenizer(source).decode(ids).strip())
+            length += len(parts[-1]) + 3
+            if length > _SHOWN_CHARACTERS:
+                break
+        return shortened(" … ".join(parts))
 
     def masked(self, step: int, sample: int, source: str, document: int | None = None) -> str | None:
         """Reason why the targets of a sample, or those of a document in it, have no weight; None if they have.

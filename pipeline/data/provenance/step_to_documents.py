@@ -9,8 +9,11 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import numbered
+from pipeline.data.loading.objectives.choice import make_objectives
+from pipeline.data.loading.skip_masks import arranged_window
 from pipeline.data.order.locate import RankSamples
 from pipeline.data.order.phases import micro_batch_size
+from pipeline.data.order.windows import Span
 from pipeline.data.provenance.run import (
     DocumentInfo,
     Range,
@@ -23,6 +26,21 @@ from pipeline.data.provenance.run import (
 )
 from pipeline.data.sources.records import printable
 
+_SHOWN_RANGES = 8
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Tokens of a document in a sample that its objective chose to predict.
+
+    Attributes:
+        tokens: of the document, [first, end) each.
+        words: the first of them as text, with … where others lie between them.
+    """
+
+    tokens: list[Range]
+    words: str
+
 
 @dataclass(frozen=True)
 class DocumentInSample:
@@ -33,6 +51,7 @@ class DocumentInSample:
         tokens: those of it that are in the sample.
         targets: those that are targets; all but the first token of the sample, which may leave none.
         words: the first of them as text.
+        predicted: which of the targets are predicted, if the objective chooses them, and the first of these as text.
         masked: why they have no weight; None if they have.
     """
 
@@ -41,6 +60,7 @@ class DocumentInSample:
     targets: Range
     words: str
     masked: str | None
+    predicted: Predicted | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +142,11 @@ class Where:
                             "text": piece.words,
                             "masked": piece.masked,
                         }
+                        | (
+                            {"predicted": piece.predicted.tokens, "predicted_text": piece.predicted.words}
+                            if piece.predicted
+                            else {}
+                        )
                         for piece in sample.pieces
                     ],
                 }
@@ -157,6 +182,8 @@ class Where:
                     f"  document {piece.about.document}: {piece.about}, {tokens} of "
                     f'{piece.about.tokens:,}{masked}: "{printable(piece.words)}"'
                 )
+                if piece.predicted:
+                    yield f"    predicted: {_ranges_text(piece.predicted)}"
         yield from self.notes
         yield from self.hints
 
@@ -202,9 +229,14 @@ def where(
     for _, name, _, _, _, spans in drawn:
         wanted[name].update(span.document for span in spans)
     described = {name: run.describe(name, sorted(documents), ids, say) for name, documents in wanted.items()}
-    shown = []
+    shown, objectives = [], make_objectives(run.config, journal, run.datasets)[number]
     for sample, name, epoch, position, micro_batch, spans in drawn:
-        pieces = []
+        pieces, offset, objective = [], 0, objectives[name]
+        chosen_tokens = None
+        if objective.chooses:
+            windows = run.windows[number][name]
+            arranged = arranged_window(objective, windows, epoch, position, journal.seed, sample)
+            chosen_tokens = arranged.predicted_tokens
         for place, span in enumerate(spans):
             tokens = span.start, span.start + span.length
             about = described[name][span.document]
@@ -212,11 +244,16 @@ def where(
                 DocumentInSample(
                     about,
                     tokens,
-                    (tokens[0] + (place == 0), tokens[1]),  # the first token of a window is an input only
+                    # The first token of a window is an input only, or the last one no part of it.
+                    (tokens[0] + (place == 0), tokens[1])
+                    if objective.shifts
+                    else (tokens[0], tokens[1] - (place == len(spans) - 1)),
                     run.words(name, about, tokens),
                     run.masked(step, sample, name, span.document),
+                    None if chosen_tokens is None else _predicted(run, name, span, offset, chosen_tokens),
                 )
             )
+            offset += span.length
         shown.append(SampleInfo(sample, name, epoch, position, micro_batch, run.masked(step, sample, name), pieces))
     everything = [about for of_source in described.values() for about in of_source.values()]
     return Where(
@@ -231,6 +268,35 @@ def where(
         warnings=[*run.warnings],
         notes=[*unknown_origins(everything), *run.notes],
         hints=hint_of_ids(everything, ids),
+    )
+
+
+def _predicted(run: RunView, source: str, span: Span, offset: int, tokens: list[Range]) -> Predicted:
+    """Predicted tokens of a document in a sample.
+
+    Args:
+        run: the run.
+        source: of the document.
+        span: what the window has of it.
+        offset: of that in the window.
+        tokens: that are predicted, of the window.
+    """
+    move = span.start - offset
+    inside = [(max(a, offset), min(b, offset + span.length)) for a, b in tokens]
+    found = [(a + move, b + move) for a, b in inside if a < b]
+    return Predicted(found, run.words_of(source, span.document, found))
+
+
+def _ranges_text(predicted: Predicted) -> str:
+    """`tokens 3, 7-9 and 4 more ranges: "..."`."""
+    if not predicted.tokens:
+        return "nothing"
+    shown = [f"{a:,}" if b - a == 1 else f"{a:,}-{b - 1:,}" for a, b in predicted.tokens[:_SHOWN_RANGES]]
+    more = len(predicted.tokens) - len(shown)
+    count = sum(b - a for a, b in predicted.tokens)
+    return (
+        f"{count:,} of its tokens, {', '.join(shown)}{f' and {more:,} more ranges' if more else ''}: "
+        f'"{printable(predicted.words)}"'
     )
 
 

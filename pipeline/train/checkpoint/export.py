@@ -96,6 +96,16 @@ def average(
     return _write([checkpoints.at(step) for step in sorted(steps)], to, "average", weights, max_shard, console)
 
 
+START_TOKEN = "start_token"
+"""Key of an export's record with the id that the decoder of an encoder-decoder begins with, where it is known."""
+
+
+def start_token_of(config: Mapping[str, Any], tokenizer: Tokenizer) -> int | None:
+    """Id of `train.objective.start_token` of a run file's values; None where it is the end of a document."""
+    objective = config.get("train", {}).get("objective") or {}
+    return tokenizer.special_tokens.get(objective.get("start_token") or "")
+
+
 def longest_windows(config: Mapping[str, Any]) -> int:
     """Tokens of the longest windows that a resolved run file trains with."""
     phases = (config.get("blend") or {}).get("phases") or []
@@ -121,7 +131,9 @@ def _write(
     with storage.writing(f"--to {to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, f"{kind} (bytes)", total) as advance:
             files = write_weight_files(tmp, shards, lambda wanted: _mean(checkpoints, weights, wanted), advance)
-        Tokenizer.open(newest.path).save(tmp)
+        tokenizer = Tokenizer.open(newest.path)
+        tokenizer.save(tmp)
+        start = start_token_of(states[-1]["config"], tokenizer)
         storage.put(tmp / RUN_FILE, dump_values(states[-1]["config"]).encode())
         storage.put_json(
             tmp / EXPORT_ORIGIN,
@@ -135,6 +147,7 @@ def _write(
                 "fingerprints": {name: states[-1]["fingerprints"][name] for name in ("model", "tokenizer")},
                 "versions": states[-1]["versions"],
                 "files": files,
+                **({} if start is None else {START_TOKEN: start}),
             },
         )
     steps = ", ".join(str(each.step) for each in checkpoints)

@@ -10,7 +10,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.base import Section
 from pipeline.config.model import LayerConfig, ModelConfig, RopeScalingConfig
-from pipeline.config.train import OBJECTIVE_KEYS
+from pipeline.config.objective import mixed_values
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.part_spec import LayerSpec
 
@@ -26,6 +26,8 @@ LATER_KEYS = (
     *("rope_share", "attention_scale"),
     *("attention_soft_cap", "sinks", "output_gate", "norm_place", "residual", "norm_bias", "norm_offset"),
     *("embedding_scale", "residual_scale", "logit_scale", "dropout", "mtp"),
+    *("direction", "token_types", "embedding_norm", "first_norm", "final_norm", "head_transform", "head_bias"),
+    *("encoder", "relative"),
     *("rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),
 )
 """Keys of `model:` that checkpoints of earlier versions do not have, with dots below a section. With its default such a
@@ -134,8 +136,14 @@ def _same_meaning(layer: LayerSpec, keys: dict[str, Any]) -> dict[str, Any]:
 
 def objective_fingerprint(config: Config) -> dict[str, Any]:
     """The values that decide how a window becomes inputs and targets: the keys that the type of objective reads."""
-    objective = config.train.objective
-    return objective.model_dump(mode="json", include={"type", *OBJECTIVE_KEYS[objective.type]})
+    values = mixed_values(config.train.objective)
+    if any(phase.objective is not None for phase in config.blend.phases):
+        values["phases"] = {
+            str(number): mixed_values(phase.objective)
+            for number, phase in enumerate(config.blend.phases)
+            if phase.objective is not None
+        }
+    return values
 
 
 def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> list[str]:

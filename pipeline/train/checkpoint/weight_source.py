@@ -18,7 +18,7 @@ from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.committed import COMMIT, changed, step_of
-from pipeline.train.checkpoint.export import longest_windows
+from pipeline.train.checkpoint.export import START_TOKEN, longest_windows, start_token_of
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, ExportedWeights, Weights
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read, stored_weights
@@ -37,6 +37,8 @@ class WeightSource(Protocol):
     positions: int
     """The longest context of their training, in tokens."""
     tokenizer: Tokenizer
+    start_token: int | None
+    """Id that the decoder of an encoder-decoder begins with; None: the end of a document, or it is not known."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -81,6 +83,7 @@ class _InCheckpoint:
         self.model = validated_model(state["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")
         self.positions = longest_windows(state["config"])
         self.tokenizer = Tokenizer.open(self.checkpoint.path)
+        self.start_token = start_token_of(state["config"], self.tokenizer)
         found = stored_weights(self.checkpoint, self.weights)
         if not found:
             raise UserError(f"{self.name} has no moving average of the weights (train.ema was not set)")
@@ -111,6 +114,7 @@ class _Exported:
                 "without that option, from a folder with tokenizer.json"
             )
         self.tokenizer = tokenizer
+        self.start_token = source.about.get(START_TOKEN)
         self._files, self.tensors = exported_tensors(self.folder, source.files)
 
     def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.common.versions import versions
 from pipeline.config.load import dump_values
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.train.checkpoint.export import free_folder, made_folder
+from pipeline.train.checkpoint.export import START_TOKEN, free_folder, made_folder
 from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.tensors import Stored, groups, row_ranges
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
@@ -34,12 +34,15 @@ from pipeline.train.huggingface.folder import (
     read_json,
 )
 from pipeline.train.huggingface.names import TensorRule
+from pipeline.train.huggingface.pooled import write_pooled
 from pipeline.train.huggingface.tensors import TensorMapping, map_tensors
 from pipeline.train.model.config import decoder_spec
 
 MODEL_FILE = "model.yaml"
 """File that a run file includes to train on from a converted model."""
 Dtype = Literal["fp32", "bf16", "fp16"]
+_MASK_TOKENS = ("<mask>", "[MASK]")
+"""Usual names of the token that stands for masked ones."""
 _NO_TOKENIZER = "the tokenizer was left out: set tokenizer.path to the one that the weights were trained with"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,9 +55,10 @@ def to_hf(
     weights: Weights = "model",
     dtype: Dtype | None = None,
     max_shard: int | None = 5 * 10**9,
+    pooled: bool = False,
     console: Console,
 ) -> str:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer` load; says what it wrote.
+    """Write a folder that transformers loads, a model and its `AutoTokenizer`; says what it wrote.
 
     Args:
         source: a run folder, a checkpoint's, or an exported one.
@@ -63,6 +67,7 @@ def to_hf(
         weights: those that were trained, or their moving average.
         dtype: of the weights; by default as they are stored.
         max_shard: bytes of tensors in a file at most.
+        pooled: add the files with which sentence-transformers makes a vector of a text.
         console: for the progress bar.
 
     Raises:
@@ -72,6 +77,11 @@ def to_hf(
     """
     free_folder(to)
     found = open_weights(source, step, weights)
+    if pooled and found.model.direction == "causal":
+        raise UserError(
+            "--pooled is for encoders, and model.direction is causal: of a text its last token alone has seen all; "
+            "leave the option out"
+        )
     vocab_size = found.model.vocab_size or found.tokenizer.vocab_size
     family, values = to_hf_config(found.model, vocab_size, found.positions)
     mtp = None if family.names.mtp else found.model.mtp
@@ -89,18 +99,30 @@ def to_hf(
         with progress(console, "to-hf (bytes)", total) as advance:
             write_weight_files(tmp, shards, lambda wanted: _their_tensors(found, mapping, wanted), advance)
         ends = {"bos_token_id": found.tokenizer.end_of_document, "eos_token_id": found.tokenizer.end_of_document}
+        if found.model.encoder is not None:
+            start = ends["eos_token_id"] if found.start_token is None else found.start_token
+            # transformers fills decoders' inputs up with a token, too, where it makes them of targets.
+            ends |= {"decoder_start_token_id": start, "pad_token_id": start}
         name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         storage.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
-        storage.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
+        if found.model.direction == "causal":
+            storage.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
         found.tokenizer.save(tmp)
         _add_nothing(tmp / TOKENIZER_FILE)
-        storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found.tokenizer, found.positions))
+        storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found, pooled))
+        if pooled:
+            write_pooled(tmp, model.dim, found.positions)
     left_out = "" if mtp is None else f"\nleft out: the {mtp.depth} layers of multi-token prediction (model.mtp)"
     warning = ""
     if family.splits_alike is not None and not family.splits_alike(found.tokenizer.definition):
         warning = (
             f"\nwarning: AutoTokenizer of transformers 5 splits text in the same way for every {family.title}, which "
             f"differs from this tokenizer; use PreTrainedTokenizerFast.from_pretrained({str(to)!r})"
+        )
+    if family.padding is not None:
+        warning += (
+            f"\nwarning: transformers takes token {family.padding} for padding in every {family.title}; texts that "
+            "have it are computed otherwise there"
         )
     return (
         f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "
@@ -163,6 +185,7 @@ def from_hf(
                 },
                 "versions": versions(),
                 "files": files,
+                **({} if found.start_token is None else {START_TOKEN: found.start_token}),
             },
         )
     quantized = (
@@ -200,6 +223,12 @@ def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, conv
         head += f"# {hint}.\n"
     if left_out := found.left_out:
         head += f"# {len(left_out)} tensors for tokens further ahead are left out, such as {left_out[0]}.\n"
+    if found.start_token is not None:
+        token = "" if tokenizer is None else f", {tokenizer.decode([found.start_token])!r}"
+        head += (
+            f"# The decoder begins with token {found.start_token}{token}: to train on, name it as "
+            "train.objective.start_token and in tokenizer.special_tokens, with the sentinels.\n"
+        )
     if found.missing_mtp:
         head += "# The files have no layers of multi-token prediction (num_nextn_predict_layers).\n"
     if tokenizer is None:
@@ -288,11 +317,18 @@ def _add_nothing(file: Path) -> None:
         storage.put_json(file, {**state, "post_processor": kept[0] if kept else None})
 
 
-def _tokenizer_config(tokenizer: Tokenizer, positions: int) -> Json:
+def _tokenizer_config(found: WeightSource, pooled: bool) -> Json:
+    tokenizer, more = found.tokenizer, dict[str, str]()
+    if found.model.direction == "both":
+        masks = [token for token in _MASK_TOKENS if token in tokenizer.special_tokens]
+        more |= {"mask_token": masks[0]} if masks else {}
+    if pooled:  # texts of a batch are filled up
+        more["pad_token"] = tokenizer.end_of_document_token
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokenizer.end_of_document_token,
         "eos_token": tokenizer.end_of_document_token,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": positions,
+        "model_max_length": found.positions,
+        **more,
     }

@@ -93,6 +93,8 @@ class Family:
     """The key that has the longest context, and what transformers takes where it is not there."""
     pads: bool = False
     """True if transformers takes a padding token where config.json does not say that there is none."""
+    padding: int | None = None
+    """Id of a token that transformers leaves out where it counts positions."""
     splits_alike: Callable[[str], bool] | None = None
     """For a family whose texts AutoTokenizer splits in one way, whatever the files say: true of the tokenizers (their
     `tokenizer.json`) that split so."""

@@ -69,7 +69,7 @@ class HuggingFaceFolder:
     def positions(self) -> int:
         """The longest context that config.json speaks of, in tokens."""
         key, default = self.family.positions
-        return int(self.values.get(key) or default)
+        return int(self.model.max_positions or self.values.get(key) or default)
 
     @cached_property
     def spec(self) -> DecoderSpec:
@@ -96,6 +96,12 @@ class HuggingFaceFolder:
         """The names that the files have for those of the plan."""
         shapes = {name: each.shape for name, each in self._found.tensors.items()}
         return names_in_files(self.family, self.mapping, shapes, str(self.folder))
+
+    @property
+    def start_token(self) -> int | None:
+        """Id that the decoder of an encoder-decoder begins with."""
+        found = self.values.get("decoder_start_token_id")
+        return found if self.model.encoder is not None and isinstance(found, int) else None
 
     @property
     def left_out(self) -> list[str]:

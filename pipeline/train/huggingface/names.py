@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pipeline.common.errors import UserError
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
-from pipeline.train.model.part_spec import LayerPartSpec
+from pipeline.train.model.part_spec import LayerPartSpec, Side
 from pipeline.train.model.tensor_names import ExpertFiles, PartTable, RowOrder, TensorNames, named
 
 LAYER = "{i}"
@@ -41,6 +41,8 @@ class TensorRule:
     """The one that `theirs` is of, in the rules of one model for experts that are numbered in names."""
     beside: bool = False
     """Ours are beside each other and not one below the other."""
+    skipped: int = 0
+    """Rows of theirs ahead of ours that no token reads; they are written as 0."""
     copy: bool = False
     """Files have ours a second time under this name. It may be missing, and must be the same where it is there."""
 
@@ -60,7 +62,8 @@ class Names:
     """Tensors ahead of the layers."""
     norms: Mapping[str, str | tuple[str, ...]]
     """Norms of a layer: their names -> our modules within the layer, `mixer_norm` and `mlp_norm` for those before a
-    part, `mixer_out_norm` and `mlp_out_norm` for those on its output. Several where a layer has one of them."""
+    part, `..._out_norm` for those on its output and `..._sum_norm` for those on the sum. Several where a layer has one
+    of them."""
     behind: tuple[TensorRule, ...]
     """Tensors of norm and head."""
     mtp: bool = False
@@ -74,6 +77,11 @@ class Names:
     layers: tuple[Mapping[str, type[LayerPartSpec]], ...] = ({"mixer": AttentionSpec, "mlp": MlpSpec},)
     """Kinds of layers that the family has, for the docs."""
 
+    sides: Mapping[Side, Names] = field(default_factory=dict)
+    """Of encoder-decoders, the names of the layers of each side, which are counted by themselves there."""
+    encoder_norm: str | None = None
+    """The norm behind the encoder's last layer."""
+
     @property
     def head(self) -> str:
         """Their name of the head's weight."""
@@ -84,21 +92,35 @@ class Names:
         layers: Sequence[Mapping[str, LayerPartSpec]],
         mtp: Sequence[Mapping[str, LayerPartSpec]] = (),
         head: str = HEAD_RULE.ours[0],
+        encoder: int = 0,
     ) -> list[TensorRule]:
         """Rules of a model in its order.
 
         Args:
             layers: the parts of each.
+            encoder: number of those that are an encoder's.
             mtp: of layers of multi-token prediction, those of each depth.
             head: our parameter with the weight of the head.
 
         Raises:
             UserError: A kind of mixer or mlp has no names of this style.
         """
+        if encoder:
+            return [*self.before, *self._of_sides(layers, encoder), *self.behind]
         found = [rule for index, parts in enumerate(layers) for rule in self.of_layer(str(index), parts)]
         for depth, parts in enumerate(mtp):
             found += self.of_depth(str(len(layers) + depth), str(depth), parts, head)
         return [*self.before, *found, *self.behind]
+
+    def _of_sides(self, layers: Sequence[Mapping[str, LayerPartSpec]], encoder: int) -> list[TensorRule]:
+        """Rules of the layers of an encoder-decoder."""
+        found = list[TensorRule]()
+        for index, parts in enumerate(layers):
+            names, first = (self.sides["encoder"], 0) if index < encoder else (self.sides["decoder"], encoder)
+            found += names.of_layer(str(index - first), parts, f"layers.{index}.")
+            if index == encoder - 1 and self.encoder_norm is not None:
+                found.append(TensorRule(self.encoder_norm, (f"layers.{index}.encoder_norm.weight",)))
+        return found
 
     def of_layer(self, index: str, parts: Mapping[str, Part], ours: str | None = None) -> list[TensorRule]:
         """Rules of a layer in the order of the model.
@@ -114,7 +136,8 @@ class Names:
             found += self._norms(index, before, f"{place}_norm")
             for names in self._table(index, part):
                 found += self._of_part(index, f"{before}{place}.", part, names)
-            found += self._norms(index, before, f"{place}_out_norm")
+            for kind in ("out_norm", "sum_norm"):
+                found += self._norms(index, before, f"{place}_{kind}")
         return found
 
     def of_depth(
@@ -145,10 +168,16 @@ class Names:
     def _table(self, index: str, part: Part) -> list[TensorNames]:
         own = self.tables.get(part if isinstance(part, type) else type(part))
         if own is not None:
-            return named(own)
+            return self._of(part, own)
         if self.style not in part.huggingface:
             raise UserError(f"layer {index} has {part.label}: no family of Hugging Face models with it is known")
-        return named(part.huggingface[self.style])
+        return self._of(part, part.huggingface[self.style])
+
+    @staticmethod
+    def _of(part: Part, table: PartTable) -> list[TensorNames]:
+        """Entries of a table that a part has; all for the docs."""
+        every = named(table)
+        return every if isinstance(part, type) else [each for each in every if each.where is None or each.where(part)]
 
     def _norms(self, index: str, before: str, module: str) -> list[TensorRule]:
         found = list[TensorRule]()

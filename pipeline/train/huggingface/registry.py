@@ -8,6 +8,8 @@ special ones stand behind general ones.
 from __future__ import annotations
 
 from pipeline.train.huggingface.families.cohere2 import COHERE2
+from pipeline.train.huggingface.families.encoders.bert import BERT, ROBERTA
+from pipeline.train.huggingface.families.encoders.modernbert import MODERNBERT
 from pipeline.train.huggingface.families.experts.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pipeline.train.huggingface.families.experts.glm4_moe import GLM4_MOE
 from pipeline.train.huggingface.families.experts.gpt_oss import GPT_OSS
@@ -33,6 +35,7 @@ from pipeline.train.huggingface.families.phi3 import PHI3
 from pipeline.train.huggingface.families.qwen import QWEN2, QWEN3
 from pipeline.train.huggingface.families.smollm3 import SMOLLM3
 from pipeline.train.huggingface.families.starcoder2 import STARCODER2
+from pipeline.train.huggingface.families.t5 import T5
 from pipeline.train.huggingface.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -42,8 +45,10 @@ FAMILIES: dict[str, Family] = {
         *(PHI3, GRANITE, GPT_NEOX, COHERE2, GEMMA2, GEMMA3),
         *(DEEPSEEK_V2, DEEPSEEK_V3),
         *(GPT_OSS, GLM4_MOE, QWEN2_MOE, QWEN3_MOE, OLMOE, MIXTRAL),
+        T5,
         *(MAMBA2, BAMBA, GRANITE_HYBRID, NEMOTRON_H),
         *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, KIMI_LINEAR),
+        *(BERT, ROBERTA, MODERNBERT),
     )
 }
 

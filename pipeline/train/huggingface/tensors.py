@@ -24,7 +24,7 @@ from pipeline.train.model.tensor_names import EXPERT, ExpertFiles, RowNumbers
 Shape = tuple[int, ...]
 _T = TypeVar("_T")
 
-_VOCABULARY = ("embedding.weight", "head.weight")
+_VOCABULARY = ("embedding.weight", "head.weight", "head.bias")
 """Tensors with a row a token; theirs have no rows of padding."""
 _MOST_EXPERTS = 2**17
 """Of all layers. Each has tensors with names of their own, which are listed before any file is looked at; Kimi K2 has
@@ -162,6 +162,8 @@ class TensorMapping:
         dim = int(rule.experts == "stacked")
         pieces = [part.narrow(dim, 0, self.ours[ours].rows) for ours, part in zip(rule.ours, parts, strict=True)]
         value = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1 if rule.beside else dim)
+        if rule.skipped:
+            value = torch.cat([value.new_zeros(rule.skipped, *value.shape[1:]), value])
         if rule.order is not None:
             value = value.index_select(dim, torch.from_numpy(rule.order.of(rule.part)))
         for unit in rule.unit_dims:
@@ -198,7 +200,7 @@ def map_tensors(family: Family, spec: DecoderSpec) -> TensorMapping:
     our_shapes = shapes.parameters | buffers
     head = "embedding.weight" if spec.tie_embeddings else "head.weight"
     ahead = [each.layer.parts for each in spec.mtp]
-    rules = family.names.rules([layer.parts for layer in spec.layers], ahead, head)
+    rules = family.names.rules([layer.parts for layer in spec.layers], ahead, head, spec.encoder_layers)
     mapping = map_rules(rules, our_shapes, spec.vocab_size, frozenset(buffers))
     mapping = replace(mapping, fp32=shapes.fp32)
     missing = our_shapes.keys() - mapping.ours.keys()
@@ -238,12 +240,12 @@ def map_rules(
         back = None if rule.order is None else partial(rule.order.back, rule.part)
         skipped = int(rule.experts is not None)
         rows = [vocab_size if name in _VOCABULARY else our_shapes[name][skipped] for name in rule.ours]
-        for name, (first, stop) in zip(rule.ours, pairwise(accumulate(rows, initial=0)), strict=True):
+        for name, (first, stop) in zip(rule.ours, pairwise(accumulate(rows, initial=rule.skipped)), strict=True):
             ours[name] = TensorSlice(
                 rule.theirs, first, stop - first, rule.transposed, back, rule.unit_dims, rule.experts
             )
         leading, others = our_shapes[rule.ours[0]][:skipped], our_shapes[rule.ours[0]][skipped + 1 :]
-        shape = _with_units((sum(rows), *others), rule.unit_dims, 1)
+        shape = _with_units((rule.skipped + sum(rows), *others), rule.unit_dims, 1)
         shape = shape[::-1] if rule.transposed else shape
         if rule.experts == "numbered":
             for expert in range(*leading):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.recompute import Recompute
 
+if TYPE_CHECKING:
+    from pipeline.train.model.mixers.attention.cross_module import CrossAttention
+
 Attended = tuple[Tensor, Tensor, AttentionMask, float]
 """Queries, keys, what is seen and the scale of an attention: what an `ActivationObserver` gets, without gradients."""
 
@@ -26,6 +29,8 @@ Compute = Callable[[Tensor, LayerContext], tuple[Any, list[Attended]]]
 
 class Block(nn.Module):
     """Residual block: mixer and mlp, or one of them, and norms on their inputs, outputs or sums.
+
+    Of an encoder-decoder it changes the positions of its side; a decoder's also attends to the encoder's.
 
     Args:
         spec: Its parts.
@@ -47,6 +52,8 @@ class Block(nn.Module):
                     self.add_module(name, part.build())
                 elif name in spec.norms:
                     self.add_module(name, build_norm(spec.norm, spec.dim))
+        if spec.ends_encoder:
+            self.encoder_norm = build_norm(spec.norm, spec.dim)
         self._fp32_vectors = [
             self.get_submodule(f"{place}.{name}") for place, part in spec.parts.items() for name in part.fp32_modules
         ]
@@ -56,6 +63,8 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
+        if self.spec.side is not None and context.states is not None and self._rests(x_BSD, context):
+            return x_BSD
         for unit in self._fp32_vectors:
             unit()
         if context.dropout is not None:
@@ -75,6 +84,15 @@ class Block(nn.Module):
                 context.observer.attention(self.get_submodule("mixer"), queries, keys, mask, scale)
             context.observer.output(self, out_BSD)
         return out_BSD
+
+    def _rests(self, x_BSD: Tensor, context: LayerContext) -> bool:
+        """True if a pass with states is the other side's; a decoder's layer then holds keys and values."""
+        if self.spec.side == "encoder" or not context.encoder:
+            return self.spec.side == "encoder" and not context.encoder
+        assert context.states is not None
+        keys, values = cast("CrossAttention", self.get_submodule("cross")).keys_values(x_BSD)
+        context.states.cross[self.index].hold(keys, values)
+        return True
 
     def compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Any, list[Attended]]:
         """The output, and what there is to watch if somebody does; of a layer in pieces, of its first piece."""
@@ -117,9 +135,30 @@ class Block(nn.Module):
         if self.spec.mixer is not None:
             of_mixer_BSD = self._mixed(self._input(x_BSD, "mixer"), context, attended)
             x_BSD = self._add(x_BSD, "mixer", of_mixer_BSD, context.dropout)
+        if self.spec.cross is not None:
+            x_BSD = self._add(x_BSD, "cross", self._crossed(self._input(x_BSD, "cross"), context), context.dropout)
         return (x_BSD, self._input(x_BSD, "mlp")), attended
 
+    def _crossed(self, input_BSD: Tensor, context: LayerContext) -> Tensor:
+        """Output of attention to the encoder."""
+        state = None if context.states is None else context.states.cross[self.index]
+        out_BSD: Tensor = self.get_submodule("cross")(input_BSD, context.memory_BED, context.cross, state)
+        return out_BSD
+
     def _compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
+        if self.spec.side is None or context.states is not None:
+            x_BSD, attended = self._whole(x_BSD, context)
+            return self.encoder_norm(x_BSD) if self.spec.ends_encoder else x_BSD, attended
+        encoder_BED, decoder_BTD = x_BSD[:, : context.encoder], x_BSD[:, context.encoder :]
+        if self.spec.side == "decoder":
+            decoder_BTD, attended = self._whole(decoder_BTD, replace(context, memory_BED=encoder_BED))
+        else:
+            encoder_BED, attended = self._whole(encoder_BED, context)
+            encoder_BED = self.encoder_norm(encoder_BED) if self.spec.ends_encoder else encoder_BED
+        return torch.cat((encoder_BED, decoder_BTD), dim=1), attended
+
+    def _whole(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended]]:
+        """The layer on all positions that it changes."""
         spec, module = self.spec, self.get_submodule
         if spec.residual == "sequential":
             (x_BSD, input_BSD), attended = self._first_piece(x_BSD, context)
@@ -135,7 +174,7 @@ class Block(nn.Module):
 
     def _mixed(self, input_BSD: Tensor, context: LayerContext, attended: list[Attended]) -> Tensor:
         """Output of the mixer; notes what there is to watch."""
-        state = None if context.states is None else context.states.layers[self.index]
+        state = None if context.states is None or context.encoder else context.states.layers[self.index]
         if context.observer is not None:
             context = replace(context, observer=_Recorder(attended))
         out_BSD: Tensor = self.get_submodule("mixer")(input_BSD, context, state)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from pipeline.common.errors import UserError
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.model import LayerConfig, ModelConfig, RelativeConfig
+from pipeline.train.model.mixers.attention.cross import CrossAttentionSpec
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mixers.delta.spec import DeltaSpec, KdaSpec
 from pipeline.train.model.mixers.mamba2.spec import Mamba2Spec
@@ -19,7 +20,14 @@ from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.mlps.dense.spec import DenseKind, MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.parameter_spec import NormSpec
-from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec, MixerSpec, MtpSpec
+from pipeline.train.model.part_spec import (
+    LayerPartSpec,
+    LayerSpec,
+    MixerSpec,
+    MtpSpec,
+    RelativeSpec,
+    Side,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,7 @@ class DecoderSpec:
     """Embedding, layers, norm, head.
 
     Attributes:
+        norm: Kind of the norms of the layers, behind the last one, and of those below if they are there.
         vocab_size: Tokens that exist.
         vocab_padded: Rows of embedding and head; logits from `vocab_size` on are -inf.
         learned_positions: Rows of the learned position embedding; set exactly if positions are learned.
@@ -35,6 +44,12 @@ class DecoderSpec:
         logit_scale: Factor on the input of the head.
         logit_soft_cap: Logits become cap * tanh(logits / cap).
         mtp: By depth, what predicts tokens after the next one.
+        token_types: Rows of the embedding of types, of which the first is added to all tokens; None: there is none.
+        embedding_norm: The sum of the embeddings has a norm.
+        final_norm: There is a norm behind the last layer.
+        head_transform: Activation between a matrix and a norm before the head; None: they are not there.
+        head_transform_bias: The matrix has a bias.
+        head_bias: The logits have a bias.
     """
 
     dim: int
@@ -48,6 +63,50 @@ class DecoderSpec:
     logit_soft_cap: float | None
     layers: tuple[LayerSpec, ...]
     mtp: tuple[MtpSpec, ...] = ()
+    token_types: int | None = None
+    embedding_norm: bool = False
+    final_norm: bool = True
+    head_transform: Literal["gelu", "gelu_exact"] | None = None
+    head_transform_bias: bool = False
+    head_bias: bool = False
+
+    @property
+    def first_sizes(self) -> list[int]:
+        """Sizes of the parameters before the first layer besides the embedding of tokens; whole on a rank of tp."""
+        rows = [count * self.dim for count in (self.learned_positions, self.token_types) if count is not None]
+        return rows + self._norm_sizes * self.embedding_norm
+
+    @property
+    def last_norm_sizes(self) -> list[int]:
+        """Sizes of the parameters of the norm behind the last layer."""
+        return self._norm_sizes * self.final_norm
+
+    @property
+    def transform_sizes(self) -> list[int]:
+        """Sizes of the parameters between that norm and the head, which ranks of tp have whole."""
+        if self.head_transform is None:
+            return []
+        return [self.dim**2, *[self.dim] * self.head_transform_bias, *self._norm_sizes]
+
+    @property
+    def _norm_sizes(self) -> list[int]:
+        return self.norm.parameters(self.dim)
+
+    @property
+    def encoder_layers(self) -> int:
+        """Layers that are the encoder's, the first ones."""
+        return sum(layer.side == "encoder" for layer in self.layers)
+
+    @property
+    def sided(self) -> bool:
+        """True of an encoder-decoder, or of some of its layers."""
+        return any(layer.side is not None for layer in self.layers)
+
+    @property
+    def relatives(self) -> dict[str, RelativeSpec]:
+        """By side, relative positions of its layers."""
+        found = [layer.mixer.relative for layer in self.layers if layer.mixer is not None]
+        return {each.side: each for each in found if each is not None}
 
     @property
     def last_embeds(self) -> bool:
@@ -79,8 +138,8 @@ class DecoderSpec:
 
     @property
     def period(self) -> int:
-        """Layers after which the kinds repeat; all of them where they do not."""
-        return period_of(self.layers)
+        """Layers after which the kinds repeat, but for the norm of the first; all of them where they do not."""
+        return period_of([replace(self.layers[0], input_norm=True), *self.layers[1:]])
 
 
 def period_of(items: Sequence[object]) -> int:
@@ -105,9 +164,25 @@ MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = {
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers that `model:` describes: the one place where its keys become kinds of mixers and mlps."""
+    if config.encoder is None:
+        kinds = _kinds(config, config.layer_kinds)
+        layers = [kinds[name] for name in config.layer_kinds]
+        if not config.first_norm:
+            layers[0] = replace(layers[0], input_norm=False)
+        return tuple(layers)
+    both = config.model_copy(update={"direction": "both"})
+    sides = _kinds(both, config.encoder_kinds), _kinds(config, config.layer_kinds)
+    of_encoder = {name: _of_side(layer, "encoder", config) for name, layer in sides[0].items()}
+    of_decoder = {name: _of_side(layer, "decoder", config) for name, layer in sides[1].items()}
+    *encoder, last = [of_encoder[name] for name in config.encoder_kinds]
+    return *encoder, replace(last, ends_encoder=True), *(of_decoder[name] for name in config.layer_kinds)
+
+
+def _kinds(config: ModelConfig, names: Sequence[str | None]) -> dict[str | None, LayerSpec]:
+    """By name of a kind, layers of it."""
     norm = _norm_spec(config)
     kinds: dict[str | None, LayerSpec] = {}
-    for name in dict.fromkeys(config.layer_kinds):
+    for name in dict.fromkeys(names):
         layer = config.layer(name)
         kinds[name] = LayerSpec(
             None if layer.mixer == "none" else MIXERS[layer.mixer](config, layer),
@@ -117,7 +192,18 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
             layer.residual,
             config.residual_scale,
         )
-    return tuple(kinds[name] for name in config.layer_kinds)
+    return kinds
+
+
+def _of_side(layer: LayerSpec, side: Side, config: ModelConfig) -> LayerSpec:
+    """A layer with attention as one of an encoder-decoder's."""
+    mixer = layer.mixer
+    assert isinstance(mixer, AttentionSpec)
+    if config.positions == "relative":
+        of = config.relative or RelativeConfig()
+        mixer = replace(mixer, relative=RelativeSpec(side, of.buckets, of.max_distance, mixer.heads))
+    cross = None if side == "encoder" else CrossAttentionSpec.beside(mixer)
+    return replace(layer, mixer=mixer, side=side, cross=cross)
 
 
 def _norm_spec(config: ModelConfig) -> NormSpec:
@@ -156,4 +242,10 @@ def decoder_spec(config: ModelConfig, vocab_size: int, max_positions: int) -> De
         logit_soft_cap=config.logit_soft_cap,
         layers=layers,
         mtp=() if config.mtp is None else (MtpSpec(layers[-1], norm),) * config.mtp.depth,
+        token_types=config.token_types,
+        embedding_norm=config.embedding_norm,
+        final_norm=config.final_norm,
+        head_transform=config.head_transform,
+        head_transform_bias=config.head_transform is not None and config.bias == "all",
+        head_bias=config.head_bias,
     )

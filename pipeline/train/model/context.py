@@ -109,6 +109,10 @@ class LayerContext:
         recurrent: What computes recurrences.
         routed: What the tokens of a layer chose goes here; None: nobody asks.
         chosen: What a pass of a layer chose that backward repeats; empty before it.
+        encoder: Positions of the residual stream that are the encoder's, of those that this process has.
+        bias: Bias of the scores of attention, [1 or B, H, C, T], which the kernel takes in place of sinks.
+        cross: Context of attention to the encoder.
+        memory_BED: What that attends to; None: the states have it.
     """
 
     bounds_BS: Tensor | None
@@ -129,6 +133,10 @@ class LayerContext:
     recurrent: RecurrentKernels = PLAIN
     routed: list[Routed] | None = None
     chosen: list[Any] | None = None
+    encoder: int = 0
+    bias: Tensor | None = None
+    cross: LayerContext | None = None
+    memory_BED: Tensor | None = None
 
 
 class Mixer(Protocol):

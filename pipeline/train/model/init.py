@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from pipeline.config.model import InitConfig
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.parameter_spec import Matrix, Normal, Stack, Uniform, Vector
-from pipeline.train.model.part_spec import LayerPartSpec
+from pipeline.train.model.part_spec import RELATIVE, LayerPartSpec
 from pipeline.train.parallel.torch_compat.core import strided_shard
 
 _PART = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.(\w+)\.(.+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(\w+)\.weight")
-_TABLES = ("embedding.weight", "position_embedding.weight", "head.weight")
+_TABLES = ("embedding.weight", "position_embedding.weight", "type_embedding.weight", "head.weight", "head.dense.weight")
 _NORM = re.compile(r"(?:.*\.)?\w*norm\.weight")
 
 _CHUNK_ELEMENTS = 1 << 20  # elements drawn at once, which bounds the memory of the draw
@@ -78,7 +78,7 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
       attention logits are divided by head_dim instead of its root, scaled to agree for heads of 64
       (the scale of attention). Learning rates: `lr_scale`. Source: Yang et al. 2022 (Tensor Programs V), table 8, Adam.
     """
-    if name in _TABLES:
+    if name in _TABLES or name.startswith(RELATIVE):
         return init.std
     matrix = _matrix(name, spec) or stack_of(name, spec)
     assert matrix is not None, f"no rule for the initial weights of {name}"

@@ -39,6 +39,11 @@ class Criterion:
     chunk_tokens: int | None = None
     """Tokens whose logits exist at once; None: all of them."""
 
+    def at(self, predicted_BK: Tensor) -> Criterion:
+        """That of some positions alone."""
+        targets_BK, weight_BK = (x.gather(1, predicted_BK) for x in (self.targets_BS, self.weight_BS))
+        return replace(self, targets_BS=targets_BK, weight_BS=weight_BK)
+
 
 class TokenLosses(NamedTuple):
     """Loss outputs of a micro-batch."""
@@ -51,8 +56,12 @@ class TokenLosses(NamedTuple):
     """The same of each depth of multi-token prediction, where it is trained."""
 
 
+Logits = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Stream [B, S, D], weight [V, D] and a bias [V] or none -> logits [B, S, V]."""
+
+
 def criterion_loss(
-    head: Callable[[Tensor, Tensor], Tensor], x_BSD: Tensor, weight_VD: Tensor, criterion: Criterion
+    head: Logits, x_BSD: Tensor, weight_VD: Tensor, criterion: Criterion, bias_V: Tensor | None = None
 ) -> TokenLosses:
     """The loss of a micro-batch, from the residual stream behind the last norm.
 
@@ -61,22 +70,24 @@ def criterion_loss(
     is done twice; kept are the gradients, [N, D] and [V, D] in the types of stream and weight (as in Hsu et al. 2024).
 
     Args:
-        head: [B, S, D] and [V, D] -> logits [B, S, V].
+        head: makes the logits.
         x_BSD: input of the head.
         weight_VD: its weight.
         criterion: targets and weights. With a shard all ranks of its group call this with the same shapes.
+        bias_V: its bias.
     """
     size = criterion.chunk_tokens
     if size is None or size >= criterion.targets_BS.numel():
-        return _whole_loss(head, x_BSD, weight_VD, criterion)
-    total, loss_BS = _ChunkedLoss.apply(x_BSD, weight_VD, head, criterion)  # type: ignore[no-untyped-call]
+        return _whole_loss(head, x_BSD, weight_VD, bias_V, criterion)
+    total, loss_BS = _ChunkedLoss.apply(x_BSD, weight_VD, bias_V, head, criterion)  # type: ignore[no-untyped-call]
     return TokenLosses(total, loss_BS)
 
 
 def _whole_loss(
-    head: Callable[[Tensor, Tensor], Tensor], x_BSD: Tensor, weight_VD: Tensor, criterion: Criterion
+    head: Logits, x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, criterion: Criterion
 ) -> TokenLosses:
-    loss_BS, objective_BS = token_loss(head(x_BSD, weight_VD), criterion.targets_BS, criterion.z_loss, criterion.shard)
+    logits_BSV = head(x_BSD, weight_VD, bias_V)
+    loss_BS, objective_BS = token_loss(logits_BSV, criterion.targets_BS, criterion.z_loss, criterion.shard)
     return TokenLosses((objective_BS * criterion.weight_BS).sum(), loss_BS.detach())
 
 
@@ -85,13 +96,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSD: Tensor, weight_VD: Tensor, head: Callable[[Tensor, Tensor], Tensor], criterion: Criterion
+        ctx: Any, x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, head: Logits, criterion: Criterion
     ) -> tuple[Tensor, Tensor]:
         x_ND, size = x_BSD.flatten(0, 1), cast(int, criterion.chunk_tokens)
         wanted = any(ctx.needs_input_grad)
         gradient_ND = torch.empty_like(x_ND) if wanted else None
+        of_head = [weight_VD] if bias_V is None else [weight_VD, bias_V]
         # In fp32, as one matrix product over all tokens sums up.
-        gradient_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wanted else None
+        gradients = [torch.zeros_like(x, dtype=torch.float32) for x in of_head if wanted]
         total, losses = x_BSD.new_zeros((), dtype=torch.float32), []
         for first in range(0, len(x_ND), size):
             piece = slice(first, first + size)
@@ -101,29 +113,31 @@ class _ChunkedLoss(torch.autograd.Function):
                 weight_BS=criterion.weight_BS.flatten()[None, piece],
             )
             with torch.set_grad_enabled(wanted):
-                x_1CD, weight = x_ND[None, piece].detach(), weight_VD.detach()
+                inputs = [x_ND[None, piece].detach(), *(x.detach() for x in of_head)]
                 if wanted:
-                    x_1CD.requires_grad_()
-                    weight.requires_grad_()
-                result = _whole_loss(head, x_1CD, weight, part)
-            if gradient_ND is not None and gradient_VD is not None:
-                of_x, of_weight = torch.autograd.grad(result.total, (x_1CD, weight))
+                    inputs = [x.requires_grad_() for x in inputs]
+                x_1CD, weight, *bias = inputs
+                result = _whole_loss(head, x_1CD, weight, bias[0] if bias else None, part)
+            if gradient_ND is not None:
+                of_x, *others = torch.autograd.grad(result.total, inputs)
                 gradient_ND[piece] = of_x[0]
-                gradient_VD += of_weight
+                for of_all, of_piece in zip(gradients, others, strict=True):
+                    of_all.add_(of_piece)
             total += result.total.detach()
             losses.append(result.loss_BS[0])
-        if gradient_ND is not None and gradient_VD is not None:
-            ctx.save_for_backward(gradient_ND.view_as(x_BSD), gradient_VD.to(weight_VD.dtype))
+        if gradient_ND is not None:
+            in_types = [gradient.to(x.dtype) for gradient, x in zip(gradients, of_head, strict=True)]
+            ctx.save_for_backward(gradient_ND.view_as(x_BSD), *in_types)
         loss_BS = torch.cat(losses).view_as(criterion.targets_BS)
         ctx.mark_non_differentiable(loss_BS)
         return total, loss_BS
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        of_x_BSD, of_weight_VD = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # 1 unless somebody scales the total. Products of new tensors: a zero-bubble schedule may come twice.
         factor = gradients[0]
-        return of_x_BSD * factor.to(of_x_BSD.dtype), of_weight_VD * factor.to(of_weight_VD.dtype), None, None
+        found = [each * factor.to(each.dtype) for each in ctx.saved_tensors]
+        return *found, *(None,) * (5 - len(found))
 
 
 def token_loss(

@@ -47,6 +47,8 @@ class Matrix:
     """The product may be in fp8."""
     of_whole: bool = False
     """Its input comes from a `whole` matrix, so that each rank keeps its part of the gradient of that."""
+    of_encoder: bool = False
+    """In a decoder's layer, it multiplies the encoder's positions."""
     muon: bool = True
     """Muon may have it. False: its rows are rates or gates of some heads each, and no map between spaces."""
 

@@ -105,14 +105,24 @@ class Reach:
     """Positions behind it; 0: causal; None: all."""
 
     @classmethod
-    def window(cls, size: int | None) -> Reach:
-        """Causal reach of `size` positions, the query's own among them; None: all."""
+    def window(cls, size: int | None, *, both: bool = False) -> Reach:
+        """That of `sliding_window`; None: all.
+
+        Causal it is `size` positions, the query's own among them. To both sides it is half of `size` on each, rounded
+        down, and the query's own.
+        """
+        if both:
+            half = None if size is None else size // 2
+            return cls(half, half)
         return cls(None if size is None else size - 1)
 
     def mean_keys(self, length: int, *, causal: bool) -> float:
         """Keys that FLOPs are counted for, of a query of a sequence; see `flops_per_token` for the conventions."""
+        behind = length if self.ahead is None else min(self.ahead, length)
         window = length if self.back is None else min(self.back + 1, length)
-        return window - window**2 / (2 * length) if causal else window
+        if causal:
+            return window - window**2 / (2 * length) + behind - behind**2 / (2 * length)
+        return min(window + behind, length)
 
     def sees_all(self, length: int) -> bool:
         """True if distance hides no key of a sequence, or causality alone does."""
@@ -132,8 +142,30 @@ class KernelUse:
     """Scores become cap * tanh(scores / cap) before the mask."""
     sinks: bool = False
     """Each head has a logit that takes probability and gives no value."""
+    bias: bool = False
+    """The products have a bias with a gradient."""
     size_key: str = "model.head_dim"
     """Key that the sizes of heads follow from, for messages."""
+
+
+Side = Literal["encoder", "decoder"]
+RELATIVE = "relative."
+"""Begins the names of tables of relative positions, by side."""
+
+
+@dataclass(frozen=True)
+class RelativeSpec:
+    """Relative positions of the attention of a side, whose layers share a table [buckets, heads]."""
+
+    side: Side
+    buckets: int
+    max_distance: int
+    heads: int
+
+    @property
+    def two_sided(self) -> bool:
+        """True if half of the buckets are for keys behind the query."""
+        return self.side == "encoder"
 
 
 class LayerPartSpec(ABC):
@@ -288,6 +320,11 @@ class MixerSpec(LayerPartSpec):
         return None
 
     @property
+    def relative(self) -> RelativeSpec | None:
+        """Relative positions, a bias of the products of queries and keys; None: it has none."""
+        return None
+
+    @property
     def recurrent(self) -> bool:
         """True if a state goes from position to position, see `pipeline.train.model.mixers.recurrence`."""
         return False
@@ -316,12 +353,20 @@ class LayerSpec:
     residual: Residual = "sequential"
     residual_scale: float = 1.0
     """Factor on what a part adds to the stream."""
+    input_norm: bool = True
+    """False: the stream that enters the layer has no norm of its own, see `model.first_norm`."""
+    side: Side | None = None
+    """Side of an encoder-decoder whose positions it changes; None: the model has no sides."""
+    cross: MixerSpec | None = None
+    """Attention of a decoder's layer to the encoder's positions."""
+    ends_encoder: bool = False
+    """It is the encoder's last one, with the norm `encoder_norm` on the stream behind it."""
 
     @cached_property
     def parts(self) -> dict[str, LayerPartSpec]:
         """By name of the module, in the order of the forward pass."""
-        both = {"mixer": self.mixer, "mlp": self.mlp}
-        return {place: part for place, part in both.items() if part is not None}
+        all_parts = {"mixer": self.mixer, "cross": self.cross, "mlp": self.mlp}
+        return {place: part for place, part in all_parts.items() if part is not None}
 
     @cached_property
     def dim(self) -> int:
@@ -336,6 +381,8 @@ class LayerSpec:
         """
         kinds = {"pre": ("norm",), "output": ("out_norm",), "both": ("norm", "out_norm"), "post": ("sum_norm",)}
         names = [f"{place}_{kind}" for place in self.parts for kind in kinds[self.norm_place]]
+        names = names[0 if self.input_norm else 1 :]
+        names += ["encoder_norm"] if self.ends_encoder else []
         return tuple(name for name in names if name != "mlp_norm" or self.residual != "parallel_shared")
 
     @cached_property
@@ -356,7 +403,7 @@ class LayerSpec:
     @property
     def ends_in_sum(self) -> bool:
         """True if nothing reads the result of the last product for a gradient: it is added, and that is all."""
-        return self.norm_place == "pre"
+        return self.norm_place == "pre" and not self.ends_encoder
 
     def fits(self, tp: int) -> bool:
         """True if tp can cut all parts."""

@@ -8,7 +8,7 @@ Shapes: B rows, S new positions, T positions, K key and value heads, E head size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -109,18 +109,38 @@ class KVCache:
         return self._memory
 
 
+class EncoderCache(KVCache):
+    """Keys and values of an encoder's positions, all of which come at once."""
+
+    def hold(self, keys_BTKE: Tensor, values_BTKV: Tensor) -> None:
+        """Set those of all rows; what is padding behind a row is never seen."""
+        self._memory = (keys_BTKE, values_BTKV)
+
+    def held(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
+        """The first rows, and positions."""
+        assert self._memory is not None, "the encoder comes first"
+        keys, values = self._memory
+        return keys[:rows, :positions], values[:rows, :positions]
+
+
 class States:
     """The states of all layers, and how long each row is.
 
     Args:
         rows: Rows at first, of no positions.
         layers: A state for each layer.
+        cross: Of an encoder-decoder, a cache of the encoder for each layer that attends to it, by index.
     """
 
-    def __init__(self, rows: int, layers: Sequence[MixerState]) -> None:
+    def __init__(
+        self, rows: int, layers: Sequence[MixerState], cross: Mapping[int, EncoderCache] | None = None
+    ) -> None:
         self.lengths = [0] * rows
         """Positions held, by row. The host keeps them: a device would have to be waited for."""
         self.layers = layers
+        self.cross = cross or {}
+        self.encoder_lengths = [0] * rows
+        """Positions of the encoder, by row."""
 
     def places(self, queries: int, device: torch.device) -> Places:
         """Places of `queries` new positions of every row."""
@@ -139,7 +159,10 @@ class States:
         """Rows of other states of the same model come behind the own ones."""
         for state, more in zip(self.layers, other.layers, strict=True):
             state.join(more, self.lengths, other.lengths)
+        for index, cache in self.cross.items():
+            cache.join(other.cross[index], self.encoder_lengths, other.encoder_lengths)
         self.lengths += other.lengths
+        self.encoder_lengths += other.encoder_lengths
 
     def remove(self, row: int) -> None:
         """The last row takes the place of this one."""
@@ -147,5 +170,9 @@ class States:
         if row != last:
             for state in self.layers:
                 state.move(last, row, self.lengths[last])
+            for cache in self.cross.values():
+                cache.move(last, row, self.encoder_lengths[last])
             self.lengths[row] = self.lengths[last]
+            self.encoder_lengths[row] = self.encoder_lengths[last]
         self.lengths.pop()
+        self.encoder_lengths.pop()

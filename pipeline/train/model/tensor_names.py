@@ -99,6 +99,8 @@ class TensorNames:
     """Ours are parameters of experts, and all that is said here is true of the matrix of each."""
     transposed: bool = False
     """Theirs is [in, out], of parameters; see `Names.transposed` for modules."""
+    where: Callable[[Any], bool] | None = None
+    """Of the spec of the part: true where it has this one. None: always."""
 
     @property
     def of_parameters(self) -> bool:

@@ -56,8 +56,10 @@ class Observer:
         self._every_steps = every_steps
         self._device = device
         self._layers = len(spec.layers)
-        ends = ["embedding", *["position_embedding"] * (spec.learned_positions is not None), "norm"]
-        ends += ["head"] * (not spec.tie_embeddings) + ["mtp"] * bool(spec.mtp)
+        ends = ["embedding", *["position_embedding"] * (spec.learned_positions is not None)]
+        ends += ["type_embedding"] * (spec.token_types is not None) + ["embedding_norm"] * spec.embedding_norm
+        own_head = not spec.tie_embeddings or spec.head_transform is not None or spec.head_bias
+        ends += ["norm"] * spec.final_norm + ["head"] * own_head + ["mtp"] * bool(spec.mtp)
         self._groups = [*map(str, range(self._layers)), *ends]
         # By module, which a forward pass shows together with what it computes.
         self._places: dict[nn.Module, int] = {}

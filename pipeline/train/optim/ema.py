@@ -47,7 +47,7 @@ class Ema:
             self.averages[name].copy_(weight)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Weights by name; of a tied embedding that this process has twice, the first of two equal copies."""
+        """Weights by name; of a tied table that this process has twice, the first of its equal copies."""
         weights: dict[str, Tensor] = {}
         for name, parameter in self._model.named_parameters():
             weights.setdefault(name, plain(parameter.detach()))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.tied_embedding import TiedEmbedding
+from pipeline.train.parallel.tied_tables import TiedTables
 from pipeline.train.parallel.torch_compat.core import scale_tensors
 
 
@@ -20,15 +20,15 @@ class Gradients:
 
     def __init__(self, model: ParallelModel, mesh: Mesh) -> None:
         self._tied = None
-        if model.spec.last_embeds and len(model.stages) > 1:  # the last stage has a copy of the embedding
-            self._tied = TiedEmbedding(model.stages, model.parts, mesh.role("pp"))
+        if len(model.stages) > 1:
+            self._tied = TiedTables(model.spec, model.stages, model.parts, mesh.role("pp"))
         self._parameters = [parameter for _, parameter in model.named_parameters()]
         # Of equal copies on several processes one counts for the norm.
-        elsewhere = None if self._tied is None else self._tied.counted_elsewhere
-        self._counted = {name: p for name, p in model.named_parameters() if _owns(p) and p is not elsewhere}
+        elsewhere = set() if self._tied is None else set(map(id, self._tied.counted_elsewhere))
+        self._counted = {name: p for name, p in model.named_parameters() if _owns(p) and id(p) not in elsewhere}
 
     def sum_tied(self) -> None:
-        """Add up the gradients of an embedding of which the first and the last stage have copies."""
+        """Add up the gradients of tables that several stages have copies of."""
         if self._tied is not None:
             self._tied.sum_gradients()
 

@@ -4,7 +4,8 @@ All of a layer but attention works on single tokens, and so on the share alone. 
 
 - `GatheredKeys` collects the keys and values of all ranks (Grattafiori et al. 2024, section 3.3.2). A causal query
   needs those before it alone, so the sequence is cut into 2 cp pieces of which rank r has the r-th from either end: all
-  ranks multiply as much. It takes any number of heads; every rank has the keys and values of the whole sequence.
+  ranks multiply as much, as they do where queries see both sides. It takes any number of heads; every rank has the
+  keys and values of the whole sequence.
 - `ExchangedHeads` trades the share of all heads for some heads of the whole sequence (DeepSpeed-Ulysses, Jacobs et al.
   2023). It sends less the more ranks there are, and takes no more of them than there are heads.
 
@@ -21,6 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeline.config.parallel import ParallelConfig
 from pipeline.data.loading.batch import Batch
@@ -45,6 +47,7 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
     if cut is None:
         return batch
     tokens, targets, weight = (cut.shard(x) for x in (batch.tokens, batch.targets, batch.weight))
+    predicted = None if batch.predicted is None else _own_predicted(batch.predicted, batch.tokens.shape[1], cut)
     ahead_targets, ahead_weight = (
         None if x is None else cut.shard(x, 2) for x in (batch.ahead_targets, batch.ahead_weight)
     )
@@ -56,7 +59,23 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
         starts=batch.starts[:0],
         ahead_targets=ahead_targets,
         ahead_weight=ahead_weight,
+        predicted=predicted,
     )
+
+
+def _own_predicted(predicted_BK: Tensor, length: int, cut: SequenceCut) -> Tensor:
+    """Those of the predicted positions that are in this rank's share, as positions of it; on the host.
+
+    Ranks have unequal numbers of them. Rows with fewer than others are filled up with positions that do not count; one
+    with none too, so that every rank has something to differentiate.
+    """
+    marks_BS = torch.zeros(len(predicted_BK), length, dtype=torch.uint8).scatter_(1, predicted_BK, 1)
+    marks_BL = cut.shard(marks_BS)
+    if isinstance(predicted_BK, FakeTensor):  # of a plan, whose ranks have equally many
+        own = max(1, predicted_BK.shape[1] * marks_BL.shape[1] // length)
+        return torch.empty(len(predicted_BK), own, dtype=torch.int64)
+    most = max(1, int(marks_BL.sum(1).max()))
+    return marks_BL.argsort(dim=1, descending=True, stable=True)[:, :most].sort(dim=1).values
 
 
 @dataclass(frozen=True)

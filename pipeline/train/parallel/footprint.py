@@ -20,6 +20,7 @@ from pipeline.train.model.flops import (
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead, reduction
 from pipeline.train.parallel.pipeline_stages import split_stages
+from pipeline.train.parallel.step_shapes import run_stream
 from pipeline.train.parallel.tested import LayoutKind
 
 MASTER_BYTES, GRADIENT_BYTES, AVERAGE_BYTES = 4, 4, 4
@@ -85,7 +86,7 @@ def footprint(config: Config, layout: Layout, spec: DecoderSpec, parts: Sequence
 
 def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[Footprint]:
     """Memory of the parameters of a rank in a run, by pp rank."""
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, run_stream(config))
     return [
         footprint(config, layout, spec, [stage.part for stage in stages if stage.rank == rank])
         for rank in range(layout.pp)
@@ -146,9 +147,10 @@ def end_parameters(spec: DecoderSpec, part: ModelPart, tp: int) -> int:
     table = spec.dim * spec.vocab_padded // tp
     total = 0
     if part.first:
-        total += table + spec.dim * (spec.learned_positions or 0)
+        total += table + sum(spec.first_sizes)
+    total += sum(each.buckets * each.heads // tp for each in part.relatives(spec).values())
     if part.last:
-        total += sum(spec.norm.parameters(spec.dim))
+        total += sum(spec.last_norm_sizes) + sum(spec.transform_sizes) + spec.head_bias * spec.vocab_padded // tp
         # The last of several stages has a copy of the embedding where it uses it, as a tied head does.
         total += table * ((not spec.tie_embeddings) + (spec.last_embeds and not part.first))
     return total

@@ -35,6 +35,7 @@ from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.setup import Setup
+from pipeline.train.parallel.step_shapes import run_stream
 from pipeline.train.parallel.tensor import apply_tensor_parallel
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.parallel.torch_compat.compiler import prepare_async_tp
@@ -75,7 +76,7 @@ class ParallelModel:
         return self.spec.vocab_padded // (1 if self.vocab_shard is None else self.vocab_shard.group.size())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of all parts. A tied embedding comes twice where a process has the first stage and the last."""
+        """Those of all parts. A tied table comes twice where a process has two stages with it."""
         for part in self.parts.values():
             yield from part.named_parameters()
 
@@ -100,7 +101,7 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
     """
     mesh, spec, parallel, fp8 = setup.mesh, setup.spec, config.parallel, config.train.precision.fp8
     tp = mesh.size("tp")
-    stages = split_stages(spec, mesh.size("pp"), parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(spec, mesh.size("pp"), parallel.pipeline, run_stream(config))
     parts = {}
     for stage in stages:
         if stage.rank == mesh.rank("pp"):

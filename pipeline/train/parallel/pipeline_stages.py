@@ -10,7 +10,8 @@ from itertools import accumulate, pairwise
 from pipeline.config.parallel import V_SHAPED, PipelineConfig
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
-from pipeline.train.model.flops import head_flops, layer_flops, mtp_flops
+from pipeline.train.model.flops import Length, head_flops, layer_flops, mtp_flops, shape_of
+from pipeline.train.model.part_spec import RELATIVE
 
 EMBEDDING_WEIGHT = 0.1
 """Weight of the embedding relative to the head. A look-up is not a matrix product, but its gradient and its update
@@ -29,7 +30,7 @@ class Stage:
     """Part of the model that it has."""
 
 
-def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_length: int) -> list[Stage]:
+def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, length: Length) -> list[Stage]:
     """All stages, first to last.
 
     The numbers of layers are those of the config, or balanced by `balance` over the costs of `layer_costs`. Stage i is
@@ -40,13 +41,13 @@ def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_
         spec: The model.
         pp: Degree of the pipeline axis.
         pipeline: The `parallel.pipeline:` section.
-        sequence_length: Tokens of the windows that the stages are balanced for.
+        length: Of the windows that the stages are balanced for.
     """
     if pp == 1:
         return [Stage(0, 0, ModelPart.whole(spec))]
     count = pp * pipeline.stages_per_rank
     given = pipeline.layers_per_stage
-    sizes = balance(tuple(layer_costs(spec, sequence_length)), count) if given is None else tuple(given)
+    sizes = balance(tuple(layer_costs(spec, length)), count) if given is None else tuple(given)
     assert len(sizes) == count and sum(sizes) == len(spec.layers)
     ends = list(accumulate(sizes))
     return [
@@ -55,30 +56,39 @@ def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, sequence_
     ]
 
 
+def tied_tables(spec: DecoderSpec, stages: Sequence[Stage]) -> dict[str, list[Stage]]:
+    """By name of a parameter that more than one stage has, these, first to last."""
+    found = {"embedding.weight": [stages[0], stages[-1]] if spec.last_embeds else []}
+    for side in spec.relatives:
+        own = [stage for stage in stages if any(spec.layers[index].side == side for index in stage.part.layers)]
+        found[f"{RELATIVE}{side}"] = own
+    return {name: holders for name, holders in found.items() if len({stage.index for stage in holders}) > 1}
+
+
 def rank_of(stage: int, pp: int, pipeline: PipelineConfig) -> int:
     """The pp coordinate that has a stage."""
     turn, place = divmod(stage, pp)
     return pp - 1 - place if pipeline.schedule in V_SHAPED and turn % 2 else place
 
 
-def layer_costs(spec: DecoderSpec, sequence_length: int) -> list[int]:
+def layer_costs(spec: DecoderSpec, length: Length) -> list[int]:
     """Forward FLOPs of one token, by layer.
 
     The first has the embedding's weight on top, the last the head's and all of multi-token prediction. Attention is
     counted half (`causal=True`), as kernels compute it.
     """
     head = head_flops(spec)
-    costs = [layer_flops(layer, sequence_length, causal=True) for layer in spec.layers]
+    costs = [layer_flops(layer, length, causal=True) for layer in spec.layers]
     costs[0] += EMBEDDING_WEIGHT * head
-    costs[-1] += head + mtp_flops(spec, sequence_length, causal=True)
+    costs[-1] += shape_of(length).predicted_share * head + mtp_flops(spec, length, causal=True)
     # Whole numbers are compared without rounding errors, so that every machine makes the same split.
     return [round(cost) for cost in costs]
 
 
-def compute_costs(spec: DecoderSpec, stages: Sequence[Stage], sequence_length: int) -> list[float]:
+def compute_costs(spec: DecoderSpec, stages: Sequence[Stage], length: Length) -> list[float]:
     """Forward FLOPs of one token, by stage, without any weight of the embedding."""
-    layers = [layer_flops(layer, sequence_length, causal=True) for layer in spec.layers]
-    end = head_flops(spec) + mtp_flops(spec, sequence_length, causal=True)
+    layers = [layer_flops(layer, length, causal=True) for layer in spec.layers]
+    end = shape_of(length).predicted_share * head_flops(spec) + mtp_flops(spec, length, causal=True)
     return [sum(layers[index] for index in stage.part.layers) + (end if stage.part.last else 0.0) for stage in stages]
 
 

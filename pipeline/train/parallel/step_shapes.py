@@ -9,6 +9,7 @@ from pipeline.common.format import counted, percent
 from pipeline.config import Config
 from pipeline.config.base import Duration
 from pipeline.config.blend import PhaseConfig
+from pipeline.data.loading.stream_shape import StreamShape, stream_shape
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class StepShape:
     """Windows of a micro-batch, on one rank."""
     ranks: int
     """Data-parallel ranks."""
+    stream: StreamShape
+    """Positions that the objective makes of a window."""
 
     @property
     def micro_batches(self) -> int:
@@ -61,6 +64,11 @@ class StepShape:
     def count(self, micro_batch_size: int) -> int:
         """Micro-batches on each rank if they had `micro_batch_size` windows."""
         return -(-self.batch_size // (micro_batch_size * self.ranks))
+
+
+def run_stream(config: Config) -> StreamShape:
+    """Positions of the windows of `train`, for which stages are balanced whatever the phases have."""
+    return stream_shape(config.train.objective, config.train.sequence_length)
 
 
 def step_shapes(config: Config, ranks: int) -> list[StepShape]:
@@ -105,6 +113,7 @@ def _course(config: Config, ranks: int) -> Iterator[tuple[StepShape, int | None]
                     length,
                     min(micro, per_rank),
                     ranks,
+                    stream_shape(phase.objective or config.train.objective, length),
                 ),
                 taken,
             )

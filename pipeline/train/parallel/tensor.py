@@ -73,12 +73,20 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
         _cut_mtp(layer, mesh, stream)
     if sequence_parallel:
         model.stream_shard = lambda positions: positions.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+        model.stream_shards = mesh.size()
+    if hasattr(model, "relative"):
+        for side, table in list(model.relative.items()):
+            model.relative[side] = _distributed(table, mesh, Shard(1))
     if hasattr(model, "embedding"):
         model.set_submodule("embedding", VocabParallelEmbedding(model.embedding, mesh, stream))
     if hasattr(model, "position_embedding"):
         parallelize_module(model.position_embedding, mesh, _WholeParameters(stream, cut_input=True))
+    if hasattr(model, "type_embedding"):
+        parallelize_module(model.type_embedding, mesh, _WholeParameters(stream, cut_input=True))
+    for name in ("embedding_norm", "norm"):
+        if hasattr(model, name):
+            parallelize_module(model.get_submodule(name), mesh, _WholeParameters(stream))
     if model.part.last:
-        parallelize_module(model.norm, mesh, _WholeParameters(stream))
         parallelize_module(model.head, mesh, _VocabParallelHead(stream))
     of_experts = {id(parameter) for mixture in mixtures(model) for parameter in mixture.experts.parameters()}
     for name, parameter in model.named_parameters():
@@ -93,12 +101,13 @@ def _cut_block(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
     plan: dict[str, ParallelStyle] = {name: _WholeParameters(stream) for name in block.spec.norms}
     for place, part in block.spec.parts.items():
         for inner in part.tp_inputs:
-            # A mixer's other two arguments are context and state.
-            more = (None, None) if place == "mixer" else ()
+            # The other arguments are context and state; attention to an encoder gets its positions before them.
+            inputs = 2 if place == "cross" else 1
+            more = () if place == "mlp" else (None, None)
             # A DTensor goes to the matrices, and not a local tensor, so that their gradients are added before one sum
             # over tp.
             plan[f"{place}.{inner}".removesuffix(".")] = PrepareModuleInput(
-                input_layouts=(stream, *more), desired_input_layouts=(Replicate(), *more)
+                input_layouts=(stream,) * inputs + more, desired_input_layouts=(Replicate(),) * inputs + more
             )
         for name, style in _cut_part(block.get_submodule(place), part, mesh, stream).items():
             plan[f"{place}.{name}"] = style
@@ -246,15 +255,17 @@ class _VocabParallelHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(
-            _module: nn.Module, inputs: tuple[Tensor, DTensor, Criterion | None]
-        ) -> tuple[Tensor, Tensor, Criterion | None]:
+            _module: nn.Module, inputs: tuple[Tensor, DTensor, Criterion | None, Tensor | None]
+        ) -> tuple[Tensor, Tensor, Criterion | None, Tensor | None]:
             x = DTensor.from_local(inputs[0], device_mesh, [self._stream], run_check=False)
             x = x.redistribute(placements=[Replicate()])
-            return x.to_local(grad_placements=[Partial()]), inputs[1].to_local(), inputs[2]
+            return x.to_local(grad_placements=[Partial()]), inputs[1].to_local(), *inputs[2:]
 
         assert isinstance(module, Head)
         module.first_row = _first_row(module.spec.vocab_padded, device_mesh)
         _distribute(module, device_mesh, Shard(0))
+        for child in module.children():  # which all ranks compute, for their own logits
+            _distribute(child, device_mesh, Replicate())
         module.register_forward_pre_hook(enter)
         return module
 

@@ -65,6 +65,10 @@ class Shape:
     micro_batches: int
     over_mean: float = 1.0
     """With ep, rows that the experts of the process get, over the mean of all processes."""
+    predicted: int | None = None
+    """Positions of a sample that the head scores; None: all."""
+    encoder: int = 0
+    """Positions of a sample that are the encoder's."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,7 @@ def _plain(train: TrainConfig) -> TrainConfig:
 
 def _batches(shape: Shape, depth: int, count: int) -> list[Batch]:
     size, ahead = (shape.samples, shape.length), (shape.samples, depth, shape.length)
+    predicted = shape.predicted
     return [
         Batch(
             tokens=torch.empty(size, dtype=torch.int64),
@@ -195,6 +200,8 @@ def _batches(shape: Shape, depth: int, count: int) -> list[Batch]:
             samples=torch.empty(shape.samples, dtype=torch.int64),
             ahead_targets=torch.empty(ahead, dtype=torch.int64) if depth else None,
             ahead_weight=torch.empty(ahead) if depth else None,
+            predicted=None if predicted is None else torch.empty(shape.samples, predicted, dtype=torch.int64),
+            encoder=shape.encoder,
         )
         for _ in range(count)
     ]

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
 from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.flops import side_share
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.footprint import (
     AVERAGE_BYTES,
@@ -24,7 +25,7 @@ from pipeline.train.parallel.footprint import (
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_stages import split_stages
-from pipeline.train.parallel.step_shapes import StepShape
+from pipeline.train.parallel.step_shapes import StepShape, run_stream
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.timing import step_time
@@ -47,7 +48,7 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         shape: Of the step.
         kept: Bytes of activations for a token and layer, where they are known from an estimate of a similar layout.
     """
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, run_stream(config))
     element, averages = COMPUTE_BYTES[config.train.precision.compute], config.train.ema is not None
     weights, optimizer = MASTER_BYTES + (AVERAGE_BYTES if averages else 0), config.train.optimizer
     reshards = LayoutKind.of(config.parallel, layout).reshard
@@ -64,18 +65,20 @@ def least_bytes(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         states = MOMENT_BYTES[optimizer.states] * moments(optimizer, parameters, matrices)
         held = weights * shard + states / layout.shards
         whole = 0 if element == MASTER_BYTES else max(gathered, default=0) if reshards else ends + sum(gathered)
-        tokens = shape.micro_batch_size * shape.sequence_length / layout.cp
+        tokens = shape.micro_batch_size * shape.stream.length / layout.cp
         begin = held + element * whole
         # In a later micro-batch gradients are there, whole ones where they add up before they are sharded.
         if shape.micro_batches >= 2 * layout.pp:
             added_up = reduction(config.parallel, layout) == "each"
             begin += GRADIENT_BYTES * (shard if added_up else ends + sum(gathered))
         if rank == 0:
-            least = element * sum(_activation(config, layout, spec.layers[index], index) for index in indices)
+            least = element * sum(_activation(config, layout, spec.layers[index], index, shape) for index in indices)
             least = least if kept is None else max(least, kept * len(indices))
             begin += in_flight(config, layout, shape) * tokens * least
         if any(part.last for part in parts):
-            chunk = min(tokens, config.train.loss.tokens_at_once(spec.vocab_padded // layout.tp))
+            chunk = min(
+                tokens * shape.stream.predicted_share, config.train.loss.tokens_at_once(spec.vocab_padded // layout.tp)
+            )
             begin += element * chunk * spec.vocab_padded / layout.tp
         most = max(most, int(begin), int(held + GRADIENT_BYTES * shard))
     return most
@@ -88,7 +91,7 @@ def in_flight(config: Config, layout: Layout, shape: StepShape) -> float:
     return min(shape.micro_batches, most)
 
 
-def _activation(config: Config, layout: Layout, layer: LayerSpec, index: int) -> float:
+def _activation(config: Config, layout: Layout, layer: LayerSpec, index: int, shape: StepShape) -> float:
     """Numbers that backward needs of a token in a layer."""
     recompute, parts = config.train.recompute, layer.parts.values()
     stream = layer.dim / (layout.tp if config.parallel.sequence_parallel else 1)
@@ -97,10 +100,11 @@ def _activation(config: Config, layout: Layout, layer: LayerSpec, index: int) ->
     repeated = recompute.mode != "none" and index % recompute.every == 0
     if repeated and recompute.mode == "full":
         return stream
+    share = side_share(layer, shape.stream)
     if not repeated:
         # Inputs and outputs of the norms besides what is within the parts.
-        return (2 + len(layer.norms)) * stream + sum(part.kept_numbers(layout.tp) for part in parts)
-    return stream + sum(part.kept_results(recompute.keep, layout.tp) for part in parts)
+        return share * ((2 + len(layer.norms)) * stream + sum(part.kept_numbers(layout.tp) for part in parts))
+    return stream + share * sum(part.kept_results(recompute.keep, layout.tp) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def least_seconds(config: Config, layout: Layout, spec: DecoderSpec, shape: Step
     if pp == 1:
         return total
     layers = [0] * pp
-    stages = split_stages(spec, pp, pipeline, config.train.sequence_length)
+    stages = split_stages(spec, pp, pipeline, run_stream(config))
     for stage in stages:
         layers[stage.rank] += len(stage.part.layers)
     slowest = max(

@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.step_shapes import step_shapes
+from pipeline.train.parallel.step_shapes import run_stream, step_shapes
 from pipeline.train.parallel.tested import LayoutKind, tested_kinds
 from pipeline.train.parallel.torch_compat import pipeline_stage
 
@@ -51,7 +51,8 @@ def candidates(config: Config, spec: DecoderSpec, world_size: int, node_devices:
     """
     shapes = step_shapes(config, 1)
     batch = min(shape.batch_size for shape in shapes)
-    lengths = [config.train.sequence_length, *(shape.sequence_length for shape in shapes)]
+    streams = [run_stream(config), *(shape.stream for shape in shapes)]
+    lengths = [side for stream in streams for side in (stream.encoder, stream.decoder) if side]
     layouts = _layouts(world_size, node_devices, batch, min(lengths), len(spec.layers))
     for layout in (each for one in layouts for each in _with_experts(one, spec, node_devices)):
         # What remains of a length that tp does not divide cannot be cut.
@@ -163,7 +164,7 @@ def _schedules(config: Config, pp: int) -> list[Overrides]:
 
     if pp == 1:
         return [of("1f1b", None)]  # the defaults
-    layers, own = config.model.layers, config.parallel.pipeline
+    layers, own = config.model.all_layers, config.parallel.pipeline
     found = [of("1f1b", None)]
     if 2 * pp <= layers:
         found += [of("zbv", None), of("interleaved_zero_bubble", None)] if pipeline_stage.SPLITS_BACKWARD else []

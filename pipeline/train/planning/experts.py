@@ -12,7 +12,7 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.pipeline_stages import split_stages
-from pipeline.train.parallel.step_shapes import StepShape
+from pipeline.train.parallel.step_shapes import StepShape, run_stream
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.traffic import stage_traffic
 
@@ -58,7 +58,7 @@ def expert_plan(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
         on_rank=part.router.count // layout.ep,
         gathered_bytes=element * part.stack_parameters(layout.ep),
         kept_bytes=element * part.kept_numbers(1),
-        tokens=shape.micro_batch_size * shape.sequence_length // (layout.cp * layout.tp),
+        tokens=shape.micro_batch_size * shape.stream.length // (layout.cp * layout.tp),
         break_even=break_even(config, layout, spec, shape),
     )
 
@@ -71,7 +71,7 @@ def break_even(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSha
     micro-batch, that is 3 * E * F / k.
     """
     element = COMPUTE_BYTES[config.train.precision.compute]
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, run_stream(config))
     without = [each for some in stage_traffic(config, replace(layout, ep=1), spec, shape, stages) for each in some]
     weights = sum(each.bytes for each in without if each.axis == "expert_shards")
     rows = sum(4 * part.router.top_k * part.dim * element for part in spec.expert_layers.values())

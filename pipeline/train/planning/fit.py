@@ -141,9 +141,9 @@ def _may_be_tight(config: Config, layout: Layout, spec: DecoderSpec, place: _Mem
     """True if a generous bound does not fit."""
     most = 0
     for shape in step_shapes(config, layout.dp):
-        tokens = shape.micro_batch_size * shape.sequence_length * (shape.micro_batches if layout.pp > 1 else 1)
+        tokens = shape.micro_batch_size * shape.stream.length * (shape.micro_batches if layout.pp > 1 else 1)
         per_token = 6 * (1 + len(spec.mtp)) * spec.vocab_padded + sum(
-            part.most_numbers(shape.sequence_length) for layer in spec.blocks for part in layer.parts.values()
+            part.most_numbers(shape.stream.length) for layer in spec.blocks for part in layer.parts.values()
         )
         most = max(most, MASTER_BYTES * tokens * per_token)
     return 2 * (held + most) * len(place.ranks) > place.free

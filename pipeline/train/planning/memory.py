@@ -72,10 +72,12 @@ def memory(
         device_type: Whose kernels.
         over_mean: With ep, rows that the experts of a process get in each layer, over the mean of all processes.
     """
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, shape.sequence_length)
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, shape.stream)
     # Of several micro-batches two are run.
     rows = over_mean if layout.ep > 1 else 1.0
-    piece = Shape(shape.micro_batch_size, shape.sequence_length, min(2, shape.micro_batches), rows)
+    stream = shape.stream
+    predicted = None if stream.predicted == stream.decoder else stream.predicted
+    piece = Shape(shape.micro_batch_size, stream.length, min(2, shape.micro_batches), rows, predicted, stream.encoder)
     measured = _measure_stages(config, layout, spec, stages, piece, device_type)
     orders = _orders(config, layout, shape.micro_batches)
     ranks = []

@@ -229,15 +229,14 @@ def _phase(
 ) -> PhasePlan:
     time = step_time(config, layout, spec, shape, device, parameters)
     sent = [bytes_by_axis(transfers) for transfers in time.traffic]
-    whole = flops_per_token(spec, shape.sequence_length, causal=False)
-    half = flops_per_token(spec, shape.sequence_length, causal=True)
+    whole, half = (flops_per_token(spec, shape.stream, causal=causal) for causal in (False, True))
     peak = device.flops[config.train.precision.compute] * layout.world_size * time.seconds.total
     return PhasePlan(
         shape=shape,
         steps=steps,
         flops_per_token=whole,
         flops_per_token_causal=half,
-        recompute_flops_per_token=recompute_flops_per_token(config.train.recompute, spec, shape.sequence_length),
+        recompute_flops_per_token=recompute_flops_per_token(config.train.recompute, spec, shape.stream),
         bubble=time.bubble,
         traffic=max(sent, key=lambda axes: sum(axes.values())),
         seconds=time.seconds,

@@ -20,7 +20,7 @@ from pipeline.train.layout_check import planned_model
 from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.rules.layout import check_layout
-from pipeline.train.parallel.step_shapes import StepShape, step_shapes
+from pipeline.train.parallel.step_shapes import StepShape, run_stream, step_shapes
 from pipeline.train.planning.bounds import MicroBatch, in_flight, least_bytes, least_seconds, micro_batch
 from pipeline.train.planning.candidates import Overrides, candidates, differences, overridden
 from pipeline.train.planning.devices import Device
@@ -145,9 +145,9 @@ class _Search:
         if not priced.fits:
             self._failed.append((candidate, priced))
         config, layout, shape = candidate.config, candidate.layout, candidate.shape
-        stages = split_stages(self.model.spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+        stages = split_stages(self.model.spec, layout.pp, config.parallel.pipeline, run_stream(config))
         layers = sum(len(stage.part.layers) for stage in stages if stage.rank == 0)
-        tokens = shape.micro_batch_size * shape.sequence_length / layout.cp * in_flight(config, layout, shape)
+        tokens = shape.micro_batch_size * shape.stream.length / layout.cp * in_flight(config, layout, shape)
         kept = _SLACK * priced.memory[0].activations / (tokens * max(1, layers))
         self._kept[candidate.layer] = min(kept, self._kept.get(candidate.layer, kept))
 

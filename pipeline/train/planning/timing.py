@@ -16,6 +16,7 @@ from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import (
+    Length,
     expert_flops,
     expert_orthogonal_flops,
     expert_parameters,
@@ -24,6 +25,9 @@ from pipeline.train.model.flops import (
     input_flops,
     layer_flops,
     orthogonal_flops,
+    shape_of,
+    side_length,
+    side_share,
 )
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, end_parameters, layer_sizes
@@ -31,7 +35,7 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.pipeline_schedules import play
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
-from pipeline.train.parallel.step_shapes import StepShape
+from pipeline.train.parallel.step_shapes import StepShape, run_stream
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.shares import UPDATE_BYTES
 from pipeline.train.planning.traffic import AXES, Axis, Phase, Transfer, is_recomputed, stage_traffic
@@ -166,7 +170,7 @@ def step_time(
         parameters: By pp rank, after the cut by tp.
     """
     pipeline, micro = config.parallel.pipeline, shape.micro_batches
-    stages = split_stages(spec, layout.pp, pipeline, config.train.sequence_length)
+    stages = split_stages(spec, layout.pp, pipeline, run_stream(config))
     sent = stage_traffic(config, layout, spec, shape, stages)
     works = [
         _stage_work(config, layout, spec, shape, device, stage, transfers)
@@ -218,19 +222,21 @@ def step_time(
 def rank_parameters(config: Config, layout: Layout, spec: DecoderSpec) -> list[int]:
     """Parameters by pp rank, after the cut by tp."""
     counts = [0] * layout.pp
-    for stage in split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length):
+    for stage in split_stages(spec, layout.pp, config.parallel.pipeline, run_stream(config)):
         counts[stage.rank] += sum(layer_sizes(spec, stage.part, layout.tp).values())
         counts[stage.rank] += end_parameters(spec, stage.part, layout.tp)
     return counts
 
 
-def recompute_flops_per_token(recompute: RecomputeConfig, spec: DecoderSpec, sequence_length: int) -> float:
-    """FLOPs that backward does again for a token, attention counted half."""
-    return sum(
-        sum(_again(recompute, layer, sequence_length, causal=True))
+def recompute_flops_per_token(recompute: RecomputeConfig, spec: DecoderSpec, length: Length) -> float:
+    """FLOPs that backward does again for a token of the data, attention counted half."""
+    shape = shape_of(length)
+    total = sum(
+        sum(_again(recompute, layer, length, causal=True))
         for index, layer in enumerate(spec.blocks)
         if is_recomputed(recompute, index)
     )
+    return total * shape.length / shape.raw
 
 
 @dataclass(frozen=True)
@@ -259,27 +265,30 @@ def _stage_work(
     stage: Stage,
     transfers: Iterable[Transfer],
 ) -> _Work:
-    rates, recompute, length = _Rates(config, layout, device), config.train.recompute, shape.sequence_length
-    tokens = shape.micro_batch_size * length / layout.cp
+    rates, recompute, length = _Rates(config, layout, device), config.train.recompute, shape.stream
+    tokens = shape.micro_batch_size * length.length / layout.cp
     products = attention = passes = again = 0.0
     fp8 = config.train.precision.fp8
     matrices = {} if fp8 is None else fp8_matrices(fp8, spec, layout.tp)
     for index, layer in stage.part.blocks(spec):
         # A mask is a table for the kernel, which then computes all of it; a scan computes whole chunks.
-        causal = not config.model.document_attention and (layer.mixer is None or layer.mixer.sees_all(length))
+        causal = not config.model.document_attention and (
+            layer.mixer is None or layer.mixer.sees_all(side_length(layer, length))
+        )
         causal = causal and not (layer.mixer is not None and layer.mixer.recurrent)
         scores = extra_flops(layer, length, causal=causal)
         multiplied = layer_flops(layer, length, causal=causal) - scores - expert_flops(layer)
         rounded = matrices.get(index, [])
-        share = 2 * sum(matrix.elements for matrix in rounded) / multiplied
+        part = side_share(layer, length)
+        share = part * 2 * sum(matrix.elements for matrix in rounded) / multiplied
         products += rates.products(multiplied, share) + rates.experts(expert_flops(layer), layer, tokens)
         attention += rates.attention(scores)
         sent = layer.mixer.cp_transfer(config.parallel.cp_method, layout.tp, layout.cp) if layer.mixer else None
         repeated = 0.0 if sent is None else sent.repeated_flops
         products += rates.products(repeated)
         # A third of them is in the forward pass: inputs are rounded there and again for gradients of weights.
-        passed = rates.passes(layer) + rates.memory(
-            _ROUND_BYTES * sum(2 * matrix.columns + matrix.rows for matrix in rounded) / 3
+        passed = rates.passes(layer) * part + rates.memory(
+            part * _ROUND_BYTES * sum(2 * matrix.columns + matrix.rows for matrix in rounded) / 3
         )
         passes += passed
         if is_recomputed(recompute, index):
@@ -289,7 +298,8 @@ def _stage_work(
             again += rates.products(repeated) if twice else 0.0
     logits = 0.0
     if stage.part.last:
-        times = 1 + len(spec.mtp)
+        times: float = 1 + len(spec.mtp)
+        times *= shape.stream.predicted_share
         products += rates.products(times * head_flops(spec) * spec.vocab_padded / spec.vocab_size)
         logits = rates.memory(times * _LOGIT_BYTES * spec.vocab_padded / layout.tp)
         # Whole on each rank of tp, which has some of the positions, or all of them.
@@ -375,7 +385,7 @@ class _Rates:
         return self.memory(numbers * self._element * self._factor)
 
 
-def _again(recompute: RecomputeConfig, layer: LayerSpec, length: int, *, causal: bool) -> tuple[float, float, float]:
+def _again(recompute: RecomputeConfig, layer: LayerSpec, length: Length, *, causal: bool) -> tuple[float, float, float]:
     """Forward FLOPs of a token that are done twice in a layer: products with matrices and with experts, attention."""
     attention, experts = extra_flops(layer, length, causal=causal), expert_flops(layer)
     products = layer_flops(layer, length, causal=causal) - attention - experts
@@ -389,7 +399,7 @@ def _again(recompute: RecomputeConfig, layer: LayerSpec, length: int, *, causal:
             products -= 2.0 * sum(matrix.elements for matrix in layer.mlp.matrices)
             experts -= 2.0 * layer.mlp.stacks[-1].used_elements
     elif layer.ends_in_sum:
-        products -= 2.0 * list(layer.matrices.values())[-1].elements
+        products -= 2.0 * list(layer.matrices.values())[-1].elements * side_share(layer, length)
     kept = recompute.keep if selective else []
     if "matmul" in kept:
         products = experts = 0.0

@@ -18,12 +18,13 @@ from pipeline.config.parallel import ScheduleName
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.model.part_spec import LayerPartSpec, LayerSpec
+from pipeline.train.model.flops import side_share
+from pipeline.train.model.part_spec import RELATIVE, LayerPartSpec, LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters, layer_sizes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_schedules import actions_of
-from pipeline.train.parallel.pipeline_stages import Stage
+from pipeline.train.parallel.pipeline_stages import Stage, tied_tables
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 
@@ -128,7 +129,9 @@ class _Counter:
         self._element = COMPUTE_BYTES[config.train.precision.compute]
         self._fp8 = gathered_in_fp8(config.train.precision.fp8, spec, layout)
         self._micro = shape.micro_batches
-        self._tokens = shape.micro_batch_size * shape.sequence_length // layout.cp
+        self._length = shape.stream
+        self._tokens = shape.micro_batch_size * shape.stream.length // layout.cp
+        self._predicted = shape.micro_batch_size * shape.stream.predicted // layout.cp
         self._samples = shape.micro_batch_size
         self._cut = config.parallel.sequence_parallel
         self._shards = layout.shards
@@ -164,37 +167,39 @@ class _Counter:
         stream = self._tokens * self._spec.dim * self._element
         layers, part = [layer for _, layer in self._layers], self._stage.part
         again = [layer for index, layer in self._layers if is_recomputed(self._recompute, index)]
-        parts = sum(len(part.tp_inputs) for layer in layers for part in layer.parts.values())
-        gathered = summed = 0
+        inputs, outputs = ([each for layer in layers for each in of(layer)] for of in (self._inputs, self._outputs))
+        gathered, summed = list[float](), list[float]()
         if repeats_gathers(self._recompute):
-            inputs = [[len(part.tp_inputs) for part in self._repeated(layer)] for layer in again]
-            gathered = sum(map(sum, inputs))
+            gathered = [each for layer in again for each in self._inputs(layer, repeated=True)]
             # Of a layer's last operation backward needs the input alone, so that it is not repeated, and its sum
             # neither. A shared mlp is not the last: experts come behind it.
-            summed = gathered - sum(layer.ends_in_sum and not layer.stacks for layer in again)
+            for layer in again:
+                sums = self._outputs(layer, repeated=True)
+                summed += sums[:-1] if layer.ends_in_sum and not layer.stacks else sums
         if not repeats_communication(self._recompute):
-            again, summed = [], 0
-        rows: list[tuple[Operation, str, Phase, int]] = [
-            ("all_gather", "inputs of mixer and mlp", "forward", parts),
-            ("reduce_scatter", "outputs of mixer and mlp", "forward", parts),
-            ("all_gather", "gradients of their outputs", "backward", parts),
-            ("reduce_scatter", "gradients of their inputs", "backward", parts),
+            again, summed = [], []
+        rows: list[tuple[Operation, str, Phase, Sequence[float]]] = [
+            ("all_gather", "inputs of mixer and mlp", "forward", inputs),
+            ("reduce_scatter", "outputs of mixer and mlp", "forward", outputs),
+            ("all_gather", "gradients of their outputs", "backward", outputs),
+            ("reduce_scatter", "gradients of their inputs", "backward", inputs),
             ("all_gather", "inputs of mixer and mlp", "again", gathered),
             ("reduce_scatter", "outputs of mixers", "again", summed),
         ]
         if lookups := part.first + len(self._mtp):
             rows += [
-                ("reduce_scatter", "embedding", "forward", lookups),
-                ("all_gather", "gradient of the embedding", "backward", lookups),
+                ("reduce_scatter", "embedding", "forward", [1.0] * lookups),
+                ("all_gather", "gradient of the embedding", "backward", [1.0] * lookups),
             ]
         if part.last:
-            rows += [
-                ("all_gather", "input of the head", "forward", 1),
-                ("reduce_scatter", "gradient of the head's input", "backward", 1),
-            ]
-        for operation, what, phase, calls in rows:
             # The head has one input of all depths of multi-token prediction.
-            size = stream * (1 + len(self._mtp) if "head" in what else calls)
+            of_head = [self._length.decoder / self._length.length * (1 + len(self._mtp))]
+            rows += [
+                ("all_gather", "input of the head", "forward", of_head),
+                ("reduce_scatter", "gradient of the head's input", "backward", of_head),
+            ]
+        for operation, what, phase, shares in rows:
+            calls, size = len(shares), round(stream * sum(shares))
             if self._cut:
                 yield self._in_each_micro_batch("tp", operation, what, phase, calls, size)
             elif operation == "reduce_scatter":  # without a cut there is nothing to gather, and sums stay whole
@@ -208,19 +213,32 @@ class _Counter:
             for what, phase in (("outputs of experts", "forward"), ("gradients of their inputs", "backward")):
                 yield self._in_each_micro_batch("tp", "all_gather", what, phase, calls, calls * stream)
         if part.last:
-            tokens = self._tokens * (1 + len(self._mtp))
+            tokens = self._predicted * (1 + len(self._mtp))
             chunks = -(-tokens // self._chunk)
             size = tokens * _FP32
             yield self._in_each_micro_batch("tp", "all_reduce", "largest logits", "forward", chunks, size)
             yield self._in_each_micro_batch("tp", "all_reduce", "sums of the softmax", "forward", chunks, 2 * size)
         yield self._partial_gradients()
 
-    def _repeated(self, layer: LayerSpec) -> Iterator[LayerPartSpec]:
-        """Parts of a layer that backward computes again from their inputs on."""
-        for part in layer.parts.values():
-            # Of a mixture of experts, products alone are repeated where something is kept.
-            if self._recompute.mode == "full" or not part.stacks:
-                yield part
+    def _inputs(self, layer: LayerSpec, *, repeated: bool = False) -> list[float]:
+        """Shares of the stream that parts of a layer collect; those of the encoder come with attention to it."""
+        encoder = self._length.encoder / self._length.length
+        return [
+            share
+            for place, part in layer.parts.items()
+            if not repeated or self._repeats(part)
+            for share in (*[side_share(layer, self._length)] * len(part.tp_inputs), *[encoder] * (place == "cross"))
+        ]
+
+    def _outputs(self, layer: LayerSpec, *, repeated: bool = False) -> list[float]:
+        """Shares of the stream that parts of a layer sum up."""
+        parts = [part for part in layer.parts.values() if not repeated or self._repeats(part)]
+        return [side_share(layer, self._length) for part in parts for _ in part.tp_inputs]
+
+    def _repeats(self, part: LayerPartSpec) -> bool:
+        """True if backward computes a part again from its input on, in a layer that is repeated."""
+        # Of a mixture of experts, products alone are repeated where something is kept.
+        return self._recompute.mode == "full" or not part.stacks
 
     def _routed(self, axis: Literal["tp", "cp"]) -> Iterator[Transfer]:
         """Choices of samples whose tokens the ranks of an axis share, for the balance loss."""
@@ -250,11 +268,13 @@ class _Counter:
             for each in layer.parts.values():
                 sizes += each.partial_gradients(tp)
         if self._cut and part.last:
-            sizes += spec.norm.parameters(spec.dim)
+            sizes += spec.last_norm_sizes
             sizes += [size for each in self._mtp for size in each.norm_sizes]
             sizes += [matrix.elements for each in self._mtp for matrix in each.inputs]
-        if self._cut and part.first and spec.learned_positions is not None:
-            sizes.append(spec.learned_positions * spec.dim)
+        if part.last:  # each rank knows the part of the gradient that its own logits have
+            sizes += spec.transform_sizes
+        if self._cut and part.first:
+            sizes += spec.first_sizes
         # Gradients are in the compute format until they are added up over micro-batches, or over ranks.
         at_once = self._reduction == "each" or (self._reduction == "last" and self._micro == 1)
         element = self._element if at_once else GRADIENT_BYTES
@@ -316,10 +336,15 @@ class _Counter:
         ):
             if any(peer.rank != self._stage.rank for peer in peers):
                 yield Transfer("pp", "send", what, phase, self._micro, size, layout.pp)  # type: ignore[arg-type]
-        ends = self._stages[0].rank, self._stages[-1].rank
-        if self._spec.last_embeds and ends[0] != ends[1] and (self._stage.part.first or self._stage.part.last):
-            table = self._spec.vocab_padded * self._spec.dim // layout.tp // self._shards * GRADIENT_BYTES
-            yield Transfer("pp", "send", "gradient of the tied embedding", "update", 1, table, layout.pp)
+        tables = {"embedding.weight": ("gradient of the tied embedding", self._spec.vocab_padded * self._spec.dim)}
+        for side, each in self._spec.relatives.items():
+            tables[f"{RELATIVE}{side}"] = "gradients of relative positions", each.buckets * each.heads
+        for name, holders in tied_tables(self._spec, self._stages).items():
+            others = {stage.rank for stage in holders} - {self._stage.rank}
+            if others and self._stage in holders:
+                what, elements = tables[name]
+                size = len(others) * (elements // layout.tp // self._shards) * GRADIENT_BYTES
+                yield Transfer("pp", "send", what, "update", len(others), size, layout.pp)
 
     def _sharded(self) -> Iterator[Transfer]:
         ends, layers = self._end_parameters, self._layer_parameters

@@ -18,7 +18,7 @@ from pipeline.data.datasets.files import PARTS_FILE
 from pipeline.data.datasets.indexed import IndexedWriter, PreadPart, part_files, part_prefix
 from pipeline.data.datasets.manifest import FORMAT_VERSION, MANIFEST_FILE, PART, Manifest, TokenizerInfo
 from pipeline.data.loading.loader import Loader
-from pipeline.data.loading.objectives import Causal
+from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.windows import windows_of
 from tests.data.loading.test_loader import run_file

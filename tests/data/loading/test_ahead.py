@@ -10,7 +10,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.loading.ahead import ahead_weight, valid_ahead
 from pipeline.data.loading.loader import Loader
-from pipeline.data.loading.objectives import Causal
+from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.windows import windows_of
 from tests.data.loading.test_loader import DATASETS, PHASES, SKIPS, WEIGHTS, run_file

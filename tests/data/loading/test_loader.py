@@ -18,7 +18,7 @@ from pipeline.data.loading import loader as module
 from pipeline.data.loading import prefetch
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.loader import Loader
-from pipeline.data.loading.objectives import Causal
+from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.order import locate
 from pipeline.data.order.phases import phase_at, plan_journal
@@ -145,13 +145,13 @@ SKIPS = [
 class Turned(Causal):
     """Turns the tokens of documents around whose piece in the window has an odd place, if the key says so."""
 
-    rearranges = True
+    arranges = True
 
-    def rearrange(self, ids, bounds, key):
-        assert len(ids) == len(bounds)
-        for begin in np.unique(bounds)[key % 2 :: 2].tolist():
-            piece = np.flatnonzero(bounds == begin)
-            ids[piece] = ids[piece][::-1]
+    def arrange(self, ids, begins, key):
+        ids, ends = ids.copy(), np.append(begins[1:], len(ids))
+        for begin, end in list(zip(begins.tolist(), ends.tolist(), strict=True))[key % 2 :: 2]:
+            ids[begin:end] = ids[begin:end][::-1]
+        return super().arrange(ids, begins, key)
 
 
 @settings(deadline=None, max_examples=30)

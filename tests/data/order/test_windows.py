@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Slice
-from pipeline.data.loading.objectives import Causal, sample_key
+from pipeline.data.loading.objectives.base import sample_key
+from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.windows import Windows, windows_of
 from tests.data.loading.test_loader import run_file
@@ -258,11 +259,14 @@ def test_a_large_source_is_as_easy_as_a_small_one():
 def test_causal_masks_first_tokens_of_documents_if_asked(drawn, lap, mask):
     dataset, _, instances = drawn
     objective = Causal(mask_document_start=mask)
-    assert objective.masks == mask and not objective.rearranges
+    assert (objective.fixed_valid(8) is None) == mask and not objective.arranges
     firsts = {start for start, n in zip(dataset._starts, dataset.lengths, strict=False) if n}
     for position in range(instances.count):
         place = offsets(dataset, instances, lap, position)
-        weight = objective.weight(instances.bounds(lap, position), key=0)
+        bounds = instances.bounds(lap, position)
+        begins = np.flatnonzero(bounds == np.arange(len(bounds)))
+        weight = objective.weight(begins, len(bounds) - 1)
+        assert objective.valid(begins, np.array([0, len(begins)]), len(weight), int) == np.count_nonzero(weight)
         assert weight.tolist() == [0.0 if mask and target in firsts else 1.0 for target in place[1:]]
         assert weight.dtype == np.float32
 

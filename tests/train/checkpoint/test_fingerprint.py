@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
+from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig, RopeScalingConfig
-from pipeline.config.train import OBJECTIVE_KEYS, ObjectiveConfig
+from pipeline.config.objective import OBJECTIVE_KEYS, ObjectiveConfig
 from pipeline.train.checkpoint.fingerprint import (
     LATER_KEYS,
+    compare,
     computing_differences,
     computing_keys,
     differences,
@@ -116,6 +120,24 @@ def test_dropout_is_compared_by_a_resume_and_not_where_weights_are_loaded(tmp_pa
     assert dropping == {**usual, "dropout": 0.1}
     spec = decoder_spec(load(tmp_path / "run.yaml").model, 300, 32)
     assert computing_keys(dropping, spec) == computing_keys(usual, spec)
+
+
+def test_objectives_of_sources_and_phases_are_compared(tmp_path: Path) -> None:
+    """With their defaults written out, so that a later default does not change what a run was trained on."""
+    file = write_run(tmp_path)
+    both = ["model.direction=both", "train.objective.type=masked"]
+    masked = {"type": "masked", "rate": 0.15, "mask_token": "[MASK]", "random_share": 0.1, "keep_share": 0.1}
+    masked["whole_words"] = False
+    assert objective_fingerprint(load(file, both)) == masked
+    of_sea = [*both, "train.objective.by_source.sea={type: masked, keep_share: 0}"]
+    assert objective_fingerprint(load(file, of_sea)) == {**masked, "by_source": {"sea": {**masked, "keep_share": 0.0}}}
+    phases = ["blend.phases=[{until: 2 steps}, {objective: {type: prefix}}]"]
+    assert objective_fingerprint(load(file, phases)) == {"type": "causal", "phases": {"1": {"type": "prefix"}}}
+    ul2 = objective_fingerprint(load(file, ["model.encoder.layers=1", "train.objective.type=ul2"]))
+    assert len(ul2["denoisers"]) == 7 and ul2["sentinels"] == "<extra_id_{}>"
+    spans = objective_fingerprint(load(file, ["model.encoder.layers=1", "train.objective.type=spans"]))
+    with pytest.raises(UserError, match=r"train\.objective\.rate: 0\.15 -> 0\.2"):
+        compare({"objective": spans}, {"objective": {**spans, "rate": 0.2}}, [])
 
 
 def test_an_objective_is_compared_by_the_keys_that_it_reads(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -55,6 +56,10 @@ from tests.train.runs import column, train
 QUIET = Console(file=io.StringIO())
 VOCAB = 310  # more than the tokenizers have ids, and padded here
 POSITIONS = 64
+ENCODERS = ("bert", "roberta", "modernbert")
+SPECIAL_TOKENS = ["[PAD]", "[MASK]"]
+PADDING = 1
+"""RoBERTa's token for padding, which no text has."""
 LENGTHS = (1, 13, 60)
 DOCUMENTS = (9, 1, 21)
 ROUNDING = 1e-6
@@ -84,6 +89,8 @@ class Row:
     """Learning rate of its trainings."""
     gain: float = 1.5
     """Of random matrices, see `randomize`."""
+    masked: bool = False
+    """An encoder."""
     limited: bool = False
     """Steps of time have bounds, which transformers forgets where it computes token by token."""
 
@@ -91,7 +98,7 @@ class Row:
         """A model with random weights."""
         common = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
         config = self.config(**{**common, **self.values})
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = self.auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
         randomize(model, seed=3, norms=1 - self.norm_offset, gain=self.gain)
         for name, parameter in model.named_parameters():
             if name.endswith("linear_attn.norm.weight"):  # which counts from 0 in all families
@@ -100,7 +107,14 @@ class Row:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2, generator=generator)
+        if config.model_type == "roberta":
+            model.roberta.embeddings.position_embeddings.weight.data[: PADDING + 1] = 0
         return model.eval()
+
+    @property
+    def auto(self) -> Any:
+        """Of transformers, what makes models of it."""
+        return AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
@@ -226,7 +240,8 @@ def close(actual: Tensor, expected: Tensor, name: str, tolerance: float = TOLERA
 
 def draw(rows: int, length: int, seed: int = 2) -> Tensor:
     """Random tokens."""
-    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    found = torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return found.masked_fill(found == PADDING, PADDING + 1)
 
 
 def check_conversion(pair: Pair, folder: Path) -> None:
@@ -250,7 +265,7 @@ def check_conversion(pair: Pair, folder: Path) -> None:
         assert torch.equal(converted[name], value), name
         _check_pieces(pair.found, name, value)
 
-    again, report = AutoModelForCausalLM.from_pretrained(
+    again, report = pair.row.auto.from_pretrained(
         folder / "again", attn_implementation="eager", output_loading_info=True
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -272,7 +287,8 @@ def check_conversion(pair: Pair, folder: Path) -> None:
         assert "warning: AutoTokenizer of transformers 5" in said
         again_tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "again")
     else:
-        assert "warning" not in said
+        padding = FAMILIES[again.config.model_type].padding
+        assert ("warning" in said) == (padding is not None)
         again_tokenizer = AutoTokenizer.from_pretrained(folder / "again")
     assert again_tokenizer.encode(text) == pair.tokenizer.encode(text)
 
@@ -336,7 +352,7 @@ def check_logits_and_gradients(pair: Pair) -> None:
             assert bool((here[..., VOCAB:] == -torch.inf).all())
     tokens = draw(3, 40)
     targets = tokens.roll(-1, 1)
-    expected = pair.theirs(tokens, use_cache=False).logits
+    expected = pair.theirs(tokens, **({} if pair.row.masked else {"use_cache": False})).logits
     F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
     logits = pair.ours(tokens, Context())
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
@@ -405,6 +421,10 @@ def check_training(row: Row, root: Path, name: str) -> None:
     save(row.build(), folder, run_tokenizer(load(root / "run.yaml")))
     part, everything = yaml.safe_load(describe(folder)), tiny.values(root)
     everything |= {"model": part["model"], "train": everything["train"] | part["train"]}
+    if row.masked:
+        everything["model"]["document_attention"] = False  # transformers has windows of one text
+        everything["train"]["objective"] = {"type": "masked", "rate": 0.3}
+        everything["tokenizer"]["special_tokens"] = SPECIAL_TOKENS
     (root / f"{name}.yaml").write_text(yaml.safe_dump(everything))
     experts = "experts" in part["model"]
     count = 7 if experts else 20
@@ -458,7 +478,9 @@ def _replayed(choose: Callable[[Tensor], Tensor], router: Router, chosen: list[T
 
 
 def _losses_of_transformers(folder: Path, loader: Any, count: int, rate: float) -> list[float]:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    masked = AutoConfig.from_pretrained(folder).model_type in ENCODERS
+    auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, attn_implementation="eager").train()
     vectors = [value for name, value in model.named_parameters() if value.ndim == 1 or name.endswith("A_log")]
     matrices = [value for value in model.parameters() if not any(value is vector for vector in vectors)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -467,7 +489,9 @@ def _losses_of_transformers(folder: Path, loader: Any, count: int, rate: float) 
     for step in range(count):
         batches = loader.batches(step).micro_batches
         tokens, targets = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets"))
-        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+        weight = torch.cat([batch.weight for batch in batches]).flatten()
+        losses_N = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten(), reduction="none")
+        loss = (losses_N * weight).sum() / weight.sum() if masked else losses_N.mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -251,6 +251,14 @@ def test_a_model_that_no_family_computes_is_refused_by_its_key(keys: dict[str, A
 
 
 OTHER_VALUES: dict[str, Any] = {
+    "direction": "both",
+    "encoder": {"layers": 2},
+    "token_types": 2,
+    "embedding_norm": True,
+    "first_norm": False,
+    "final_norm": False,
+    "head_transform": "gelu",
+    "head_bias": True,
     "layers": 3,
     "dim": 64,
     "heads": 2,
@@ -285,6 +293,7 @@ OTHER_VALUES: dict[str, Any] = {
 }
 """By key of `model:` one that computes something else."""
 NOT_CONVERTED = {
+    "relative": "needs an encoder; see the tests of T5",
     "max_positions": "not read with rope",
     "document_attention": "a text alone is computed alike",
     "dropout": "of training alone",

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.model import ModelConfig
+from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import extra_flops, flops_per_token, num_parameters
@@ -70,6 +71,19 @@ def test_whole_convention_equals_torchs_counter(family: str) -> None:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(tokens, Context())
     assert 3 * counter.get_total_flops() == 2 * 24 * flops_per_token(spec, 24, causal=False)
+
+
+@pytest.mark.parametrize("positions", ["relative", "rope"])
+def test_sides_equal_torchs_counter(positions: str) -> None:
+    """Each layer counts for its side; keys and values of the encoder are computed once for its positions."""
+    config = _config(layers=3, dim=32, heads=4, encoder={"layers": 2}, positions=positions, vocab_multiple=1)
+    spec, shape = decoder_spec(config, VOCAB, 64), StreamShape(raw=30, encoder=24, decoder=12, predicted=12)
+    with torch.device("meta"):
+        model, tokens = Decoder(spec), torch.zeros(2, 36, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(tokens, Context(encoder=24))
+    assert 3 * counter.get_total_flops() == pytest.approx(2 * 30 * flops_per_token(spec, shape, causal=False))
+    assert num_parameters(spec) == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("window", [1, 100, 1000])

@@ -238,6 +238,73 @@ FAMILIES["every"] = {
 }
 """Every kind of mixer beside the others, layers without a mixer or without an mlp, and multi-token prediction."""
 
+ENCODER_FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": {
+        "train.objective": {"type": "masked", "rate": 0.3},
+        "model.direction": "both",
+        "model.document_attention": True,
+        "model.norm": "layernorm",
+        "model.norm_place": "post",
+        "model.final_norm": False,
+        "model.positions": "learned",
+        "model.token_types": 2,
+        "model.embedding_norm": True,
+        "model.mlp": "gelu_exact",
+        "model.bias": "all",
+        "model.head_transform": "gelu_exact",
+        "model.head_bias": True,
+        "model.tie_embeddings": True,
+        "model.dropout": 0.1,
+    },
+    "modernbert": {
+        "train.objective": {"type": "masked", "rate": 0.15, "keep_share": 0.3},
+        "model.direction": "both",
+        "model.document_attention": True,
+        "model.norm": "layernorm",
+        "model.norm_bias": False,
+        "model.embedding_norm": True,
+        "model.first_norm": False,
+        "model.mlp": "geglu_exact",
+        "model.head_transform": "gelu_exact",
+        "model.head_bias": True,
+        "model.pattern": ["far", "near"],
+        "model.kinds": {"far": {}, "near": {"sliding_window": 6, "rope_theta": 500.0}},
+        "train.loss.z_loss": 1e-3,
+    },
+}
+"""Models that see both sides; one with a head of its own."""
+FAMILIES |= ENCODER_FAMILIES
+_SPANS = {"type": "spans", "rate": 0.3125, "mean_span": 2.0}
+SIDED_FAMILIES: dict[str, dict[str, Any]] = {
+    "t5": {
+        "train.objective": _SPANS,
+        "model.document_attention": True,
+        "model.encoder": {"layers": 2},
+        "model.positions": "relative",
+        "model.relative": {"buckets": 12, "max_distance": 20},
+        "model.attention_scale": 1.0,
+        "model.mlp": "geglu",
+        "model.tie_embeddings": True,
+        "model.logit_scale": 0.125,
+        "model.dropout": 0.1,
+    },
+    "sides": {
+        "train.objective": _SPANS,
+        "model.document_attention": True,
+        "model.kv_heads": 4,
+        "model.qk_norm": True,
+        "model.encoder": {"layers": 2},
+        "model.pattern": ["far", "near"],
+        "model.kinds": {
+            "near": {"sliding_window": 7, "mlp": "geglu", "bias": "all"},
+            "far": {"positions": "none", "output_gate": True},
+        },
+        "train.loss.z_loss": 1e-3,
+    },
+}
+"""Encoder-decoders, of which pieces of 28 and 16 positions see 32 tokens: T5's, and one with layers of two kinds."""
+FAMILIES |= SIDED_FAMILIES
+
 EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {
         "model.mlp": "experts",
@@ -281,6 +348,8 @@ FAMILIES["loose"] = EXPERT_FAMILIES["mixtral"] | {"train.balance": {"loss": 0.0}
 
 CHUNK_TOKENS = {"llama": 37, "gpt2": "null", "qwen3": 16, "mixed": 21, "branches": "null", "latent": 29}
 CHUNK_TOKENS |= {"mamba": 37, "one_group": "null", "delta": 23, "every": 19}
+CHUNK_TOKENS |= {"t5": 23, "sides": "null"}
+CHUNK_TOKENS |= {"bert": 23, "modernbert": "null"}
 CHUNK_TOKENS |= {"ahead": 41, "ahead_tied": "null"}
 CHUNK_TOKENS |= {"few": 37, "loose": 37, "mixtral": 37, "deepseek": "null", "gpt_oss": 16}
 """What the layouts compute their loss in; the one process does so in one piece."""
@@ -290,6 +359,7 @@ COMMON: dict[str, Any] = {
     "model.heads": 8,
     "model.ffn_dim": 96,
     "model.vocab_multiple": 16,
+    "tokenizer.special_tokens": ["[MASK]", *(f"<extra_id_{number}>" for number in range(20))],
     "train.duration": f"{LAST_STEP} steps",
     "train.batch_size": BATCH_SIZE,
     "train.precision": {"compute": "fp32"},

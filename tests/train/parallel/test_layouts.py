@@ -105,3 +105,35 @@ def test_multi_token_prediction_computes_what_one_process_does(
     families: Path, processes: Callable[[int], Ranks], row: Combination, family: str
 ) -> None:
     assert layouts.compare(families, family, row, processes(row.layout.world_size)) == []
+
+
+_ENCODERS = {
+    **dict.fromkeys(("tp2", "reshard-cp2-all_gather"), ""),
+    **dict.fromkeys(
+        ("pp2-1f1b", "fsdp2-reshard", "reshard-cp2-ulysses", "tp2-no_sp", "pp2-1f1b-fsdp2-keep-tp2"), "guard"
+    ),
+    **dict.fromkeys(
+        ("pp2-gpipe", "pp2-interleaved_1f1b", "pp2-zbv", "pp4-1f1b-layers_0_3_1_0", "hsdp2x2-keep"), "slow"
+    ),
+    **dict.fromkeys(("reshard-cp4-all_gather", "reshard-cp2-all_gather-tp2", "reshard-cp2-ulysses-tp2"), "slow"),
+    **dict.fromkeys(("pp2-1f1b-keep-cp2-all_gather", "fsdp2-reshard-tp2", "pp2-interleaved_1f1b-tp2"), "slow"),
+    **dict.fromkeys(("fsdp2-reshard-compiled", "tp2-full", "tp2-selective", "ddp2-tp2-no_sp"), "slow"),
+}
+"""Rows with encoders, and their tier."""
+
+
+def encoder_cases() -> Iterator[Any]:
+    """The families in turn, and the slow rows with both."""
+    rows = {row.name: row for row in (*TESTED, *WITHIN_LAYERS, *OVERLAPPED)}
+    for number, (name, tier) in enumerate(_ENCODERS.items()):
+        for place, family in enumerate(layouts.ENCODER_FAMILIES):
+            own = tier if place == number % 2 else "slow"
+            marks = [*layouts.trains(rows[name].kind.schedule or ""), *([getattr(pytest.mark, own)] if own else [])]
+            yield pytest.param(rows[name], family, id=f"{name}-{family}", marks=marks)
+
+
+@pytest.mark.parametrize(("row", "family"), list(encoder_cases()))
+def test_an_encoder_computes_what_one_process_does(
+    families: Path, processes: Callable[[int], Ranks], row: Combination, family: str
+) -> None:
+    assert layouts.compare(families, family, row, processes(row.layout.world_size)) == []

@@ -56,7 +56,28 @@ def _messages(path: Path, processes: int, *overrides: str) -> list[str]:
     return []
 
 
+SIDES = (
+    "model={layers: 8, encoder: {layers: 8}, dim: 64, heads: 8, positions: relative}",
+    "train={duration: 10 steps, sequence_length: 96, batch_size: 32, micro_batch_size: 1, "
+    "objective: {type: spans, rate: 0.25}}",
+)
 REFUSED: list[tuple[int, tuple[str, ...], str]] = [
+    (2, (*SIDES, "parallel.cp=2"), "parallel.cp=2 does not cut the two sides .* set parallel.cp=1"),
+    (
+        2,
+        (*SIDES, "parallel={pp: 2, pipeline: {schedule: zbv}}"),
+        "schedule=zbv splits backward passes, .* or model.positions=rope$",
+    ),
+    (
+        2,
+        (*SIDES, "parallel.tp=2"),
+        r"train.sequence_length=96 makes positions that .* cannot cut \(81 of the encoder, 33 of the decoder\)",
+    ),
+    (
+        32,
+        (*SIDES, "parallel.pp=32"),
+        r"model.encoder.layers \+ model.layers=16 are fewer than the 32 stages",
+    ),
     (
         16,
         ("parallel.tp=16", "model.ffn_dim=256"),

@@ -76,7 +76,38 @@ DELTA: dict[str, Any] = {
 }
 """Two layers with a recurrence to one with attention."""
 
+ENCODER: dict[str, Any] = {
+    "model.direction": "both",
+    "model.document_attention": True,
+    "model.norm": "layernorm",
+    "model.norm_place": "post",
+    "model.final_norm": False,
+    "model.positions": "learned",
+    "model.token_types": 2,
+    "model.embedding_norm": True,
+    "model.mlp": "gelu_exact",
+    "model.bias": "all",
+    "model.head_transform": "gelu_exact",
+    "model.head_bias": True,
+    "model.tie_embeddings": True,
+    "train.objective": {"type": "masked", "rate": 0.25},
+}
+"""BERT, whose head scores a quarter of the positions."""
+
+SIDES: dict[str, Any] = {
+    "model.encoder": {"layers": 4},
+    "model.layers": 3,
+    "model.document_attention": True,
+    "train.objective": {"type": "spans", "rate": 0.15},
+    "train.batch_size": 4,
+}
+"""Of 256 tokens 232 positions of an encoder and 52 of a decoder."""
 CASES: dict[str, dict[str, Any]] = {
+    "sides": SIDES,
+    "sides, relative positions": {**SIDES, "model.positions": "relative", "model.tie_embeddings": True},
+    "sides, full recomputation": {**SIDES, "train.recompute": {"mode": "full"}},
+    "sides, tp2": {**SIDES, "parallel.tp": 2},
+    "sides, pp2": {**SIDES, "parallel.pp": 2, "train.micro_batch_size": 1},
     "one process": {},
     "one process, bf16": {"train.precision": {"compute": "bf16"}},
     "chunked loss": {"train.loss.chunk_tokens": 64, "train.precision": {"compute": "bf16"}},
@@ -119,6 +150,9 @@ CASES: dict[str, dict[str, Any]] = {
         "train.batch_size": 8,
         "train.micro_batch_size": 1,
     },
+    "encoder": ENCODER,
+    "encoder, tp2": {**ENCODER, "parallel.tp": 2},
+    "encoder, cp2": {**ENCODER, "parallel.cp": 2},
     "multi-token prediction": {"model.mtp": {"depth": 2}},
     "multi-token prediction, chunked loss, bf16": {
         "model.mtp": {"depth": 1},
@@ -333,12 +367,18 @@ def _steps(config: Config, setup: Setup, shape: StepShape) -> None:
 
 
 def _batch(shape: StepShape, depth: int) -> Batch:
-    size = (shape.micro_batch_size, shape.sequence_length)
+    size = (shape.micro_batch_size, shape.stream.length)
     tokens = torch.randint(VOCABULARY, size)
-    # A document in each half of a sample.
-    starts = torch.arange(0, tokens.numel(), shape.sequence_length // 2, dtype=torch.int32)
+    # A document in each half of a sample, or of each side of it.
+    begins = torch.arange(0, tokens.numel(), shape.stream.length)[:, None]
+    encoder, decoder = shape.stream.encoder, shape.stream.decoder
+    halves = [0, encoder // 2, encoder, encoder + decoder // 2]
+    starts = (begins + torch.tensor(sorted(set(halves)))).flatten().to(torch.int32)
     sources = torch.zeros(len(tokens), dtype=torch.int64)
-    batch = Batch(tokens, tokens, torch.ones(size), starts, sources, {})
+    batch = Batch(tokens, tokens, torch.ones(size), starts, sources, {}, encoder=encoder)
+    if not encoder and shape.stream.predicted < decoder:
+        places = torch.randperm(decoder)[: shape.stream.predicted].sort().values
+        batch = replace(batch, predicted=places.expand(len(tokens), -1).clone())
     if not depth:
         return batch
     ahead = torch.stack([tokens] * depth, dim=1)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import layer_parameters, muon_parameters, num_parameters
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Terms
@@ -106,7 +107,7 @@ def test_a_large_model_over_many_ranks() -> None:
     )
     layout = Layout(pp=16, dp_shard=128, tp=8)
     spec = decoder_spec(config.model, 128256, 8192)
-    shape = StepShape("", "", "", 2048, 8192, 1, 128)
+    shape = StepShape("", "", "", 2048, 8192, 1, 128, StreamShape(8192, 0, 8192, 8192))
     found = memory(config, layout, spec, shape)
     assert [each.pp_rank for each in found] == list(range(16))
     layer = layer_parameters(spec.layers[0], 8)

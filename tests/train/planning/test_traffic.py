@@ -14,7 +14,7 @@ from pipeline.config.load import load
 from pipeline.train.layout_check import planned_spec
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.pipeline_stages import split_stages
-from pipeline.train.parallel.step_shapes import step_shapes
+from pipeline.train.parallel.step_shapes import run_stream, step_shapes
 from pipeline.train.planning.traffic import Transfer, bytes_by_axis, stage_traffic
 from tests.train.distributed import ranks
 from tests.train.parallel import layouts
@@ -34,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(config: Config, world: int) -> list[Counts]:
     """By pp rank."""
     layout, spec = resolve(config.parallel, world), planned_spec(config)
-    stages = split_stages(spec, layout.pp, config.parallel.pipeline, config.train.sequence_length)
+    stages = split_stages(spec, layout.pp, config.parallel.pipeline, run_stream(config))
     found: list[Counts] = [{} for _ in range(layout.pp)]
     one_mesh = layout.pp == layout.dp_replicate == layout.tp == layout.ep == 1  # both are all processes
     sent = stage_traffic(config, layout, spec, step_shapes(config, layout.dp)[0], stages)
@@ -132,6 +132,18 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("ahead_tied", 4, {"pp": 2, "dp_shard": 2, "pipeline": {"schedule": "zbv"}}, {}),
     ("ahead", 4, {"cp": 2, "tp": 2}, {}),
     ("ahead_tied", 4, {"dp_shard": 2, "tp": 2}, {}),
+    # Encoders: parameters whole on all ranks before the layers and before the head, which scores some positions.
+    ("bert", 2, {"tp": 2}, {"loss.chunk_tokens": 37}),
+    ("bert", 2, {"tp": 2, "sequence_parallel": False}, {}),
+    ("modernbert", 4, {"pp": 2, "tp": 2}, {}),
+    ("modernbert", 4, {"pp": 2, "dp_shard": 2}, {}),
+    ("bert", 2, {"cp": 2}, {"recompute.mode": "full"}),
+    # Two sides: each layer sends its own, and attention to the encoder gathers that, too.
+    ("sides", 2, {"tp": 2}, {"recompute.mode": "full"}),
+    ("sides", 2, {"tp": 2}, {"recompute.mode": "selective"}),
+    ("sides", 2, {"tp": 2, "sequence_parallel": False}, {}),
+    ("t5", 4, {"pp": 2, "dp_shard": 2}, {}),
+    ("t5", 4, {"pp": 2, "tp": 2}, {}),
     # More stages on a rank than torch keeps whole at a time.
     (
         "llama",

@@ -8,6 +8,7 @@ value heads, E head size, V size of a value head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -37,13 +38,18 @@ class Documents:
 
     Args:
         bounds_BS: For every position the first one of its document.
-        starts: What `Batch.starts` is. None: it is taken from the bounds, for which the host waits if they are on a
-            GPU.
+        starts: What `Batch.starts` is, or what makes it when it is asked for. None: it is taken from the bounds, for
+            which the host waits if they are on a GPU.
         prefix_BS: For every position the end of the prefix of its document: a causal query sees also the keys before
             that, so that a prefix sees itself in both directions. None: there are no prefixes.
     """
 
-    def __init__(self, bounds_BS: Tensor, starts: Tensor | None = None, prefix_BS: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        bounds_BS: Tensor,
+        starts: Tensor | Callable[[], Tensor] | None = None,
+        prefix_BS: Tensor | None = None,
+    ) -> None:
         self.bounds_BS = bounds_BS
         self.prefix_BS = prefix_BS
         self._starts = starts
@@ -57,7 +63,7 @@ class Documents:
     def by_row(self) -> list[list[int]]:
         """Positions at which documents begin, by row, ascending; the first is 0."""
         rows, length = self.bounds_BS.shape
-        starts = self._starts
+        starts = self._starts() if callable(self._starts) else self._starts
         if starts is None:
             bounds = self.bounds_BS.cpu()
             starts = (bounds == torch.arange(length)).flatten().nonzero()[:, 0]

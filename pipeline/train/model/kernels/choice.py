@@ -83,6 +83,8 @@ class KernelRequirements:
     sinks: bool = False
     prefixes: bool = False
     """Documents have prefixes, which see themselves in both directions."""
+    biased: bool = False
+    """Some layer has relative positions, whose attention no backend computes: it has all scores in memory."""
     pieces: bool = False
     """Kernels get pieces of a sequence, of which some layer sees windows to both sides."""
 
@@ -91,7 +93,7 @@ class KernelRequirements:
         cls, model: ModelConfig, spec: DecoderSpec, train: TrainConfig, compiled: bool, cut: bool = False
     ) -> KernelRequirements:
         """That of a training, whose sequences are perhaps cut into pieces."""
-        uses = spec_uses(spec)
+        uses = [use for use in spec_uses(spec) if not use.bias]
         return cls(
             model.document_attention,
             any(use.reach.back is not None or use.reach.ahead for use in uses),
@@ -102,13 +104,15 @@ class KernelRequirements:
             both=any(use.reach.ahead != 0 for use in uses),
             soft_cap=any(use.soft_cap is not None for use in uses),
             sinks=any(use.sinks for use in uses),
+            biased=len(uses) < len(spec_uses(spec)),
             pieces=cut and any(windows_to_both(use.reach) for use in uses),
         )
 
 
 def spec_uses(spec: DecoderSpec) -> list[KernelUse]:
     """The different demands of a model's layers on the kernel."""
-    return [use for layer in spec.different_layers if layer.mixer and (use := layer.mixer.kernel)]
+    mixers = [part for layer in spec.different_layers for part in (layer.mixer, layer.cross) if part is not None]
+    return [use for part in mixers if (use := part.kernel) is not None]
 
 
 def windows_to_both(reach: Reach) -> bool:
@@ -171,6 +175,13 @@ def choose(config: AttentionConfig, need: KernelRequirements, machine: DeviceCap
     Raises:
         UserError: The backend that is named is not installed, or not for this device or model.
     """
+    choice = _choose(config, need, machine)
+    if need.biased:
+        return replace(choice, reason=f"{choice.reason}; with relative positions scores are in memory")
+    return choice
+
+
+def _choose(config: AttentionConfig, need: KernelRequirements, machine: DeviceCaps) -> KernelChoice:
     if config.backend == "auto":
         return _best(need, machine)
     if obstacle := _obstacle(config.backend, need, machine):

@@ -25,7 +25,8 @@ def parts_of(config: Config) -> list[LayerPartSpec]:
 
 def key_of(config: Config, part: LayerPartSpec, key: str) -> str:
     """The whole key that sets a number of a part: that of the kind of layers which has it, or of `model:`."""
-    layers = zip(config.model.layer_kinds, spec_of(config).layers, strict=True)
+    kinds = [*config.model.encoder_kinds, *config.model.layer_kinds]
+    layers = zip(kinds, spec_of(config).layers, strict=True)
     kind = next(name for name, layer in layers if part in layer.parts.values())
     of_kind = kind is not None and key.partition(".")[0] in config.model.kinds[kind].model_fields_set
     return f"model.kinds.{kind}.{key}" if of_kind else f"model.{key}"

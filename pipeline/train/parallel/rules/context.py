@@ -7,23 +7,61 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.common.format import counted
 from pipeline.config import Config
+from pipeline.config.parallel import ZERO_BUBBLE
+from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.train.model.part_spec import MixerSpec
 from pipeline.train.parallel.layout import Layout, sequence_multiple, sequence_pieces
 from pipeline.train.parallel.rules.base import Rule, key_of, nearest_multiples, parts_of, spec_of
-from pipeline.train.parallel.step_shapes import step_shapes
+from pipeline.train.parallel.step_shapes import run_stream, step_shapes
 
 
 def _lengths(config: Config, layout: Layout) -> dict[str, int]:
-    """By key, lengths of sequences."""
-    lengths = {"train.sequence_length": config.train.sequence_length}  # of validation too, whatever the phases have
+    """By key, lengths of sequences of models without sides."""
+    return {key: stream.decoder for key, stream in _streams(config, layout).items() if not stream.encoder}
+
+
+def _streams(config: Config, layout: Layout) -> dict[str, StreamShape]:
+    """By key of the sequence length, positions that objectives make of windows."""
+    streams = {"train.sequence_length": run_stream(config)}  # of validation too, whatever the phases have
     for shape in step_shapes(config, layout.dp):
-        lengths[shape.length_key] = shape.sequence_length
-    return lengths
+        streams[shape.length_key] = shape.stream
+    return streams
 
 
 def _sequence(config: Config, layout: Layout) -> Iterator[str]:
     for key, length in _lengths(config, layout).items():
         yield from _cut(config, layout, key, length)
+
+
+def _sides(config: Config, layout: Layout) -> Iterator[str]:
+    tp = layout.tp if config.parallel.sequence_parallel else 1
+    for key, stream in _streams(config, layout).items():
+        sides = {"encoder": stream.encoder, "decoder": stream.decoder}
+        uneven = [f"{size:,} of the {side}" for side, size in sides.items() if size % tp]
+        if stream.encoder and uneven:
+            yield (
+                f"{key}={stream.raw} makes positions that parallel.tp={tp} cannot cut ({', '.join(uneven)}): set "
+                f"parallel.sequence_parallel=false, or a {key} of which objective.rate makes multiples of {tp}"
+            )
+
+
+def _with_encoder(config: Config, layout: Layout) -> Iterator[str]:
+    if config.model.encoder is None:
+        return
+    if layout.cp > 1:
+        yield (
+            f"parallel.cp={layout.cp} does not cut the two sides of a model with an encoder: set parallel.cp=1, and "
+            "parallel.tp or dp_shard for the processes"
+        )
+    if config.train.precision.fp8 is not None:
+        yield "train.precision.fp8 is not tested with model.encoder, so it is refused: leave train.precision.fp8 out"
+    schedule = config.parallel.pipeline.schedule
+    if layout.pp > 1 and config.model.positions == "relative" and schedule in ZERO_BUBBLE:
+        yield (
+            f"parallel.pipeline.schedule={schedule} splits backward passes, which cannot sum the gradient of a table "
+            "of relative positions over layers: set a schedule with whole backward passes, like 1f1b or "
+            "interleaved_1f1b, or model.positions=rope"
+        )
 
 
 def _short_pieces(config: Config, layout: Layout) -> Iterator[str]:
@@ -118,6 +156,18 @@ CONTEXT_RULES: Sequence[Rule] = (
         "The sequence length of the run and of each phase is a multiple of `tp` with `sequence_parallel`, of `cp` with "
         "`ulysses`, of 2 x `cp` with `all_gather`, and of `cp` x `tp` too where both cut it.",
         _sequence,
+    ),
+    Rule(
+        ("train.sequence_length", "train.objective", "parallel.tp", "parallel.sequence_parallel"),
+        "With an encoder, `sequence_parallel` cuts each side by itself: the positions of both that the objective makes "
+        "of a window are multiples of `tp`.",
+        _sides,
+    ),
+    Rule(
+        ("model.encoder", "model.positions", "parallel.cp", "parallel.pipeline.schedule"),
+        "With an encoder, `cp` is 1 and there is no `fp8`. With `positions: relative`, schedules do "
+        "not split the backward pass.",
+        _with_encoder,
     ),
     Rule(
         ("model.heads", "model.kv_heads", "parallel.cp", "parallel.cp_method"),

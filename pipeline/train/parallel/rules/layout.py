@@ -119,7 +119,7 @@ def _vocabulary(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def _stage_count(config: Config, layout: Layout) -> Iterator[str]:
-    pipeline, layers = config.parallel.pipeline, config.model.layers
+    pipeline, layers = config.parallel.pipeline, config.model.all_layers
     stages = layout.pp * pipeline.stages_per_rank
     if layout.pp > 1 and pipeline.layers_per_stage is None and layers < stages:
         most = layers // pipeline.stages_per_rank
@@ -127,13 +127,22 @@ def _stage_count(config: Config, layout: Layout) -> Iterator[str]:
         if SCHEDULES[pipeline.schedule].allows_stages(pipeline.stages_per_rank - 1):
             ways.append("fewer parallel.pipeline.virtual_stages")
         yield (
-            f"model.layers={layers} are fewer than the {stages} stages (parallel.pp={layout.pp} x "
-            f"{pipeline.stages_per_rank} on each rank): set {', '.join(ways)}, or at least model.layers={stages}"
+            f"{_layers(config)} are fewer than the {stages} stages (parallel.pp={layout.pp} x "
+            f"{pipeline.stages_per_rank} on each rank): set {', '.join(ways)}, or at least "
+            f"{_layers_key(config)}={stages}"
         )
 
 
+def _layers_key(config: Config) -> str:
+    return "model.layers" if config.model.encoder is None else "model.encoder.layers + model.layers"
+
+
+def _layers(config: Config) -> str:
+    return f"{_layers_key(config)}={config.model.all_layers}"
+
+
 def _layers_per_stage(config: Config, layout: Layout) -> Iterator[str]:
-    pipeline, layers = config.parallel.pipeline, config.model.layers
+    pipeline, layers = config.parallel.pipeline, config.model.all_layers
     given = pipeline.layers_per_stage
     if layout.pp == 1 or given is None:
         return
@@ -146,7 +155,7 @@ def _layers_per_stage(config: Config, layout: Layout) -> Iterator[str]:
         )
     if sum(given) != layers:
         yield (
-            f"{key}={given} are {counted(sum(given), 'layer')}, but model.layers={layers}: change "
+            f"{key}={given} are {counted(sum(given), 'layer')}, but {_layers(config)}: change "
             f"one of them by {abs(layers - sum(given))}"
         )
     if empty := [number for number, size in enumerate(given[1:-1], start=1) if size == 0]:

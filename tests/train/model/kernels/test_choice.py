@@ -92,7 +92,7 @@ def test_all_layers_count() -> None:
     """What any layer needs, the kernel has to have."""
 
     def need(*uses: KernelUse, cut: bool = False) -> KernelRequirements:
-        layers = [SimpleNamespace(mixer=SimpleNamespace(kernel=use)) for use in uses]
+        layers = [SimpleNamespace(mixer=SimpleNamespace(kernel=use), cross=None) for use in uses]
         spec: Any = SimpleNamespace(different_layers=layers)
         return KernelRequirements.of(
             ModelConfig(layers=1, dim=8, heads=1), spec, TrainConfig.model_validate(STEPS), compiled=False, cut=cut
@@ -106,6 +106,8 @@ def test_all_layers_count() -> None:
     assert need(KernelUse(Reach(), 64, 96), plain).head_size == 96
     assert need(KernelUse(Reach(4, 4), 64, 64), cut=True).pieces
     assert not need(KernelUse(Reach(None, None), 64, 64), KernelUse(Reach(4), 64, 64), cut=True).pieces
+    biased = need(plain, KernelUse(Reach(None, None), 12, 12, bias=True))
+    assert biased.biased and biased.head_size == 64 and not biased.both, "no backend computes it"
 
 
 def test_masks_in_memory_are_warned_of() -> None:

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention.
+"""Grouped-query attention.
 
 Shapes: B batch, S positions, T keys (S, or more with a cache), D width, H query heads, K key and value heads, E head
 size.

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention as data: everything that is asked about it without building it."""
+"""Grouped-query attention as data: everything that is asked about it without building it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pipeline.train.model.part_spec import (
     KernelUse,
     MixerSpec,
     Reach,
+    RelativeSpec,
     RopeSpec,
     default_scale,
     softmax_factor,
@@ -23,7 +24,7 @@ from pipeline.train.model.part_spec import (
 
 @dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
-    """Causal grouped-query attention."""
+    """Grouped-query attention."""
 
     dim: int
     heads: int
@@ -44,6 +45,8 @@ class AttentionSpec(MixerSpec):
     """A learned logit of each head takes a part of the attention and gives no value."""
     gate: bool = False
     """The result of a head is multiplied by sigmoid(wg x)."""
+    relative: RelativeSpec | None = None
+    """Bias of the products of queries and keys."""
 
     label: ClassVar = "attention"
     module: ClassVar = "pipeline.train.model.mixers.attention.module.Attention"
@@ -75,7 +78,7 @@ class AttentionSpec(MixerSpec):
             qkv_bias=layer.bias in ("qkv", "attention", "all"),
             output_bias=layer.bias in ("attention", "all"),
             qk_norm=NormSpec("rmsnorm", model.norm_eps, offset=model.norm_offset) if layer.qk_norm else None,
-            reach=Reach.window(layer.sliding_window),
+            reach=Reach.window(layer.sliding_window, both=model.direction == "both"),
             scale=(layer.attention_scale or scale) * softmax_factor(rope.scaling if rope else None),
             wide_qk_norm=layer.qk_norm == "full",
             rope=rope,
@@ -129,7 +132,8 @@ class AttentionSpec(MixerSpec):
     @property
     def kernel(self) -> KernelUse:
         """See `MixerSpec`."""
-        return KernelUse(self.reach, self.head_dim, self.head_dim, self.soft_cap, self.sinks)
+        biased = self.relative is not None
+        return KernelUse(self.reach, self.head_dim, self.head_dim, self.soft_cap, self.sinks, biased)
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """Scores and their sum over values."""

@@ -93,7 +93,7 @@ class MlaSpec(MixerSpec):
             rope_dim=mla.rope_dim,
             value_dim=mla.value_dim,
             norm=NormSpec("rmsnorm", mla.norm_eps or model.norm_eps, offset=model.norm_offset),
-            reach=Reach.window(layer.sliding_window),
+            reach=Reach.window(layer.sliding_window, both=model.direction == "both"),
             scale=(layer.attention_scale or scale) * softmax_factor(rope.scaling if rope else None),
             rope=rope,
             soft_cap=layer.attention_soft_cap,

@@ -21,6 +21,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_exact": F.gelu,
     "geglu": partial(F.gelu, approximate="tanh"),
     "geglu_exact": F.gelu,
+    "relu": F.relu,
     "relu2": _relu2,
 }
 

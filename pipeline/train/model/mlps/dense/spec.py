@@ -12,7 +12,7 @@ from pipeline.config.model import LayerConfig, ModelConfig
 from pipeline.train.model.parameter_spec import Matrix
 from pipeline.train.model.part_spec import Division, LayerPartSpec
 
-DenseKind = Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu2"]
+DenseKind = Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu", "relu2"]
 _GATED = ("swiglu", "geglu", "geglu_exact")
 
 

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.config.train import ObjectiveConfig
+from pipeline.config.objective import ObjectiveConfig
 from pipeline.data.datasets.manifest import TokenizerInfo
-from pipeline.data.loading.objectives import OBJECTIVES, Causal, FillInTheMiddle, make_objective, sample_key
+from pipeline.data.loading.objectives.base import sample_key
+from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.loading.objectives.choice import OBJECTIVES, make_objective
+from pipeline.data.loading.objectives.fim import FillInTheMiddle
 from tests.data.reference import mix_one
 from tests.data.runs import make_config
 
@@ -23,6 +26,10 @@ FIRST = 10
 def bounds_of(lengths):
     starts = np.cumsum([0, *lengths[:-1]])
     return np.repeat(starts, lengths)
+
+
+def begins_of(bounds):
+    return np.flatnonzero(bounds == np.arange(len(bounds)))
 
 
 def text_of(lengths, ends):
@@ -39,9 +46,11 @@ def fim(rate=1.0, spm_rate=0.5, **options):
 
 
 def rearranged(objective, ids, bounds, key):
-    result = ids.copy()
-    objective.rearrange(result, bounds, key)
-    return result.tolist()
+    if len(ids) == 1:  # of no window: it has no target
+        return ids.tolist()
+    arranged = objective.arrange(ids, begins_of(bounds), key)
+    assert arranged.tokens[1:].tolist() == arranged.targets[:-1].tolist()
+    return [*arranged.tokens.tolist(), int(arranged.targets[-1])]
 
 
 def undo(piece):
@@ -161,17 +170,18 @@ def test_golden():
 
 def test_weights_are_those_of_the_bounds():
     bounds = bounds_of([3, 1, 4])
-    assert fim().weight(bounds, 5).tolist() == Causal().weight(bounds, 5).tolist() == [1] * 7
+    begins, ids = begins_of(bounds), text_of([3, 1, 4], {0, 1})
+    assert fim().weight(begins, 7).tolist() == Causal().weight(begins, 7).tolist() == [1] * 7
     masked = fim(mask_document_start=True)
-    assert masked.masks and not fim().masks
-    assert masked.weight(bounds, 5).tolist() == [1, 1, 0, 0, 1, 1, 1]
+    assert masked.fixed_valid(7) is None and fim().fixed_valid(7) == 7
+    assert masked.arrange(ids, begins, 5).weight.tolist() == [1, 1, 0, 0, 1, 1, 1]
+    assert masked.valid(begins, np.array([0, 3]), 7, int).tolist() == [5]
 
 
 def test_causal_leaves_tokens_alone():
     ids = text_of([8], ())
-    Causal().rearrange(ids, bounds_of([8]), 3)
-    assert ids.tolist() == text_of([8], ()).tolist()
-    assert fim().rearranges and not Causal().rearranges
+    assert rearranged(Causal(), ids, bounds_of([8]), 3) == ids.tolist()
+    assert fim().arranges and not Causal().arranges
 
 
 SENTINELS = {"<|fim_prefix|>": 5, "<|fim_suffix|>": 6, "<|fim_middle|>": 7}
@@ -196,23 +206,23 @@ class TestMakeObjective:
 
     def test_causal(self, tmp_path):
         objective = make_objective(config_of(tmp_path, {}), info())
-        assert type(objective) is Causal and not objective.masks
+        assert type(objective) is Causal and objective.fixed_valid(9) == 9
 
     def test_fim(self, tmp_path):
         objective = make_objective(config_of(tmp_path, {"type": "fim", "rate": 1, "spm_rate": 0}), info(**SENTINELS))
         ids = np.arange(10, 20)
         ids[-1] = 4
-        objective.rearrange(ids, bounds_of([10]), sample_key(0, 0))
-        assert ids[0] == 5 and ids[-1] == 4
-        assert {5, 6, 7} <= set(ids.tolist())
+        result = rearranged(objective, ids, bounds_of([10]), sample_key(0, 0))
+        assert result[0] == 5 and result[-1] == 4
+        assert {5, 6, 7} <= set(result)
 
     def test_mask(self, tmp_path):
         config = config_of(tmp_path, {"type": "fim"})
         masking = config.model_copy(
             update={"train": config.train.model_copy(update={"loss": SimpleNamespace(mask_document_start=True)})}
         )
-        assert make_objective(masking, info(**SENTINELS)).masks
-        assert not make_objective(config, info(**SENTINELS)).masks
+        assert make_objective(masking, info(**SENTINELS)).fixed_valid(9) is None
+        assert make_objective(config, info(**SENTINELS)).fixed_valid(9) == 9
 
     @pytest.mark.parametrize(
         ("data", "way"),
@@ -249,5 +259,6 @@ class TestMakeObjective:
 
 
 def test_without_torch():
-    code = "import sys, pipeline.data.loading.objectives; sys.exit(bool({'torch', 'tokenizers'} & set(sys.modules)))"
+    module = "pipeline.data.loading.objectives.choice"
+    code = f"import sys, {module}; sys.exit(bool({{'torch', 'tokenizers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,173 @@
+"""`train.objective:` and `blend.phases.N.objective:`: what a model is asked to predict."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from pipeline.config.base import Section
+
+FIM_SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+SPAN_SENTINELS = "<extra_id_{}>"
+PAPER_DENOISERS = ((3.0, 0.15), (8.0, 0.15), (None, 0.25), (3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5))
+"""Mean spans and rates of UL2's denoisers: two of short spans (R), one of prefixes (S), four of much noise (X)."""
+_RATES = {"fim": 0.5, "masked": 0.15, "spans": 0.15}
+
+
+class DenoiserConfig(Section):
+    """A denoiser of the mixture of UL2."""
+
+    rate: float = Field(gt=0, lt=1)
+    """Share of the tokens that the decoder predicts."""
+    mean_span: float | None = Field(default=3.0, ge=1)
+    """Mean length of the spans. `null`: one span at the end of each document, a prefix language model."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the samples, relative to the other denoisers."""
+    mode: str | None = None
+    """Special token with which the encoder's text of each document begins, by which a model is asked for what it has
+    learned with this denoiser: `[NLU]`, `[NLG]`, `[S2S]`."""
+
+
+class ObjectiveConfig(Section):
+    """Objective of the training."""
+
+    type: Literal["causal", "fim", "masked", "prefix", "spans", "ul2"] = "causal"
+    """`causal`: each token from those before it. `fim`: fill-in-the-middle, for code: documents are rearranged into
+    prefix, suffix and middle (Bavarian et al. 2022). `masked`: masked tokens from all others (BERT). `prefix`: each
+    token behind a prefix of its document, which is seen in both directions. `spans`: a decoder predicts spans that the
+    encoder's text lacks (T5). `ul2`: the same by one of several denoisers for each window (UL2)."""
+    rate: float | None = Field(default=None, ge=0, le=1)
+    """fim: share of the documents that are rearranged, by default 0.5. masked, spans: share of the tokens that are
+    predicted, by default 0.15; up to 0.4 for masked ones (Wettig et al. 2023)."""
+    spm_rate: float = Field(default=0.5, ge=0, le=1)
+    """fim: share of those in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+    sentinels: Annotated[str, Field(min_length=1)] | list[str] | None = None
+    """Special tokens of the tokenizer. fim: those that announce prefix, suffix and middle; by default <|fim_prefix|>,
+    <|fim_suffix|>, <|fim_middle|>. spans, ul2: those that stand for the first span of a document, the second one and so
+    on, as a list, or as a pattern in which {} counts from 0; by default <extra_id_{}>."""
+    mask_token: str = "[MASK]"
+    """masked: special token of the tokenizer in place of masked ones."""
+    random_share: float = Field(default=0.1, ge=0, le=1)
+    """masked: share of the masked tokens that become a random token in place of the mask token."""
+    keep_share: float = Field(default=0.1, ge=0, le=1)
+    """masked: share of the masked tokens that stay as they are."""
+    whole_words: bool = False
+    """masked: mask words, not tokens. The number of tokens stays exact, so that of one word of a window only the first
+    tokens may be masked."""
+    mean_span: float = Field(default=3.0, ge=1)
+    """spans: mean length of the spans."""
+    start_token: str | None = None
+    """spans, ul2: special token that the decoder starts each document with; by default the end-of-document token."""
+    denoisers: list[DenoiserConfig] = Field(default_factory=list)
+    """ul2: the mixture, of which each window gets one; by default that of the paper: spans of mean 3 and 8 at a rate of
+    0.15, prefixes with 0.25 behind them, and spans of mean 3, 8 and 64 at 0.5, and of 64 at 0.15; without mode
+    tokens."""
+
+    @property
+    def share(self) -> float:
+        """`rate` with its default."""
+        return _RATES.get(self.type, 0.0) if self.rate is None else self.rate
+
+    @property
+    def chooses(self) -> bool:
+        """True if it chooses which tokens are predicted, False if each token of a window is."""
+        return self.type not in ("causal", "fim")
+
+    @property
+    def sentinel_tokens(self) -> str | list[str]:
+        """`sentinels` with its default."""
+        if self.sentinels is None:
+            return list(FIM_SENTINELS) if self.type == "fim" else SPAN_SENTINELS
+        return self.sentinels
+
+    @property
+    def mixture(self) -> list[DenoiserConfig]:
+        """`denoisers` with its default."""
+        return self.denoisers or [DenoiserConfig(rate=rate, mean_span=mean) for mean, rate in PAPER_DENOISERS]
+
+    @model_validator(mode="after")
+    def _fits_type(self) -> ObjectiveConfig:
+        if self.type == "fim" and (isinstance(self.sentinel_tokens, str) or len(self.sentinel_tokens) != 3):
+            raise ValueError("sentinels: `type: fim` needs a list of three, those of prefix, suffix and middle")
+        if self.type in ("spans", "ul2"):
+            if isinstance(self.sentinel_tokens, str) and self.sentinel_tokens.count("{}") != 1:
+                raise ValueError(f"sentinels: {self.sentinels!r} needs one {{}}, in whose place numbers from 0 stand")
+            if not self.sentinel_tokens:
+                raise ValueError("sentinels: give at least one, or leave the key out")
+        if self.type == "masked" and not self.share > 0:
+            raise ValueError("rate: 0 predicts nothing; `type: masked` needs more than 0, 0.15 as BERT")
+        if self.type == "spans" and not 0 < self.share < 1:
+            raise ValueError(f"rate: {self.rate:g} leaves nothing to predict, or to predict it from; 0.15 is T5's")
+        if self.random_share + self.keep_share > 1:
+            raise ValueError(
+                f"random_share {self.random_share:g} and keep_share {self.keep_share:g} are more than 1 together"
+            )
+        return self
+
+
+class MixedObjectiveConfig(ObjectiveConfig):
+    """Objective of the training, and of some sources another one."""
+
+    by_source: dict[str, ObjectiveConfig] = Field(default_factory=dict)
+    """By source: its objective in place of this one, with all the keys that it is to have. All have to make windows of
+    the same shape for the same kind of model."""
+
+    def of(self, source: str) -> ObjectiveConfig:
+        """The objective of a source."""
+        return self.by_source.get(source, self)
+
+    @property
+    def all(self) -> list[ObjectiveConfig]:
+        """This one and those of sources."""
+        return [self, *self.by_source.values()]
+
+
+OBJECTIVE_KEYS: dict[str, tuple[str, ...]] = {
+    "causal": (),
+    "fim": ("rate", "spm_rate", "sentinels"),
+    "masked": ("rate", "mask_token", "random_share", "keep_share", "whole_words"),
+    "prefix": (),
+    "spans": ("rate", "mean_span", "sentinels", "start_token"),
+    "ul2": ("denoisers", "sentinels", "start_token"),
+}
+"""By type of objective the other keys that it reads. A resume compares these alone."""
+
+
+def objective_values(objective: ObjectiveConfig) -> dict[str, Any]:
+    """The keys that an objective reads, with their defaults."""
+    values = objective.model_dump(mode="json", include={"type", *OBJECTIVE_KEYS[objective.type]})
+    defaults = {
+        "rate": objective.share,
+        "sentinels": objective.sentinel_tokens,
+        "denoisers": [one.model_dump(mode="json") for one in objective.mixture],
+    }
+    return values | {key: value for key, value in defaults.items() if key in values}
+
+
+def mixed_values(objective: MixedObjectiveConfig) -> dict[str, Any]:
+    """The same, with those of single sources if there are any."""
+    values = objective_values(objective)
+    if objective.by_source:
+        values["by_source"] = {name: objective_values(each) for name, each in objective.by_source.items()}
+    return values
+
+
+class ModelNeeds(NamedTuple):
+    """Keys of the model that an objective needs."""
+
+    direction: Literal["causal", "both"]
+    """`model.direction`"""
+    encoder: bool
+    """`model.encoder` is there."""
+
+
+OBJECTIVE_MODELS: dict[str, ModelNeeds] = {
+    "causal": ModelNeeds("causal", encoder=False),
+    "fim": ModelNeeds("causal", encoder=False),
+    "masked": ModelNeeds("both", encoder=False),
+    "prefix": ModelNeeds("causal", encoder=False),
+    "spans": ModelNeeds("causal", encoder=True),
+    "ul2": ModelNeeds("causal", encoder=True),
+}
+"""By type of objective the models that it can train."""

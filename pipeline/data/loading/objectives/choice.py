@@ -1,0 +1,344 @@
+"""Objectives of a run: by phase and source, made from the run file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pipeline.common.errors import UserError
+from pipeline.config.objective import ObjectiveConfig
+from pipeline.config.root import Config
+from pipeline.data.loading.objectives.base import Objective
+from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.loading.objectives.fim import FillInTheMiddle
+from pipeline.data.loading.objectives.masked import Masked
+from pipeline.data.loading.objectives.prefix import Prefix
+from pipeline.data.loading.objectives.spans import SpanCorruption, Tokens
+from pipeline.data.loading.objectives.ul2 import MixtureOfDenoisers
+from pipeline.data.loading.objectives.words import WordTable, word_table
+from pipeline.data.loading.stream_shape import SpanSizes, mixture_sizes, span_sizes, stream_shape
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.permutation import IntArray
+from pipeline.data.order.phases import segment_phase
+
+if TYPE_CHECKING:
+    from pipeline.data.datasets.dataset import Dataset
+    from pipeline.data.datasets.manifest import TokenizerInfo
+
+
+class Use(NamedTuple):
+    """An objective where the run file has it."""
+
+    key: str
+    """Of the section."""
+    objective: ObjectiveConfig
+    length: int
+    """Tokens of its windows."""
+
+
+def uses(config: Config, phase: int | None = None) -> list[Use]:
+    """Objectives of a phase with the keys that they stand at: that of all sources first, then those of single ones.
+
+    Args:
+        config: The run file.
+        phase: Its number; None for a run without phases, and for validation.
+    """
+    key, mixed, length = "train.objective", config.train.objective, config.train.sequence_length
+    if phase is not None and config.blend.phases:
+        one = config.blend.phases[phase]
+        length = one.sequence_length or length
+        if one.objective is not None:
+            key, mixed = f"blend.phases.{phase}.objective", one.objective
+    found = [Use(key, mixed, length)]
+    return found + [Use(f"{key}.by_source.{name}", each, length) for name, each in mixed.by_source.items()]
+
+
+@dataclass(frozen=True)
+class Making:
+    """Sources of an objective: run file and tokenizer."""
+
+    config: Config
+    use: Use
+    tokenizer: TokenizerInfo
+    folder: Path | None
+    """Of the tokenizer; None where no objective reads its vocabulary."""
+
+    def special(self, key: str, token: str, needs: str) -> int:
+        """Id of a special token that no text has.
+
+        Args:
+            key: The key that names it, below that of the objective.
+            token: Its text.
+            needs: How many of which kind the objective needs, for the message.
+        """
+        config, special_tokens = self.config, self.tokenizer.special_tokens
+        key = f"{self.use.key}.{key}: {token!r}"
+        if token in config.tokenizer.allow_special:
+            raise UserError(
+                f"{key} is in tokenizer.allow_special, so documents may contain it; a sentinel must not occur in a "
+                "text: choose another token"
+            )
+        if token not in special_tokens:
+            have = ", ".join(map(repr, special_tokens)) or "none"
+            raise UserError(
+                f"{key} is not a special token of the tokenizer; besides the end-of-document token it has {have}. Use "
+                f"{needs} of these; or add {'it' if needs == 'one' else 'the sentinels'} to the tokenizer: "
+                f"{_how_to_get_sentinels(config)}; or set {self.use.key}.type: causal"
+            )
+        return special_tokens[token]
+
+    @property
+    def ordinary(self) -> IntArray:
+        """Ids of the tokens that texts are made of."""
+        special = [*self.tokenizer.special_tokens.values(), self.tokenizer.end_of_document]
+        return np.setdiff1d(np.arange(self.tokenizer.vocab_size), special)
+
+    @property
+    def words(self) -> WordTable | None:
+        """Words of the tokenizer, if words are masked."""
+        if not self.use.objective.whole_words:
+            return None
+        assert self.folder is not None, "whole words are read from the tokenizer"
+        return _words(self.folder)
+
+
+@lru_cache(maxsize=4)
+def _words(folder: Path) -> WordTable:
+    from pipeline.data.tokenization.tokenizer import Tokenizer
+
+    return word_table(Tokenizer.open(folder))
+
+
+def make_objective(
+    config: Config, tokenizer: TokenizerInfo, folder: Path | None = None, use: Use | None = None
+) -> Objective:
+    """One objective of a run.
+
+    Args:
+        config: The run file.
+        tokenizer: Of its datasets, from their manifests.
+        folder: One of theirs, which has the tokenizer itself.
+        use: Which; by default `train.objective`.
+
+    Raises:
+        UserError: The tokenizer lacks a token, or windows are too short.
+    """
+    use = use or uses(config)[0]
+    return OBJECTIVES[use.objective.type](Making(config, use, tokenizer, folder))
+
+
+def make_objectives(config: Config, journal: Journal, datasets: Mapping[str, Dataset]) -> list[dict[str, Objective]]:
+    """Objectives of a run, for each segment by source.
+
+    Args:
+        config: The run file.
+        journal: Its plan.
+        datasets: The training split of each source.
+
+    Raises:
+        UserError: As `make_objective`; or those of a phase do not make windows of one shape.
+    """
+    one = next(iter(datasets.values()))
+    made: dict[int, dict[str, Objective]] = {}
+    result = []
+    for number, segment in enumerate(journal.segments):
+        phase = segment_phase(config, journal, number)
+        if phase not in made:
+            made[phase] = _of_phase(config, phase, list(datasets), one.manifest.tokenizer, one.folder)
+        result.append({name: made[phase][name] for name in segment.sources})
+    return result
+
+
+def check_objectives(config: Config, tokenizer: TokenizerInfo, folder: Path) -> None:
+    """Check that the objectives of all phases can be made.
+
+    Raises:
+        UserError: As `make_objectives`.
+    """
+    for phase in range(max(1, len(config.blend.phases))):
+        _of_phase(config, phase, [source.name for source in config.data.sources], tokenizer, folder)
+
+
+def heldout_objectives(config: Config, datasets: Mapping[str, Dataset]) -> dict[str, Objective | None]:
+    """Objectives of validation and evaluation by source: those of `train.objective`, or None to score text as it is.
+
+    Args:
+        config: The run file.
+        datasets: The held-out split of each source.
+
+    Raises:
+        UserError: As `make_objective`.
+    """
+    if not datasets or not any(objective.chooses for objective in config.train.objective.all):
+        return dict.fromkeys(datasets)
+    first = next(iter(datasets.values()))
+    made = _made(config, uses(config), datasets, first.manifest.tokenizer, first.folder)
+    return {name: objective if objective.chooses else None for name, objective in made.items()}
+
+
+def _of_phase(
+    config: Config, phase: int, sources: list[str], tokenizer: TokenizerInfo, folder: Path
+) -> dict[str, Objective]:
+    found = uses(config, phase)
+    shapes = {use.key: stream_shape(use.objective, use.length) for use in found}
+    for use in found[1:]:
+        if shapes[use.key] != shapes[found[0].key]:
+            raise UserError(
+                f"{use.key}: makes windows of another shape than {found[0].key}: {_shape_text(use)}, there "
+                f"{_shape_text(found[0])}; sources of one phase need the same: give both the same rate and mean_span, "
+                "or the sources phases of their own (blend.phases)"
+            )
+    return _made(config, found, sources, tokenizer, folder)
+
+
+def _made(
+    config: Config, found: list[Use], sources: Iterable[str], tokenizer: TokenizerInfo, folder: Path | None
+) -> dict[str, Objective]:
+    made = {use.key: make_objective(config, tokenizer, folder, use) for use in found}
+    first = found[0].key
+    return {name: made.get(f"{first}.by_source.{name}", made[first]) for name in sources}
+
+
+def _shape_text(use: Use) -> str:
+    shape = stream_shape(use.objective, use.length)
+    sides = f"{shape.encoder:,} + {shape.decoder:,} positions" if shape.encoder else f"{shape.decoder:,} positions"
+    return f"{sides}, {shape.predicted:,} of them predicted"
+
+
+def _causal(making: Making) -> Causal:
+    return Causal(mask_document_start=making.config.train.loss.mask_document_start)
+
+
+def _fill_in_the_middle(making: Making) -> FillInTheMiddle:
+    objective = making.use.objective
+    sentinels = objective.sentinel_tokens
+    for number, token in enumerate(sentinels):
+        if token in sentinels[:number]:
+            raise UserError(
+                f"{making.use.key}.sentinels.{number}: {token!r} is given twice; prefix, suffix and middle need three "
+                "different tokens"
+            )
+    prefix, suffix, middle = (making.special(f"sentinels.{n}", token, "three") for n, token in enumerate(sentinels))
+    return FillInTheMiddle(
+        objective.share,
+        objective.spm_rate,
+        (prefix, suffix, middle),
+        making.tokenizer.end_of_document,
+        mask_document_start=making.config.train.loss.mask_document_start,
+    )
+
+
+def _masked(making: Making) -> Masked:
+    objective = making.use.objective
+    result = Masked(
+        objective.share,
+        making.special("mask_token", objective.mask_token, "one"),
+        making.ordinary,
+        random_share=objective.random_share,
+        keep_share=objective.keep_share,
+        words=making.words,
+    )
+    if not result.takes(making.use.length):
+        raise UserError(
+            f"{making.use.key}.rate: {objective.share:g} of a window of {making.use.length:,} tokens is less than half "
+            "a token, so nothing would be predicted: raise it, or the sequence_length"
+        )
+    return result
+
+
+def _prefix(making: Making) -> Prefix:
+    return Prefix(mask_document_start=making.config.train.loss.mask_document_start)
+
+
+def _spans(making: Making) -> SpanCorruption:
+    objective, length = making.use.objective, making.use.length
+    sizes = span_sizes(objective.share, objective.mean_span, length)
+    _check_room(making, "rate", sizes)
+    return SpanCorruption(objective.share, objective.mean_span, _tokens(making, sizes.spans))
+
+
+def _ul2(making: Making) -> MixtureOfDenoisers:
+    objective, length = making.use.objective, making.use.length
+    sizes = mixture_sizes(objective.mixture, length)
+    for number, size in enumerate(sizes):
+        _check_room(making, f"denoisers.{number}.rate", size)
+    modes = [
+        None if one.mode is None else making.special(f"denoisers.{number}.mode", one.mode, "one")
+        for number, one in enumerate(objective.mixture)
+    ]
+    return MixtureOfDenoisers(objective, _tokens(making, max(size.spans for size in sizes)), modes)
+
+
+def _check_room(making: Making, key: str, sizes: SpanSizes) -> None:
+    """Refuse windows that have no room for their noise, even as a single document."""
+    length = making.use.length
+    if not sizes.fit:
+        raise UserError(
+            f"{making.use.key}.{key}: a window of {length:,} tokens would have {sizes.noise:,} tokens of noise in "
+            f"{sizes.spans:,} spans with as many gaps, and the end of a document: too short; give it another rate or "
+            "mean_span, or raise the sequence_length"
+        )
+
+
+def _tokens(making: Making, spans: int) -> Tokens:
+    """Tokens of span corruption for documents of up to `spans` spans."""
+    objective, tokenizer = making.use.objective, making.tokenizer
+    start = tokenizer.end_of_document
+    if objective.start_token not in (None, tokenizer.end_of_document_token):
+        start = making.special("start_token", objective.start_token, "one")
+    return Tokens(_sentinels(making, spans), start, tokenizer.end_of_document)
+
+
+def _sentinels(making: Making, spans: int) -> IntArray:
+    key, named, special = f"{making.use.key}.sentinels", making.use.objective.sentinel_tokens, making.tokenizer
+    names = [named.format(number) for number in range(spans)] if isinstance(named, str) else named[:spans]
+    have = next((number for number, name in enumerate(names) if name not in special.special_tokens), len(names))
+    if isinstance(named, str) and have < spans:
+        raise UserError(
+            f"{key}: {named!r}: a document that fills a window of {making.use.length:,} tokens has {spans:,} spans, "
+            f"and the tokenizer has {have:,} of the {spans:,} special tokens {names[0]} to {names[-1]} for them: "
+            f"{_how_to_get_sentinels(making.config)}; or lower the rate or the sequence_length, or raise mean_span"
+        )
+    if len(names) < spans:
+        raise UserError(
+            f"{key}: a document that fills a window of {making.use.length:,} tokens has {spans:,} spans, and here are "
+            f"{len(names):,} sentinels: name {spans:,}; or lower the rate or the sequence_length, or raise mean_span"
+        )
+    ids = [making.special(f"sentinels.{number}", name, f"{spans:,}") for number, name in enumerate(names)]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise UserError(f"{key}.{number}: {name!r} is given twice; each span of a document needs a sentinel")
+    return np.array(ids, np.int64)
+
+
+OBJECTIVES: dict[str, Callable[[Making], Objective]] = {
+    "causal": _causal,
+    "fim": _fill_in_the_middle,
+    "masked": _masked,
+    "prefix": _prefix,
+    "spans": _spans,
+    "ul2": _ul2,
+}
+"""Constructors by `train.objective.type`. `ObjectiveConfig.type` lists the same names: the config is read without the
+data pipeline."""
+
+
+def _how_to_get_sentinels(config: Config) -> str:
+    if all(source.dataset is not None for source in config.data.sources):
+        return (
+            "make the datasets with tokenizer.special_tokens in the run file, or `pipeline data adopt --special-token`"
+        )
+    if config.tokenizer.train is not None:
+        return (
+            "list them in tokenizer.special_tokens and run `pipeline preprocess` with another data.dir, since the "
+            "tokenizer is trained with them"
+        )
+    return (
+        "if its file has them, list them in tokenizer.special_tokens, remove the copy of the tokenizer in "
+        f"{config.data_dir / 'tokenizer'}, and run `pipeline preprocess`, which keeps the existing token ids"
+    )
