@@ -38,7 +38,7 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.registry import FAMILIES
 from tests import tiers, tiny
-from tests.train.huggingface import delta_rows, encoder_rows, mamba2_rows, parity
+from tests.train.huggingface import delta_rows, encoder_rows, mamba2_rows, parity, test_t5
 from tests.train.huggingface.parity import Pair, Row
 
 SIZES = {
@@ -340,7 +340,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_family_has_a_row() -> None:
-    assert {row.config.model_type for row in ROWS.values()} == FAMILIES.keys()
+    found = {row.config.model_type for row in (*ROWS.values(), *test_t5.ROWS.values())}
+    assert found == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -381,7 +381,7 @@ def run_and_fail() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
     case = Case("interleaved_1f1b", TWO)
     stages = [stage for stage in stages_of(case, 2) if stage.rank == mesh["pp"].get_local_rank()]
-    spec = replace(spec_of(tied=False), learned_positions=8)
+    spec = replace(spec_of(Model(tied=False)), learned_positions=8)
     parts = [sharded(case, stage.part, mesh["shard"], spec) for stage in stages]
     runner = runner_of(case, stages, parts, mesh)
     batches = train_batches(0, 0, 4, 0)
