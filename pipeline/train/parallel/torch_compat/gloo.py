@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -26,10 +27,15 @@ def give_gloo_one_thread() -> None:
     def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = backend._Options()
         options._threads, options._timeout = 1, timeout
-        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        options._devices = [backend.create_device(interface=name) for name in names] or [
-            backend.create_default_device()
-        ]
+        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         make(self, store, rank, size, options)
 
     backend.__init__, backend._has_one_thread = init, True
+
+
+@cache
+def _devices(interfaces: str) -> list[Any]:
+    """Devices of gloo, one for each interface; all groups share them, as each has a thread that wakes up all the time."""
+    backend: Any = dist.ProcessGroupGloo
+    names = [name for name in interfaces.split(",") if name]
+    return [backend.create_device(interface=name) for name in names] or [backend.create_default_device()]
