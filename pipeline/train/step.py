@@ -75,7 +75,7 @@ def make_context(
         routing=routing,
         on_routed=on_routed,
         ahead=ahead,
-        predicted_BK=None if predicted is None else predicted.to(batch.tokens.device, non_blocking=True),
+        predicted_BK=None if predicted is None else to_device(predicted, batch.tokens.device),
         prefix_BS=batch.prefix,
         encoder=batch.encoder,
     )
