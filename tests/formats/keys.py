@@ -150,7 +150,6 @@ CLASSES = {
     "pipeline.eval.table": (),  # Evaluation and WeightsEvaluation
     "pipeline.eval.reports": ("Evaluation", "WeightsEvaluation"),
     "pipeline.eval.summary": (),  # GenerateConfig
-    "pipeline.train.model.mixers.attention.cross": (),  # one specification made from another
     "pipeline.train.checkpoint.fingerprint": (),  # ModelConfig and the objectives
     "pipeline.train.huggingface.convert": (),  # ModelConfig
     "pipeline.train.saving": (),  # Config

@@ -8,12 +8,10 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.loss import Criterion, TokenLosses, criterion_loss
 from pipeline.train.model.norm import build_norm
-from pipeline.train.parallel.torch_compat.core import own_part
 
 
 class Head(nn.Module):
@@ -48,7 +46,7 @@ class Head(nn.Module):
 
         With a criterion and predicted positions only those are computed; at the others losses are 0.
         """
-        bias_V = own_part(self.bias) if self.spec.head_bias else None
+        bias_V = _own_part(self.bias) if self.spec.head_bias else None
         if criterion is None:
             return self._logits(self._transformed(x_BSD), weight_VD, bias_V)
         if predicted_BK is None:
@@ -91,12 +89,20 @@ class Head(nn.Module):
         return padding_V
 
 
+def _own_part(parameter: Tensor, rows: slice | None = None) -> Tensor:
+    from pipeline.train.parallel.torch_compat.core import own_part  # and with it DTensor, which takes long to import
+
+    return own_part(parameter, rows)
+
+
 def _with_own_parts(module: nn.Module, x: Tensor) -> Tensor:
     """A module's output; with tp each rank knows a part of the gradients of its parameters, and their sum is taken."""
     parameters = dict(module.named_parameters())
+    from torch.distributed.tensor import DTensor  # as in `_own_part`
+
     if not any(isinstance(each, DTensor) for each in parameters.values()):
         return cast(Tensor, module(x))
-    own = {name: own_part(each, slice(None)) for name, each in parameters.items()}
+    own = {name: _own_part(each, slice(None)) for name, each in parameters.items()}
     return cast(Tensor, torch.func.functional_call(module, own, (x,)))
 
 

@@ -22,7 +22,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeline.config.parallel import ParallelConfig
 from pipeline.data.loading.batch import Batch
@@ -71,6 +70,8 @@ def _own_predicted(predicted_BK: Tensor, length: int, cut: SequenceCut) -> Tenso
     """
     marks_BS = torch.zeros(len(predicted_BK), length, dtype=torch.uint8).scatter_(1, predicted_BK, 1)
     marks_BL = cut.shard(marks_BS)
+    from torch._subclasses.fake_tensor import FakeTensor  # which imports the compiler
+
     if isinstance(predicted_BK, FakeTensor):  # of a plan, whose ranks have equally many
         own = max(1, predicted_BK.shape[1] * marks_BL.shape[1] // length)
         return torch.empty(len(predicted_BK), own, dtype=torch.int64)
