@@ -35,7 +35,7 @@ def give_gloo_one_thread() -> None:
 
 @cache
 def _devices(interfaces: str) -> list[Any]:
-    """Devices of gloo, one for each interface; all groups share them, as each has a thread that wakes up all the time."""
+    """Devices of gloo, one per interface; all groups share them, as each has a thread that always wakes up."""
     backend: Any = dist.ProcessGroupGloo
     names = [name for name in interfaces.split(",") if name]
     return [backend.create_device(interface=name) for name in names] or [backend.create_default_device()]
