@@ -157,7 +157,8 @@ class RunView:
             )
         for type in sorted(types & _NOTES.keys()):
             notes.append(f"train.objective.type: {type}: {_NOTES[type]}")
-        if self.config.train.loss.mask_document_start:
+        # Others have no such target: what they predict they choose themselves.
+        if self.config.train.loss.mask_document_start and types & {"causal", "fim", "prefix"}:
             notes.append("train.loss.mask_document_start: token 0 of each document has no weight")
         return notes
 

@@ -89,9 +89,11 @@ def test_when_is_the_inverse_of_where(root: Path, name: str) -> None:
         "train.sequence_length": 7,
         "train.batch_size": 500,
         "train.duration": "10 steps",
+        "train.loss": {"mask_document_start": True},
         **model,
     }
     view = open_view(tiny.write_run(root, changes, f"when-{name}.yaml"))
+    assert any("mask_document_start" in note for note in view.notes) == (name == "prefix")
     expected: dict[tuple[str, int], list[tuple[object, ...]]] = defaultdict(list)
     for step in range(1, view.steps + 1):
         answer = where(view, step, say=lambda text: None)

@@ -156,13 +156,16 @@ def make_objectives(config: Config, journal: Journal, datasets: Mapping[str, Dat
 
 
 def check_objectives(config: Config, tokenizer: TokenizerInfo, folder: Path) -> None:
-    """Check that the objectives of all phases can be made.
+    """Check that the objectives of all phases can be made, and those of validation.
 
     Raises:
         UserError: As `make_objectives`.
     """
+    sources = [source.name for source in config.data.sources]
     for phase in range(max(1, len(config.blend.phases))):
-        _of_phase(config, phase, [source.name for source in config.data.sources], tokenizer, folder)
+        _of_phase(config, phase, sources, tokenizer, folder)
+    if config.train.validation.samples and any(objective.chooses for objective in config.train.objective.all):
+        _made(config, uses(config), sources, tokenizer, folder)
 
 
 def heldout_objectives(config: Config, datasets: Mapping[str, Dataset]) -> dict[str, Objective | None]:

@@ -191,6 +191,17 @@ class TestPhasesAndSources:
         same = {"type": "masked", "by_source": {"t": {"type": "masked", "keep_share": 0}}}
         check_objectives(config_of(tmp_path, same), info(), tmp_path)
 
+    def test_that_of_validation_is_checked_where_no_phase_has_it(self, tmp_path):
+        """It is made with the first validation else, on the machine that trains."""
+        spans = {"type": "spans"}
+        phases = [{"until": "2 steps", "objective": spans}, {"objective": spans}]
+        config = config_of(tmp_path, {**spans, "sentinels": ["<none>"] * 3}, blend={"phases": phases})
+        with pytest.raises(UserError, match=r"train.objective.sentinels.0: '<none>' is not a special token"):
+            check_objectives(config, info(), tmp_path)
+        validation = config.train.validation.model_copy(update={"samples": 0})
+        train = config.train.model_copy(update={"validation": validation})
+        check_objectives(config.model_copy(update={"train": train}), info(), tmp_path)
+
     def test_all_types_can_be_made(self, tmp_path):
         for type in ObjectiveConfig.model_fields["type"].annotation.__args__:
             objective = {"type": type} | ({"sentinels": list(SPECIAL)[:3]} if type == "fim" else {})
