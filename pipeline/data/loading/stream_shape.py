@@ -73,6 +73,13 @@ def mixture_sizes(denoisers: Sequence[DenoiserConfig], length: int) -> list[Span
     return [span_sizes(one.rate, one.mean_span, length, mode=one.mode is not None) for one in denoisers]
 
 
+def denoiser_shares(denoisers: Sequence[DenoiserConfig]) -> list[float]:
+    """Shares of the windows that the denoisers of UL2 get."""
+    largest = max(one.weight for one in denoisers)  # the sum of weights may be more than a float holds
+    total = sum(one.weight / largest for one in denoisers)
+    return [one.weight / largest / total for one in denoisers]
+
+
 def mixture_is_padded(denoisers: Sequence[DenoiserConfig], length: int) -> bool:
     """True unless all denoisers make windows of one shape."""
     sizes = mixture_sizes(denoisers, length)
@@ -105,8 +112,6 @@ def padding_share(objective: ObjectiveConfig, length: int) -> float:
     if objective.type != "ul2":
         return 0.0
     shape, every = stream_shape(objective, length), mixture_sizes(objective.mixture, length)
-    total = sum(one.weight for one in objective.mixture)
-    used = sum(
-        one.weight / total * (size.encoder + size.decoder) for one, size in zip(objective.mixture, every, strict=True)
-    )
+    shares = denoiser_shares(objective.mixture)
+    used = sum(share * (size.encoder + size.decoder) for share, size in zip(shares, every, strict=True))
     return 1 - used / shape.length

@@ -66,8 +66,14 @@ class Instances(Protocol):
             ahead: Tokens behind the instance that are wanted besides.
         """
 
-    def containing(self, epoch: int, document: int) -> IntArray:
-        """The positions at which tokens of `document` are targets, in the document's order."""
+    def containing(self, epoch: int, document: int, *, shifts: bool = True) -> IntArray:
+        """The positions at which tokens of `document` are targets, in the document's order.
+
+        Args:
+            epoch: Of the positions.
+            document: Number of the document.
+            shifts: Whether the last L tokens of an instance are its targets, or the first L.
+        """
 
     def places(self, epoch: IntArray, position: IntArray) -> IntArray:
         """Places of instances, as the other methods take them; arrays of one length."""
@@ -160,8 +166,8 @@ class Windows:
                 document, offset = document + 1, end
         return spans
 
-    def containing(self, epoch: int, document: int) -> IntArray:
-        """Positions of the epoch's windows that have targets in `document`, in the document's order.
+    def containing(self, epoch: int, document: int, *, shifts: bool = True) -> IntArray:
+        """See `Instances`.
 
         Empty if the document has no tokens or all of them are among the T - n * L that this epoch leaves unseen.
         """
@@ -169,7 +175,7 @@ class Windows:
         if first == end:
             return np.empty(0, np.int64)
         # Targets counted from the first one of the epoch; the document may wrap around the end of the epoch.
-        begin = (first - self.phase(epoch) - 1) % self.tokens
+        begin = (first - self.phase(epoch) - shifts) % self.tokens
         windows = []
         for low, high in ((begin, min(begin + end - first, self.tokens)), (0, begin + end - first - self.tokens)):
             if low < high:

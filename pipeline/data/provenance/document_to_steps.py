@@ -25,6 +25,7 @@ from pipeline.data.provenance.run import (
     hint_of_ids,
     in_brackets,
     shortened,
+    targets_in,
     unknown_origins,
 )
 from pipeline.data.provenance.source_location import AdoptedOrigins, Key, Origins
@@ -387,8 +388,9 @@ class _Search:
         self._why |= dict.fromkeys(self._open.keys() - self._closed, why)
         if drawn == 0:
             return _EXHAUSTED if state.cap == 0 else "the source is not drawn"
+        shifts = run.objectives[number][self._source].shifts
         for epoch in range(state.lap, state.lap + (state.cursor + drawn - 1) // windows.count + 1):
-            self._open_epoch(windows, segment.sequence_length, epoch)
+            self._open_epoch(windows, segment.sequence_length, epoch, shifts)
             self._text[epoch] = state.documents, segment.sequence_length
             self._why[epoch] = why
             positions = np.array(list(self._open[epoch]), np.int64)
@@ -414,17 +416,19 @@ class _Search:
             self._closed |= self._open.keys()
         return ""
 
-    def _open_epoch(self, windows: Windows, length: int, epoch: int) -> None:
+    def _open_epoch(self, windows: Windows, length: int, epoch: int, shifts: bool) -> None:
         """Note where in an epoch the document is, and what of it the epoch leaves unseen."""
         if epoch in self._open:
             return
         about = self._times.about
         positions: dict[int, list[Range]] = {}
-        for position in windows.containing(epoch, about.document).tolist():
+        for position in windows.containing(epoch, about.document, shifts=shifts).tolist():
+            spans = windows.at(epoch, position)
             positions[position] = [
-                (span.start + (place == 0), span.start + span.length)
-                for place, span in enumerate(windows.at(epoch, position))
-                if span.document == about.document and span.length > (place == 0)
+                (first, end)
+                for place, span in enumerate(spans)
+                for first, end in [targets_in(span, place, len(spans), shifts)]
+                if span.document == about.document and first < end
             ]
         self._open[epoch] = positions
         why = f"among the {windows.tokens - windows.count * length:,} tokens that the lap leaves out"

@@ -21,13 +21,15 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import open_datasets
+from pipeline.data.loading.objectives.base import Objective
+from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.journal_file import read_journal
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import RunLength, run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Skip
-from pipeline.data.order.windows import Windows, windows_of
+from pipeline.data.order.windows import Span, Windows, windows_of
 from pipeline.data.provenance.document_search import hash_of_id
 from pipeline.data.provenance.source_location import AdoptedOrigins, Origin, Origins, open_origins
 from pipeline.data.sources.records import printable
@@ -50,6 +52,19 @@ _NOTES = {
 Range = tuple[int, int]
 """Tokens [first, end) of a document."""
 Say = Callable[[str], None]
+
+
+def targets_in(span: Span, place: int, count: int, shifts: bool) -> Range:
+    """The targets of a piece of a document: the first token of a window is an input only, or the last no part of it.
+
+    Args:
+        span: the piece.
+        place: its number in the window.
+        count: pieces of the window.
+        shifts: which of the two, see `Objective.shifts`.
+    """
+    first, last = (place == 0, 0) if shifts else (0, place == count - 1)
+    return span.start + first, span.start + span.length - last
 
 
 class DocumentInfo(NamedTuple):
@@ -125,6 +140,11 @@ class RunView:
         """Steps of the whole run."""
         return self.length.steps
 
+    @cached_property
+    def objectives(self) -> Sequence[Mapping[str, Objective]]:
+        """What becomes of a window, for each segment by source."""
+        return make_objectives(self.config, self.journal, self.datasets)
+
     @property
     def notes(self) -> list[str]:
         """Notes that go with any result."""
@@ -137,7 +157,8 @@ class RunView:
             )
         for type in sorted(types & _NOTES.keys()):
             notes.append(f"train.objective.type: {type}: {_NOTES[type]}")
-        if self.config.train.loss.mask_document_start:
+        # Others have no such target: what they predict they choose themselves.
+        if self.config.train.loss.mask_document_start and types & {"causal", "fim", "prefix"}:
             notes.append("train.loss.mask_document_start: token 0 of each document has no weight")
         return notes
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import numbered
-from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.loading.skip_masks import arranged_window
 from pipeline.data.order.locate import RankSamples
 from pipeline.data.order.phases import micro_batch_size
@@ -22,6 +21,7 @@ from pipeline.data.provenance.run import (
     hint_of_ids,
     in_brackets,
     newest_ranks,
+    targets_in,
     unknown_origins,
 )
 from pipeline.data.sources.records import printable
@@ -177,7 +177,10 @@ class Where:
             for piece in sample.pieces:
                 masked = f"; masked: {piece.masked}" if piece.masked and piece.masked != sample.masked else ""
                 first, end = piece.targets
-                tokens = f"tokens {in_brackets(piece.targets)}" if first < end else f"token {end - 1}, input only,"
+                tokens = f"tokens {in_brackets(piece.targets)}"
+                if first == end:
+                    what = "input only" if first > piece.tokens[0] else "behind what the model gets"
+                    tokens = f"token {piece.tokens[0]:,}, {what},"
                 yield (
                     f"  document {piece.about.document}: {piece.about}, {tokens} of "
                     f'{piece.about.tokens:,}{masked}: "{printable(piece.words)}"'
@@ -229,7 +232,7 @@ def where(
     for _, name, _, _, _, spans in drawn:
         wanted[name].update(span.document for span in spans)
     described = {name: run.describe(name, sorted(documents), ids, say) for name, documents in wanted.items()}
-    shown, objectives = [], make_objectives(run.config, journal, run.datasets)[number]
+    shown, objectives = [], run.objectives[number]
     for sample, name, epoch, position, micro_batch, spans in drawn:
         pieces, offset, objective = [], 0, objectives[name]
         chosen_tokens = None
@@ -244,10 +247,7 @@ def where(
                 DocumentInSample(
                     about,
                     tokens,
-                    # The first token of a window is an input only, or the last one no part of it.
-                    (tokens[0] + (place == 0), tokens[1])
-                    if objective.shifts
-                    else (tokens[0], tokens[1] - (place == len(spans) - 1)),
+                    targets_in(span, place, len(spans), objective.shifts),
                     run.words(name, about, tokens),
                     run.masked(step, sample, name, span.document),
                     None if chosen_tokens is None else _predicted(run, name, span, offset, chosen_tokens),

@@ -17,8 +17,6 @@ from pipeline.train.model.part_spec import LayerSpec
 Fingerprints = dict[str, Any]
 """Aspect -> JSON value. The aspects are the names that resume.allow takes."""
 
-_KEYS = {"objective": "train.objective"}
-"""Aspects that are a section of the run file with another name."""
 _OF_SHAPES = ("model.layers", "model.dim", "model.mtp", "model.mtp.depth")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
 LATER_KEYS = (
@@ -157,7 +155,7 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
     refused: list[str] = []
     for aspect in sorted(now):
         if saved.get(aspect) != now[aspect]:
-            found = differences(_KEYS.get(aspect, aspect), saved.get(aspect), now[aspect])
+            found = _differences_of(aspect, saved.get(aspect), now[aspect])
             lines = [f"{name}: {shown(old)} -> {shown(new)}" for name, old, new in found]
             (accepted if aspect in allowed else refused).extend(lines)
             if aspect not in allowed and not any(name in _OF_SHAPES for name, *_ in found):
@@ -170,6 +168,15 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
             + "\nset the values back, or use another run.dir"
         )
     return accepted
+
+
+def _differences_of(aspect: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    """`differences` of an aspect, with names that are keys of the run file where it has them."""
+    if aspect != "objective":
+        return differences(aspect, old, new)
+    of_run = [{**(each or {})} for each in (old, new)]
+    phases = [{number: {"objective": values} for number, values in each.pop("phases", {}).items()} for each in of_run]
+    return differences("train.objective", *of_run) + differences("blend.phases", *phases)
 
 
 def differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

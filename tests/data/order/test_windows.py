@@ -84,21 +84,23 @@ def test_bounds_equal_the_pieces(drawn, lap):
 
 
 @relaxed
-@given(windows(), laps)
-def test_containing_finds_the_windows_that_a_scan_finds(drawn, lap):
-    dataset, _, instances = drawn
+@given(windows(), laps, st.booleans())
+def test_containing_finds_the_windows_that_a_scan_finds(drawn, lap, shifts):
+    dataset, length, instances = drawn
+    targets = slice(shifts, length + shifts)
     scanned = {document: set() for document in range(dataset.documents)}
     for position in range(instances.count):
-        for place in offsets(dataset, instances, lap, position)[1:]:
+        for place in offsets(dataset, instances, lap, position)[targets]:
             scanned[dataset.owner[place]].add(position)
     for document in range(dataset.documents):
-        found = instances.containing(lap, document).tolist()
+        found = instances.containing(lap, document, shifts=shifts).tolist()
         assert len(found) == len(set(found))
         assert set(found) == scanned[document]
         if dataset.lengths[document]:
             # In the document's order: each next window has later tokens of it (the last may be the first again).
             first = dataset.document_start(document)
-            starts = [min((o - first) % dataset.tokens for o in offsets(dataset, instances, lap, p)[1:]) for p in found]
+            seen = [offsets(dataset, instances, lap, position)[targets] for position in found]
+            starts = [min((place - first) % dataset.tokens for place in places) for places in seen]
             assert starts == sorted(starts)
 
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from pipeline.data.datasets.open import open_datasets
 from pipeline.data.loading.loader import open_loader
 from pipeline.data.plan.build import make_data_plan
 from pipeline.data.plan.show import print_data_plan
+from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -74,6 +77,48 @@ def test_where_names_the_predicted_tokens(root: Path, name: str) -> None:
     lines = list(result.lines())
     assert any(line.startswith("    predicted: ") and " of its tokens, " in line for line in lines)
     assert any(line.startswith(f"train.objective.type: {name}: ") for line in lines)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_when_is_the_inverse_of_where(root: Path, name: str) -> None:
+    """In short windows many documents begin or end with the first token or the last."""
+    objective, model = OBJECTIVES[name]
+    changes = {
+        "tokenizer.special_tokens": SPECIAL,
+        "train.objective": {**objective, **({} if name == "prefix" else {"rate": 0.4})},
+        "train.sequence_length": 7,
+        "train.batch_size": 500,
+        "train.duration": "10 steps",
+        "train.loss": {"mask_document_start": True},
+        **model,
+    }
+    view = open_view(tiny.write_run(root, changes, f"when-{name}.yaml"))
+    assert any("mask_document_start" in note for note in view.notes) == (name == "prefix")
+    expected: dict[tuple[str, int], list[tuple[object, ...]]] = defaultdict(list)
+    for step in range(1, view.steps + 1):
+        answer = where(view, step, say=lambda text: None)
+        for line in answer.lines():
+            found = re.search(r"tokens? (-?[\d,]+).*? of ([\d,]+)", line) if line.startswith("  document") else None
+            assert found is None or int(found[1].replace(",", "")) < int(found[2].replace(",", ""))
+            assert ("behind what the model gets" not in line) or name != "prefix"
+            assert ("input only" not in line) or name == "prefix"
+        for sample in answer.shown:
+            for piece in sample.pieces:
+                if piece.targets[0] < piece.targets[1]:
+                    seen = (sample.epoch, step, sample.sample, piece.targets)
+                    expected[sample.source, piece.about.document].append(seen)
+    laps = set()
+    for source, dataset in view.datasets.items():
+        for document in range(dataset.documents):
+            (times,) = when(view, source, document=document, say=lambda text: None).documents
+            found = [(one.lap, one.step, one.sample, one.tokens) for one in times.seen]
+            assert sorted(found) == sorted(expected.pop((source, document), [])), (source, document)
+            covered = defaultdict(list)
+            for one in [*times.seen, *times.unseen]:
+                covered[one.lap] += range(*one.tokens)
+            assert all(sorted(each) == list(range(times.about.tokens)) for each in covered.values())
+            laps |= covered.keys()
+    assert not expected and len(laps) > 1
 
 
 def test_the_plan_shows_shapes(root: Path) -> None:

@@ -138,6 +138,12 @@ def test_objectives_of_sources_and_phases_are_compared(tmp_path: Path) -> None:
     spans = objective_fingerprint(load(file, ["model.encoder.layers=1", "train.objective.type=spans"]))
     with pytest.raises(UserError, match=r"train\.objective\.rate: 0\.15 -> 0\.2"):
         compare({"objective": spans}, {"objective": {**spans, "rate": 0.2}}, [])
+    one, other = ({**spans, "phases": {"1": {**spans, "rate": rate}}} for rate in (0.3, 0.4))
+    with pytest.raises(UserError, match=r"\n  blend\.phases\.1: none -> \{objective: \{type: spans, rate: 0\.3, "):
+        compare({"objective": spans}, {"objective": one}, [])
+    assert compare({"objective": one}, {"objective": other}, ["objective"]) == [
+        "blend.phases.1.objective.rate: 0.3 -> 0.4"
+    ]
 
 
 def test_an_objective_is_compared_by_the_keys_that_it_reads(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.common.errors import UserError
-from pipeline.config.objective import ObjectiveConfig
+from pipeline.config.objective import OBJECTIVE_MODELS, ObjectiveConfig
 from pipeline.config.root import Config
 from pipeline.data.loading.objectives.base import Objective
 from pipeline.data.loading.objectives.causal import Causal
@@ -85,10 +85,11 @@ class Making:
             )
         if token not in special_tokens:
             have = ", ".join(map(repr, special_tokens)) or "none"
+            fits = OBJECTIVE_MODELS[self.use.objective.type] == OBJECTIVE_MODELS["causal"]
             raise UserError(
                 f"{key} is not a special token of the tokenizer; besides the end-of-document token it has {have}. Use "
                 f"{needs} of these; or add {'it' if needs == 'one' else 'the sentinels'} to the tokenizer: "
-                f"{_how_to_get_sentinels(config)}; or set {self.use.key}.type: causal"
+                f"{_how_to_get_sentinels(config)}{f'; or set {self.use.key}.type: causal' if fits else ''}"
             )
         return special_tokens[token]
 
@@ -155,13 +156,16 @@ def make_objectives(config: Config, journal: Journal, datasets: Mapping[str, Dat
 
 
 def check_objectives(config: Config, tokenizer: TokenizerInfo, folder: Path) -> None:
-    """Check that the objectives of all phases can be made.
+    """Check that the objectives of all phases can be made, and those of validation.
 
     Raises:
         UserError: As `make_objectives`.
     """
+    sources = [source.name for source in config.data.sources]
     for phase in range(max(1, len(config.blend.phases))):
-        _of_phase(config, phase, [source.name for source in config.data.sources], tokenizer, folder)
+        _of_phase(config, phase, sources, tokenizer, folder)
+    if config.train.validation.samples and any(objective.chooses for objective in config.train.objective.all):
+        _made(config, uses(config), sources, tokenizer, folder)
 
 
 def heldout_objectives(config: Config, datasets: Mapping[str, Dataset]) -> dict[str, Objective | None]:
@@ -267,11 +271,12 @@ def _ul2(making: Making) -> MixtureOfDenoisers:
     sizes = mixture_sizes(objective.mixture, length)
     for number, size in enumerate(sizes):
         _check_room(making, f"denoisers.{number}.rate", size)
+    tokens = _tokens(making, max(size.spans for size in sizes))
     modes = [
-        None if one.mode is None else making.special(f"denoisers.{number}.mode", one.mode, "one")
+        None if one.mode is None else _no_sentinel(making, f"denoisers.{number}.mode", one.mode, tokens.sentinels)
         for number, one in enumerate(objective.mixture)
     ]
-    return MixtureOfDenoisers(objective, _tokens(making, max(size.spans for size in sizes)), modes)
+    return MixtureOfDenoisers(objective, tokens, modes)
 
 
 def _check_room(making: Making, key: str, sizes: SpanSizes) -> None:
@@ -288,15 +293,27 @@ def _check_room(making: Making, key: str, sizes: SpanSizes) -> None:
 def _tokens(making: Making, spans: int) -> Tokens:
     """Tokens of span corruption for documents of up to `spans` spans."""
     objective, tokenizer = making.use.objective, making.tokenizer
-    start = tokenizer.end_of_document
+    start, sentinels = tokenizer.end_of_document, _sentinels(making, spans)
     if objective.start_token not in (None, tokenizer.end_of_document_token):
-        start = making.special("start_token", objective.start_token, "one")
-    return Tokens(_sentinels(making, spans), start, tokenizer.end_of_document)
+        start = _no_sentinel(making, "start_token", objective.start_token, sentinels)
+    return Tokens(sentinels, start, tokenizer.end_of_document)
+
+
+def _no_sentinel(making: Making, key: str, token: str, sentinels: IntArray) -> int:
+    """Id of a special token that stands for something else than a span."""
+    number = making.special(key, token, "one")
+    if number in sentinels:
+        raise UserError(
+            f"{making.use.key}.{key}: {token!r} is one of the {len(sentinels):,} sentinels that stand for spans, and "
+            "would be taken for one: choose another token"
+        )
+    return number
 
 
 def _sentinels(making: Making, spans: int) -> IntArray:
     key, named, special = f"{making.use.key}.sentinels", making.use.objective.sentinel_tokens, making.tokenizer
-    names = [named.format(number) for number in range(spans)] if isinstance(named, str) else named[:spans]
+    # Not `format`: all else in a pattern stands for itself, braces too.
+    names = [named.replace("{}", str(number)) for number in range(spans)] if isinstance(named, str) else named[:spans]
     have = next((number for number, name in enumerate(names) if name not in special.special_tokens), len(names))
     if isinstance(named, str) and have < spans:
         raise UserError(

@@ -13,7 +13,7 @@ from pipeline.data.loading.objectives.base import Arranged, KeyOf
 from pipeline.data.loading.objectives.draws import stream
 from pipeline.data.loading.objectives.span_plan import Budget
 from pipeline.data.loading.objectives.spans import Tokens, corrupt, joined
-from pipeline.data.loading.stream_shape import mixture_is_padded, mixture_sizes, stream_shape
+from pipeline.data.loading.stream_shape import denoiser_shares, mixture_is_padded, mixture_sizes, stream_shape
 from pipeline.data.order.permutation import IntArray
 
 _WHICH = 1
@@ -42,12 +42,12 @@ class MixtureOfDenoisers:
         self._denoisers = objective.mixture
         self._tokens = tokens
         self._modes = modes
-        weights = [one.weight for one in objective.mixture]
-        # In units of 2**-53; whatever rounding leaves is the last one's.
         self._sizes = lru_cache(lambda length: mixture_sizes(objective.mixture, length))
         self._is_padded = lru_cache(lambda length: mixture_is_padded(objective.mixture, length))
         self.shape = lru_cache(lambda length: stream_shape(objective, length))
-        self._bounds = [np.uint64(2**53 * (bound / sum(weights))) for bound in accumulate(weights)][:-1]
+        shares = denoiser_shares(objective.mixture)
+        # In units of 2**-53; whatever rounding leaves is the last one's.
+        self._bounds = [np.uint64(2**53 * min(bound, 1)) for bound in accumulate(shares)][:-1]
 
     def takes(self, length: int) -> bool:
         """Those with room for the noise of each denoiser."""

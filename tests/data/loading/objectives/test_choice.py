@@ -10,7 +10,7 @@ from pipeline.config.objective import ObjectiveConfig
 from pipeline.data.datasets.manifest import TokenizerInfo
 from pipeline.data.loading.objectives.base import sample_key
 from pipeline.data.loading.objectives.choice import check_objectives, make_objective, uses
-from pipeline.data.loading.stream_shape import stream_shape
+from pipeline.data.loading.stream_shape import padding_share, stream_shape
 from tests.data.runs import make_config
 
 SPECIAL = {"[MASK]": 5, **{f"<extra_id_{n}>": 299 - n for n in range(20)}, "[S2S]": 6, "<pad>": 7}
@@ -125,6 +125,19 @@ def test_what_the_run_file_may_not_say(tmp_path, objective, keys, message):
             r"has 26 spans, and the tokenizer has 20 of the 26 special tokens <extra_id_0> to",
         ),
         ({"type": "spans", "sentinels": ["[S2S]"]}, 64, None, r"has 3 spans, and here are 1 sentinels: name 3"),
+        ({"type": "spans", "sentinels": "<{a}{}{0}"}, 64, None, r"of the 3 special tokens <\{a\}0\{0\} to"),
+        (
+            {"type": "spans", "start_token": "<extra_id_2>"},
+            64,
+            None,
+            r"objective.start_token: '<extra_id_2>' is one of",
+        ),
+        (
+            {"type": "ul2", "denoisers": [{"rate": 0.1}, {"rate": 0.1, "mode": "<extra_id_0>"}]},
+            64,
+            None,
+            r"train.objective.denoisers.1.mode: '<extra_id_0>' is one of",
+        ),
         ({"type": "spans", "sentinels": ["[S2S]"] * 3}, 64, None, r"sentinels.1: '\[S2S\]' is given twice"),
         ({"type": "spans", "rate": 0.6, "mean_span": 1}, 64, None, r"a window of 64 tokens would have 38 tokens"),
         (
@@ -141,6 +154,20 @@ def test_what_a_tokenizer_or_a_window_has_no_room_for(tmp_path, objective, lengt
     special = {"<|none|>": 8} if special == {} else special or {}
     with pytest.raises(UserError, match=message):
         make_objective(config_of(tmp_path, objective, length=length), info(**special))
+
+
+def test_weights_of_denoisers_may_be_huge(tmp_path):
+    denoisers = [{"rate": 0.15, "weight": 1.5e308}, {"rate": 0.3, "weight": 1.5e308}]
+    made = make_objective(config_of(tmp_path, {"type": "ul2", "denoisers": denoisers}), info())
+    assert {made.which(sample_key(0, number)) for number in range(50)} == {0, 1}
+    assert 0 < padding_share(ObjectiveConfig(type="ul2", denoisers=denoisers), 64) < 0.5
+
+
+def test_a_token_that_is_missing_is_no_reason_for_an_objective_that_does_not_fit(tmp_path):
+    for objective, fits in (({"type": "masked"}, False), ({"type": "fim"}, True)):
+        with pytest.raises(UserError) as caught:
+            make_objective(config_of(tmp_path, objective), info(x=1))
+        assert ("type: causal" in str(caught.value)) == fits
 
 
 class TestPhasesAndSources:
@@ -163,6 +190,17 @@ class TestPhasesAndSources:
             check_objectives(config, info(), tmp_path)
         same = {"type": "masked", "by_source": {"t": {"type": "masked", "keep_share": 0}}}
         check_objectives(config_of(tmp_path, same), info(), tmp_path)
+
+    def test_that_of_validation_is_checked_where_no_phase_has_it(self, tmp_path):
+        """It is made with the first validation else, on the machine that trains."""
+        spans = {"type": "spans"}
+        phases = [{"until": "2 steps", "objective": spans}, {"objective": spans}]
+        config = config_of(tmp_path, {**spans, "sentinels": ["<none>"] * 3}, blend={"phases": phases})
+        with pytest.raises(UserError, match=r"train.objective.sentinels.0: '<none>' is not a special token"):
+            check_objectives(config, info(), tmp_path)
+        validation = config.train.validation.model_copy(update={"samples": 0})
+        train = config.train.model_copy(update={"validation": validation})
+        check_objectives(config.model_copy(update={"train": train}), info(), tmp_path)
 
     def test_all_types_can_be_made(self, tmp_path):
         for type in ObjectiveConfig.model_fields["type"].annotation.__args__:
