@@ -42,7 +42,6 @@ def test_copies(row: Row, copy: str, name: str, tmp_path: Path) -> None:
         _ = HuggingFaceFolder(folder).tensors
 
 
-
 def test_scaled_rope_of_modernbert() -> None:
     """`rope_scaling` is that of both types of layers, as transformers reads it."""
     shape = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 44, "num_hidden_layers": 3}
