@@ -74,7 +74,7 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
 
 
 def show(config: Config, summary: dict[str, Any], console: Console) -> None:
-    """Print the summary and three commands to try next."""
+    """Print the summary and commands to try next."""
 
     def number(key: str, form: str) -> str:
         """A figure; a dash where there is none (not computed, or not finite)."""
@@ -114,8 +114,9 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     file = shlex.quote(str(RunFiles(config.run.dir).config))
     data = shlex.quote(str(dataset_folder(config, config.data.sources[0], "train")))
     say(console, "try next:")
+    writes = config.model.direction == "causal"
     for command in (
-        f"{program} generate {file} --temperature 0.5 --seed 1",
+        *([f"{program} generate {file} --temperature 0.5 --seed 1"] if writes else []),
         f"{program} data inspect {data}",
         f"{program} run {file} train.duration='{2 * summary['steps']} steps'",
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.perplexity import evaluate, heldout_splits, read_report
 from pipeline.eval.server.watch import load_served
-from pipeline.eval.summary import summarize
+from pipeline.eval.summary import show, summarize
 from pipeline.eval.text import continue_prompt
 from pipeline.train.model.context import Context
 from pipeline.train.setup import load_for_inference
@@ -96,4 +97,8 @@ def test_an_encoder_writes_no_text(config: Config, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"eval.{key} scores how texts continue"):
             evaluate(asked, console=QUIET, keep=False)
     report = evaluate(config, console=QUIET)
-    assert summarize(config, report, {}, QUIET)["continuation"] is None
+    figures = summarize(config, report, {}, QUIET)
+    assert figures["continuation"] is None
+    shown = io.StringIO()
+    show(config, figures, Console(file=shown, width=200))
+    assert "data inspect" in shown.getvalue() and " generate " not in shown.getvalue()

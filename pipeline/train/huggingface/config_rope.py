@@ -56,14 +56,17 @@ def read_rope_share(source: ConfigSource, key: str, default: float) -> float:
     return found.pop() if found else default
 
 
-def read_rope_by_type(source: ConfigSource, thetas: Mapping[str, tuple[str, float]]) -> dict[str, Json]:
+def read_rope_by_type(
+    source: ConfigSource, thetas: Mapping[str, tuple[str, float]], *, scales_all: bool = False
+) -> dict[str, Json]:
     """`rope_theta` and `rope_scaling` by type of layer: `rope_parameters` has them so in transformers 5.
 
-    In 4 each type has a key for its theta, and `rope_scaling` is that of the first type alone.
+    In 4 each type has a key for its theta, and `rope_scaling` is that of the first type alone, or of all.
 
     Args:
         source: the file.
         thetas: by type of layer the key of its theta in 4, and what transformers takes where nothing is said.
+        scales_all: `rope_scaling` is that of all types.
     """
     nested, scaling = source.get("rope_parameters", {}), source.get("rope_scaling", {})
     unknown = {key: value for key, value in nested.items() if key not in thetas or not isinstance(value, dict)}
@@ -73,7 +76,7 @@ def read_rope_by_type(source: ConfigSource, thetas: Mapping[str, tuple[str, floa
     found = {}
     for name, (key, default) in thetas.items():
         rope = dict(nested.get(name) or {})
-        of_type = scaling if name == first else {}
+        of_type = scaling if scales_all or name == first else {}
         if of_type and len(rope.keys() - {"rope_theta"}) and {**rope, **of_type} != rope:
             source.refuse("rope_scaling", scaling, f"rope_parameters differs from it ({rope}); remove one of them")
         found[name] = read_rope_values(source, rope | of_type, source.get(key, default))

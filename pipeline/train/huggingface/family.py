@@ -83,6 +83,8 @@ class Family:
     """Files of the model without its head lack it in their names."""
     ignored: tuple[str, ...] = ()
     """Patterns of names of buffers that files of old versions have, and that are computed today."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that files may have a second time -> the one that is read, which must be the same."""
     extra_layers: bool = False
     """Files may have layers behind the last one, for tokens further ahead, which are left out."""
     extra: str | None = None

@@ -131,6 +131,10 @@ class HuggingFaceFolder:
                 "config.json ties them; set tie_word_embeddings to false if the head has its own weights",
             )
 
+        for name, other in self.family.copies.items():
+            if name in self._found.tensors:
+                self._check_copy(name, self._names[other], "the model has one of them; remove the one that is not used")
+
     def _check_copy(self, name: str, other: str, why: str) -> None:
         tensors = self._found.tensors
         with self._found.opened() as read:

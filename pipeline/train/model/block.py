@@ -82,8 +82,14 @@ class Block(nn.Module):
             # Here and not within, where backward may come by again and a compiler would follow.
             for queries, keys, mask, scale in attended:
                 context.observer.attention(self.get_submodule("mixer"), queries, keys, mask, scale)
-            context.observer.output(self, out_BSD)
+            context.observer.output(self, self._own(out_BSD, context.encoder))
         return out_BSD
+
+    def _own(self, x_BSD: Tensor, encoder: int) -> Tensor:
+        """The positions that the layer changes."""
+        if self.spec.side is None:
+            return x_BSD
+        return x_BSD[:, :encoder] if self.spec.side == "encoder" else x_BSD[:, encoder:]
 
     def _rests(self, x_BSD: Tensor, context: LayerContext) -> bool:
         """True if a pass with states is the other side's; a decoder's layer then holds keys and values."""

@@ -58,6 +58,7 @@ class Observer:
         self._layers = len(spec.layers)
         ends = ["embedding", *["position_embedding"] * (spec.learned_positions is not None)]
         ends += ["type_embedding"] * (spec.token_types is not None) + ["embedding_norm"] * spec.embedding_norm
+        ends += ["relative"] * bool(spec.relatives)
         own_head = not spec.tie_embeddings or spec.head_transform is not None or spec.head_bias
         ends += ["norm"] * spec.final_norm + ["head"] * own_head + ["mtp"] * bool(spec.mtp)
         self._groups = [*map(str, range(self._layers)), *ends]
@@ -140,8 +141,8 @@ class _MicroBatchObserver:
     def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, mask: AttentionMask, scale: float) -> None:
         """Queries and keys of an attention, as they are multiplied.
 
-        A logit is their product times the scale: before a soft cap, so that it shows what the cap cuts off; and sinks,
-        which are parameters, are none of them.
+        A logit is their product times the scale: before a soft cap, so that it shows what the cap cuts off; without the
+        bias of relative positions; and sinks, which are parameters, are none of them.
         """
         place, seen = self._seen.places[mixer], self._seen
         peaks_B = largest_logits(q_BSHE, k_BTKE, mask.mask(), mask.sees_ahead).double() * scale

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.config.model import ModelConfig
+from pipeline.config.model import EncoderConfig, ModelConfig
 from pipeline.data.loading.batch import Batch
+from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.part_spec import Reach
-from pipeline.train.monitor.layer_stats import largest_logits
+from pipeline.train.monitor.layer_stats import Observer, largest_logits
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.run.folder import read_metrics
@@ -213,3 +214,26 @@ def test_observing_changes_no_bit_of_a_run(root: Path, compute: str) -> None:
             assert list(rows[step][key]) == ["0", "1"]
             assert all(value > 0 for value in rows[step][key].values())
     assert not any(key in row for row in read_metrics(plain) for key in SEEN)
+
+
+def test_layers_of_two_sides_show_their_own_positions() -> None:
+    """And the tables of relative positions are a group."""
+    config = ModelConfig(
+        encoder=EncoderConfig(layers=1), layers=1, dim=16, heads=2, vocab_multiple=8, positions="relative"
+    )
+    shapes: dict[int, torch.Size] = {}
+
+    class Shapes:
+        def attention(self, *_: Any) -> None:
+            pass
+
+        def output(self, block: Any, x_BSD: torch.Tensor) -> None:
+            shapes[block.index] = x_BSD.shape
+
+    spec = decoder_spec(config, 61, 16)
+    Decoder(spec)(torch.zeros(2, 11, dtype=torch.int64), Context(encoder=7, observer=Shapes()))
+    assert shapes == {0: (2, 7, 16), 1: (2, 4, 16)}
+    setup = config_of(config, objective={"type": "spans"}, precision={"compute": "fp32"})
+    observer = Observer(build_model(setup, setup_of(setup)), torch.device("cpu"), 1)
+    names = [name for name, _ in Decoder(spec).named_parameters()]
+    assert {name.split(".")[1 if name.startswith("layers.") else 0] for name in names} == set(observer._groups)

@@ -85,11 +85,13 @@ class Making:
             )
         if token not in special_tokens:
             have = ", ".join(map(repr, special_tokens)) or "none"
-            fits = OBJECTIVE_MODELS[self.use.objective.type] == OBJECTIVE_MODELS["causal"]
+            # A model that sees both sides does not learn the next token.
+            causal = config.model.direction == "causal" and config.model.encoder is None
+            otherwise = f"; or set {self.use.key}.type: causal" if causal else ""
             raise UserError(
                 f"{key} is not a special token of the tokenizer; besides the end-of-document token it has {have}. Use "
                 f"{needs} of these; or add {'it' if needs == 'one' else 'the sentinels'} to the tokenizer: "
-                f"{_how_to_get_sentinels(config)}{f'; or set {self.use.key}.type: causal' if fits else ''}"
+                f"{_how_to_get_sentinels(config)}{otherwise}"
             )
         return special_tokens[token]
 

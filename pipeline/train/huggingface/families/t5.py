@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pipeline.config.mixers import MAX_LAYERS
+from pipeline.config.mixers import MAX_LAYERS, MAX_WIDTH
 from pipeline.config.model import ModelConfig, RelativeConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Family, Need, anything, only, where
@@ -83,11 +83,14 @@ def _read(source: ConfigSource) -> Json:
     source.must_be("dense_act_fn", (_ACTIVATIONS[mlp],), _ACTIVATIONS[mlp])
     source.must_be("is_gated_act", (form.startswith("gated-"),), form.startswith("gated-"))
     source.must_be("is_decoder", (False,), False)
+    source.must_be("is_encoder_decoder", (True,), True)
     for key in ("dropout_rate", "classifier_dropout", "decoder_start_token_id", "n_positions"):
         source.get(key)  # nothing that the weights compute
-    dim, tied = source.need("d_model"), source.flag("tie_word_embeddings", True)
+    dim, tied = source.need_count("d_model", MAX_WIDTH), source.flag("tie_word_embeddings", True)
     # Version 5 of transformers says so by a key of its own, and earlier ones by tied embeddings.
-    scaled = source.flag("scale_decoder_outputs", tied)
+    scaled = source.get_absent("scale_decoder_outputs", tied)
+    if not isinstance(scaled, bool):
+        source.refuse("scale_decoder_outputs", scaled, "it must be true or false")
     return {
         "layers": source.get("num_decoder_layers", layers),
         "encoder": {"layers": layers},
@@ -175,5 +178,6 @@ T5 = Family(
     ),
     prefix="",
     ignored=(r"(encoder|decoder)\.embed_tokens\.weight",),  # the shared one again
+    copies={f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")},
     positions=("n_positions", 512),
 )

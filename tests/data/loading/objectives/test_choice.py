@@ -112,7 +112,7 @@ def test_what_the_run_file_may_not_say(tmp_path, objective, keys, message):
             {"type": "masked"},
             64,
             {"x": 1},
-            r"train.objective.mask_token: '\[MASK\]' is not a special token .* it has 'x'",
+            r"train.objective.mask_token: '\[MASK\]' is not a special token .* it has 'x'.*, since [^;]*$",
         ),
         ({"type": "masked"}, 64, {}, r"tokenizer.special_tokens"),
         ({"type": "masked"}, 1, None, r"train.objective.rate: 0.15 of a window of 1 tokens is less than half a token"),

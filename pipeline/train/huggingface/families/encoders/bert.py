@@ -180,6 +180,7 @@ BERT = Family(
     prefix="bert.",
     # Of the head the bias may be there twice, tied; and there may be one that tells whether two texts belong together.
     ignored=(*_UNUSED, r"cls\.predictions\.decoder\.bias", r"cls\.seq_relationship\.(weight|bias)"),
+    copies={f"{_BERT_HEAD}decoder.bias": f"{_BERT_HEAD}bias"},
     renamed=_OLD_NORMS,
     positions=("max_position_embeddings", 512),
 )
@@ -203,6 +204,7 @@ ROBERTA = Family(
     names=_names("roberta.", _ROBERTA, _SKIPPED),
     prefix="roberta.",
     ignored=(*_UNUSED, r"lm_head\.decoder\.bias"),
+    copies={f"{_ROBERTA_HEAD}decoder.bias": f"{_ROBERTA_HEAD}bias"},
     renamed=_OLD_NORMS,
     positions=("max_position_embeddings", 512),
 )

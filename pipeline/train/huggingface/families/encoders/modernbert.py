@@ -38,7 +38,8 @@ def _read(source: ConfigSource) -> Json:
         source.refuse("classifier_bias", source.get("classifier_bias", False), "all matrices have biases, or none")
     period = source.count("global_attn_every_n_layers", _PERIOD, least=1)
     types = layer_types(source, layers, (FULL, SLIDING), lambda index: SLIDING if index % period else FULL)
-    window, ropes = source.count("local_attention", _WINDOW, least=1), read_rope_by_type(source, _THETAS)
+    window = source.count("local_attention", _WINDOW, least=1)
+    ropes = read_rope_by_type(source, _THETAS, scales_all=True)
     return {
         "direction": "both",
         "layers": layers,
