@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeline.common.errors import UserError
-from pipeline.config.objective import OBJECTIVE_MODELS, ObjectiveConfig
+from pipeline.config.objective import ObjectiveConfig
 from pipeline.config.root import Config
 from pipeline.data.loading.objectives.base import Objective
 from pipeline.data.loading.objectives.causal import Causal
