@@ -167,7 +167,7 @@ class Windows:
         return spans
 
     def containing(self, epoch: int, document: int, *, shifts: bool = True) -> IntArray:
-        """See `Instances`.
+        """Positions of the epoch's windows that have targets in `document`, see `Instances`.
 
         Empty if the document has no tokens or all of them are among the T - n * L that this epoch leaves unseen.
         """

@@ -142,7 +142,7 @@ class RunView:
 
     @cached_property
     def objectives(self) -> Sequence[Mapping[str, Objective]]:
-        """What becomes of a window, for each segment by source."""
+        """Objectives of the run, for each segment by source."""
         return make_objectives(self.config, self.journal, self.datasets)
 
     @property
