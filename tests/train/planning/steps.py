@@ -23,6 +23,7 @@ from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.setup import ALONE
 from pipeline.train.step import Stepper
+from tests.train.parallel.layouts import ENCODER_FAMILIES
 
 BASE: dict[str, Any] = {
     "model": {"layers": 6, "dim": 256, "heads": 8, "kv_heads": 4, "ffn_dim": 704},
@@ -77,20 +78,9 @@ DELTA: dict[str, Any] = {
 """Two layers with a recurrence to one with attention."""
 
 ENCODER: dict[str, Any] = {
-    "model.direction": "both",
-    "model.document_attention": True,
-    "model.norm": "layernorm",
-    "model.norm_place": "post",
-    "model.final_norm": False,
-    "model.positions": "learned",
-    "model.token_types": 2,
-    "model.embedding_norm": True,
-    "model.mlp": "gelu_exact",
-    "model.bias": "all",
-    "model.head_transform": "gelu_exact",
-    "model.head_bias": True,
-    "model.tie_embeddings": True,
+    **ENCODER_FAMILIES["bert"],
     "train.objective": {"type": "masked", "rate": 0.25},
+    "model.dropout": 0.0,
 }
 """BERT, whose head scores a quarter of the positions."""
 
