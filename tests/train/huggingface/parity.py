@@ -111,6 +111,11 @@ class Row:
             model.roberta.embeddings.position_embeddings.weight.data[: PADDING + 1] = 0
         return model.eval()
 
+    def draw(self, rows: int, length: int, seed: int = 2) -> Tensor:
+        """Random tokens, for encoders without that of padding."""
+        tokens = draw(rows, length, seed)
+        return tokens.masked_fill(tokens == PADDING, PADDING + 1) if self.masked else tokens
+
     @property
     def auto(self) -> Any:
         """Of transformers, what makes models of it."""
@@ -240,8 +245,7 @@ def close(actual: Tensor, expected: Tensor, name: str, tolerance: float = TOLERA
 
 def draw(rows: int, length: int, seed: int = 2) -> Tensor:
     """Random tokens."""
-    found = torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-    return found.masked_fill(found == PADDING, PADDING + 1)
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def check_conversion(pair: Pair, folder: Path) -> None:
@@ -279,7 +283,7 @@ def check_conversion(pair: Pair, folder: Path) -> None:
         assert all(torch.equal(value, loaded[name]) for name, value in pair.theirs.state_dict().items())
     with torch.no_grad():
         for length in LENGTHS:
-            tokens = draw(2, length)
+            tokens = pair.row.draw(2, length)
             # Bit for bit the weights are the same; a product with one row rounds by where they lie in memory.
             close(again.eval()(tokens).logits, pair.theirs(tokens).logits, f"logits of {length} tokens")
     text = "the cat of 1234 cafe\u0301"
@@ -346,11 +350,11 @@ def check_logits_and_gradients(pair: Pair) -> None:
     """Logits at several lengths, and the gradient of every parameter."""
     with torch.no_grad():
         for length in LENGTHS:
-            tokens = draw(2, length)
+            tokens = pair.row.draw(2, length)
             here = pair.ours(tokens, Context())
             close(here[..., :VOCAB], pair.theirs(tokens).logits, f"logits of {length} tokens")
             assert bool((here[..., VOCAB:] == -torch.inf).all())
-    tokens = draw(3, 40)
+    tokens = pair.row.draw(3, 40)
     targets = tokens.roll(-1, 1)
     expected = pair.theirs(tokens, **({} if pair.row.masked else {"use_cache": False})).logits
     F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
@@ -399,7 +403,7 @@ def check_greedy(pair: Pair, count: int = 24) -> None:
 @torch.no_grad()
 def check_packed(pair: Pair) -> None:
     """A document in a window with others is computed as transformers computes it alone."""
-    rows = [draw(1, length, seed=length) for length in DOCUMENTS]
+    rows = [pair.row.draw(1, length, seed=length) for length in DOCUMENTS]
     starts = torch.tensor([sum(DOCUMENTS[:index]) for index in range(len(DOCUMENTS))])
     bounds = starts.repeat_interleave(torch.tensor(DOCUMENTS))[None]
     together = pair.ours(torch.cat(rows, 1), Context(bounds_BS=bounds))[..., :VOCAB]
