@@ -339,8 +339,7 @@ class ModelConfig(LayerConfig, _Size):
     @property
     def layer_kinds(self) -> list[str | None]:
         """Name of each layer's kind; None for all where there is no pattern."""
-        names: Sequence[str | None] = self.pattern or (None,)
-        return [names[index % len(names)] for index in range(self.layers)]
+        return _repeated(self.pattern, self.layers)
 
     @property
     def all_layers(self) -> int:
@@ -350,10 +349,7 @@ class ModelConfig(LayerConfig, _Size):
     @property
     def encoder_kinds(self) -> list[str | None]:
         """The same of the encoder's layers; none without an encoder."""
-        if self.encoder is None:
-            return []
-        names: Sequence[str | None] = self.encoder.pattern or self.pattern or (None,)
-        return [names[index % len(names)] for index in range(self.encoder.layers)]
+        return [] if self.encoder is None else _repeated(self.encoder.pattern or self.pattern, self.encoder.layers)
 
     def layer(self, kind: str | None) -> ModelConfig:
         """The section with the keys of the layers of a kind."""
@@ -524,6 +520,11 @@ def _check_heads(layer: LayerConfig, model: ModelConfig, where: str) -> None:
         if layer.rope_share == 1:
             raise ValueError(f"{where}rope needs an even head_dim")
         raise ValueError(f"{where}rope_share {layer.rope_share} of a head is {turned:g}, which must be an even number")
+
+
+def _repeated(pattern: Sequence[str] | None, layers: int) -> list[str | None]:
+    names: Sequence[str | None] = pattern or (None,)
+    return [names[index % len(names)] for index in range(layers)]
 
 
 RECURRENT = ("mamba2", "gated_delta", "kda")

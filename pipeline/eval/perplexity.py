@@ -43,7 +43,7 @@ class Score:
     """UTF-8 bytes of the original text of the scored tokens. Of a sample they are counted token by token; None where
     the tokenizer does not let them be counted, or the objective chooses which tokens are scored."""
     loss: float
-    """Nats a token."""
+    """Nats per token."""
     perplexity: float
     """exp(loss), a token."""
     bits_per_byte: float | None
@@ -58,7 +58,7 @@ class PseudoScore:
     targets: int
     """Tokens scored."""
     loss: float
-    """Nats a token."""
+    """Nats per token."""
     perplexity: float
     """exp(loss), the pseudo-perplexity."""
 

@@ -35,7 +35,7 @@ class HeldOutLoss:
 
     @property
     def mean(self) -> float:
-        """Nats a token."""
+        """Nats per token."""
         return self.nats / max(1, self.targets)
 
     def __add__(self, other: HeldOutLoss) -> HeldOutLoss:

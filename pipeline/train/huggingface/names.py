@@ -78,7 +78,7 @@ class Names:
     """Kinds of layers that the family has, for the docs."""
 
     sides: Mapping[Side, Names] = field(default_factory=dict)
-    """Of encoder-decoders, the names of the layers of each side, which are counted by themselves there."""
+    """For encoder-decoders: their names of the layers of each side, numbered from 0 on both sides."""
     encoder_norm: str | None = None
     """The norm behind the encoder's last layer."""
 

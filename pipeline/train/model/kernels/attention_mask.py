@@ -224,6 +224,10 @@ class AttentionMask:
         """
         if self.causal and self.queries in (1, self.keys):
             return None
+        return self.seen()
+
+    def seen(self) -> Tensor:
+        """The same as `mask`, and never None."""
         low_BC, high_BC = self.interval()
         k_T = torch.arange(self.keys, device=self.device)
         return ((k_T >= low_BC[..., None]) & (k_T < high_BC[..., None]))[:, None]

@@ -19,9 +19,7 @@ class Biased:
 
     def prepare(self, mask: AttentionMask) -> Tensor:
         """The keys that are seen, bool [B or 1, 1, C, T]."""
-        low_BC, high_BC = mask.interval()
-        k_T = torch.arange(mask.keys, device=mask.device)
-        return ((k_T >= low_BC[..., None]) & (k_T < high_BC[..., None]))[:, None]
+        return mask.seen()
 
     def __call__(
         self,
