@@ -1,4 +1,4 @@
-"""Encoders: what they are not asked for, and their pseudo-perplexity.
+"""Encoders: what they are not asked for, what one beside a decoder reads, and their pseudo-perplexity.
 
 Salazar et al. 2020, "Masked Language Model Scoring": each token is masked alone and predicted from all others of its
 window. The mean of these losses is to an encoder what the loss is to a decoder, though no chain of probabilities.
@@ -44,6 +44,16 @@ def refuse_tasks(config: Config) -> None:
     for key, given in (("eval.tasks", config.eval.tasks), ("eval.harness", config.eval.harness)):
         if given:
             refuse_encoder(config.model, f"{key} scores how texts continue; leave it out")
+
+
+def document(tokens: Sequence[int], end: int) -> list[int]:
+    """A text as an encoder beside a decoder reads it: as a document that ends, as in training.
+
+    Args:
+        tokens: Of the text, at least one.
+        end: The end-of-document token, which they may have already.
+    """
+    return list(tokens) if tokens[-1] == end else [*tokens, end]
 
 
 class MaskedAlone:

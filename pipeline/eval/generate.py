@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.common.errors import UserError
 from pipeline.eval.detokenize import Detokenizer, StopStrings, TextTokenizer
+from pipeline.eval.encoders import document
 from pipeline.eval.expert_choices import ChoiceCollector, ExpertChoices
 from pipeline.eval.sampling import Sampling, draw, penalize, probabilities
 from pipeline.train.model.decoder import Context, Decoder
@@ -171,9 +172,7 @@ class GenerationBatch:
         assert self.free > 0, "no free slot"
         if self._encodes:
             self._check_encoded(prompt_ids, sampling)
-            # As in training, where a text ends with it.
-            end = self._tokenizer.end_of_document
-            prompt_ids = list(prompt_ids) if prompt_ids[-1] == end else [*prompt_ids, end]
+            prompt_ids = document(prompt_ids, self._tokenizer.end_of_document)
         length, limit = len(prompt_ids), self._max_length
         if length >= limit + self._encodes:
             raise UserError(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipeline.common.errors import MachineError, UserError
 from pipeline.data.loading.batch import Batch
+from pipeline.eval.encoders import document
 from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.inference import start_token
 from pipeline.train.model.loss import VocabShard, token_loss
@@ -271,8 +272,7 @@ def _row_of(engine: GenerationEngine, context: Sequence[int], behind: Sequence[i
     """
     if not engine.setup.spec.sided:
         return _Row([*context, *behind], [], len(context) - 1)
-    end = engine.tokenizer.end_of_document
-    text = context if context[-1] == end else [*context, end]
+    text = document(context, engine.tokenizer.end_of_document)
     return _Row([start_token(engine.config, engine.tokenizer), *behind], [], 0, text)
 
 
