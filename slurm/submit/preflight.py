@@ -20,7 +20,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.preprocess.run_file_check import check_run_file
-from pipeline.data.preprocess.source_plan import find_source_files
+from pipeline.data.work.units import find_source_files
 from pipeline.eval.perplexity import heldout_splits
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.open_run import open_validation

@@ -19,7 +19,7 @@ from pipeline.common.storage import naming
 from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.config.slurm import SiteConfig
-from pipeline.data.preprocess.source_plan import cut_units, find_source_files
+from pipeline.data.work.units import cut_units, find_source_files
 from pipeline.train.run.folder import make_writable
 from pipeline.train.run.lock import refusal
 from slurm import jobs, scheduler

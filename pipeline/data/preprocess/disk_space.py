@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pipeline.common.disk_space import free_space, room_of
 from pipeline.common.format import size
 from pipeline.config import Config
-from pipeline.data.preprocess.source_plan import SourceFiles
 from pipeline.data.preprocess.status import read_state
+from pipeline.data.work.units import SourceFiles
 
 _TOKENS_PER_BYTE = 0.25
 """Tokens per byte of text; a guess for English."""

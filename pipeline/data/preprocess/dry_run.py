@@ -23,7 +23,7 @@ from pipeline.data.preprocess.run_tokenizer import (
     tokenizer_folder,
 )
 from pipeline.data.preprocess.run_units import worker_count
-from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_units, is_begun, make_plan
+from pipeline.data.preprocess.source_plan import counting_job, is_begun, make_plan
 from pipeline.data.preprocess.split_counts import known_splits
 from pipeline.data.preprocess.splits import Splits, split_names
 from pipeline.data.preprocess.status import SourceProgress, read_state
@@ -37,6 +37,7 @@ from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.progress import NOTHING_TO_DO
+from pipeline.data.work.units import SourceFiles, cut_units
 
 SAMPLE_BYTES = 2**20
 """Bytes on disk, or of text, of each source that are read and encoded."""

@@ -22,13 +22,14 @@ from pipeline.data.datasets.files import TRAIN, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import CODE_VERSION, PART, write_dataset
 from pipeline.data.preprocess.report import SourceReport
-from pipeline.data.preprocess.source_plan import SourcePlan, chunk_order
+from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
 from pipeline.data.sources.damage import DAMAGED_FILE, damage_in, damaged_error
 from pipeline.data.sources.records import EMPTY, Piece, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.receipt_totals import Counts
 from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.units import chunk_order
 
 REJECTED_FILE = "rejected.jsonl"
 REPORT_FILE = "report.json"

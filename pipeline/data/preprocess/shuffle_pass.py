@@ -16,10 +16,10 @@ from pipeline.data.global_shuffle.external_sort import Run, Shuffle
 from pipeline.data.preprocess.finalize import Finalizer
 from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import SourcePlan
-from pipeline.data.preprocess.tokenize_unit import order_key
 from pipeline.data.work.leases import Holder, LeaseWatch, take_when_free
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.units import order_key
 from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 

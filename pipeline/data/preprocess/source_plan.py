@@ -6,48 +6,25 @@ whatever would mix two kinds of output in one dataset is explained and refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.common import storage
-from pipeline.common.errors import MachineError, UserError
-from pipeline.common.hashing import key, value_hash
-from pipeline.config.data import SourceConfig
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE
 from pipeline.data.datasets.manifest import CODE_VERSION, PLAN_KEYS
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED
-from pipeline.data.preprocess.source_settings import reader_of, setting_differences, settings_of
+from pipeline.data.preprocess.source_settings import setting_differences, settings_of
 from pipeline.data.preprocess.splits import Splits
-from pipeline.data.preprocess.tokenize_unit import SourceJob, identity
-from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.preprocess.tokenize_unit import SourceJob
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.reader import Reader, unit_size
 from pipeline.data.sources.records import Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import LEASES, read_leases
-
-
-@dataclass(frozen=True)
-class SourceFiles:
-    """A source's files, found but not yet planned."""
-
-    source: SourceConfig
-    reader: Reader
-    files: list[File]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files)
-
-    @property
-    def text_bytes(self) -> int:
-        """About how much text they hold: compressed files have more than their size."""
-        return sum(self.reader.expected_text_bytes(file) for file in self.files)
+from pipeline.data.work.units import SourceFiles, cut_units
 
 
 @dataclass(frozen=True)
@@ -164,76 +141,6 @@ def withdraw(folder: Path) -> bool:
         storage.put(path, plan)
         return False
     return True
-
-
-def find_source_files(config: Config) -> list[SourceFiles]:
-    """Look for the files of all sources that have `paths` or `hub`."""
-    found = []
-    for number, source in enumerate(config.data.sources):
-        if source.dataset is None:
-            key = f"data.sources.{number}"
-            try:
-                found.append(_find(config, source, key))
-            except PermissionError as error:
-                raise may_not_be_read(f"{key}.{SOURCE_FORMATS[source.type].key}", error) from error
-    return found
-
-
-@contextmanager
-def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
-    """Name the key of input that may not be read.
-
-    Raises:
-        MachineError: there is such input.
-    """
-    try:
-        yield
-    except PermissionError as error:
-        keys = {
-            file.path: f"data.sources.{number}.{found.reader.key}"
-            for number, source in enumerate(config.data.sources)
-            for found in sources
-            if found.source.name == source.name
-            for file in found.files
-        }
-        path = Path(str(error.filename))
-        if str(path) in keys:
-            raise may_not_be_read(keys[str(path)], error) from error
-        if config.tokenizer.path is not None and path.is_relative_to(config.tokenizer.path):
-            raise may_not_be_read("tokenizer.path", error) from error
-        raise
-
-
-def may_not_be_read(key: str, error: PermissionError) -> MachineError:
-    """Error about input that the system refuses to read."""
-    others = "; or leave it out with exclude" if key.endswith(".paths") else ""
-    return MachineError(
-        f"{key}: {error.filename} cannot be read ({error.strerror}): make it readable for the user who runs this "
-        f"(`chmod u+r FILE` and `chmod u+rx` for each folder above it, or ask its owner){others}"
-    )
-
-
-def _find(config: Config, source: SourceConfig, key: str) -> SourceFiles:
-    def planned() -> Any:
-        """Settings of the plan that is there; none if it cannot be read."""
-        plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
-        return plan["settings"] if plan else {}
-
-    reader, files = reader_of(source, config).find(source.paths, source.exclude, key, planned)
-    return SourceFiles(source, reader, files)
-
-
-def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
-    """The units of a source, in the order of a keyed hash of their identity, which is the order of the parts."""
-    size = unit_size(found.text_bytes, unit_bytes)
-    groups = [Unit(0, found.source.name, pieces) for pieces in found.reader.cut(found.files, size)]
-    hashed = sorted(((key(seed, "parts", identity(unit)), unit) for unit in groups), key=lambda pair: pair[0])
-    return [Unit(index, unit.source, unit.pieces) for index, (_, unit) in enumerate(hashed)]
-
-
-def chunk_order(seed: int, unit: Unit, chunk: int) -> int:
-    """Key that parts are ordered by: the first chunks as their units, the others among them."""
-    return key(seed, "parts", identity(unit), chunk) if chunk else key(seed, "parts", identity(unit))
 
 
 def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: Splits) -> SourcePlan:

@@ -11,17 +11,10 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.manifest import Manifest
 from pipeline.data.preprocess.splits import documents_wanted
 from pipeline.data.sources.formats import SOURCE_FORMATS
-from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.records import MAX_RECORD_BYTES
+from pipeline.data.work.units import reader_of
 
 _NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits")
-
-
-def reader_of(source: SourceConfig, config: Config) -> Reader:
-    """Reader of a source, by the run file."""
-    preprocess = config.data.preprocess
-    limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
-    return SOURCE_FORMATS[source.type].from_config(source, **limits)
 
 
 def settings_of(source: SourceConfig, config: Config) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.preprocess.run_units import worker_count
-from pipeline.data.preprocess.source_plan import SourceFiles, counting_job, cut_units, planned_settings
+from pipeline.data.preprocess.source_plan import counting_job, planned_settings
 from pipeline.data.preprocess.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
 from pipeline.data.preprocess.tokenize_unit import SmallestHashes, UnitJob, make_sample_hashes
 from pipeline.data.sources.records import EMPTY
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine
+from pipeline.data.work.units import SourceFiles, cut_units
 from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 _NONE: Mapping[str, tuple[str, str]] = {}

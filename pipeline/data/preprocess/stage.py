@@ -36,16 +36,7 @@ from pipeline.data.preprocess.run_tokenizer import (
 )
 from pipeline.data.preprocess.run_units import FAILURES_FILE, Outcome, tokenize_units
 from pipeline.data.preprocess.shuffle_pass import ShufflePass
-from pipeline.data.preprocess.source_plan import (
-    SourceFiles,
-    SourcePlan,
-    find_source_files,
-    is_begun,
-    is_planned,
-    make_plan,
-    reading,
-    source_job,
-)
+from pipeline.data.preprocess.source_plan import SourcePlan, is_begun, is_planned, make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits, known_splits
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import (
@@ -54,7 +45,6 @@ from pipeline.data.preprocess.tokenize_unit import (
     UnitJob,
     WorkerContext,
     damage_stands,
-    input_stat,
     read_condemned,
     receipt_stands,
 )
@@ -65,6 +55,7 @@ from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.units import SourceFiles, find_source_files, input_stat, reading
 from pipeline.data.work.worker_pool import ATTEMPTS
 
 _ROUNDS = 10

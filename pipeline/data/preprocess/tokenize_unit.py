@@ -16,7 +16,7 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import key, value_hash
+from pipeline.common.hashing import key
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix
 from pipeline.data.preprocess.part_writer import PartWriter
@@ -29,10 +29,9 @@ from pipeline.data.tokenization.engines import Check, Engine, EngineName, open_e
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import files_are_there, read_receipt
+from pipeline.data.work.units import CHUNK_RECORDS, identity, input_stat, order_key
 from pipeline.data.work.worker_pool import Progress
 
-CHUNK_RECORDS = 2**20
-"""Most records of a chunk, however short they are: memory grows with their number."""
 _PLAN_HEAD = 1024
 """Bytes."""
 CONDEMNED_FILE = "condemned.json"
@@ -227,21 +226,6 @@ def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> SmallestHa
                 reported = reader.bytes_read
     progress(reader.bytes_read - reported)
     return SmallestHashes(sorted(found)[:wanted], reader.records, rejected, damaged_files(job.unit, reader.damage))
-
-
-def identity(unit: Unit) -> str:
-    """Identity of a unit on any machine: source, names and byte ranges."""
-    return value_hash([unit.source, [[piece.file.name, piece.start, piece.end] for piece in unit.pieces]])
-
-
-def order_key(seed: int, unit: Unit) -> int:
-    """Key of the order of a unit's documents."""
-    return key(seed, "documents", identity(unit))
-
-
-def input_stat(unit: Unit) -> str:
-    """Hash of names, sizes and times of a unit's files: equal means that the input need not be read again."""
-    return value_hash([[p.file.name, p.file.size, p.file.mtime_ns, p.start, p.end] for p in unit.pieces])
 
 
 def cut_text(raw: bytes, limit: int) -> Iterator[str]:

@@ -3,10 +3,11 @@
 import pytest
 
 from pipeline.data.preprocess.dry_run import SAMPLE_BYTES, take_sample
-from pipeline.data.preprocess.source_plan import counting_job, cut_units, find_source_files
+from pipeline.data.preprocess.source_plan import counting_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.tokenization.engines import open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.units import cut_units, find_source_files
 from tests.data.runs import make_config, write_text
 from tests.data.tokenization.test_tokenizer import byte_vocabulary, write
 

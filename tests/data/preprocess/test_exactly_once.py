@@ -12,9 +12,9 @@ import xxhash
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import IndexedPart, part_files, read_metadata, read_provenance
 from pipeline.data.datasets.manifest import verify
-from pipeline.data.preprocess.source_plan import cut_units, find_source_files
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.sources.reader import UnitReader
+from pipeline.data.work.units import cut_units, find_source_files
 from tests.data import mixed
 from tests.data.runs import datasets, make_config
 

@@ -12,10 +12,11 @@ from rich.console import Console
 from pipeline.data.datasets.files import receipt_path
 from pipeline.data.datasets.manifest import verify
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_folder
-from pipeline.data.preprocess.source_plan import find_source_files, make_plan, source_job
+from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.work.units import find_source_files
 from tests.data import mixed
 from tests.data.runs import both, datasets, make_config, tree, write_both
 from tests.data.stage import left_behind, start, write_run_file

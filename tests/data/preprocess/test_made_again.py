@@ -14,11 +14,12 @@ from pipeline.data.preprocess import stage
 from pipeline.data.preprocess import tokenize_unit as unit_module
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.run_units import Outcome
-from pipeline.data.preprocess.source_plan import find_source_files, make_plan, source_job
+from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
 from pipeline.data.work.receipts import read_receipts
+from pipeline.data.work.units import find_source_files
 from tests.data.runs import datasets, make_config, write_jsonl
 
 

@@ -13,9 +13,9 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import verify
 from pipeline.data.preprocess.make_tokenizer import sample_texts
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
-from pipeline.data.preprocess.source_plan import find_source_files
 from pipeline.data.preprocess.split_counts import find_splits
 from pipeline.data.preprocess.stage import dataset_folder, preprocess
+from pipeline.data.work.units import find_source_files
 from tests.data.runs import both, datasets, is_heldout, make_config
 
 

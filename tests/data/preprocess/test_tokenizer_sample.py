@@ -11,8 +11,8 @@ import zstandard
 from rich.console import Console
 
 from pipeline.data.preprocess.make_tokenizer import SAMPLE_BYTES, sample_texts
-from pipeline.data.preprocess.source_plan import find_source_files
 from pipeline.data.preprocess.split_counts import find_splits
+from pipeline.data.work.units import find_source_files
 from tests.data.runs import is_heldout, make_config
 
 DOCUMENT = 4000
