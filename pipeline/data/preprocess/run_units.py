@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from pipeline.common import storage
-from pipeline.common.console import say, verbatim, warn
-from pipeline.common.errors import UserError
-from pipeline.common.format import counted
+from pipeline.common.console import say, warn
 from pipeline.config.root import Config
 from pipeline.data.preprocess.tokenize_unit import (
-    Busy,
     EngineRejected,
     UnitDone,
     UnitJob,
@@ -30,17 +26,10 @@ from pipeline.data.preprocess.tokenize_unit import (
 from pipeline.data.sources.records import EMPTY
 from pipeline.data.tokenization.engine_choice import EngineChoice
 from pipeline.data.tokenization.engines import EngineDiffers
-from pipeline.data.work.leases import PATIENCE_S
+from pipeline.data.work.job_run import Busy, JobRun
 from pipeline.data.work.progress import ProgressLine
-from pipeline.data.work.worker_pool import Advanced, Done, Lost, Silent, Workers, can_fork
+from pipeline.data.work.worker_pool import Workers, can_fork
 
-FAILURES_FILE = "failures.jsonl"
-"""In a source's folder: one line for every time that a unit failed."""
-_GIVEN_UP_AT_MOST = 10
-"""Units given up after which the command stops: the fault is not theirs."""
-_LOOK_AGAIN_S = 1.0
-_SAY_AGAIN_S = 60.0
-_SHOWN = 5
 _WARN_AFTER_RECORDS = 1000
 
 
@@ -103,8 +92,8 @@ def tokenize_units(
             return run.run([replace(job, engine=engine.which) for job in jobs])
 
 
-class _Run:
-    """One pool of workers and what happens in it."""
+class _Run(JobRun[UnitJob, UnitDone]):
+    """Units on one pool of workers."""
 
     def __init__(
         self,
@@ -118,106 +107,39 @@ class _Run:
         waits: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console
-        self._line = line
-        self._workers = workers
+        super().__init__(console, line, workers, waits=waits, clock=clock)
         self._condemned = condemned
         self._engine = engine
-        self._waits = waits
         self._limit = config.data.preprocess.max_error_rate
         self._outcome = Outcome()
         self._records: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
         self._warned: set[str] = set()
-        self._clock = clock
-        self._waits_for: dict[tuple[str, str], tuple[float, float]] = {}
-        """By holder and unit: since when, and when to say it again."""
 
     def run(self, jobs: Sequence[UnitJob]) -> Outcome:
-        waiting: list[UnitJob] = list(jobs)
-        while waiting:
-            held: list[tuple[UnitJob, str]] = []
-            made = self._outcome.units
-            try:
-                for event in self._workers.insist(waiting, lambda error: not _concerns_all(error)):
-                    if isinstance(event, Done) and isinstance(event.result, Busy):
-                        held.append((event.job, event.result.holder))
-                        continue
-                    self._handle(event)
-                    if len(self._outcome.failed) >= _GIVEN_UP_AT_MOST:
-                        return self._outcome
-            except EngineDiffers as error:
-                self._condemn(str(error))
-                return self._outcome
-            except EngineRejected as error:
-                self._outcome.condemned = str(error)
-                return self._outcome
-            waiting = [job for job, _ in held]
-            if not self._waits:
-                # While this one made units, others may have died that held some. Else nothing has changed.
-                if self._outcome.units > made:
-                    continue
-                self._outcome.held = len(held)
-                return self._outcome
-            self._say_waiting(held)
-            if held:
-                time.sleep(_LOOK_AGAIN_S)
-        return self._outcome
+        try:
+            self.run_all(jobs)
+        except EngineDiffers as error:
+            self._condemn(str(error))
+        except EngineRejected as error:
+            self._outcome.condemned = str(error)
+        return replace(self._outcome, units=self.made, failed=self.failed, held=self.held)
 
-    def _say_waiting(self, held: list[tuple[UnitJob, str]]) -> None:
-        """Say what is waited for, at once and again after each time twice as long."""
-        now = self._clock()
-        waits = {(holder, str(job)): self._waits_for.get((holder, str(job)), (now, now)) for job, holder in held}
-        due = [(key, since) for key, (since, again) in waits.items() if now >= again]
-        for (holder, job), since in due:
-            waits[holder, job] = (since, now + max(now - since, _SAY_AGAIN_S))
-        for (holder, job), since in due[:_SHOWN]:
-            so_far = f" for {now - since:.0f} s" if now > since else ""
-            say(self._console, f"waiting{so_far} for {job}, which is held by {holder}")
-        if due:
-            more = f"and for {counted(len(due) - _SHOWN, 'more unit')}; each " if len(due) > _SHOWN else ""
-            say(
-                self._console,
-                f"{more or 'it '}is taken over when its process has ended, or after {PATIENCE_S:.0f} s without a "
-                "sign of life, if the process is stopped or on another machine",
-            )
-        self._waits_for = waits
+    def finished(self, job: UnitJob, result: UnitDone, advanced: int) -> bool:
+        # Bytes that were only estimated, or skipped, count now.
+        self._line.advance(job.unit.bytes - advanced)
+        self._line.unit_done(result.tokens)
+        self._outcome.damaged |= bool(result.damaged)
+        for damaged in result.damaged:
+            warn(self._console, f"{job.unit.source}: {damaged}")
+        self._watch_rejected(job, result)
+        return result.made > 0
 
-    def _handle(
-        self, event: Advanced[UnitJob] | Done[UnitJob, UnitDone | Busy] | Lost[UnitJob] | Silent[UnitJob]
-    ) -> None:
-        if isinstance(event, Advanced):
-            self._line.advance(event.amount)
-        elif isinstance(event, Done):
-            assert isinstance(event.result, UnitDone)
-            self._outcome.units += event.result.made > 0
-            # Bytes that were only estimated, or skipped, count now.
-            self._line.advance(event.job.unit.bytes - event.advanced)
-            self._line.unit_done(event.result.tokens)
-            self._outcome.damaged |= bool(event.result.damaged)
-            for damaged in event.result.damaged:
-                warn(self._console, f"{event.job.unit.source}: {damaged}")
-            self._watch_rejected(event.job, event.result)
-        elif isinstance(event, Silent):
-            say(self._console, str(event))
-        else:
-            self._lost(event)
+    def failures(self, job: UnitJob) -> tuple[Path, dict[str, Any]]:
+        return job.source.folder, {"unit": job.unit.index}
 
-    def _lost(self, event: Lost[UnitJob]) -> None:
-        record = {
-            "unit": event.job.unit.index,
-            "attempt": event.attempt,
-            "how": event.how,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "time": time.time(),
-        }
-        storage.add_json_line(event.job.source.folder / FAILURES_FILE, record)
-        say(self._console, f"{event}, {'it is given up' if event.is_last else 'it will be tried again'}")
-        if event.is_last:
-            if event.details:
-                verbatim(self._console, event.details)
-            self._outcome.failed.append((event.job, event.how))
+    def concerns_all(self, error: Exception) -> bool:
+        return super().concerns_all(error) or isinstance(error, EngineDiffers | EngineRejected)
 
     def _condemn(self, evidence: str) -> None:
         storage.put_json(self._condemned, read_condemned(self._condemned) | {self._engine: evidence})
@@ -238,11 +160,3 @@ class _Run:
                 f"{bad} of the first {records} records of {source} are bad, more than "
                 f"data.preprocess.max_error_rate {self._limit} allows over all records (in {job}: {reasons or 'none'})",
             )
-
-
-def _concerns_all(error: Exception) -> bool:
-    """Tell whether other units would fail in the same way: the disk is full, say."""
-    everywhere = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
-    if isinstance(error, OSError):
-        return error.errno in everywhere
-    return isinstance(error, EngineDiffers | EngineRejected | UserError)

@@ -34,7 +34,7 @@ from pipeline.data.preprocess.run_tokenizer import (
     run_tokenizer,
     tokenizer_folder,
 )
-from pipeline.data.preprocess.run_units import FAILURES_FILE, Outcome, tokenize_units
+from pipeline.data.preprocess.run_units import Outcome, tokenize_units
 from pipeline.data.preprocess.shuffle_pass import ShufflePass
 from pipeline.data.preprocess.source_plan import SourcePlan, is_begun, is_planned, make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits, known_splits
@@ -52,6 +52,7 @@ from pipeline.data.sources.damage import damage_in, damaged_error, look_at_ends
 from pipeline.data.sources.records import EMPTY, START, Unit
 from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from pipeline.data.work.job_run import FAILURES_FILE
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.receipts import Receipts

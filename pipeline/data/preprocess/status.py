@@ -26,11 +26,11 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, tokenizer_folder
-from pipeline.data.preprocess.run_units import FAILURES_FILE
 from pipeline.data.preprocess.tokenize_unit import CONDEMNED_FILE, read_condemned
 from pipeline.data.sources.damage import DamagedFile, in_words
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import Damage
+from pipeline.data.work.job_run import FAILURES_FILE
 from pipeline.data.work.lease_holders import WorkerProgress, read_workers
 from pipeline.data.work.leases import PATIENCE_S
 from pipeline.data.work.progress import NOTHING_TO_DO, WIDE

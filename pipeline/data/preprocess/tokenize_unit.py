@@ -27,6 +27,7 @@ from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import EMPTY, START, Document, Position, Unit, line_of
 from pipeline.data.tokenization.engines import Check, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.job_run import Busy
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import files_are_there, read_receipt
 from pipeline.data.work.units import CHUNK_RECORDS, identity, input_stat, order_key
@@ -91,13 +92,6 @@ class UnitDone:
     records: int
     rejected: dict[str, int]
     damaged: list[DamagedFile]
-
-
-@dataclass(frozen=True)
-class Busy:
-    """Another process has the unit."""
-
-    holder: str
 
 
 class SmallestHashes(NamedTuple):
