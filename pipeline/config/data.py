@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
 from pipeline.config.blend import Slice
+from pipeline.config.curate import CurateConfig
 
 
 class HubConfig(Section):
@@ -144,7 +145,7 @@ class LoaderConfig(Section):
 
 
 class DataConfig(Section):
-    """Sources, preprocessing and splits."""
+    """Sources, curation, preprocessing and splits."""
 
     dir: AbsPath | None = None
     """Folder of the datasets; by default `data` in the run folder."""
@@ -156,6 +157,8 @@ class DataConfig(Section):
     none from training, as `{heldout: 0}` does."""
     split_by: Literal["content", "id"] = "content"
     """Property that decides a document's split: its text, so that equal texts are on one side everywhere, or its id."""
+    curate: CurateConfig | None = None
+    """Curation: which documents are kept; by default all."""
     preprocess: PreprocessConfig = PreprocessConfig()
     """Preprocessing: from documents to tokens."""
     loader: LoaderConfig = LoaderConfig()
@@ -184,4 +187,18 @@ class DataConfig(Section):
         if weighted and len(weighted) != len(names):
             without = [name for name in names if name not in weighted]
             raise ValueError(f"either all sources must have a weight or none; without a weight: {without}")
+        return self
+
+    @model_validator(mode="after")
+    def _curated(self) -> DataConfig:
+        if self.curate is None:
+            return self
+        if reserved := [name for name in (*(source.name for source in self.sources), *self.splits) if name == "curate"]:
+            raise ValueError(f"{reserved[0]!r} is the name of the folder of the curation; choose another name")
+        names = [source.name for source in self.sources if source.dataset is None]
+        named = {f"scopes.{scope}": name for scope, each in self.curate.scopes.items() for name in each}
+        named |= {f"by_source.{name}": name for name in self.curate.by_source}
+        for key, name in named.items():
+            if name not in names:
+                raise ValueError(f"curate.{key}: {name!r} is not a source with files ({', '.join(names)})")
         return self

@@ -1,0 +1,163 @@
+"""`data.curate`: which documents are kept, by rules, models, duplicates and contamination."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section
+from pipeline.config.curate_rules import RulesConfig
+
+
+class PiiConfig(Section):
+    """Personal data. A mask is a keyed hash of what it replaces, like `<email:7f3a>`: the same person stays the same."""
+
+    email: Literal["keep", "mask"] = "keep"
+    """Addresses of mail."""
+    ip: Literal["keep", "mask"] = "keep"
+    """Public IPv4 and IPv6 addresses."""
+    phone: Literal["keep", "mask"] = "keep"
+    """Telephone numbers with a country code or in a usual form."""
+    secret: Literal["keep", "mask"] = "keep"
+    """Keys and tokens of well-known services, and private keys."""
+
+
+class CleanConfig(Section):
+    """Edits of the text, before it is measured. `pipeline preprocess` makes the same ones."""
+
+    mojibake: bool = False
+    """Repair text that was decoded wrongly, with `ftfy`; text of ASCII alone is left as it is."""
+    pii: PiiConfig = PiiConfig()
+    """Personal data that is masked."""
+    lines: list[Literal["c4", "refinedweb"]] = Field(default_factory=list)
+    """Remove lines by the rules of C4 or RefinedWeb; a document with none left is removed."""
+
+
+class LanguageConfig(Section):
+    """Language of a document, by a fastText model."""
+
+    model: AbsPath
+    """Model file, like `lid.176.ftz`, `lid.176.bin` or GlotLID's."""
+    keep: list[str] = Field(default_factory=list)
+    """Labels to keep, without `__label__`, like `en`. Without any, the language is measured only."""
+    min_score: float = Field(default=0.65, ge=0, le=1)
+    """Smallest score of the label."""
+    characters: int | None = Field(default=1000, ge=1)
+    """Characters of the text that the model reads; null for all: three times slower."""
+
+
+class ClassifierConfig(Section):
+    """A fastText classifier, of quality say."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)
+    """Name of the score."""
+    model: AbsPath
+    """Model file."""
+    label: str = Field(min_length=1)
+    """Label whose score is taken, like `__label__hq`."""
+    min_score: float | None = Field(default=None, ge=0, le=1)
+    """Smallest score of a document that is kept."""
+    max_score: float | None = Field(default=None, ge=0, le=1)
+    """Largest score of a document that is kept."""
+    characters: int | None = Field(default=None, ge=1)
+    """Characters of the text that the model reads; null for all."""
+
+
+class LinesConfig(Section):
+    """Lines that occur in many documents, which are removed from them."""
+
+    min_bytes: int = Field(default=20, ge=1)
+    """Shorter lines stay, measured without whitespace at both ends."""
+    min_count: int = Field(default=6, ge=2)
+    """Fewest occurrences in documents of the scope that the rules keep."""
+    keep: Literal["first", "none"] = "first"
+    """Occurrence that stays."""
+
+
+class NearConfig(Section):
+    """Near duplicates by MinHash."""
+
+    words: int = Field(default=5, ge=1, le=32)
+    """Words of a shingle."""
+    bands: int = Field(default=14, ge=1, le=256)
+    """Bands: two documents are compared if all values of one band are equal."""
+    rows: int = Field(default=8, ge=1, le=64)
+    """Values of a band."""
+    min_similarity: float = Field(default=0.7, ge=0, le=1)
+    """A document is removed for a kept one if this share of their values is equal: an estimate of Jaccard similarity."""
+
+
+class DuplicatesConfig(Section):
+    """Duplicates. Each removed document names the kept one."""
+
+    exact: Literal["text", "normalized"] | None = None
+    """Equal texts: byte by byte, or as words without case and punctuation."""
+    url: str | None = None
+    """Key of `metadata` with an address; documents with equal addresses are duplicates."""
+    near: NearConfig | None = None
+    """Near duplicates."""
+    lines: LinesConfig | None = None
+    """Lines that occur in many documents."""
+    keep: list[str] = Field(default_factory=lambda: ["source", "longest"])
+    """Which document of several is kept; the next entry decides where the one before is equal. `source`: the first in
+    the scope's list. `longest`, `shortest`. `newest:KEY`, `oldest:KEY`: by a date in `metadata`. Then a keyed hash."""
+
+
+class DecontaminateConfig(Section):
+    """Documents that contain items of evaluations."""
+
+    tasks: list[str] = Field(default_factory=list)
+    """Tasks of `eval`, whose own files are read: `wikitext`, `lambada`, or tasks of lm-eval."""
+    files: list[AbsGlob] = Field(default_factory=list)
+    """Files with an item per line (.txt), or JSON Lines of which every text is an item."""
+    words: int = Field(default=13, ge=5, le=32)
+    """Words of an n-gram. Items that are shorter count as a whole, from 8 words on."""
+    action: Literal["remove", "report"] = "remove"
+    """Whether documents with such an n-gram are removed."""
+    max_documents: int = Field(default=1000, ge=1)
+    """An n-gram that occurs in more documents is common text (a licence, say): it is reported, and removes nothing."""
+
+
+class CurateConfig(Section):
+    """Curation: which documents are kept. `pipeline curate` writes decisions; `pipeline preprocess` follows them."""
+
+    mode: Literal["observe", "apply"] = "observe"
+    """`observe`: measure and report, remove nothing. `apply`: preprocess leaves out what was decided."""
+    scopes: dict[str, list[str]] = Field(default_factory=dict)
+    """Sources that are compared with each other, by a name of the scope. Each other source is a scope of its own."""
+    against: list[AbsPath] = Field(default_factory=list)
+    """Folders of finished curations (`DATA_DIR/SOURCE/curate`) whose kept documents always win over equal ones here."""
+    clean: CleanConfig = CleanConfig()
+    """Edits of the text."""
+    language: LanguageConfig | None = None
+    """Language of a document."""
+    rules: RulesConfig = RulesConfig()
+    """Rules of documents."""
+    by_source: dict[str, RulesConfig] = Field(default_factory=dict)
+    """Rules of one source, in place of `rules`."""
+    classifiers: list[ClassifierConfig] = Field(default_factory=list)
+    """Classifiers of documents."""
+    duplicates: DuplicatesConfig = DuplicatesConfig()
+    """Duplicates."""
+    decontaminate: DecontaminateConfig | None = None
+    """Contamination by evaluations."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of masks, of the choice among equals and of the examples in the report."""
+    engine: Literal["auto", "numba", "python"] = "auto"
+    """Engine of the measures. `auto` takes numba where it is installed and agrees with plain Python on hard texts."""
+    bucket_bytes: Bytes = Field(default=512 * 2**20, ge=2**16)
+    """Bytes that a job of the comparison sorts in memory."""
+
+    @model_validator(mode="after")
+    def _names(self) -> CurateConfig:
+        seen: dict[str, str] = {}
+        for scope, sources in self.scopes.items():
+            for source in sources:
+                if source in seen:
+                    raise ValueError(f"scopes: {source!r} is in {seen[source]} and in {scope}; a source has one scope")
+                seen[source] = scope
+        names = [one.name for one in self.classifiers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"classifiers need different names, got {names}")
+        return self
