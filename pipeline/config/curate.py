@@ -11,7 +11,7 @@ from pipeline.config.curate_rules import RulesConfig
 
 
 class PiiConfig(Section):
-    """Personal data. A mask is a keyed hash of what it replaces, like `<email:7f3a>`: the same person stays the same."""
+    """Personal data. A mask is a keyed hash of what it replaces, like `<email:7f3a>`, so a person stays the same."""
 
     email: Literal["keep", "mask"] = "keep"
     """Addresses of mail."""
@@ -85,7 +85,7 @@ class NearConfig(Section):
     rows: int = Field(default=8, ge=1, le=64)
     """Values of a band."""
     min_similarity: float = Field(default=0.7, ge=0, le=1)
-    """A document is removed for a kept one if this share of their values is equal: an estimate of Jaccard similarity."""
+    """Share of equal values, an estimate of Jaccard similarity, from which on a document goes for a kept one."""
 
 
 class DuplicatesConfig(Section):
