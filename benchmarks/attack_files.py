@@ -39,7 +39,8 @@ NAME = "SECRET_CANARY_TOKEN"
 HEAVY = (
     *("pipeline.train.trainer", "pipeline.train.fork", "pipeline.train.warm_start"),
     *("pipeline.train.checkpoint.commands", "pipeline.train.checkpoint.export", "pipeline.train.huggingface.convert"),
-    *("pipeline.eval.perplexity", "pipeline.eval.generate", "pipeline.eval.report.gather", "pipeline.eval.report.page"),
+    *("pipeline.eval.perplexity", "pipeline.eval.generation.generate"),
+    *("pipeline.eval.report.gather", "pipeline.eval.report.page"),
     *("pipeline.data.preprocess.stage", "pipeline.data.preprocess.status", "pipeline.data.datasets.adopt"),
     *("pipeline.data.provenance.inspect", "pipeline.data.provenance.run", "pipeline.data.provenance.step_to_documents"),
 )

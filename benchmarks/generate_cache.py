@@ -1,4 +1,4 @@
-"""New tokens a second of `pipeline.eval.generate` and of transformers on the same weights, a JSON line for each size.
+"""New tokens per second of our generation and of transformers on the same weights, a JSON line for each size.
 
     python benchmarks/generate_cache.py --rows 1 8 32
 
@@ -22,8 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pipeline.config.model import ModelConfig
-from pipeline.eval.generate import generate
-from pipeline.eval.sampling import Sampling
+from pipeline.eval.generation.generate import generate
+from pipeline.eval.generation.sampling import Sampling
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
 

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from pipeline.data.loading.batch import Batch
 from pipeline.train.host.cpu_allocator import keep_freed_memory
-from pipeline.train.model.kernels.causal_conv import causal_conv
-from pipeline.train.model.kernels.chunks import Chunks
-from pipeline.train.model.kernels.recurrent import PLAIN
-from pipeline.train.model.kernels.ssd import ssd
+from pipeline.train.model.kernels.recurrence.base import PLAIN
+from pipeline.train.model.kernels.recurrence.causal_conv import causal_conv
+from pipeline.train.model.kernels.recurrence.chunks import Chunks
+from pipeline.train.model.kernels.recurrence.ssd import ssd
 
 LENGTH, DIM, VOCABULARY = 2048, 512, 1024
 HEADS, HEAD_DIM, STATE = 16, 64, 128

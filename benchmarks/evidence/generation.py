@@ -1,4 +1,4 @@
-"""New tokens per second of `pipeline.eval.generate`, beside transformers on the same weights."""
+"""New tokens per second of `pipeline.eval.generation.generate`, beside transformers on the same weights."""
 
 from __future__ import annotations
 

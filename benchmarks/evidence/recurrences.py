@@ -19,8 +19,8 @@ from torch import Tensor
 from evidence.item import Result, goal
 from evidence.rates import timed
 from pipeline.common.errors import UserError
-from pipeline.train.model.kernels.chunks import Chunks
-from pipeline.train.model.kernels.recurrent import PLAIN, RecurrentKernels
+from pipeline.train.model.kernels.recurrence.base import PLAIN, RecurrentKernels
+from pipeline.train.model.kernels.recurrence.chunks import Chunks
 
 _CLOSE = 2e-2
 """Of a difference in bf16, over the largest value."""
@@ -55,7 +55,7 @@ def measure(
     packages = {"plain": PLAIN}
     found: Result = {"rows": {}, "goals": {}, "checks": {}}
     try:
-        from pipeline.train.model.kernels.fla import load
+        from pipeline.train.model.kernels.recurrence.fla import load
 
         packages["fla"] = load()
     except UserError as error:

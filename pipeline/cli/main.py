@@ -184,7 +184,7 @@ def evaluate(
     which = _which(step, weights)
     config = _load(run, overrides)
     if prefetch:
-        from pipeline.eval.harness import prefetch as fetch
+        from pipeline.eval.tasks.harness import prefetch as fetch
 
         fetch(config, Console())
         return

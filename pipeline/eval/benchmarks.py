@@ -26,8 +26,8 @@ def run_benchmarks(
         keep: whether results are written down.
         beat: a sign of life, called after each batch.
     """
-    from pipeline.eval.harness import run_harness
-    from pipeline.eval.tasks import run_tasks
+    from pipeline.eval.tasks.builtin import run_tasks
+    from pipeline.eval.tasks.harness import run_harness
 
     if engine.config.eval.tasks:
         run_tasks(engine, console, keep=keep, beat=beat)
@@ -37,8 +37,8 @@ def run_benchmarks(
 
 def benchmarks_are_made(config: Config, step: int) -> bool:
     """True if there is nothing left to do for `run_benchmarks` at a step."""
-    from pipeline.eval.harness import harness_is_made
-    from pipeline.eval.tasks import tasks_are_made
+    from pipeline.eval.tasks.builtin import tasks_are_made
+    from pipeline.eval.tasks.harness import harness_is_made
 
     return tasks_are_made(config, step) and harness_is_made(config, step)
 

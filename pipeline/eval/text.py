@@ -12,11 +12,11 @@ from pipeline.common.console import Console, echo, say
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.eval import GenerateConfig
-from pipeline.eval.detokenize import TextTokenizer
 from pipeline.eval.expert_choices import ExpertChoices, check_has_experts, show_choices
-from pipeline.eval.generate import Continuation, Token, as_they_end, encode_prompt, stream
+from pipeline.eval.generation.detokenize import TextTokenizer
+from pipeline.eval.generation.generate import Continuation, Token, as_they_end, encode_prompt, stream
+from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.inference import load_decoder
-from pipeline.eval.sampling import Sampling
 from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, section_of
 
 _SLOTS = 32

@@ -16,7 +16,7 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.engine import GenerationEngine, open_engine
 from pipeline.eval.scoring import Prompt, continue_greedily
-from pipeline.eval.wikitext import read_pages
+from pipeline.eval.tasks.wikitext import read_pages
 from pipeline.train.distributed.rank import of_environment
 from pipeline.train.huggingface.convert import to_hf
 from pipeline.train.setup import ALONE

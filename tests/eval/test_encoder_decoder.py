@@ -13,8 +13,8 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.engine import open_engine
-from pipeline.eval.generate import Continuation, GenerationBatch, generate
-from pipeline.eval.sampling import Sampling
+from pipeline.eval.generation.generate import Continuation, GenerationBatch, generate
+from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.scoring import Prompt, Request, continue_greedily, score
 from pipeline.eval.text import continue_prompt
 from pipeline.train.distributed.process_group import Processes, destroy
@@ -23,8 +23,8 @@ from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.trainer import train
 from tests import tiny
+from tests.eval.generation.test_generate import Letters, ids
 from tests.eval.server.running import running
-from tests.eval.test_generate import Letters, ids
 from tests.train.huggingface.parity import QUIET, VOCAB
 from tests.train.huggingface.test_t5 import ROWS, save_weights
 

@@ -20,13 +20,13 @@ from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.eval import generate as module
 from pipeline.eval.engine import open_engine
 from pipeline.eval.expert_choices import ChoiceCollector, ExpertChoices, show_choices
-from pipeline.eval.generate import as_they_end
+from pipeline.eval.generation import generate as module
+from pipeline.eval.generation.generate import as_they_end
+from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.perplexity import evaluate
-from pipeline.eval.sampling import Sampling
 from pipeline.eval.scoring import Request, continue_greedily, score
 from pipeline.train.distributed.process_group import of_environment
 from pipeline.train.model.context import Context
@@ -34,8 +34,8 @@ from pipeline.train.model.mlps.experts.routing import Routed
 from pipeline.train.parallel.rules.layout import check_evaluation_layout
 from pipeline.train.trainer import train
 from tests import tiny
+from tests.eval.generation.test_generate import Letters, decoder, draw_prompts
 from tests.eval.server.running import running
-from tests.eval.test_generate import Letters, decoder, draw_prompts
 from tests.eval.test_scoring import prompts_of, requests_of
 from tests.train.distributed.ranks import Ranks, kept_ranks
 from tests.train.parallel.layouts import EXPERT_FAMILIES

@@ -13,8 +13,8 @@ import torch
 from pipeline.common.errors import MachineError, UserError
 from pipeline.eval import scoring
 from pipeline.eval.engine import GenerationEngine
-from pipeline.eval.generate import generate
-from pipeline.eval.sampling import Sampling
+from pipeline.eval.generation.generate import generate
+from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.scoring import Prompt, Request, Scored, continue_greedily, rolling, score, truncated
 from pipeline.train.model.decoder import Context
 from tests.eval import small

@@ -23,7 +23,7 @@ from pipeline.train.model.decoder import Context
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
 from pipeline.train.setup import load_for_inference
 from tests.eval import small
-from tests.eval.test_generate import decoder
+from tests.eval.generation.test_generate import decoder
 from tests.train.models import VOCAB
 
 

@@ -31,7 +31,7 @@ from pipeline.eval.inference import load_decoder
 from pipeline.eval.perplexity import EvalReport, evaluate, read_report
 from pipeline.eval.reports import read_evaluations, read_weights_evaluations
 from pipeline.eval.server.serve import opened
-from pipeline.eval.tasks import run_tasks
+from pipeline.eval.tasks.builtin import run_tasks
 from pipeline.train.checkpoint.export import average, export
 from pipeline.train.checkpoint.exported import ExportedWeights
 from pipeline.train.checkpoint.manager import Checkpoints

@@ -2,7 +2,8 @@
 
 Every rule has the same form. A tensor of theirs is one of ours, or several of ours below each other. Some families have
 their rows in another order, or matrices the other way round ([in, out], as GPT-2's `Conv1D` multiplies). The order of
-rotary pairs is mostly the same (see `pipeline.train.model.rope`). Of experts the rule is one for the matrix of each.
+rotary pairs is mostly the same (see `pipeline.train.model.positions.rope`). Of experts the rule is one for the matrix
+of each.
 """
 
 from __future__ import annotations

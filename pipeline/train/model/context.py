@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.train.model.dropout import Dropout, PlacedDropout
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
-from pipeline.train.model.kernels.recurrent import PLAIN, RecurrentKernels
+from pipeline.train.model.kernels.recurrence.base import PLAIN, RecurrentKernels
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.mixers.sequence import SequenceCut, SequencePieces
 from pipeline.train.model.mlps.experts.routing import Routed, Routing

@@ -21,15 +21,15 @@ from pipeline.train.model.dropout import Dropout, DropoutPlaces, PlacedDropout, 
 from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Prepared, mask_by_row
 from pipeline.train.model.kernels.biased import Biased
-from pipeline.train.model.kernels.recurrent import PLAIN
+from pipeline.train.model.kernels.recurrence.base import PLAIN
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec, MixerSpec, Reach, RelativeSpec, Side
-from pipeline.train.model.relative import relative_bias
-from pipeline.train.model.rope import rope_tables
+from pipeline.train.model.positions.relative import relative_bias
+from pipeline.train.model.positions.rope import rope_tables
 from pipeline.train.model.sides import SideSpan, both_sides, documents_of, order_by_shard, padded_documents
 from pipeline.train.model.states import EncoderCache, MixerState, NoState, Places, States
 

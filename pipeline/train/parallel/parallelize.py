@@ -21,7 +21,7 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.choice import KernelChoice, KernelRequirements, choose_on
-from pipeline.train.model.kernels.recurrent_choice import RecurrentChoice, choose_recurrent_on
+from pipeline.train.model.kernels.recurrence.choice import RecurrentChoice, choose_recurrent_on
 from pipeline.train.model.loss import VocabShard
 from pipeline.train.model.meta import on_meta
 from pipeline.train.model.mixers.fp32_vectors import Fp32Vectors

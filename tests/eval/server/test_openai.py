@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pipeline.config import Config
-from pipeline.eval.generate import generate
-from pipeline.eval.sampling import Sampling
+from pipeline.eval.generation.generate import generate
+from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.server.watch import load_served
 from pipeline.eval.server.worker import Served
 from pipeline.train.model.decoder import Context

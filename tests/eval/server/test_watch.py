@@ -14,8 +14,8 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.eval.generate import generate
-from pipeline.eval.sampling import Sampling
+from pipeline.eval.generation.generate import generate
+from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.server import watch
 from pipeline.eval.server.watch import load_served
 from pipeline.train.checkpoint.manager import Checkpoints

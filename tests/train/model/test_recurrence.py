@@ -15,7 +15,7 @@ from pipeline.config.train import RecomputeConfig
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
-from pipeline.train.model.kernels import delta_rule, ssd
+from pipeline.train.model.kernels.recurrence import delta_rule, ssd
 from pipeline.train.model.mixers.recurrence import RecurrentState
 from pipeline.train.model.states import States
 from pipeline.train.parallel import compile

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
-from pipeline.train.model.kernels.chunks import Chunks
+from pipeline.train.model.kernels.recurrence.chunks import Chunks
 from pipeline.train.parallel.torch_compat.core import own_part
 
 

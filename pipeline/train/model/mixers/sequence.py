@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.train.model.kernels.chunks import Chunks
+from pipeline.train.model.kernels.recurrence.chunks import Chunks
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """Attention itself: q [B, C, H, E], k, v [B, T, K, V] and which piece of the queries this is -> [B, C, H, V]."""

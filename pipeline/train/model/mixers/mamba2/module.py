@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
-from pipeline.train.model.kernels.chunks import Chunks
-from pipeline.train.model.kernels.ssd import ssd_decay, ssd_entering, ssd_step
+from pipeline.train.model.kernels.recurrence.chunks import Chunks
+from pipeline.train.model.kernels.recurrence.ssd import ssd_decay, ssd_entering, ssd_step
 from pipeline.train.model.mixers.fp32_vectors import Fp32Vectors
 from pipeline.train.model.mixers.mamba2.spec import Mamba2Spec
 from pipeline.train.model.mixers.recurrence import Convolution, RecurrentState, convolve, counted, tail

@@ -15,7 +15,7 @@ from pipeline.train.model.kernels.attention_mask import Terms
 from pipeline.train.model.mixers.attend import attend_to_states, attention_of_pieces
 from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.norm import build_norm
-from pipeline.train.model.rope import apply_rope
+from pipeline.train.model.positions.rope import apply_rope
 from pipeline.train.model.states import KVCache, MixerState
 from pipeline.train.parallel.torch_compat.core import own_part
 
