@@ -17,7 +17,6 @@ from pipeline.common.console import say, warn
 from pipeline.config.root import Config
 from pipeline.data.preprocess.tokenize_unit import (
     EngineRejected,
-    UnitDone,
     UnitJob,
     WorkerContext,
     make_tokenize,
@@ -28,6 +27,7 @@ from pipeline.data.tokenization.engine_choice import EngineChoice
 from pipeline.data.tokenization.engines import EngineDiffers
 from pipeline.data.work.job_run import Busy, JobRun
 from pipeline.data.work.progress import ProgressLine
+from pipeline.data.work.unit_chunks import UnitDone
 from pipeline.data.work.worker_pool import Workers, can_fork
 
 _WARN_AFTER_RECORDS = 1000

@@ -36,7 +36,7 @@ from pipeline.data.preprocess.run_tokenizer import (
 )
 from pipeline.data.preprocess.run_units import Outcome, tokenize_units
 from pipeline.data.preprocess.shuffle_pass import ShufflePass
-from pipeline.data.preprocess.source_plan import SourcePlan, is_begun, is_planned, make_plan, source_job
+from pipeline.data.preprocess.source_plan import SourcePlan, is_planned, make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits, known_splits
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import (
@@ -44,7 +44,6 @@ from pipeline.data.preprocess.tokenize_unit import (
     SourceJob,
     UnitJob,
     WorkerContext,
-    damage_stands,
     read_condemned,
     receipt_stands,
 )
@@ -52,10 +51,12 @@ from pipeline.data.sources.damage import damage_in, damaged_error, look_at_ends
 from pipeline.data.sources.records import EMPTY, START, Unit
 from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from pipeline.data.work.frozen_plan import is_begun
 from pipeline.data.work.job_run import FAILURES_FILE
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.unit_source import damage_stands
 from pipeline.data.work.units import SourceFiles, find_source_files, input_stat, reading
 from pipeline.data.work.worker_pool import ATTEMPTS
 
