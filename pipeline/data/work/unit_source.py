@@ -5,17 +5,21 @@ Whatever reads a source treats these in the same way, so that all stages see the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import PLAN_FILE
+from pipeline.data.sources.damage import damage_in
 from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.records import EMPTY, Document, Unit, line_of
+from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.units import input_stat
 
+S = TypeVar("S", bound="UnitSource")
 _PLAN_HEAD = 1024
 """Bytes."""
 
@@ -82,6 +86,21 @@ def damage_stands(source: UnitSource, unit: Unit, receipt: Any) -> bool:
     if dropped != wanted and not (source.drops_damaged and set(dropped) > set(wanted)):
         return False
     return not (dropped or receipt.get("damaged")) or bool(receipt["input"]["stat"] == input_stat(unit))
+
+
+def without_damaged(source: S, units: Sequence[Unit], receipts: Receipts) -> S:
+    """The source; with `drops_damaged`, without the files that its receipts say are damaged."""
+    if not source.drops_damaged:
+        return source
+    dropped: dict[str, tuple[str, str]] = {}
+    for unit in units:
+        for receipt in receipts.of(unit.index):
+            if not receipt.get("damaged") or receipt["config_hash"] != source.config_hash:
+                continue
+            if receipt["input"]["stat"] == input_stat(unit):
+                for damaged in damage_in(unit, receipt):
+                    dropped.setdefault(damaged.file.name, (damaged.reason, damaged.detail))
+    return replace(source, reader=replace(source.reader, dropped=dropped))
 
 
 def rejected_record(document: Document) -> dict[str, Any]:
