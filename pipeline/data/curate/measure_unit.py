@@ -49,9 +49,13 @@ class MeasureContext(Protocol):
     """What a worker process has for all its units: opened once, also in a pickled copy."""
 
     watch: LeaseWatch
-    engine: str
 
-    def cleaner(self) -> TextCleaner | None:
+    @property
+    def engine_name(self) -> str:
+        """Engine of the measures."""
+
+    @property
+    def text_cleaner(self) -> TextCleaner | None:
         """Edits of the text."""
 
     def measurers(self, source: str) -> list[Measurer]:
@@ -157,7 +161,7 @@ class _MeasuredUnit(ChunkedUnit):
         super().__init__(job.source, job.unit, progress, beat)
         self._source = job.source
         self._context = context
-        self._cleaner = context.cleaner()
+        self._cleaner = context.text_cleaner
         self._measurers = context.measurers(job.unit.source)
         self._type = table_type(self._measurers)
 
@@ -201,7 +205,7 @@ class _MeasuredUnit(ChunkedUnit):
             files = writer.finish()
             self._advance(reader.bytes_read - reported)
             receipt = self._receipt(chunk, start, reader, reader.bytes_read - begun, rejected, last=last) | {
-                "engine": self._context.engine,
+                "engine": self._context.engine_name,
                 "checked": 0,
                 "splits": {},
                 "files": {name: file.listing() for name, file in files.items()},
@@ -256,8 +260,8 @@ class _MeasuredUnit(ChunkedUnit):
             path = receipt_path(self._source.folder, unit, chunk)
             raise UserError(
                 f"{self._unit} gave other measures than when {path} was written ({other['engine']} then, "
-                f"{self._context.engine} now), from the same input; a machine may be broken. Remove {path} and run the "
-                "same command again"
+                f"{self._context.engine_name} now), from the same input; a machine may be broken. Remove {path} and run "
+                "the same command again"
             )
 
     def _remove_behind(self, last: int) -> None:

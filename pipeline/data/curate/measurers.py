@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
-from pipeline.config.curate import CurateConfig
+from pipeline.config.curate import CurateConfig, DuplicatesConfig
 from pipeline.config.data import SourceConfig
 from pipeline.data.curate.batch import Measurer
 from pipeline.data.curate.chunk_writer import FIXED_COLUMNS
+from pipeline.data.curate.compiled import has_numba
 from pipeline.data.curate.rules.base import Ratio, Rule
+from pipeline.data.work.leases import LeaseWatch
 
 EngineKind = Literal["numba", "python"]
 MEASURE_VERSION = "1"
@@ -94,3 +99,103 @@ class _EmptyRule(Ratio):
 def empty_rule() -> Rule:
     """The rule of documents that are empty after cleaning."""
     return _EmptyRule(EMPTY_RULE, "data.curate.clean", 0, "max", "empty after cleaning (1) or not (0)")
+
+
+@dataclass(frozen=True)
+class ComparedRule(Rule):
+    """A rule of duplicates: its values come from comparing documents, not from the table."""
+
+    def values(self, table: Any) -> Any:
+        """None.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"{self.name} has no values in the table of measures")
+
+
+def compared_rules(duplicates: DuplicatesConfig) -> tuple[Rule, ...]:
+    """Rules of duplicates, in the order in which they name the reason."""
+    key = "data.curate.duplicates"
+    rules: list[Rule] = []
+    if duplicates.exact is not None:
+        rules.append(ComparedRule("duplicates.exact", f"{key}.exact", 1.0, "max", "equal to a kept document (1)"))
+    if duplicates.url is not None:
+        rules.append(ComparedRule("duplicates.url", f"{key}.url", 1.0, "max", "address of a kept document (1)"))
+    if duplicates.near is not None:
+        bound = duplicates.near.min_similarity
+        about = "estimated Jaccard similarity to a kept document"
+        rules.append(ComparedRule("duplicates.near", f"{key}.near.min_similarity", bound, "max", about))
+    return tuple(rules)
+
+
+def local_rules(config: CurateConfig, source: str, settings: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """Rules over the measures of a document alone, in the order in which they name the reason.
+
+    Args:
+        config: of the run file.
+        source: name.
+        settings: of its plan.
+    """
+    return (empty_rule(),)
+
+
+class Measuring:
+    """What a worker process of the pass `measure` has, opened once; a pickled copy opens it again.
+
+    Args:
+        config: of the run file.
+        settings: of the plans, by source.
+        engine: of the measures.
+    """
+
+    def __init__(self, config: CurateConfig, settings: Mapping[str, Mapping[str, Any]], engine: EngineKind) -> None:
+        self.watch = LeaseWatch()
+        self.engine = engine
+        self._config = config
+        self._settings = settings
+        self._measurers: dict[str, list[Measurer]] = {}
+
+    def __reduce__(self) -> tuple[type[Measuring], tuple[Any, ...]]:
+        return Measuring, (self._config, self._settings, self.engine)
+
+    @property
+    def engine_name(self) -> str:
+        """Engine of the measures."""
+        return self.engine
+
+    @property
+    def may_differ(self) -> bool:
+        """True if another machine may measure slightly else: models of floats."""
+        return self._config.language is not None or bool(self._config.classifiers)
+
+    @cached_property
+    def text_cleaner(self) -> TextCleaner | None:
+        """Edits of the text."""
+        return open_cleaner(self._config)
+
+    def measurers(self, source: str) -> list[Measurer]:
+        """Measures of a source, in the order of their columns."""
+        if source not in self._measurers:
+            self._measurers[source] = open_measurers(self._config, self._settings[source], self.engine)
+        return self._measurers[source]
+
+    def table_type(self, source: str) -> np.dtype[Any]:
+        """Type of the records of a source's table."""
+        return table_type(self.measurers(source))
+
+
+def open_measurers(config: CurateConfig, settings: Mapping[str, Any], engine: EngineKind) -> list[Measurer]:
+    """Measurers of a source.
+
+    Args:
+        config: of the run file.
+        settings: of the source's plan.
+        engine: of the measures.
+    """
+    return []
+
+
+def choose_engine(config: CurateConfig) -> EngineKind:
+    """Engine of the measures."""
+    return "numba" if config.engine != "python" and has_numba() else "python"

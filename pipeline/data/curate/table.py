@@ -14,7 +14,7 @@ from pipeline.data.curate.files import MEASURES, measured_file
 from pipeline.data.curate.scope import Chunk
 
 
-class DamagedResult(UserError):
+class DamagedFile(UserError):
     """A file that a pass has written does not have the bytes that its receipt names.
 
     The command that finds it removes it, so that the pass makes it again.
@@ -44,14 +44,14 @@ def check_result(path: Path, xxh3: str, made_by: str) -> None:
         made_by: pass that wrote it, for the message.
 
     Raises:
-        DamagedResult: it is another one, or is missing.
+        DamagedFile: it is another one, or is missing.
     """
     try:
         found = f"{file_hash(path):016x}"
     except FileNotFoundError:
-        raise DamagedResult(path, made_by, "it is missing") from None
+        raise DamagedFile(path, made_by, "it is missing") from None
     if found != xxh3:
-        raise DamagedResult(path, made_by, f"hash {found} instead of {xxh3}")
+        raise DamagedFile(path, made_by, f"hash {found} instead of {xxh3}")
 
 
 def read_array(
@@ -67,12 +67,12 @@ def read_array(
         records: that it has to have.
 
     Raises:
-        DamagedResult: it is another one.
+        DamagedFile: it is another one.
     """
     check_result(path, xxh3, made_by)
     size = path.stat().st_size
     if size % dtype.itemsize or (records is not None and size != records * dtype.itemsize):
-        raise DamagedResult(path, made_by, f"{size} bytes are not {records} records of {dtype.itemsize} bytes")
+        raise DamagedFile(path, made_by, f"{size} bytes are not {records} records of {dtype.itemsize} bytes")
     return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
 
 
@@ -85,6 +85,6 @@ def open_table(chunk: Chunk, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Table of measures of a chunk: a record for each row, read-only.
 
     Raises:
-        DamagedResult: it is not the one that was written.
+        DamagedFile: it is not the one that was written.
     """
     return read_array(chunk_path(chunk, MEASURES), dtype, chunk.hashes[MEASURES], "measure", chunk.records)
