@@ -94,7 +94,8 @@ class EmptyRule(Rule):
     """The rule that removes documents of which cleaning leaves nothing. Presets do not look at those."""
 
     def values(self, table: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        return (table["state"] == EMPTY).astype(np.float64)
+        empty: npt.NDArray[np.float64] = (table["state"] == EMPTY).astype(np.float64)
+        return empty
 
 
 def empty_rule(key: str) -> EmptyRule:
@@ -112,7 +113,7 @@ def preset_rules(rules: RulesConfig, key: str) -> tuple[Rule, ...]:
     found: list[Rule] = []
     for preset, measures in MEASURES.items():
         section = getattr(rules, preset)
-        for name, measure in measures.items() if section is not None else ():
+        for name in measures if section is not None else ():
             bound = getattr(section, name)
             if bound is not None:
                 found.append(_rule(preset, name, bound, f"{key}.{preset}.{name}"))
