@@ -84,7 +84,7 @@ class Scratch(NamedTuple):
 
 def scratch() -> Scratch:
     """Memory for documents of any size, of which only what is used is taken from the machine."""
-    n = w.COMPARED
+    n, slots = w.COMPARED, max(16, 1 << (2 * w.COMPARED - 1).bit_length())
     long, short = np.uint64, np.int32
     return Scratch(
         kinds(),
@@ -95,9 +95,9 @@ def scratch() -> Scratch:
         np.empty(n, long),
         np.empty(n, short),
         np.empty(n, short),
-        np.empty(2 * n, long),
-        np.empty(2 * n, short),
-        np.empty(2 * n, short),
+        np.empty(slots, long),
+        np.empty(slots, short),
+        np.empty(slots, short),
     )
 
 
