@@ -147,9 +147,7 @@ def active_curation(config: Config, found: SourceFiles) -> AppliedCuration | Non
 
 
 def _applied(active: Curation, curate: CurateConfig) -> AppliedCuration:
-    return AppliedCuration(
-        active.folder, active.about["decide_hash"], content_hash(active), curate.clean, curate.seed
-    )
+    return AppliedCuration(active.folder, active.about["decide_hash"], content_hash(active), curate.clean, curate.seed)
 
 
 def _differences(plan: CurationPlan, settings: Mapping[str, object], active: Curation | None) -> list[str]:
