@@ -20,7 +20,9 @@ Found = tuple[int, int, str]
 _LOCAL_CHARACTERS = 64
 _LOCAL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._%+\-]{0,62}[A-Za-z0-9_%+\-])?\Z")
 _DOMAIN = re.compile(r"@(?:[A-Za-z0-9](?:[A-Za-z0-9\-]{0,62})\.){1,8}[A-Za-z]{2,24}(?![A-Za-z0-9_@])", re.ASCII)
-_FILES = frozenset("png jpg jpeg gif svg webp avif ico js mjs css ts json html htm map woff ttf mp4 pdf".split())
+_FILES = frozenset(
+    ["png", "jpg", "jpeg", "gif", "svg", "webp", "avif", "ico", "js", "mjs", "css", "ts", "json", "html", "map", "pdf"]
+)
 """Ends of names like `logo@2x.png`, which are files."""
 
 _IPV4 = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}(?![0-9A-Za-z_]|\.[0-9]|-[A-Za-z])")
@@ -54,7 +56,7 @@ _KEYS = (
     ("glpat-", r"glpat-[A-Za-z0-9_\-]{20,255}"),
     ("xox", r"xox[abeoprs]-[A-Za-z0-9\-]{10,255}"),
     ("xapp-", r"xapp-[A-Za-z0-9\-]{20,255}"),
-    ("hooks.slack.com/services/", r"hooks\.slack\.com/services/T[A-Za-z0-9]{6,16}/B[A-Za-z0-9]{6,16}/[A-Za-z0-9]{16,40}"),
+    ("hooks.slack.com/", r"hooks\.slack\.com/services/T[A-Z0-9]{6,16}/B[A-Z0-9]{6,16}/[A-Za-z0-9]{16,40}"),
     ("sk_", r"sk_(?:live|test)_[A-Za-z0-9]{16,255}"),
     ("rk_", r"rk_(?:live|test)_[A-Za-z0-9]{16,255}"),
     ("whsec_", r"whsec_[A-Za-z0-9]{24,255}"),
@@ -126,7 +128,7 @@ def ips(text: str) -> Iterator[Found]:
 
 
 def phones(text: str) -> Iterator[Found]:
-    """Telephone numbers: `+CC ...`, `(AAA) EEE-NNNN`, `AAA-EEE-NNNN`, and those behind a word like `tel.`"""
+    """Telephone numbers: `+CC ...`, `(AAA) EEE-NNNN`, `AAA-EEE-NNNN`, and those behind a word like `tel.` too."""
     if "+" in text:
         yield from _numbers(text, _INTERNATIONAL, 8)
     yield from _numbers(text, _NATIONAL, 10)
