@@ -7,7 +7,7 @@ An item with `words` words or more has all of its n-grams in it; a shorter one i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
 from pipeline.common.mapped_file import map_file
 from pipeline.config.curate import DecontaminateConfig
-from pipeline.data.curate.decontamination.items import KEY, EvalItem, all_items, item_at, read_items, write_items
+from pipeline.data.curate.decontamination.items import KEY, PIECE, EvalItem, all_items, item_at, read_items, write_items
 from pipeline.data.curate.decontamination.numpy_engine import ngram_hashes, word_hashes
 from pipeline.data.curate.decontamination.words import find_words, word_settings
 from pipeline.data.datasets.indexed import HashedFile
@@ -183,18 +183,23 @@ def _collect(items: Path, words: int) -> tuple[npt.NDArray[Any], dict[str, Any]]
     return np.concatenate(found), {**about, "item_tasks": np.array(tasks), "item_places": np.array(places)}
 
 
-def _rows(texts: Iterable[str], first: int, words: int) -> list[npt.NDArray[Any]]:
-    hashes, starts = word_hashes(list(texts))
+def _rows(texts: Sequence[str], first: int, words: int) -> list[npt.NDArray[Any]]:
+    """Records of the n-grams of items, of which `first` is the number of the first one."""
+    pieces = [(number, piece) for number, text in enumerate(texts, first) for piece in text.split(PIECE)]
+    hashes, starts = word_hashes([piece for _, piece in pieces])
+    shortest = min(SHORTEST, words)
     found = []
-    for number, (start, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True), first):
+    item_start, item = 0, first
+    for (number, _), start, end in zip(pieces, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        if number != item:
+            item, item_start = number, start
         length = min(words, end - start)
-        shortest = min(SHORTEST, words)
         if length < shortest:
             continue
         ngrams = ngram_hashes(hashes[start:end], length)
         rows = np.zeros(len(ngrams), _ROW)
         rows["hash"], rows["item"], rows["length"] = ngrams, number, length
-        rows["word"] = np.arange(len(ngrams))
+        rows["word"] = np.arange(len(ngrams)) + (start - item_start)
         rows["prefix"] = ngram_hashes(hashes[start:end], shortest)[: len(ngrams)]
         found.append(rows)
     return found
@@ -231,7 +236,7 @@ def open_index(path: Path) -> NgramIndex:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; `pipeline curate RUN.yaml` writes it") from error
     content, end = data[:-8], data[-8:].tobytes()
-    hashed = xxhash.xxh3_64_intdigest(content)
+    hashed = xxhash.xxh3_64_intdigest(content.data)
     if size < _ALIGNED or hashed.to_bytes(8, "little") != end or content[: len(_MAGIC)].tobytes() != _MAGIC:
         raise UserError(f"{path} is damaged; remove it, and `pipeline curate RUN.yaml` writes it anew")
     at = len(_MAGIC) + 8

@@ -20,6 +20,10 @@ TASK_ITEMS = "task_items.jsonl"
 """Items of the tasks of `data.curate.decontaminate.tasks`, which the evaluation resolves and writes."""
 
 
+PIECE = "\x1e"
+"""Between texts of an item that are looked for each on its own: a question, and the prompt that it stands in."""
+
+
 @dataclass(frozen=True)
 class EvalItem:
     """An item of an evaluation.
@@ -27,7 +31,7 @@ class EvalItem:
     Attributes:
         task: name of the task, or of the file.
         name: of the item in it: its number, or file and line.
-        text: all that a model would see of it and should answer.
+        text: all that a model would see of it and should answer; n-grams do not cross a `PIECE`.
     """
 
     task: str
@@ -143,7 +147,7 @@ def _texts(path: Path, file: BinaryIO) -> Iterator[tuple[str, str]]:
             if path.suffix == ".txt":
                 found = [("", line.decode())]
             else:
-                found = list(_strings(orjson.loads(line), "")) if line.strip() else []
+                found = list(strings_of(orjson.loads(line), "")) if line.strip() else []
         except ValueError as error:
             raise UserError(f"{KEY}.files: {path}:{number} is damaged: {error}") from None
         for key, text in found:
@@ -151,13 +155,13 @@ def _texts(path: Path, file: BinaryIO) -> Iterator[tuple[str, str]]:
                 yield f"{number}{key}", text
 
 
-def _strings(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def strings_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Strings in a JSON value, however deep, with their keys."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
         for name, each in value.items():
-            yield from _strings(each, f"{key}:{name}")
+            yield from strings_of(each, f"{key}:{name}")
     elif isinstance(value, list):
         for number, each in enumerate(value):
-            yield from _strings(each, f"{key}:{number}")
+            yield from strings_of(each, f"{key}:{number}")

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pipeline.config.curate import DecontaminateConfig
 from pipeline.data.curate.decontamination.index import NgramIndex, unchecked_items
+from pipeline.data.curate.decontamination.items import PIECE
 from pipeline.data.curate.decontamination.matching import reference_ngrams
 from pipeline.data.curate.decontamination.measure import CONTAMINATED
 from pipeline.data.curate.rules.base import Ratio, Rule
@@ -132,7 +133,7 @@ class TouchedItems:
             yield {
                 "task": item.task,
                 "item": item.name,
-                "text": item.text[:200],
+                "text": item.text.replace(PIECE, " ")[:200],
                 "documents": int(self._documents[number]),
                 "ngrams": int(counts[number]),
                 "found": int(found[number]),
@@ -142,7 +143,7 @@ class TouchedItems:
 
     def report(self) -> dict[str, Any]:
         """Contamination in both directions, as JSON: `tasks`, first `items`, `common` n-grams, `too_short` items."""
-        listed = []
+        listed: list[dict[str, Any]] = []
         for item in self.listed():
             if len(listed) == _LISTED:
                 break
