@@ -20,6 +20,8 @@ _TOTALS = ("rows", "rejected", "documents", "bytes", "kept", "kept_bytes", "edit
 _OF_RULE = ("fires", "first", "first_bytes", "alone", "otherwise")
 NEAR_RULE = "duplicates.near"
 """Name of the rule whose values are estimates of similarity."""
+EMPTY_RULE = "clean.empty"
+"""Name of the rule of documents without text, which has nothing else to measure."""
 GROUPS = ("languages", "domains")
 
 
@@ -175,7 +177,7 @@ def _of_rule(
 
     `fires`: documents it removes; `first`: those whose verdict names it, of `first_bytes` bytes; `alone`: those that
     no other rule removes; `otherwise`: those that it removes for another reason than its bound. Histograms of its
-    values: `all` documents, and `free` ones, whose fate is the bound's alone: no other rule removes them.
+    values: `all` documents with text, and `free` ones, whose fate is the bound's alone: no other rule removes them.
     """
     fires = chunk.fires[place] & documents
     first = documents & (chunk.verdicts["rule"] == place + 1)
@@ -194,14 +196,14 @@ def _of_rule(
     name = chunk.rules[place]
     examples: dict[str, Any] = {kind: [] for kind in MOST}
     examples["removed"] = sampler.choose(name, rows, drawn, np.zeros(len(rows)), MOST["removed"])
-    if place < len(chunk.local):
+    if place < len(chunk.local) and name != EMPTY_RULE:
         rule = chunk.local[place]
         scale, values = scale_of(rule.about), rule.values(chunk.table)
         beyond = values < rule.bound if rule.keeps == "min" else values > rule.bound
-        other = fires & ~beyond
-        free = documents & alone & ~other
+        other, measured = fires & ~beyond, chunk.table["state"] == 0
+        free = measured & alone & ~other
         counts["otherwise"] = int(other.sum())
-        counts["all"] = sparse(_histogram(values[documents], scale, rule.keeps))
+        counts["all"] = sparse(_histogram(values[measured], scale, rule.keeps))
         counts["free"] = sparse(_histogram(values[free], scale, rule.keeps))
         for kind, side in (("inside", free & ~beyond), ("beyond", free & beyond)):
             rows = np.flatnonzero(side)
