@@ -1,4 +1,4 @@
-"""Tables of what was found of evaluations. Their columns are those of the figures, whatever these are."""
+"""Tables of what was found of evaluations: items that documents have, and documents that have items."""
 
 from __future__ import annotations
 
@@ -7,63 +7,60 @@ from typing import Any
 
 from pipeline.common.format import counted
 from pipeline.common.page.html import Table, section
-from pipeline.common.page.words import figure
+from pipeline.data.curate.scope import place
 
 _ROWS = 50
-_CELL = 160
+_CELL = 200
 
 
-def contamination(found: Any) -> Iterator[str]:
+def contamination(found: Mapping[str, Any] | None, sources: Sequence[str]) -> Iterator[str]:
     """Sections of the page.
 
     Args:
-        found: an object of figures, lists of objects and lists of texts; or None.
+        found: as `TouchedItems.report` returns it; None if nothing was looked for.
+        sources: of the scope, by number.
     """
-    if not isinstance(found, Mapping):
+    if not found:
         return
-    figures = {name: value for name, value in found.items() if not isinstance(value, (list, dict))}
-    if figures:
-        rows = tuple((_words(name), _cell(value)) for name, value in figures.items())
-        yield section("Contamination", Table(("", ""), rows, 1))
-    for name, value in found.items():
-        title = f"Contamination: {_words(name)}"
-        if isinstance(value, Mapping) and value and all(isinstance(one, Mapping) for one in value.values()):
-            yield _objects(title, [{"name": key, **one} for key, one in value.items()])
-        elif isinstance(value, Mapping) and value:
-            yield _objects(title, [{"name": key, "value": one} for key, one in value.items()])
-        elif isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-            yield _objects(title, value)
-        elif isinstance(value, list) and value:
-            yield _objects(title, [{"text": one} for one in value])
+    tasks = tuple(
+        (name, *(f"{counts[key]:,}" for key in ("items", "checked", "touched", "documents")))
+        for name, counts in found["tasks"].items()
+    )
+    of_tasks = ("task", "items", "long enough", "touched", "documents")
+    short = found["too_short"]["items"]
+    words = f"{counted(short, 'item')} are too short to be looked for." if short else ""
+    yield section("Contamination by task", Table(of_tasks, tasks, 1), words)
+    items = tuple(_item(item, sources) for item in found["items"][:_ROWS])
+    if items:
+        more = len(found["items"]) - _ROWS
+        words = "Those of which the largest share of n-grams was found come first." + _more(more)
+        head = ("task", "item", "first documents (unit:row)", "text", "n-grams", "found", "documents")
+        yield section("Items found in documents", Table(head, items, 4), words)
+    common = found["common"]
+    if common["ngrams"]:
+        rows = tuple((_cut(each["text"]), f"{each['documents']:,}") for each in common["listed"][:_ROWS])
+        words = "They are in more documents than max_documents allows, and remove nothing."
+        more = common["ngrams"] - len(rows)
+        yield section("Common n-grams", Table(("n-gram", "documents"), rows, 1), words + _more(more))
 
 
-def _objects(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    words = [key for key in columns if any(not _is_number(row.get(key)) for row in rows)]
-    columns = [*words, *(key for key in columns if key not in words)]
-    cells = tuple(tuple(_cell(row.get(key)) for key in columns) for row in rows[:_ROWS])
-    more = len(rows) - _ROWS
-    note = f"{counted(more, 'more row')}: see report.json." if more > 0 else ""
-    return section(title, Table(tuple(map(_words, columns)), cells, len(words)), note)
+def _item(item: Mapping[str, Any], sources: Sequence[str]) -> tuple[str, ...]:
+    words = (item["task"], item["item"], _places(item["examples"], sources), _cut(item["text"]))
+    return (*words, *(f"{item[key]:,}" for key in ("ngrams", "found", "documents")))
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _places(documents: Sequence[int], sources: Sequence[str]) -> str:
+    found = []
+    for number in documents:
+        source, unit, row = place(number)
+        name = f"{sources[source]} " if len(sources) > 1 and source < len(sources) else ""
+        found.append(f"{name}{unit}:{row}")
+    return ", ".join(found)
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+def _more(rows: int) -> str:
+    return f" {rows:,} more are not shown." if rows > 0 else ""
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (int, float)):
-        return figure(value) if isinstance(value, float) else f"{value:,}"
-    if isinstance(value, (list, tuple)):
-        text = ", ".join(map(_cell, value[:10])) + (f" and {len(value) - 10:,} more" if len(value) > 10 else "")
-    else:
-        text = str(value)
+def _cut(text: str) -> str:
     return text if len(text) <= _CELL else text[: _CELL - 1] + "…"

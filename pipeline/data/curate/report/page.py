@@ -43,7 +43,7 @@ def page(report: Mapping[str, Any]) -> bytes:
         _together(report, fired),
         *_groups(report),
         *_clusters(report),
-        *contamination(report["contamination"]),
+        *contamination(report["contamination"], report["sources"]),
         *_examples(report),
         f"</main><footer>Made by pretraining-pipeline {__version__} from the verdicts "
         f"{escaped(report['decide_hash'])}. Tokens are estimated as a quarter of the bytes.</footer>",

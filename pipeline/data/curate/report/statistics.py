@@ -29,7 +29,7 @@ class Groups(NamedTuple):
     """Groups that documents are counted by: languages, say.
 
     Attributes:
-        codes: of shape (records,): number of each record's group; negative for none.
+        codes: of shape (records,): number of each record's group; one that has no name is none.
         names: of the groups.
     """
 
@@ -239,7 +239,7 @@ def _grouped(
     codes = groups.codes.astype(np.int64)
     sums = np.zeros((len(groups.names), 4), np.int64)
     for column, chosen in ((0, documents), (2, kept)):
-        rows = np.flatnonzero(chosen & (codes >= 0))
+        rows = np.flatnonzero(chosen & (codes >= 0) & (codes < len(groups.names)))
         np.add.at(sums[:, column], codes[rows], 1)
         np.add.at(sums[:, column + 1], codes[rows], size[rows])
     for code in np.flatnonzero(sums[:, 0]).tolist():  # two numbers may have one name
