@@ -14,6 +14,7 @@ from pipeline import __version__
 from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step, Verbose, WeightsFolder
 from pipeline.cli.checkpoint import checkpoint_app
 from pipeline.cli.convert import convert_app
+from pipeline.cli.curate import curate
 from pipeline.cli.data import data_app
 from pipeline.cli.failures import CommandGroup, report_error, report_mistake
 from pipeline.cli.jobs import add_to
@@ -31,7 +32,7 @@ app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Pretrain a language model from a run file: preprocess, train, eval, on this machine or on SLURM.",
+    help="Pretrain a language model from a run file: curate, preprocess, train, eval, on this machine or on SLURM.",
 )
 config_app = typer.Typer(no_args_is_help=True, help="Show run files and their keys.")
 app.add_typer(config_app, name="config")
@@ -57,6 +58,9 @@ def _options(
     pass
 
 
+app.command()(curate)
+
+
 @app.command()
 def preprocess(
     run: RunOrFolder,
@@ -79,7 +83,7 @@ def preprocess(
 
         print_status(Console(), config, shlex.join([str(run), *(overrides or ())]))
         return
-    if _submitted(config, ["preprocess"], slurm, local, dry_run):
+    if submitted(config, ["preprocess"], slurm, local, dry_run):
         return
     from slurm.local.stages import preprocess as stage
 
@@ -107,7 +111,7 @@ def train(
 
         check_layout(config)
         return
-    if _submitted(config, ["train"], slurm, local, dry_run):
+    if submitted(config, ["train"], slurm, local, dry_run):
         return
     from slurm.local.stages import train as stage
 
@@ -197,7 +201,7 @@ def evaluate(
         raise UserError(
             "jobs evaluate checkpoints of a run; leave out --slurm, --local and --dry-run to evaluate --weights here"
         )
-    if _submitted(config, ["eval"], slurm, local, dry_run, step):
+    if submitted(config, ["eval"], slurm, local, dry_run, step):
         return
     from slurm.local.stages import evaluate as stage
 
@@ -234,7 +238,7 @@ def run_all(
     config = _load(run, overrides)
     if verbose:
         os.environ[VERBOSE] = "1"
-    if _submitted(config, ["preprocess", "train", "eval"], slurm, local, dry_run):
+    if submitted(config, ["preprocess", "train", "eval"], slurm, local, dry_run):
         return
     from slurm.local.stages import run as stages
 
@@ -385,12 +389,12 @@ def config_schema() -> None:
 add_to(app)
 
 
-def _submitted(
+def submitted(
     config: Config, stages: list[StageName], slurm: bool, local: bool, dry_run: bool, step: int | None = None
 ) -> bool:
     """Send stages to where the options say; False if they are to run here and now."""
     if not (slurm or local):
-        if dry_run and stages != ["preprocess"]:
+        if dry_run and stages not in (["preprocess"], ["curate"]):
             raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")
         if not dry_run and stages != ["eval"] and RunFiles(config.run.dir).jobs.exists():
             from slurm.local import by_hand

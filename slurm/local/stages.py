@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 # Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
 
 
+def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
+    """Documents to decisions; see `pipeline.data.curate.stage`. A dry run leaves no trace."""
+    from pipeline.data.curate.stage import curate as stage
+
+    if dry_run:
+        stage(config, dry_run=True)
+        return
+    with _stage(config, "curate"), _terminate_stops():
+        stage(config, units=units)
+
+
 def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
     """Documents to tokens; see `pipeline.data.preprocess.stage`. A dry run leaves no trace."""
     from pipeline.data.preprocess.stage import preprocess as stage
@@ -220,6 +231,8 @@ def run(config: Config, console: Console | None = None) -> None:
 
     # What could not be evaluated is refused before it is trained, and before it is tokenized where that can be told.
     check_evaluation_layout(config, config.eval.processes)
+    if config.data.curate is not None:
+        curate(config)
     preprocess(config)
 
     from pipeline.eval.benchmarks import benchmarks_are_made

@@ -22,8 +22,7 @@ from pipeline.data.preprocess.run_tokenizer import (
     run_tokenizer,
     tokenizer_folder,
 )
-from pipeline.data.preprocess.run_units import worker_count
-from pipeline.data.preprocess.source_plan import counting_job, is_begun, make_plan
+from pipeline.data.preprocess.source_plan import counting_job, make_plan
 from pipeline.data.preprocess.split_counts import known_splits
 from pipeline.data.preprocess.splits import Splits, split_names
 from pipeline.data.preprocess.status import SourceProgress, read_state
@@ -36,8 +35,10 @@ from pipeline.data.sources.records import EMPTY, Unit
 from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.frozen_plan import is_begun
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.units import SourceFiles, cut_units
+from pipeline.data.work.worker_count import worker_count
 
 SAMPLE_BYTES = 2**20
 """Bytes on disk, or of text, of each source that are read and encoded."""

@@ -22,11 +22,11 @@ from pipeline.data.preprocess.run_tokenizer import (
     tokenizer_folder,
     what_differs,
 )
-from pipeline.data.preprocess.source_plan import is_begun, withdraw
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import START, Piece, Position, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.frozen_plan import is_begun, withdraw
 from pipeline.data.work.units import SourceFiles
 
 SAMPLE_BYTES = 2**18

@@ -12,6 +12,7 @@ from pipeline.data.datasets.manifest import Manifest
 from pipeline.data.preprocess.splits import documents_wanted
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.records import MAX_RECORD_BYTES
+from pipeline.data.work.frozen_plan import setting_differences
 from pipeline.data.work.units import reader_of
 
 _NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits")
@@ -61,19 +62,3 @@ def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
                 + "\n".join(f"  {difference}" for difference in differences)
                 + "\nSet them back; or run `pipeline preprocess` with this run file, which says how to make it again"
             )
-
-
-def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    words = {"code_version": "version of the preprocess stage", "tokenizer": "tokenizer (fingerprint)"}
-    # Where the splits end follows from the settings and the files.
-    return [
-        f"{words.get(name, name)}: {_shown(name, old.get(name))} then, {_shown(name, new.get(name))} now"
-        for name in sorted({*old, *new} - {"ends of splits"})
-        if old.get(name) != new.get(name)
-    ]
-
-
-def _shown(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int) and value % 2**20 == 0:
-        return f"{value // 2**20}MiB"
-    return repr(value)

@@ -15,7 +15,6 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
-from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import counting_job, planned_settings
 from pipeline.data.preprocess.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
 from pipeline.data.preprocess.tokenize_unit import SmallestHashes, UnitJob, make_sample_hashes
@@ -23,6 +22,7 @@ from pipeline.data.sources.records import EMPTY
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.units import SourceFiles, cut_units
+from pipeline.data.work.worker_count import worker_count
 from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 _NONE: Mapping[str, tuple[str, str]] = {}
