@@ -10,6 +10,7 @@ In a run the sections are equal ranges of hashes, and records are sorted by all 
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from pathlib import Path
@@ -54,9 +55,7 @@ class DamagedFile(UserError):
         self.how = how
 
     def __str__(self) -> str:
-        return (
-            f"{self.path} is damaged ({self.how}); pass {self.made_by!r} makes it again: run the same command again"
-        )
+        return f"{self.path} is damaged ({self.how}); pass {self.made_by!r} makes it again: run the same command again"
 
 
 def run_ranges(size: int) -> int:
@@ -122,8 +121,8 @@ def fill_sections(file: HashedFile, records: npt.NDArray[Any], bounds: npt.NDArr
     directory = np.zeros(len(bounds), _ENTRY)
     directory["first"] = bounds
     places = (np.asarray(bounds).astype(np.int64) * width).tolist()
-    pairs = zip(places[:-1], places[1:], strict=True)
-    directory["xxh3"][:-1] = [xxhash.xxh3_64_intdigest(data[low:high]) for low, high in pairs]
+    hashes = [xxhash.xxh3_64_intdigest(data[low:high]) for low, high in itertools.pairwise(places)]
+    directory["xxh3"][:-1] = hashes
     head = _HEAD.pack(_MAGIC, RUN_VERSION, len(kind), len(bounds) - 1, len(records)) + kind
     with storage.naming(file.final):
         file.write(head + _CHECK.pack(xxhash.xxh3_64_intdigest(head)))
@@ -232,7 +231,10 @@ class SectionFile:
         magic, version, _, self.sections, self.records = _HEAD.unpack_from(head)
         if magic != _MAGIC or version != RUN_VERSION:
             raise self._damaged(f"it is not a file of sections of version {RUN_VERSION}")
-        if _CHECK.unpack_from(head, size)[0] != xxhash.xxh3_64_intdigest(head[:size]) or head[_HEAD.size : size] != kind:
+        if (
+            _CHECK.unpack_from(head, size)[0] != xxhash.xxh3_64_intdigest(head[:size])
+            or head[_HEAD.size : size] != kind
+        ):
             raise self._damaged(f"its head is not that of records {kind.decode()}")
         self._directory = size + _CHECK.size
         self._data = self._directory + (self.sections + 1) * _ENTRY.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +127,7 @@ def test_buckets_are_all_hashes(buckets: int) -> None:
     ranges = [bucket_range(bucket, buckets) for bucket in range(buckets)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == HASHES
-    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
 
 
 def test_numbers() -> None:

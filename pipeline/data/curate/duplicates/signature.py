@@ -84,7 +84,7 @@ def reference_signature(text: str, size: int, values: int) -> list[int]:
 
 def has_signature(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
     """Tell which rows are signatures, shape (documents,)."""
-    return (signatures != np.uint32(NO_VALUE)).any(axis=1)
+    return np.any(signatures != np.uint32(NO_VALUE), axis=1)
 
 
 def band_hashes(signatures: npt.NDArray[np.uint32], bands: int) -> npt.NDArray[np.uint64]:

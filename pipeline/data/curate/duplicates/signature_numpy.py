@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ class NumpySigner:
             self._minima(shingles, starts, found[first:end])
         return found
 
-    def _shingles(self, texts: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    def _shingles(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
         """Hashes of the shingles of all texts, and where those of each text begin, shape (texts + 1,)."""
         hashes, before = self._words(texts)
         counts = np.diff(before)
@@ -59,7 +59,7 @@ class NumpySigner:
             sums[starts[text]] = (few * self._place_powers[: len(few)][::-1]).sum(dtype=np.uint64)
         return (mix(sums, SHINGLE) >> np.uint64(32)).astype(np.uint32), starts
 
-    def _words(self, texts: list[str]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    def _words(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         letters, starts, before = split_words(texts)
         if not len(starts):
             return np.zeros(0, np.uint64), before
