@@ -61,7 +61,7 @@ def finish_source(
     """
     plan, decisions = passes.plan.plans[number], passes.plan.decisions(number)
     jobs = passes.decide_jobs(number)
-    receipts = finished(jobs, DECIDE)
+    receipts = finished(list(jobs), DECIDE)
     totals: Counter[str] = Counter()
     removed: Counter[str] = Counter()
     verdicts: dict[str, str] = {}

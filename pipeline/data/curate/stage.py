@@ -137,6 +137,7 @@ class Stage:
         self._receipts: dict[str, Receipts] = {}
         """By source, of the last look."""
         self._is_checked = False
+        self._made = 0
 
     def freeze(self) -> None:
         """Write the plans, or compare them with those that are there."""
@@ -160,22 +161,32 @@ class Stage:
 
     def run(self) -> CurationReport:
         """Do what is missing, then finish every source."""
-        made = stalled = 0
+        report = CurationReport(self.decide())
+        report.made = self._made
+        print_summary(self._console, report.sources, self._curate.mode)
+        return report
+
+    def decide(self, *, activate: bool = True) -> list[SourceCuration]:
+        """Do what is missing, then write the decisions about every source.
+
+        Args:
+            activate: whether they are to hold from now on.
+        """
+        stalled = 0
         while (step := self._step(waits=True)) is not None:
-            made += step.outcome.made
+            self._made += step.outcome.made
             stalled = 0 if step.outcome.made else stalled + 1
             if stalled > _ROUNDS:
                 raise MachineError(
                     f"jobs of {step.name} are made and removed repeatedly; is another command running with other "
                     "settings?"
                 )
-        report = CurationReport([], made)
+        found = []
         for passes in self._passes():
             for number in range(len(passes.plan.plans)):
-                report.sources.append(finish_source(passes, number, self._curate.mode, self._read_texts))
-        report.sources.sort(key=lambda each: each.name)
-        print_summary(self._console, report.sources, self._curate.mode)
-        return report
+                mode, read_texts = self._curate.mode, self._read_texts
+                found.append(finish_source(passes, number, mode, read_texts, activate=activate))
+        return sorted(found, key=lambda each: each.name)
 
     def make_units(self) -> CurationReport:
         """Do free jobs of the first pass that is not complete, beside other commands that do the same."""

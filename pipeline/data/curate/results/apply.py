@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -112,14 +112,24 @@ def applied_curations(config: Config, sources: list[SourceFiles]) -> dict[str, A
     Raises:
         UserError: the active decisions are not those of the run file.
     """
-    curate = config.data.curate
-    if curate is None or curate.mode != "apply":
+    if config.data.curate is None or config.data.curate.mode != "apply":
         return {}
     from pipeline.data.curate.stage import plan_sources
 
+    return decisions_of_run(config, plan_sources(config, sources))
+
+
+def decisions_of_run(config: Config, plans: Sequence[CurationPlan]) -> dict[str, AppliedCuration]:
+    """Active decisions, by source.
+
+    Raises:
+        UserError: they are not those of the run file.
+    """
+    curate = config.data.curate
+    assert curate is not None, "there are plans"
     found: dict[str, AppliedCuration] = {}
     wrong: list[str] = []
-    for scope in make_scopes(config, plan_sources(config, sources)):
+    for scope in make_scopes(config, plans):
         for number, plan in enumerate(scope.plans):
             active = find_curation(plan.folder)
             if differences := _differences(plan, scope.decide_settings(number), active):
@@ -128,10 +138,10 @@ def applied_curations(config: Config, sources: list[SourceFiles]) -> dict[str, A
                 found[plan.name] = _applied(active, curate)
     if wrong:
         raise UserError(
-            "data.curate.mode is apply, but the decisions are not those of the run file:\n"
+            "the decisions about which documents are kept (data.curate) are not those of the run file:\n"
             + "\n".join(wrong)
-            + "\nRun `pipeline curate RUN.yaml` with this run file first; or set data.curate.mode: observe to keep all "
-            "documents"
+            + "\nRun `pipeline curate RUN.yaml` with this run file first; or set data.curate.mode: observe, with which "
+            "preprocess keeps all documents"
         )
     return found
 
