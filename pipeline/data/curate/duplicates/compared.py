@@ -1,4 +1,4 @@
-"""Chunks that are compared with each other, in a file that jobs name, for a list of thousands is not pickled with each."""
+"""Chunks that are compared with each other, in a file that jobs name: thousands are not pickled with each job."""
 
 from __future__ import annotations
 
