@@ -104,7 +104,7 @@ class Compared:
         places = self.places(numbers)
         order = np.argsort(places, kind="stable")
         found, starts = np.unique(places[order], return_index=True)
-        ends = np.append(starts[1:], len(order))
+        ends = np.append(starts, len(order))[1:]
         for place, start, end in zip(found.tolist(), starts.tolist(), ends.tolist(), strict=True):
             inside = order[start:end]
             yield place, inside, (numbers[inside] - self._bases[place]).astype(np.int64)
