@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import Any, Literal
 
@@ -81,7 +82,7 @@ def test_components_of_paths_and_stars(engine: Literal["numba", "python"]) -> No
         pytest.importorskip("numba")
     count = 20_000
     order = np.random.default_rng(0).permutation(count).tolist()
-    path = list(zip(order, order[1:], strict=False))
+    path = list(itertools.pairwise(order))
     assert _roots(engine, count, path, 5000) == [0] * count
     assert _roots(engine, count, [(place, place + 1) for place in range(count - 1)], 2**20) == [0] * count
     star = [(count - 1, place) for place in range(1, count - 1)]
