@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -111,8 +112,8 @@ def test_numbers_behind_a_word_are_telephones() -> None:
 
 
 def test_masks_are_keyed_hashes_of_normal_values() -> None:
-    text = "Jane@Example.com jane@example.COM john@example.com +1 555 123 4567 +1 (555) 123-4567 2A00:1450::1 2a00:1450:0::1"
-    masks = cleaner().clean(text).split(" ")
+    text = "Jane@Example.com|jane@example.COM|john@example.com|+1 555 123 4567|+1 (555) 123-4567"
+    masks = cleaner().clean(text + "|2A00:1450::1|2a00:1450:0::1").split("|")
     assert masks[0] == masks[1] != masks[2]
     assert masks[3] == masks[4]
     assert masks[5] == masks[6]
@@ -143,9 +144,9 @@ def test_a_secret_wins_over_what_is_in_it() -> None:
 
 PIECES = [
     "jane@example.com", "@", "a", "b.co", "8.8.8.8", "1.", "2001:4860::8888", ":", "+1 555 123 4567", "555-123-4567",
-    "(", ")", "+", "-", ".", " ", "\n", "tel ", "version ", "v", "<", ">", "<email:0a1b2c>", "<ip:123456>", "ip:123456>",
-    "sk-", "AKIAIOSFODNN7EXAMPLE", "eyJabcdefghijkl", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----",
-    "é", "中", "9", "12", "x@y.version", "/", "_", "ghp_" + KEY,
+    "(", ")", "+", "-", ".", " ", "\n", "tel ", "version ", "v", "<", ">", "<email:0a1b2c>", "<ip:123456>",
+    "ip:123456>", "sk-", "AKIAIOSFODNN7EXAMPLE", "eyJabcdefghijkl", "-----BEGIN PRIVATE KEY-----",
+    "-----END PRIVATE KEY-----", "é", "中", "9", "12", "x@y.version", "/", "_", "ghp_" + KEY,
 ]  # fmt: skip
 
 
@@ -161,7 +162,7 @@ def test_cleaning_twice_changes_nothing(text: str) -> None:
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 def test_places_are_those_of_the_text(text: str) -> None:
     found = find_masked(text, KINDS, 1)
-    assert all(a.end <= b.start for a, b in zip(found, found[1:], strict=False))
+    assert all(a.end <= b.start for a, b in pairwise(found))
     assert all(0 <= each.start < each.end <= len(text) for each in found)
     assert apply_masks(text, found) == cleaner().clean(text)
     assert cleaner().spans(text) == found
