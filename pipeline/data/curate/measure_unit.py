@@ -260,8 +260,8 @@ class _MeasuredUnit(ChunkedUnit):
             path = receipt_path(self._source.folder, unit, chunk)
             raise UserError(
                 f"{self._unit} gave other measures than when {path} was written ({other['engine']} then, "
-                f"{self._context.engine_name} now), from the same input; a machine may be broken. Remove {path} and run "
-                "the same command again"
+                f"{self._context.engine_name} now), from the same input; a machine may be broken. Remove {path} and "
+                "run the same command again"
             )
 
     def _remove_behind(self, last: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.config.curate import CurateConfig
 from pipeline.config.root import Config
@@ -52,14 +53,12 @@ class ScopePlan:
         plans: of the sources, by number: sorted by name.
         preference: their names in the order of the run file.
         config: the run.
-        types: of the records of their tables.
     """
 
     name: str
     plans: tuple[CurationPlan, ...]
     preference: tuple[str, ...]
     config: Config
-    types: tuple[np.dtype[Any], ...]
 
     @property
     def curate(self) -> CurateConfig:
@@ -132,14 +131,15 @@ class ScopePasses:
     Args:
         plan: of the scope.
         receipts: of its sources, by number.
+        type_of: type of the records of a source's table.
     """
 
-    def __init__(self, plan: ScopePlan, receipts: Sequence[Receipts]) -> None:
+    def __init__(self, plan: ScopePlan, receipts: Sequence[Receipts], type_of: Callable[[str], np.dtype[Any]]) -> None:
         self.plan = plan
         self.chunks = [
             chunk for number, source in enumerate(plan.plans) for chunk in chunks_of(source, number, receipts[number])
         ]
-        self.open_table = TableOpener(plan.types)
+        self.open_table = TableOpener(tuple(type_of(source.name) for source in plan.plans))
 
     @cached_property
     def scope(self) -> Scope:
@@ -222,25 +222,29 @@ def chunks_of(plan: CurationPlan, number: int, receipts: Receipts) -> list[Chunk
     return found
 
 
-def make_scopes(
-    config: Config, plans: Sequence[CurationPlan], type_of: Callable[[str], np.dtype[Any]]
-) -> list[ScopePlan]:
+def make_scopes(config: Config, plans: Sequence[CurationPlan]) -> list[ScopePlan]:
     """Scopes of a run: those of the run file, and one for each other source.
 
     Args:
         config: the run.
         plans: of all sources.
-        type_of: type of the records of a source's table.
+
+    Raises:
+        UserError: a scope has the name of a source that is not in it.
     """
     assert config.data.curate is not None, "the stage runs with it alone"
     by_name = {plan.name: plan for plan in plans}
     scopes = {name: tuple(sources) for name, sources in config.data.curate.scopes.items()}
     named = {source for sources in scopes.values() for source in sources}
+    for plan in plans:
+        if plan.name in scopes and plan.name not in named:
+            raise UserError(
+                f"data.curate.scopes.{plan.name}: source {plan.name!r} is not in it, and is a scope of its own; give "
+                "the scope another name"
+            )
     scopes |= {plan.name: (plan.name,) for plan in plans if plan.name not in named}
     found = []
     for name, preference in scopes.items():
         check_scope(name, preference)
-        of_scope = tuple(by_name[source] for source in sorted(preference))
-        types = tuple(type_of(plan.name) for plan in of_scope)
-        found.append(ScopePlan(name, of_scope, preference, config, types))
+        found.append(ScopePlan(name, tuple(by_name[source] for source in sorted(preference)), preference, config))
     return found

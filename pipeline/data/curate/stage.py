@@ -145,7 +145,7 @@ class Stage:
     @cached_property
     def scopes(self) -> list[ScopePlan]:
         """Scopes of the run."""
-        return make_scopes(self._config, self._plans, self.context.table_type)
+        return make_scopes(self._config, self._plans)
 
     def run(self) -> CurationReport:
         """Do what is missing, then finish every source."""
@@ -219,7 +219,10 @@ class Stage:
         bad.check(self._config.data.preprocess)
 
     def _passes(self) -> list[ScopePasses]:
-        return [ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans]) for scope in self.scopes]
+        return [
+            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self.context.table_type)
+            for scope in self.scopes
+        ]
 
     def _behind(self, *, waits: bool) -> _Step | None:
         """Do the missing jobs of each scope's first pass that is not complete."""

@@ -14,6 +14,7 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, rounded, size
 from pipeline.config.root import Config
+from pipeline.data.curate.results.apply import active_curation
 from pipeline.data.preprocess.make_tokenizer import is_unused
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
@@ -236,7 +237,9 @@ def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state
         return f"would be refused: {state.problem}" if state.problem else ""
     if tokenizer is not None:
         # Where documents would have to be counted, files or data.splits differ, and the ends do not matter.
-        plan = make_plan(found, tokenizer, config, known_splits(config, found) or _unknown(config))
+        curation = active_curation(config, found)
+        splits = known_splits(config, found, curation) or _unknown(config)
+        plan = make_plan(found, tokenizer, config, splits, curation)
         try:
             if differences := plan.differences(state.folder):
                 verdict = "would be refused" if is_begun(state.folder) else "would be planned again"

@@ -70,12 +70,14 @@ class Finalizer:
         bad = BadInput(
             self._folder, report.name, self._plan.units, self._plan.found.reader, self._receipts, self._start_over
         )
+        curated: Counter[str] = Counter()
         engines: Counter[str] = Counter()
         report.splits = {name: Counts() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
         for receipt in (receipt for unit in self._plan.units for receipt in self._receipts.of(unit.index)):
             engines[receipt["engine"]] += 1
+            curated.update(receipt.get("curated", {}))
             report.checked += receipt["checked"]
             unit, chunk = receipt["unit"], receipt["link"]
             order.append(chunk_order(seed, self._plan.units[unit], chunk))
@@ -84,6 +86,7 @@ class Finalizer:
                 rows[name].append((split["tokens"], split["documents"], unit, chunk, *hashes))
                 for count in ("documents", "tokens", "text_bytes"):
                     setattr(report.splits[name], count, getattr(report.splits[name], count) + split[count])
+        report.curated = dict(sorted(curated.items()))
         report.rejected = dict(sorted(bad.rejected.items()))
         report.engines = dict(sorted(engines.items()))
         places = np.argsort(np.array(order, dtype=np.uint64), kind="stable")
@@ -117,9 +120,15 @@ class Finalizer:
 
     def _nothing_to_train_on(self, rejected: Counter[str]) -> UserError:
         records = self.report.records
-        empty, elsewhere = rejected[EMPTY], records - rejected.total()
+        empty, curated = rejected[EMPTY], sum(self.report.curated.values())
+        elsewhere = records - rejected.total() - curated
         bad = rejected.total() - empty
-        kinds = [(bad, f"bad ({reasons_in_words(rejected)})"), (empty, "empty"), (elsewhere, "held out")]
+        kinds = [
+            (bad, f"bad ({reasons_in_words(rejected)})"),
+            (empty, "empty"),
+            (curated, "removed by data.curate"),
+            (elsewhere, "held out"),
+        ]
         what = " and ".join(f"{count} {'is' if count == 1 else 'are'} {kind}" for count, kind in kinds if count)
         found = f"of {counted(records, 'record')} {what}" if records else "its files hold no records"
         lower = f", or lower data.splits ({splits_in_words(self._config.data)})" if elsewhere else ""

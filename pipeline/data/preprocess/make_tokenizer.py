@@ -12,6 +12,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, value_hash
 from pipeline.config.root import Config
+from pipeline.data.curate.files import CURATE
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
     OtherTokenizer,
@@ -118,7 +119,10 @@ def withdraw_tokenizer(config: Config, sources: list[SourceFiles]) -> bool:
 
 
 def _source_folders(config: Config) -> list[Path]:
-    return [path for path in config.data_dir.iterdir() if path.is_dir() and path != tokenizer_folder(config)]
+    others = {tokenizer_folder(config)}
+    if config.data.curate is not None:
+        others.add(config.data_dir / CURATE)
+    return [path for path in config.data_dir.iterdir() if path.is_dir() and path not in others]
 
 
 def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str, Splits]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.config.root import Config
+from pipeline.data.curate.results.apply import AppliedCuration
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE
 from pipeline.data.datasets.manifest import CODE_VERSION, PLAN_KEYS
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED
@@ -26,6 +27,7 @@ class SourcePlan(FrozenPlan):
     """Plan of a source: its units, splits and settings."""
 
     splits: Splits
+    curation: AppliedCuration | None = None
 
     @property
     def splits_in_order(self) -> list[str]:
@@ -62,25 +64,46 @@ def is_planned(config: Config, found: SourceFiles) -> bool:
     return planned is not None and planned.items() >= settings_of(found.source, config).items()
 
 
-def make_plan(found: SourceFiles, tokenizer: Tokenizer, config: Config, splits: Splits) -> SourcePlan:
-    """Plan a source."""
+def make_plan(
+    found: SourceFiles,
+    tokenizer: Tokenizer,
+    config: Config,
+    splits: Splits,
+    curation: AppliedCuration | None = None,
+) -> SourcePlan:
+    """Plan a source.
+
+    Args:
+        found: the source.
+        tokenizer: of the run.
+        config: the run.
+        splits: of the source.
+        curation: decisions that its documents follow.
+    """
     settings = settings_of(found.source, config) | {
         "code_version": CODE_VERSION,
         "tokenizer": tokenizer.fingerprint,
         "ends of splits": splits.settings,
         **found.reader.pins(),
     }
+    if curation is not None:  # datasets of all documents do not name it
+        settings["curation"] = curation.hash
     units = cut_units(found, config.data.preprocess.seed, config.data.preprocess.unit_bytes)
-    return SourcePlan(found, units, settings, splits)
+    return SourcePlan(found, units, settings, splits, curation)
 
 
 def source_job(plan: SourcePlan, config: Config, start_over: str) -> SourceJob:
     """Job of a planned source, for workers."""
-    return counting_job(plan.found, config, plan.splits, plan.config_hash, start_over)
+    return counting_job(plan.found, config, plan.splits, plan.config_hash, start_over, plan.curation)
 
 
 def counting_job(
-    found: SourceFiles, config: Config, splits: Splits, config_hash: str = "", start_over: str = ""
+    found: SourceFiles,
+    config: Config,
+    splits: Splits,
+    config_hash: str = "",
+    start_over: str = "",
+    curation: AppliedCuration | None = None,
 ) -> SourceJob:
     """Job of a source, for workers; without a hash of the config its documents are only counted."""
     settings = config.data.preprocess
@@ -98,4 +121,5 @@ def counting_job(
         fail_on_error=settings.on_error == "fail",
         drops_damaged=settings.on_damaged_file == "drop",
         start_over=start_over,
+        curation=curation,
     )

@@ -15,7 +15,7 @@ from pipeline.data.sources.records import MAX_RECORD_BYTES
 from pipeline.data.work.frozen_plan import setting_differences
 from pipeline.data.work.units import reader_of
 
-_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits")
+_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "curation")
 
 
 def settings_of(source: SourceConfig, config: Config) -> dict[str, Any]:
@@ -56,7 +56,12 @@ def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
         # Of any format: the type may be one of the differences.
         left_open = {*_NOT_OF_THE_RUN_FILE, *(name for each in SOURCE_FORMATS.values() for name in each.pinned)}
         known = {name: value for name, value in made.items() if name not in left_open}
-        if differences := setting_differences(known, asked):
+        differences = setting_differences(known, asked)
+        curated = config.data.curate is not None and config.data.curate.mode == "apply"
+        if curated != ("curation" in made):
+            words = {True: "left out what was removed", False: "kept all documents"}
+            differences.append(f"data.curate: it {words[not curated]} then, {words[curated]} now")
+        if differences:
             raise UserError(
                 f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"
                 + "\n".join(f"  {difference}" for difference in differences)

@@ -19,6 +19,7 @@ from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
+from pipeline.data.curate.results.apply import applied_curations
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
@@ -113,11 +114,13 @@ def is_complete(config: Config) -> bool:
     else:
         prepare_tokenizer(config, sources, {}, partial(_check_datasets, config))  # compares: there is one
     plans = []
+    curations = applied_curations(config, sources)
     for found in sources:
-        folder, splits = config.data_dir / found.source.name, known_splits(config, found)
+        curation = curations.get(found.source.name)
+        folder, splits = config.data_dir / found.source.name, known_splits(config, found, curation)
         if splits is None or not (folder / PLAN_FILE).exists():
             return False
-        plan = make_plan(found, tokenizer, config, splits)
+        plan = make_plan(found, tokenizer, config, splits, curation)
         if plan.differences(folder):
             return False
         plans.append(plan)
@@ -128,19 +131,23 @@ def is_complete(config: Config) -> bool:
 def _preprocess(
     config: Config, console: Console, sources: list[SourceFiles], started: float, *, units: bool
 ) -> PreprocessReport:
+    curations = applied_curations(config, sources)
     for found in sources:
         is_new = not is_planned(config, found) and not is_begun(config.data_dir / found.source.name)
         found.reader.check_columns(found.files, every=is_new)
         refuses = is_new and config.data.preprocess.on_damaged_file == "fail"
         if refuses and (damaged := look_at_ends(found.files, found.reader)):
             raise damaged_error(found.source.name, damaged, found.bytes)
-    splits = find_splits(config, console, sources)
+    splits = find_splits(config, console, sources, curations)
     tokenizer = _tokenizer(config, console, sources, splits)
     if not sources:
         say(console, NOTHING_TO_DO)
     if not units and (warning := dataset_warning(config, sources, tokenizer.dtype.itemsize)):
         warn(console, warning)
-    plans = [make_plan(found, tokenizer, config, splits[found.source.name]) for found in sources]
+    plans = [
+        make_plan(found, tokenizer, config, splits[found.source.name], curations.get(found.source.name))
+        for found in sources
+    ]
     for plan in plans:
         freeze_alone(plan, config.data_dir / plan.found.source.name, console)
     _remove_stale(config, plans)

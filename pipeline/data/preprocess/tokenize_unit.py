@@ -16,6 +16,7 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key
+from pipeline.data.curate.results.apply import AppliedCuration, UnitCuration
 from pipeline.data.datasets.files import MANIFEST_FILE, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix
 from pipeline.data.preprocess.part_writer import PartWriter
@@ -48,6 +49,12 @@ class SourceJob(UnitSource):
     """Sub-folder of each split's folder that parts are written to."""
     has_parts: bool
     """True if the parts have to be there; not when a global shuffle has taken all documents out of them."""
+    curation: AppliedCuration | None = None
+    """Decisions that the documents follow."""
+
+    def open_curation(self, unit: Unit) -> UnitCuration | None:
+        """Decisions about a unit, if there are any."""
+        return None if self.curation is None else self.curation.open(unit.index)
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class SmallestHashes(NamedTuple):
     records: int
     rejected: Counter[str]
     """Records by reason."""
+    curated: int
+    """Documents that curation removed."""
     damaged: list[DamagedFile]
 
 
@@ -148,22 +157,28 @@ def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> SmallestHa
     """The smallest `split_hash` of the unit's documents, as many as wanted."""
     found: list[int] = []
     rejected: Counter[str] = Counter()
+    curation = job.source.open_curation(job.unit)
     reader = UnitReader(job.unit, job.source.reader)
     reader.beat = partial(progress, 0)
-    reported = 0
+    reported = curated = 0
     for document in reader:
         raw = document.text.encode()
         reason = job.source.reason_against(document, raw)
         if reason is not None:
             rejected[reason] += 1
+        elif curation is not None and curation.apply(document) is not None:
+            curated += 1
         else:
+            raw = document.text.encode() if document.edited else raw
             found.append(split_hash(document.id.encode() if job.source.splits.by_id else raw))
             if len(found) >= 2 * wanted + 10_000:
                 found = sorted(found)[:wanted]
                 progress(reader.bytes_read - reported)
                 reported = reader.bytes_read
     progress(reader.bytes_read - reported)
-    return SmallestHashes(sorted(found)[:wanted], reader.records, rejected, damaged_files(job.unit, reader.damage))
+    return SmallestHashes(
+        sorted(found)[:wanted], reader.records, rejected, curated, damaged_files(job.unit, reader.damage)
+    )
 
 
 def cut_text(raw: bytes, limit: int) -> Iterator[str]:
@@ -218,6 +233,8 @@ class _TokenizedUnit(ChunkedUnit):
         if self._job.engine == "tokenizers":
             context.words.look_at(unit, replace(source.reader, verify=False))
         rejected: Counter[str] = Counter()
+        curated: Counter[str] = Counter()
+        curation = source.open_curation(unit)
         last = True
         with ExitStack() as stack:
             writers = [
@@ -245,7 +262,9 @@ class _TokenizedUnit(ChunkedUnit):
                     rejected[document.reason] += 1
                     source.check_on_error(unit, document)
                     rejects.write(orjson.dumps(rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
-                elif batches.add(document, raw):
+                elif curation is not None and (rule := curation.apply(document)) is not None:
+                    curated[rule] += 1
+                elif batches.add(document, document.text.encode() if document.edited else raw):
                     self._advance(reader.bytes_read - reported)
                     reported = reader.bytes_read
                 if reader.input_bytes >= limit or reader.records >= CHUNK_RECORDS:
@@ -266,6 +285,8 @@ class _TokenizedUnit(ChunkedUnit):
                     for name, writer in zip(source.splits.names, writers, strict=True)
                 },
             }
+            if curation is not None:
+                receipt["curated"] = dict(curated)
             if rejects.size:
                 rejects.commit()
             storage.put_json(receipt_path(source.folder, unit.index, chunk), receipt)
