@@ -22,7 +22,7 @@ from pipeline.data.curate.verdicts import Curation, Verdict, read_curation
 from pipeline.data.provenance.measured_again import Measured, Remeasurer
 from pipeline.data.provenance.run import Say
 from pipeline.data.provenance.source_location import Key, Origins
-from pipeline.data.provenance.why_show import Check, Edits, FiredRule, KeptDocument, Member, Why
+from pipeline.data.provenance.why_show import Recheck, Edits, FiredRule, KeptDocument, Member, Why
 from pipeline.data.sources.records import Document
 
 _KEY = re.compile(r"(?P<unit>[0-9]{1,9}):(?P<row>[0-9]{1,12})")
@@ -280,7 +280,7 @@ class _Asked:
 
     def _checks(
         self, key: Key, verdict: Verdict, document: Document | None, measured: Measured, kept: KeptDocument | None
-    ) -> Iterator[Check]:
+    ) -> Iterator[Recheck]:
         """Comparisons of what is stored with what the source files give."""
         at = self._origins.chunk_of(key)
         stored = None if at is None else self._again.stored(key[0], at[0], key[1] - at[1])
@@ -288,15 +288,15 @@ class _Asked:
             names = [name for name in stored.dtype.names or () if not _equal(name, stored, measured.table[0])]
             count = len(stored.dtype.names or ())
             again = f"{count} columns equal" if not names else f"{', '.join(names)} differ"
-            yield Check("measures", f"{count} columns", again, not names)
+            yield Recheck("measures", f"{count} columns", again, not names)
         rule = next((each for each in self._rules() if each.name == verdict.rule), None)
         if rule is not None and rule.name != "decontaminate":  # it does not count n-grams that are common
             again_value = float(np.float32(rule.values(measured.table)[0]))
-            yield Check(rule.name, f"{verdict.value:.6g}", f"{again_value:.6g}", _near(verdict.value, again_value))
+            yield Recheck(rule.name, f"{verdict.value:.6g}", f"{again_value:.6g}", _near(verdict.value, again_value))
         if document is not None and kept is not None and kept.document is not None:
             yield from self._similarity(verdict, document, kept.document)
 
-    def _similarity(self, verdict: Verdict, document: Document, kept: Document) -> Iterator[Check]:
+    def _similarity(self, verdict: Verdict, document: Document, kept: Document) -> Iterator[Recheck]:
         both = self._again.measure([document, kept])
         if verdict.rule == "duplicates.exact":
             hashes = np.concatenate(both.output.runs["exact"])
@@ -304,11 +304,11 @@ class _Asked:
                 len(hashes) == 2 and hashes["hash"][0] == hashes["hash"][1] and hashes["rest"][0] == hashes["rest"][1]
             )
             same = bool(same)
-            yield Check(verdict.rule, "equal", "equal" if same else "different", same)
+            yield Recheck(verdict.rule, "equal", "equal" if same else "different", same)
         signatures = both.signatures
         if verdict.rule == "duplicates.near" and signatures is not None and len(signatures) == 2:
             estimate = float(np.float32((signatures[0] == signatures[1]).mean()))
-            yield Check(verdict.rule, f"{verdict.value:.4f}", f"{estimate:.4f}", _near(verdict.value, estimate))
+            yield Recheck(verdict.rule, f"{verdict.value:.4f}", f"{estimate:.4f}", _near(verdict.value, estimate))
 
 
 def verdict_files(curation: Curation) -> Iterator[VerdictFile]:

@@ -169,7 +169,7 @@ class Edits:
 
 
 @dataclass(frozen=True)
-class Check:
+class Recheck:
     """Something stored, beside what the source files give."""
 
     name: str
@@ -186,7 +186,7 @@ class Why:
     """Verdict about a document.
 
     Attributes:
-        rejected: why the record is no document; None if it is one.
+        rejected: why the record is not a document; None if it is one.
         first: the rule of the verdict; None if the document is kept.
         others: further rules that would remove it.
         alone: no other rule would.
@@ -217,7 +217,7 @@ class Why:
     kept: KeptDocument | None
     members: list[Member] | None
     edits: Edits | None
-    checks: list[Check]
+    checks: list[Recheck]
     text: str | None
     notes: list[str]
 
