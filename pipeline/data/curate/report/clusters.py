@@ -45,7 +45,7 @@ def clusters(files: Sequence[VerdictFile], duplicates: int, room: int = _ROOM) -
     Args:
         files: all verdicts of a source, ascending by (unit, row).
         duplicates: documents that name a kept one, from the statistics.
-        room: keepers held in memory at a time; more passes over the files are made for more.
+        room: keepers held in memory at a time; for more, the files are read several times.
 
     Returns:
         `sizes`: for each number of removed documents, the clusters that have it: [number, clusters] ascending;
