@@ -1,4 +1,4 @@
-"""Counters by compiled loops over UTF-8: one pass over the bytes finds words and lines, and n-grams are hashed.
+"""Counters by compiled loops over UTF-8: words and lines are found in the order of the bytes, then n-grams are hashed.
 
 Words, lines and n-grams are compared by 64-bit hashes. Import this module only where `has_numba()`.
 
