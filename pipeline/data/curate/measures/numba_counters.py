@@ -445,5 +445,7 @@ def count_batch(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], own:
         own: memory.
     """
     counts = np.zeros((len(starts) - 1, len(NAMES)), np.int64)
-    _count(data, starts, own, counts)
+    view = np.ascontiguousarray(data).view()
+    view.flags.writeable = False  # numba would compile once more for the other kind
+    _count(view, np.array(starts, np.int64), own, counts)
     return counts
