@@ -22,7 +22,7 @@ from pipeline.data.curate.verdicts import Curation, Verdict, read_curation
 from pipeline.data.provenance.measured_again import Measured, Remeasurer
 from pipeline.data.provenance.run import Say
 from pipeline.data.provenance.source_location import Key, Origins
-from pipeline.data.provenance.why_show import Recheck, Edits, FiredRule, KeptDocument, Member, Why
+from pipeline.data.provenance.why_show import Edits, FiredRule, KeptDocument, Member, Recheck, Why
 from pipeline.data.sources.records import Document
 
 _KEY = re.compile(r"(?P<unit>[0-9]{1,9}):(?P<row>[0-9]{1,12})")
