@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pipeline.data.curate.batch import ChunkOutput
 from pipeline.data.curate.files import MEASURES
 from pipeline.data.datasets.indexed import HashedFile
+from pipeline.data.work.sorted_runs import RunWriter
 
 FIXED_COLUMNS = [("state", "u1"), ("edited", "u1"), ("bytes", "<u4")]
 """First columns of every table of measures."""
@@ -36,7 +37,7 @@ class ChunkWriter(ChunkOutput):
         self._open = ExitStack()
         self._table = self._open.enter_context(HashedFile(path(MEASURES)))
         self._arrays: dict[str, HashedFile] = {}
-        self._runs: dict[str, Any] = {}
+        self._runs: dict[str, RunWriter] = {}
         self._before = 0
         self._places: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._rows = 0
@@ -71,8 +72,6 @@ class ChunkWriter(ChunkOutput):
         file.write(block.tobytes())
 
     def add_run(self, name: str, records: npt.NDArray[Any]) -> None:
-        from pipeline.data.work.sorted_runs import RunWriter
-
         if name not in self._runs:
             self._runs[name] = self._open.enter_context(RunWriter(self._path(name), records.dtype))
         self._runs[name].add(records)

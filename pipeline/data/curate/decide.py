@@ -11,20 +11,22 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.hashing import value_hash
-from pipeline.data.curate.chunk_writer import BAD_RECORD, EMPTY_DOCUMENT
+from pipeline.data.curate.chunk_writer import BAD_RECORD
+from pipeline.data.curate.duplicates.lines import LINE
+from pipeline.data.curate.duplicates.passes import RULE_NAMES
 from pipeline.data.curate.files import EDITED, FIRES_ALONE, NOBODY, REJECTED, VERDICT, verdicts_file
 from pipeline.data.curate.jobs import SharedJob
+from pipeline.data.curate.report.domains import DOMAINS, domain_groups
+from pipeline.data.curate.report.examples import is_early
+from pipeline.data.curate.report.statistics import Groups, JudgedChunk, chunk_statistics
 from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.evaluate import evaluate, fires_alone, first_fires, first_values
+from pipeline.data.curate.rules.of_run import LINES_RULE
 from pipeline.data.curate.scope import Chunk
+from pipeline.data.curate.table import chunk_path, read_array
+from pipeline.data.curate.verdicts import LINES_SUFFIX
 from pipeline.data.datasets.indexed import HashedFile, numbered
 from pipeline.data.work.worker_pool import Progress
-
-COMPARED = {1: "duplicates.exact", 2: "duplicates.url", 3: "duplicates.near"}
-"""Names of the rules of duplicates by the numbers that `Comparison.chosen` has."""
-LINES_SUFFIX = ".lines"
-"""Of a file of removed lines beside verdicts: records of `duplicates.passes.LINE`."""
-LINE = np.dtype([("row", "<u4"), ("line", "<u4")])
-"""A line that goes: the row of its document in the chunk, and its number in the cleaned text, from 0."""
 
 
 class Comparison(Protocol):
@@ -42,25 +44,27 @@ class Decider:
     """Settings that the chunks of a source have in common in the pass.
 
     Attributes:
-        rules: all rules in the order of their numbers; those of duplicates are at the end.
-        compared: how many of them are rules of duplicates.
+        local: rules over the measures of a document alone.
+        compared: rules of duplicates. The number of a rule is its place among these and those, from 1.
         open_table: opens the table of measures of a chunk, checked.
         comparison: of the scope; None if nothing is compared.
         labels: of languages, by their numbers in the table.
         seed: of examples.
+        chunks: of the source.
     """
 
-    rules: tuple[Rule, ...]
-    compared: int
+    local: tuple[Rule, ...]
+    compared: tuple[Rule, ...]
     open_table: Callable[[Chunk], npt.NDArray[Any]]
     comparison: Comparison | None
     labels: tuple[str, ...] = ()
     seed: int = 0
+    chunks: int = 1
 
     @property
-    def local(self) -> tuple[Rule, ...]:
-        """Rules over the measures of a document alone."""
-        return self.rules[: len(self.rules) - self.compared]
+    def names(self) -> list[str]:
+        """Names of all rules."""
+        return [rule.name for rule in (*self.local, *self.compared)]
 
 
 @dataclass(frozen=True)
@@ -105,47 +109,49 @@ class Decided(NamedTuple):
 
 def decide(table: npt.NDArray[Any], decider: Decider, chunk: Chunk) -> Decided:
     """Decide about the rows of a chunk: the first rule that fires removes a document."""
-    rows, rules = len(table), decider.rules
-    verdicts = np.zeros(rows, VERDICT)
-    verdicts["kept"] = NOBODY
-    state = table["state"]
-    fires = np.zeros((len(rules), rows), bool)
-
-    def apply(number: int, fired: npt.NDArray[np.bool_], values: npt.NDArray[Any], kept: Any = None) -> None:
-        fires[number] = fired
-        first = fired & (verdicts["rule"] == 0)
-        verdicts["rule"][first] = number + 1
-        verdicts["value"][first] = values[first]
-        if kept is not None:
-            verdicts["kept"][first] = kept[first]
-
-    for number, rule in enumerate(decider.local):
-        apply(number, local_fires(rule, number, table), rule.values(table).astype(np.float32))
+    names = decider.names
+    fires = np.zeros((len(names), len(table)), bool)
+    fires[: len(decider.local)] = evaluate(decider.local, table)
+    values = np.zeros(len(table), np.float32)
+    kept = np.full(len(table), NOBODY, np.uint64)
+    lines = np.zeros(0, LINE)
     if decider.comparison is not None:
         chosen = decider.comparison.chosen(chunk)
-        names = [each.name for each in rules]
-        for code, name in COMPARED.items():
+        for code, name in RULE_NAMES.items():
             found = chosen[chosen["rule"] == code]
-            if not len(found):
-                continue
-            fired, values, kept = np.zeros(rows, bool), np.zeros(rows, np.float32), np.zeros(rows, np.uint64)
-            fired[found["row"]], values[found["row"]], kept[found["row"]] = True, found["value"], found["kept"]
-            apply(names.index(name), fired, values, kept)
-    lines = np.zeros(0, LINE) if decider.comparison is None else decider.comparison.removed_lines(chunk)
-    lines = lines[verdicts["rule"][lines["row"]] == 0]
+            if len(found):
+                fires[names.index(name), found["row"]] = True
+        values[chosen["row"]], kept[chosen["row"]] = chosen["value"], chosen["kept"]
+        lines = decider.comparison.removed_lines(chunk)
+        if LINES_RULE in names:
+            # A document that nothing is left of.
+            removed = np.bincount(lines["row"], minlength=len(table))
+            fires[names.index(LINES_RULE)] = (removed > 0) & (removed >= table["lines"])
+            values = np.where(fires[names.index(LINES_RULE)] & (kept == NOBODY), np.float32(1), values)
+    first = first_fires(fires)
+    is_local = (first > 0) & (first <= len(decider.local))
+    verdicts = np.zeros(len(table), VERDICT)
+    verdicts["rule"] = first
+    verdicts["value"] = np.where(is_local, first_values(decider.local, table, np.where(is_local, first, 0)), values)
+    verdicts["kept"] = np.where(first > len(decider.local), kept, np.uint64(NOBODY))
+    bad = table["state"] == BAD_RECORD
+    lines = lines[first[lines["row"]] == 0]
     edited = table["edited"] != 0
     edited[lines["row"]] = True
-    edited &= (verdicts["rule"] == 0) & (state != BAD_RECORD)
-    alone = fires.sum(axis=0, dtype=np.int32) == 1
-    verdicts["flags"] = REJECTED * (state == BAD_RECORD) + EDITED * edited + FIRES_ALONE * alone
+    edited &= (first == 0) & ~bad
+    verdicts["flags"] = REJECTED * bad + EDITED * edited + FIRES_ALONE * fires_alone(fires)
     return Decided(verdicts, lines, fires)
 
 
 def counts_of(table: npt.NDArray[Any], decided: Decided, decider: Decider, chunk: Chunk) -> dict[str, Any]:
     """Counts of a chunk for its receipt, and statistics for the report."""
-    verdicts, names = decided.verdicts, [each.name for each in decider.rules]
+    verdicts, names = decided.verdicts, decider.names
     by_rule = np.bincount(verdicts["rule"], minlength=len(names) + 1)
     bad = int((table["state"] == BAD_RECORD).sum())
+    judged = JudgedChunk(
+        chunk.unit, chunk.first, names, decider.local, table, decided.fires, verdicts, _groups(table, decider, chunk)
+    )
+    early = is_early(decider.seed, chunk.unit, chunk.chunk, decider.chunks)
     return {
         "rows": len(table),
         "documents": len(table) - bad,
@@ -153,27 +159,21 @@ def counts_of(table: npt.NDArray[Any], decided: Decided, decider: Decider, chunk
         "kept": int(by_rule[0]) - bad,
         "removed": {name: int(count) for name, count in zip(names, by_rule[1:], strict=True)},
         "lines": len(decided.lines),
+        "statistics": chunk_statistics(judged, decider.seed, early=early),
     }
 
 
-def local_fires(rule: Rule, number: int, table: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Documents that a rule removes: no rejected records; of empty ones the first rule knows, and no other.
-
-    Args:
-        rule: over the measures.
-        number: its place among the rules.
-        table: of measures.
-    """
-    measured = table["state"] != BAD_RECORD if number == 0 else table["state"] < min(BAD_RECORD, EMPTY_DOCUMENT)
-    return rule.fires(table) & measured
-
-
-def removed_locally(table: npt.NDArray[Any], rules: Sequence[Rule]) -> npt.NDArray[np.bool_]:
-    """Tell which rows rules over the measures remove, and rejected records: these are kept last among duplicates."""
-    removed = table["state"] != 0
-    for number, rule in enumerate(rules):
-        removed |= local_fires(rule, number, table)
-    return np.asarray(removed, bool)
+def _groups(table: npt.NDArray[Any], decider: Decider, chunk: Chunk) -> dict[str, Groups]:
+    """Groups that the report counts documents by."""
+    found: dict[str, Groups] = {}
+    if "language" in (table.dtype.names or ()):
+        codes = table["language"].astype(np.int64)
+        codes[(codes >= len(decider.labels)) | (table["state"] != 0)] = -1
+        found["languages"] = Groups(codes, decider.labels)
+    if DOMAINS in chunk.hashes:
+        hosts = read_array(chunk_path(chunk, DOMAINS), np.dtype("u1"), chunk.hashes[DOMAINS], "measure")
+        found["domains"] = domain_groups(table, hosts.tobytes())
+    return found
 
 
 def decide_receipt(decisions: Path, chunk: Chunk) -> Path:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pipeline.common import storage
-from pipeline.common.errors import UserError
-from pipeline.data.curate.files import CURATION_FILE
+from pipeline.data.curate.duplicates.files import finished
+from pipeline.data.curate.files import CURATION_FILE, verdicts_file
 from pipeline.data.curate.passes import DECIDE, ScopePasses
+from pipeline.data.curate.report.build import Excerpt, Key
+from pipeline.data.curate.report.clusters import VerdictFile
+from pipeline.data.curate.report.write import REPORT_HTML, write_report
 from pipeline.data.curate.rules.base import Rule
 from pipeline.data.curate.verdicts import Curation
 from pipeline.data.work.bad_input import put_changed
@@ -34,30 +39,38 @@ class SourceCuration:
     """These decisions were not active before."""
 
 
-def finish_source(passes: ScopePasses, number: int, mode: str, *, activate: bool = True) -> SourceCuration:
-    """Write `curation.json` of the decisions about a source, and make them the active ones.
+ReadTexts = Callable[[Path, Sequence[Key]], Mapping[Key, Excerpt]]
+"""Reads the beginnings of documents, as far as it can: by the folder of a curation, and (unit, row)."""
+_TOTALS = ("rows", "documents", "rejected", "kept", "lines")
+
+
+def finish_source(
+    passes: ScopePasses, number: int, mode: str, read_texts: ReadTexts | None, *, activate: bool = True
+) -> SourceCuration:
+    """Write `curation.json` and the report of the decisions about a source, and make them the active ones.
 
     Args:
         passes: of the scope, all done.
         number: of the source.
         mode: `data.curate.mode`.
+        read_texts: reads examples for the report.
         activate: whether they are to hold from now on.
 
     Raises:
         UserError: a job of `decide` has no receipt.
     """
-    plan = passes.plan.plans[number]
-    decisions = passes.plan.decisions(number)
-    rules = (*passes.plan.rules[number], *passes.plan.compared)
-    receipts = _receipts(passes, number)
-    counts: Counter[str] = Counter()
+    plan, decisions = passes.plan.plans[number], passes.plan.decisions(number)
+    jobs = passes.decide_jobs(number)
+    receipts = finished(list(jobs), DECIDE)
+    totals: Counter[str] = Counter()
     removed: Counter[str] = Counter()
     verdicts: dict[str, str] = {}
     for receipt in receipts:
-        counts.update({name: receipt["counts"][name] for name in ("rows", "documents", "rejected", "kept", "lines")})
+        totals.update({name: receipt["counts"][name] for name in _TOTALS})
         removed.update(receipt["counts"]["removed"])
         verdicts |= {name: about["xxh3"] for name, about in receipt["files"].items()}
-    about = {
+    rules = (*passes.plan.rules[number], *passes.plan.compared)
+    about: dict[str, Any] = {
         "source": plan.name,
         "scope": passes.plan.name,
         "sources": source_names(passes),
@@ -66,20 +79,25 @@ def finish_source(passes: ScopePasses, number: int, mode: str, *, activate: bool
         "mode": mode,
         "settings": passes.plan.decide_settings(number),
         "rules": [rule_json(rule) for rule in rules],
-        **{name: counts[name] for name in ("rows", "documents", "rejected", "kept", "lines")},
+        **{name: totals[name] for name in _TOTALS},
         "removed": {rule.name: removed[rule.name] for rule in rules},
         "verdicts": verdicts,
     }
     content = storage.json_bytes(about)
-    put_changed(decisions / CURATION_FILE, content)
+    if put_changed(decisions / CURATION_FILE, content) or not (decisions / REPORT_HTML).is_file():
+        chunks = [job.chunk for job in jobs]
+        contamination = passes.contamination
+        write_report(
+            decisions,
+            about,
+            (receipt["counts"]["statistics"] for receipt in receipts),
+            [VerdictFile(verdicts_file(decisions, c.unit, c.chunk), c.unit, c.first) for c in chunks],
+            contamination=None if contamination is None else storage.get_json(contamination.touched),
+            read_texts=(lambda _: {}) if read_texts is None else partial(read_texts, plan.folder),
+        )
     is_new = activate and put_changed(plan.folder / CURATION_FILE, content)
-    return SourceCuration(
-        plan.name,
-        Curation(plan.folder, about),
-        **{name: counts[name] for name in ("rows", "documents", "rejected", "kept", "lines")},
-        removed={rule.name: removed[rule.name] for rule in rules},
-        is_new=is_new,
-    )
+    counts = {name: totals[name] for name in _TOTALS}
+    return SourceCuration(plan.name, Curation(plan.folder, about), **counts, removed=about["removed"], is_new=is_new)
 
 
 def source_names(passes: ScopePasses) -> list[str]:
@@ -92,15 +110,3 @@ def source_names(passes: ScopePasses) -> list[str]:
 def rule_json(rule: Rule) -> dict[str, Any]:
     """A rule as `curation.json` has it."""
     return {"name": rule.name, "key": rule.key, "bound": rule.bound, "keeps": rule.keeps, "about": rule.about}
-
-
-def _receipts(passes: ScopePasses, number: int) -> Sequence[dict[str, Any]]:
-    decisions = passes.plan.decisions(number)
-    found = []
-    for job in passes.jobs(DECIDE):
-        if job.folder == decisions:
-            receipt = job.find()
-            if receipt is None:
-                raise UserError(f"{job} has no receipt any more; run the same command again")
-            found.append(receipt)
-    return found

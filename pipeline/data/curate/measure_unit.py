@@ -16,8 +16,9 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.curate.batch import BATCH_BYTES, Batch, Measurer
 from pipeline.data.curate.chunk_writer import BAD_RECORD, EMPTY_DOCUMENT, ChunkWriter
+from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.files import measured_file
-from pipeline.data.curate.measurers import TextCleaner, table_type
+from pipeline.data.curate.measurers import table_type
 from pipeline.data.datasets.files import receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.sources.reader import UnitReader
@@ -55,7 +56,7 @@ class MeasureContext(Protocol):
         """Engine of the measures."""
 
     @property
-    def text_cleaner(self) -> TextCleaner | None:
+    def cleaner(self) -> Cleaner:
         """Edits of the text."""
 
     def measurers(self, source: str) -> list[Measurer]:
@@ -161,7 +162,7 @@ class _MeasuredUnit(ChunkedUnit):
         super().__init__(job.source, job.unit, progress, beat)
         self._source = job.source
         self._context = context
-        self._cleaner = context.text_cleaner
+        self._cleaner = context.cleaner
         self._measurers = context.measurers(job.unit.source)
         self._type = table_type(self._measurers)
 
@@ -222,7 +223,7 @@ class _MeasuredUnit(ChunkedUnit):
         return receipt
 
     def _add(self, rows: _Rows, document: Document, raw: bytes) -> None:
-        if self._cleaner is None:
+        if self._cleaner.changes_nothing:
             rows.add(document, document.text, raw, edited=False)
             return
         text = self._cleaner.clean(document.text)

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
-
+from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.config.curate import CurateConfig
 from pipeline.config.root import Config
+from pipeline.data.curate.contamination_pass import (
+    CONTAMINATION_PASS,
+    ContaminationJob,
+    TableOpener,
+    contamination_job,
+)
 from pipeline.data.curate.curation_plan import CurationPlan, check_scope
-from pipeline.data.curate.decide import Decider, decide_jobs
+from pipeline.data.curate.decide import DecideJob, Decider, decide_jobs
+from pipeline.data.curate.decontamination.index import INDEX_FILE
+from pipeline.data.curate.duplicates import against
+from pipeline.data.curate.duplicates.files import finished
+from pipeline.data.curate.duplicates.measure import duplicate_settings
+from pipeline.data.curate.duplicates.passes import DuplicatePasses, PassName
 from pipeline.data.curate.files import CURATE, decisions_folder
 from pipeline.data.curate.jobs import Job
-from pipeline.data.curate.measurers import compared_rules, local_rules
+from pipeline.data.curate.measurers import LANGUAGE, Measuring, items_folder
 from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.of_run import compared_rules, local_rules
 from pipeline.data.curate.scope import Chunk, Scope
-from pipeline.data.curate.table import open_table
-from pipeline.data.work.receipts import Receipts
+from pipeline.data.curate.verdicts import read_curation
+from pipeline.data.datasets.files import PLAN_FILE
+from pipeline.data.datasets.manifest import PLAN_KEYS
+from pipeline.data.work.receipts import Receipts, read_receipts
 
 DECIDE_VERSION = "1"
 """Raised whenever the passes behind `measure` would decide otherwise for the same measures and settings."""
 DECIDE = "decide"
-
-
-@dataclass(frozen=True)
-class TableOpener:
-    """Opens tables of measures of a scope.
-
-    Attributes:
-        types: of the records of a table, by the number of the source.
-    """
-
-    types: tuple[np.dtype[Any], ...]
-
-    def __call__(self, chunk: Chunk) -> npt.NDArray[Any]:
-        return open_table(chunk, self.types[chunk.source])
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,7 @@ class ScopePlan:
             "languages": [] if curate.language is None else sorted(curate.language.keep),
             "sources": {plan.name: plan.config_hash for plan in self.plans},
             "data.curate.duplicates": curate.duplicates.model_dump(mode="json"),
+            "duplicates": duplicate_settings(curate.duplicates),
             "data.curate.seed": curate.seed,
         }
         if contamination is not None:
@@ -99,7 +98,7 @@ class ScopePlan:
                 "action": contamination.action,
                 "max_documents": contamination.max_documents,
             }
-        if self.compared or curate.duplicates.lines:
+        if self.compared:
             settings["scope"] = {
                 "name": self.name,
                 "preference": list(self.preference),
@@ -120,8 +119,6 @@ class ScopePlan:
 
 def against_hashes(curate: CurateConfig) -> dict[str, str]:
     """Hashes of finished curations that `against` names."""
-    from pipeline.data.curate.verdicts import read_curation
-
     return {str(path): value_hash(read_curation(path).about) for path in map(Path, curate.against)}
 
 
@@ -131,15 +128,15 @@ class ScopePasses:
     Args:
         plan: of the scope.
         receipts: of its sources, by number.
-        type_of: type of the records of a source's table.
+        measuring: has the types of the tables, and the engine.
     """
 
-    def __init__(self, plan: ScopePlan, receipts: Sequence[Receipts], type_of: Callable[[str], np.dtype[Any]]) -> None:
+    def __init__(self, plan: ScopePlan, receipts: Sequence[Receipts], measuring: Measuring) -> None:
         self.plan = plan
         self.chunks = [
             chunk for number, source in enumerate(plan.plans) for chunk in chunks_of(source, number, receipts[number])
         ]
-        self.open_table = TableOpener(tuple(type_of(source.name) for source in plan.plans))
+        self._measuring = measuring
 
     @cached_property
     def scope(self) -> Scope:
@@ -153,56 +150,85 @@ class ScopePasses:
         return value_hash([[c.source, c.unit, c.chunk, c.first, c.records, c.hashes] for c in self.chunks])
 
     @cached_property
-    def comparison(self) -> Any:
-        """Passes that compare documents; None where nothing is compared."""
-        duplicates = self.plan.curate.duplicates
-        if not (self.plan.compared or duplicates.lines):
+    def contamination(self) -> ContaminationJob | None:
+        """The job of the pass `contamination`; None where it is not looked for."""
+        settings = self.plan.curate.decontaminate
+        if settings is None:
             return None
-        from pipeline.data.curate.duplicates.passes import DuplicatePasses
+        index = items_folder(self.plan.config) / INDEX_FILE
+        return contamination_job(self.plan.folder, self.chunks, index, settings.max_documents)
 
-        choices = self.plan.folder / "choices" / value_hash([self.plan.decide_settings(0)["scope"], self._bounds])[:16]
+    @cached_property
+    def open_table(self) -> TableOpener:
+        """Opens the tables; the pass `contamination` must be done."""
+        types = tuple(self._measuring.table_type(plan.name) for plan in self.plan.plans)
+        if self.contamination is None:
+            return TableOpener(types)
+        job = self.contamination
+        (receipt,) = finished([job], CONTAMINATION_PASS)
+        return TableOpener(types, (job.counts, receipt["files"][job.counts.name]["xxh3"], job.max_documents))
+
+    @cached_property
+    def comparison(self) -> DuplicatePasses | None:
+        """Passes that compare documents; None where nothing is compared."""
         curate = self.plan.curate
+        if not self.plan.compared:
+            return None
+        settings = self.plan.decide_settings(0)
+        bounds = [{name: settings[name] for name in sorted(settings.keys() - {"rules"})}, self.measured]
         return DuplicatePasses(
-            self.scope, duplicates, self.plan.rules, self.open_table, choices, curate.seed, curate.bucket_bytes
+            self.scope,
+            curate.duplicates,
+            self.plan.rules,
+            self.open_table,
+            self.plan.folder / "choices" / value_hash(bounds)[:16],
+            curate.seed,
+            curate.bucket_bytes,
+            self._measuring.engine,
+            tuple(against.read_curation(Path(path), curate.duplicates, finished_chunks) for path in curate.against),
         )
 
-    @property
-    def _bounds(self) -> dict[str, Any]:
-        settings = self.plan.decide_settings(0)
-        names = ("decide_version", "sources", "data.curate.duplicates", "data.curate.seed")
-        return {name: settings[name] for name in names}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Passes in their order."""
-        return (*(() if self.comparison is None else self.comparison.names), DECIDE)
+    def pass_names(self) -> Iterator[str]:
+        """Passes in their order. Those before one must be done when it is asked for."""
+        if self.contamination is not None:
+            yield CONTAMINATION_PASS
+        if self.comparison is not None:
+            yield from self.comparison.names
+        yield DECIDE
 
     def jobs(self, name: str) -> list[Job]:
         """Jobs of a pass; those of the passes before it must be done."""
-        if name != DECIDE:
-            jobs: list[Job] = self.comparison.jobs(name)
-            return jobs
-        return [
-            job
-            for number in range(len(self.plan.plans))
-            for job in decide_jobs(
-                self.plan.decisions(number),
-                [chunk for chunk in self.chunks if chunk.source == number],
-                value_hash([self.plan.decide_hash(number), self.measured]),
-            )
-        ]
+        if name == CONTAMINATION_PASS and self.contamination is not None:
+            return [self.contamination]
+        if name != DECIDE and self.comparison is not None:
+            return self.comparison.jobs(cast(PassName, name))
+        return [job for number in range(len(self.plan.plans)) for job in self.decide_jobs(number)]
+
+    def decide_jobs(self, number: int) -> list[DecideJob]:
+        """Jobs of the pass `decide` for a source."""
+        chunks = [chunk for chunk in self.chunks if chunk.source == number]
+        inputs = value_hash([self.plan.decide_hash(number), self.measured])
+        return decide_jobs(self.plan.decisions(number), chunks, inputs)
 
     def shared(self, name: str) -> dict[Path, Any]:
-        """What workers of a pass have in common."""
+        """What the workers of a pass have in common, by the folder of a job."""
+        if name == CONTAMINATION_PASS and self.contamination is not None:
+            return {self.contamination.folder: tuple(self.chunks)}
         if name != DECIDE:
             return {}
         return {self.plan.decisions(number): self._decider(number) for number in range(len(self.plan.plans))}
 
     def _decider(self, number: int) -> Decider:
-        labels = self.plan.plans[number].settings.get("data.curate.language", {}).get("labels", [])
-        rules = (*self.plan.rules[number], *self.plan.compared)
-        seed = self.plan.curate.seed
-        return Decider(rules, len(self.plan.compared), self.open_table, self.comparison, tuple(labels), seed)
+        labels = self.plan.plans[number].settings.get(LANGUAGE, {}).get("labels", [])
+        return Decider(
+            self.plan.rules[number],
+            self.plan.compared,
+            self.open_table,
+            self.comparison,
+            tuple(labels),
+            self.plan.curate.seed,
+            sum(chunk.source == number for chunk in self.chunks),
+        )
 
 
 def chunks_of(plan: CurationPlan, number: int, receipts: Receipts) -> list[Chunk]:
@@ -216,10 +242,28 @@ def chunks_of(plan: CurationPlan, number: int, receipts: Receipts) -> list[Chunk
     found = []
     for unit in plan.units:
         for receipt in receipts.of(unit.index):
-            hashes = {name: about["xxh3"] for name, about in receipt["files"].items()}
-            place = receipt["start"][3]
-            found.append(Chunk(plan.folder, number, unit.index, receipt["link"], place, receipt["records"], hashes))
+            found.append(_chunk(plan.folder, number, receipt))
     return found
+
+
+def finished_chunks(curation: Path) -> list[Chunk]:
+    """Chunks of a finished curation, by its folder."""
+    units = storage.get_json(curation / PLAN_FILE, *PLAN_KEYS)["units"]
+    return [_chunk(curation, 0, receipt) for unit in range(len(units)) for receipt in read_receipts(curation, unit)]
+
+
+def _chunk(curation: Path, number: int, receipt: Mapping[str, Any]) -> Chunk:
+    files = receipt["files"]
+    return Chunk(
+        curation,
+        number,
+        receipt["unit"],
+        receipt["link"],
+        receipt["start"][3],
+        receipt["records"],
+        {name: about["xxh3"] for name, about in files.items()},
+        {name: about["size"] for name, about in files.items()},
+    )
 
 
 def make_scopes(config: Config, plans: Sequence[CurationPlan]) -> list[ScopePlan]:

@@ -20,19 +20,20 @@ from pipeline.common.format import counted
 from pipeline.config.curate import CurateConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import CurationPlan, make_curation_plan, unit_source
+from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
-from pipeline.data.curate.finish import SourceCuration, finish_source
+from pipeline.data.curate.finish import ReadTexts, SourceCuration, finish_source
 from pipeline.data.curate.jobs import Job
 from pipeline.data.curate.measure_units import MEASURE, measure_units, missing_units
-from pipeline.data.curate.measurers import Measuring, choose_engine, measure_settings
+from pipeline.data.curate.measurers import Measuring, choose_engine, items_folder, measure_settings
 from pipeline.data.curate.passes import ScopePasses, ScopePlan, make_scopes
 from pipeline.data.curate.run_passes import JobOutcome, run_jobs
 from pipeline.data.curate.summary import print_summary
-from pipeline.data.curate.table import DamagedFile
 from pipeline.data.work.bad_input import BadInput
 from pipeline.data.work.freezing import freeze_alone
 from pipeline.data.work.leases import LEASES, sweep
 from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.sorted_runs import DamagedFile
 from pipeline.data.work.units import SourceFiles, find_source_files, reading
 from pipeline.data.work.worker_pool import ATTEMPTS
 
@@ -51,13 +52,16 @@ class CurationReport:
     seconds: float = 0.0
 
 
-def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> CurationReport:
+def curate(
+    config: Config, *, dry_run: bool = False, units: bool = False, read_texts: ReadTexts | None = None
+) -> CurationReport:
     """Run the stage; prints progress and a table.
 
     Args:
         config: the run.
         dry_run: only print what there is to do.
         units: do free jobs of the first pass that is not complete, and finish nothing. A later run without this does.
+        read_texts: reads examples for the report.
 
     Raises:
         UserError: something in the config or the data has to be fixed first.
@@ -74,7 +78,9 @@ def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> Cur
 
             print_dry_run(console, config, sources)
             return CurationReport()
-        stage = Stage(config, console, plan_sources(config, sources))
+        if (contamination := curate_config(config).decontaminate) is not None:
+            prepare_index(contamination, items_folder(config))
+        stage = Stage(config, console, plan_sources(config, sources), read_texts)
         stage.freeze()
         try:
             report = stage.make_units() if units else stage.run()
@@ -100,8 +106,7 @@ def curate_config(config: Config) -> CurateConfig:
 
 def plan_sources(config: Config, sources: list[SourceFiles]) -> list[CurationPlan]:
     """Plans of all sources that have files."""
-    curate = curate_config(config)
-    return [make_curation_plan(found, config, measure_settings(curate, found.source)) for found in sources]
+    return [make_curation_plan(found, config, measure_settings(config, found.source)) for found in sources]
 
 
 class _Step(NamedTuple):
@@ -118,9 +123,13 @@ class Stage:
         config: the run.
         console: where messages go.
         plans: of all sources.
+        read_texts: reads examples for the report.
     """
 
-    def __init__(self, config: Config, console: Console, plans: list[CurationPlan]) -> None:
+    def __init__(
+        self, config: Config, console: Console, plans: list[CurationPlan], read_texts: ReadTexts | None = None
+    ) -> None:
+        self._read_texts = read_texts
         self._config = config
         self._curate = curate_config(config)
         self._console = console
@@ -128,6 +137,7 @@ class Stage:
         self._receipts: dict[str, Receipts] = {}
         """By source, of the last look."""
         self._is_checked = False
+        self._made = 0
 
     def freeze(self) -> None:
         """Write the plans, or compare them with those that are there."""
@@ -139,8 +149,10 @@ class Stage:
     @cached_property
     def context(self) -> Measuring:
         """State of the workers that measure."""
-        engine = choose_engine(self._curate)
-        return Measuring(self._curate, {plan.name: plan.settings for plan in self._plans}, engine)
+        engine, note = choose_engine(self._curate.engine)
+        if note:
+            say(self._console, f"data.curate.engine: python, because numba cannot be used: {note}")
+        return Measuring(self._config, {plan.name: plan.settings for plan in self._plans}, engine)
 
     @cached_property
     def scopes(self) -> list[ScopePlan]:
@@ -149,22 +161,32 @@ class Stage:
 
     def run(self) -> CurationReport:
         """Do what is missing, then finish every source."""
-        made = stalled = 0
+        report = CurationReport(self.decide())
+        report.made = self._made
+        print_summary(self._console, report.sources, self._curate.mode)
+        return report
+
+    def decide(self, *, activate: bool = True) -> list[SourceCuration]:
+        """Do what is missing, then write the decisions about every source.
+
+        Args:
+            activate: whether they are to hold from now on.
+        """
+        stalled = 0
         while (step := self._step(waits=True)) is not None:
-            made += step.outcome.made
+            self._made += step.outcome.made
             stalled = 0 if step.outcome.made else stalled + 1
             if stalled > _ROUNDS:
                 raise MachineError(
                     f"jobs of {step.name} are made and removed repeatedly; is another command running with other "
                     "settings?"
                 )
-        report = CurationReport([], made)
+        found = []
         for passes in self._passes():
             for number in range(len(passes.plan.plans)):
-                report.sources.append(finish_source(passes, number, self._curate.mode))
-        report.sources.sort(key=lambda each: each.name)
-        print_summary(self._console, report.sources, self._curate.mode)
-        return report
+                mode, read_texts = self._curate.mode, self._read_texts
+                found.append(finish_source(passes, number, mode, read_texts, activate=activate))
+        return sorted(found, key=lambda each: each.name)
 
     def make_units(self) -> CurationReport:
         """Do free jobs of the first pass that is not complete, beside other commands that do the same."""
@@ -220,7 +242,7 @@ class Stage:
 
     def _passes(self) -> list[ScopePasses]:
         return [
-            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self.context.table_type)
+            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self.context)
             for scope in self.scopes
         ]
 
@@ -230,7 +252,7 @@ class Stage:
         missing: list[Job] = []
         shared: dict[Path, Any] = {}
         for passes in self._passes():
-            for name in passes.names:
+            for name in passes.pass_names():
                 if found := [job for job in passes.jobs(name) if job.find() is None]:
                     names += [name] if name not in names else []
                     missing += found

@@ -8,31 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
 from pipeline.data.curate.files import MEASURES, measured_file
 from pipeline.data.curate.scope import Chunk
-
-
-class DamagedFile(UserError):
-    """A file that a pass has written does not have the bytes that its receipt names.
-
-    The command that finds it removes it, so that the pass makes it again.
-
-    Args:
-        path: of the file.
-        made_by: pass that wrote it.
-        how: the difference.
-    """
-
-    def __init__(self, path: Path, made_by: str, how: str) -> None:
-        super().__init__(path, made_by, how)
-        self.path = path
-        self.made_by = made_by
-
-    def __str__(self) -> str:
-        path, made_by, how = self.args
-        return f"{path} is damaged ({how}); pass {made_by!r} makes it again: run the same command again"
+from pipeline.data.work.sorted_runs import DamagedFile
 
 
 def check_result(path: Path, xxh3: str, made_by: str) -> None:

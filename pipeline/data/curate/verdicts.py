@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
-from pipeline.data.curate.decide import LINE, LINES_SUFFIX
+from pipeline.data.curate.duplicates.lines import LINE
 from pipeline.data.curate.files import CURATION_FILE, EDITED, REJECTED, VERDICT, decisions_folder, verdicts_file
 
 CURATION_KEYS = (
@@ -34,6 +34,8 @@ CURATION_KEYS = (
     "removed",
     "verdicts",
 )
+LINES_SUFFIX = ".lines"
+"""Of a file of removed lines beside verdicts: `LINE` records."""
 _AGAIN = "run `pipeline curate RUN.yaml` with the run file that it was made with: it makes damaged files again"
 
 

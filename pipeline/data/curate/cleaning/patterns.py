@@ -9,6 +9,7 @@ masks leave the characters that `mojibake` looks at.
 from __future__ import annotations
 
 import re
+import string
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,14 @@ from pipeline.data.curate.cleaning.addresses import public_v4, public_v6
 
 Found = tuple[int, int, str]
 """Start, end, and the value by which the same one is known again."""
+
+_WORD = frozenset(string.ascii_letters + string.digits + "_")
+"""Other letters may stand before a value: Chinese has no spaces."""
+_LOCAL_BEFORE = _WORD | set(".%+-")
+_IPV4_BEFORE = _WORD | set(".")
+_IPV6_BEFORE = _WORD | set(".:")
+_PHONE_BEFORE = _WORD | set("+-./")
+_KEY_BEFORE = _WORD | set("-")
 
 _LOCAL_CHARACTERS = 64
 _LOCAL = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._%+\-]{0,62}[A-Za-z0-9_%+\-])?\Z")
@@ -97,7 +106,7 @@ def emails(text: str) -> Iterator[Found]:
         if local is None or text[local.start() : at] == "git":
             continue
         start = local.start()
-        if start == at - _LOCAL_CHARACTERS and start and (text[start - 1].isalnum() or text[start - 1] in "._%+-"):
+        if start == at - _LOCAL_CHARACTERS and start and text[start - 1] in _LOCAL_BEFORE:
             continue  # longer than any address
         if text[text.rindex(".", at, end) + 1 : end].lower() in _FILES or _beside_mask(text, start, end):
             continue
@@ -109,7 +118,7 @@ def ips(text: str) -> Iterator[Found]:
     """Public IPv4 and IPv6 addresses; numbers of versions and sections are none."""
     for match in _IPV4.finditer(text):
         start, end = match.span()
-        if start and (text[start - 1].isalnum() or text[start - 1] in "._"):
+        if start and text[start - 1] in _IPV4_BEFORE:
             continue
         value = public_v4(match[0])
         if value is None or _VERSION_WORD.search(text, max(0, start - _VERSION_CHARACTERS), start):
@@ -120,7 +129,7 @@ def ips(text: str) -> Iterator[Found]:
         return
     for match in _IPV6.finditer(text):
         start, end = match.span()
-        if start and (text[start - 1].isalnum() or text[start - 1] in ".:_"):
+        if start and text[start - 1] in _IPV6_BEFORE:
             continue
         value = public_v6(match[0])
         if value is not None and not _beside_mask(text, start, end):
@@ -143,7 +152,7 @@ def _numbers(
         start, end = match.span()
         if before is not None and not before.search(text, max(0, start - _NAME_CHARACTERS), start):
             continue
-        if start and (text[start - 1].isalnum() or text[start - 1] in "_+-./"):
+        if start and text[start - 1] in _PHONE_BEFORE:
             continue
         groups = [each.span() for each in _DIGITS.finditer(text, start, end)]
         while len(groups) > _MOST_GROUPS or sum(end - start for start, end in groups) > _MOST_DIGITS:
@@ -174,7 +183,7 @@ def secrets(text: str) -> Iterator[Found]:
 
 
 def _begins_word(text: str, start: int) -> bool:
-    return start == 0 or not (text[start - 1].isalnum() or text[start - 1] in "_-")
+    return start == 0 or text[start - 1] not in _KEY_BEFORE
 
 
 def _private_keys(text: str) -> Iterator[Found]:

@@ -1,4 +1,4 @@
-"""Chunks that are compared with each other, in a file that jobs name, for a list of thousands is not pickled with each."""
+"""Chunks that are compared with each other, in a file that jobs name: thousands are not pickled with each job."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Compared:
         places = self.places(numbers)
         order = np.argsort(places, kind="stable")
         found, starts = np.unique(places[order], return_index=True)
-        ends = np.append(starts[1:], len(order))
+        ends = np.append(starts, len(order))[1:]
         for place, start, end in zip(found.tolist(), starts.tolist(), ends.tolist(), strict=True):
             inside = order[start:end]
             yield place, inside, (numbers[inside] - self._bases[place]).astype(np.int64)

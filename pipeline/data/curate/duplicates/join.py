@@ -130,7 +130,8 @@ def _sizes(keys: Numbers) -> npt.NDArray[np.int64]:
         end = min(start + _BLOCK, len(keys))
         starts.append(np.flatnonzero(keys[start:end] ^ keys[start - 1 : end - 1] >= np.uint64(2**32)) + start)
     places = np.append(np.concatenate(starts), len(keys))
-    return places[1:] - places[:-1]
+    sizes: npt.NDArray[np.int64] = places[1:] - places[:-1]
+    return sizes
 
 
 def _places(vertices: Numbers, numbers: Numbers) -> npt.NDArray[np.uint32]:

@@ -64,6 +64,7 @@ def folding_table() -> npt.NDArray[np.uint32]:
             for code in range(low, high + 1):
                 if category(chr(code)) == "Cn":
                     table[code] = value
+    table[0xAD] = DROPPED  # the soft hyphen, a dash in 3.2
     table[0xE0000:0xE01F0] = DROPPED
     table[0xF0000:] = SEPARATOR  # private use
     for low, high in _ALONE_RANGES:

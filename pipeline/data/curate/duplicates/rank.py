@@ -1,4 +1,4 @@
-"""Pass `rank`: what the order of documents reads of the table of measures, in few bytes a document. A job is a chunk."""
+"""Pass `rank`: what orders documents, out of the table of measures, in few bytes each. A job is a chunk."""
 
 from __future__ import annotations
 

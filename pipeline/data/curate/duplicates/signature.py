@@ -84,7 +84,8 @@ def reference_signature(text: str, size: int, values: int) -> list[int]:
 
 def has_signature(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
     """Tell which rows are signatures, shape (documents,)."""
-    return np.any(signatures != np.uint32(NO_VALUE), axis=1)
+    found: npt.NDArray[np.bool_] = (signatures != np.uint32(NO_VALUE)).any(axis=1)
+    return found
 
 
 def band_hashes(signatures: npt.NDArray[np.uint32], bands: int) -> npt.NDArray[np.uint64]:
@@ -119,4 +120,4 @@ def signature_checks(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint3
 
 def fewest_equal(min_similarity: float, values: int) -> int:
     """Fewest equal values whose share is at least `min_similarity`."""
-    return next((equal for equal in range(values + 1) if equal / values >= min_similarity), values + 1)
+    return next((equal for equal in range(values + 1) if values and equal / values >= min_similarity), values + 1)

@@ -16,8 +16,10 @@ from pipeline.data.curate.duplicates.signature_numpy import NumpySigner
 
 _HARD = (
     "", " ", "word", "!?…", "a b c d e", "One two, three\tfour\nfive six", "x" * 300, "don't STOP_now 12:30 ٣٤٥ Ⅷ ½",
-    "é e\u0301 ﬁn Straße İstanbul ΑΣσς Привет שָׁלוֹם مرحباً हिन्दी", "中文字と日本語です。カタカナ ภาษาไทย 한국어 각 mixed中英text",
-    "soft\u00adhyphen zero\u200bwidth jo\u200din \U0001f600\U0001f469\u200d\U0001f469 \U00020000\U000e0101 \ue000 \uffff",
+    "é e\u0301 ﬁn Straße İstanbul ΑΣσς Привет שָׁלוֹם مرحباً हिन्दी",
+    "中文字と日本語です。カタカナ ภาษาไทย 한국어 각 mixed中英text",
+    "soft\u00adhyphen zero\u200bwidth jo\u200din \U0001f600\U0001f469\u200d\U0001f469",
+    "\U00020000\U000e0101 \ue000 \uffff",
     " ".join(f"w{number}" for number in range(900)), "字" * 1100, "a字b字" * 300, "\x00\x01\x7f\x85\u2028",
 )  # fmt: skip
 

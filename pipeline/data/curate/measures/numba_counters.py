@@ -356,14 +356,19 @@ def _top(own: Scratch, number: int) -> Any:
 
 
 @njit
-def _longer(own: Scratch, number: int, words: int, n: int) -> Any:
-    """Make n-grams of (n-1)-grams at `places`; returns their number, without those for which the text is too short."""
-    while number and own.places[number - 1] + n > words:
-        number -= 1
-    for k in range(number):
+def _longer(own: Scratch, number: int, n: int) -> Any:
+    """Make n-grams of (n-1)-grams at `places`; returns the number of places at which that can be.
+
+    If an n-gram occurs twice, so do the (n-1)-grams at its place and at the next one, and both are in `places`.
+    """
+    kept = 0
+    for k in range(number - 1):
         place = _long(own.places[k])
-        own.grams[place] = own.grams[place] * _STEP + own.words[place + n - 1]
-    return number
+        if own.places[k + 1] == place + 1:
+            own.grams[place] = own.grams[place] * _STEP + own.words[place + n - 1]
+            own.places[kept] = place
+            kept += 1
+    return kept
 
 
 @njit
@@ -392,7 +397,7 @@ def _repeated(own: Scratch, number: int, n: int) -> Any:
 def _count_grams(own: Scratch, words: int, out: Any) -> None:
     """Count characters of n-grams.
 
-    Only places where the (n-1)-gram occurs twice or more are looked at: elsewhere the n-gram is the only one.
+    Only places where shorter ones occur twice or more are looked at: elsewhere the n-gram is the only one.
     """
     for k in range(words):
         own.grams[k], own.places[k] = own.words[k], k
@@ -400,7 +405,7 @@ def _count_grams(own: Scratch, words: int, out: Any) -> None:
     for n in range(2, 5):
         if words < n:
             return
-        number = _longer(own, number, words, n)
+        number = _longer(own, number, n)
         top, most = _top(own, number)
         length = n - 1
         for k in range(top, top + n):
@@ -413,7 +418,7 @@ def _count_grams(own: Scratch, words: int, out: Any) -> None:
                 kept += 1
         number = kept
     for n in range(5, 11):
-        number = _longer(own, number, words, n)
+        number = _longer(own, number, n)
         out[_DUPLICATE + n] = _repeated(own, number, n)
         if out[_DUPLICATE + n] == 0:
             return  # then longer ones are different, too

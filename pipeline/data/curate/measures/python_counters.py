@@ -5,9 +5,10 @@ N-grams are looked for only where the shorter ones at the same place occur twice
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pipeline.data.curate.measures import reference
 from pipeline.data.curate.measures import words as w
@@ -92,39 +93,48 @@ def _of_lines(text: str) -> dict[str, int]:
 
 
 def _of_grams(words: Sequence[str]) -> dict[str, int]:
-    """Counters of n-grams. `places` are those at which the n-gram occurs twice or more."""
+    """Counters of n-grams. `places` are those at which the n-gram occurs twice or more, all others at most once."""
     counts = {f"top_{n}_gram_characters": 0 for n in (2, 3, 4)}
     counts |= {f"duplicate_{n}_gram_characters": 0 for n in range(5, 11)}
-    places: Iterable[int] = range(len(words))
+    places: Sequence[int] = range(len(words))
     for n in (2, 3, 4):
         if len(words) < n:
             return counts
+        places = _longer(places)
         grams = _grams(words, places, n)
-        times = Counter(gram for _, gram in grams)
+        times = Counter(grams)
         top = max(times, key=times.__getitem__, default=())
         if not top or times[top] == 1:  # all are different: the first one
             top = tuple(words[:n])
         counts[f"top_{n}_gram_characters"] = max(times[top], 1) * len(" ".join(top))
-        places = [i for i, gram in grams if times[gram] > 1]
+        places = list(itertools.compress(places, map((1).__lt__, map(times.__getitem__, grams))))
     for n in range(5, 11):
-        found = _duplicate_characters(_grams(words, places, n), n)
+        places = _longer(places)
+        found = _duplicate_characters(places, _grams(words, places, n), n)
         if not found:  # then longer ones are different, too
             break
         counts[f"duplicate_{n}_gram_characters"] = found
     return counts
 
 
-def _grams(words: Sequence[str], places: Iterable[int], n: int) -> list[tuple[int, tuple[str, ...]]]:
-    """N-grams of words that begin at places, ascending."""
+def _longer(places: Sequence[int]) -> Sequence[int]:
+    """Places at which a longer n-gram can occur twice: those whose next one is there, too."""
     if isinstance(places, range):
-        return list(enumerate(zip(*(words[i:] for i in range(n)), strict=False)))
-    return [(i, tuple(words[i : i + n])) for i in places if i + n <= len(words)]
+        return places[:-1]
+    return [place for place, following in itertools.pairwise(places) if following == place + 1]
 
 
-def _duplicate_characters(grams: Iterable[tuple[int, tuple[str, ...]]], n: int) -> int:
+def _grams(words: Sequence[str], places: Sequence[int], n: int) -> list[tuple[str, ...]]:
+    """N-grams of words that begin at places."""
+    if isinstance(places, range):
+        return list(zip(*(words[i:] for i in range(n)), strict=False))
+    return [tuple(words[i : i + n]) for i in places]
+
+
+def _duplicate_characters(places: Sequence[int], grams: Sequence[tuple[str, ...]], n: int) -> int:
     seen: set[tuple[str, ...]] = set()
     characters = free = 0
-    for i, gram in grams:
+    for i, gram in zip(places, grams, strict=True):
         if i < free:
             continue
         if gram in seen:

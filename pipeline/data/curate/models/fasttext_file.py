@@ -21,6 +21,7 @@ MAX_LABELS = 2**16 - 1
 """Labels have numbers of 16 bits, of which the last one stands for none."""
 _HEADER = struct.Struct("<ii12id")
 """Magic, version, and the arguments: dim, ws, epoch, minCount, neg, wordNgrams, loss, model, ..., t."""
+_DIMENSION = 2
 _MODEL = 2 + 7
 _COUNTS = struct.Struct("<iiiqq")
 """Entries, words, labels, tokens, pruned n-grams (-1: not pruned)."""
@@ -88,9 +89,11 @@ def _labels(file: BinaryIO, size: int) -> list[str]:
     if len(labels) != count or len(set(labels)) != count:
         raise ValueError("its labels are damaged")
     end = names.position + 8 * max(pruned, 0)
-    file.seek(end)
-    end = _skip_matrix(file, end + 1, quantized=bool(_take(file, 1)[0]))
-    end = _skip_matrix(file, end + 1, quantized=bool(_take(file, 1)[0]))
+    for expected in (None, count):
+        file.seek(end)
+        end, rows, columns = _skip_matrix(file, end + 1, quantized=bool(_take(file, 1)[0]))
+        if columns != head[_DIMENSION] or expected not in (None, rows):
+            raise ValueError(f"a table of it is {rows} x {columns}")
     if end != size:
         raise ValueError(f"it has {size} bytes, but its tables take {end}")
     return labels
@@ -120,27 +123,23 @@ class _Names:
         return name, kind == 1
 
 
-def _skip_matrix(file: BinaryIO, start: int, *, quantized: bool) -> int:
-    """The end of a table that begins at `start`."""
+def _skip_matrix(file: BinaryIO, start: int, *, quantized: bool) -> tuple[int, int, int]:
+    """(end, rows, columns) of a table that begins at `start`."""
     if not quantized:
         rows, columns = struct.unpack("<qq", _take(file, 16))
-        end: int = start + 16 + _positive(rows) * _positive(columns) * 4
-        file.seek(end)
-        return end
-    norms, rows, _, size = struct.unpack("<?qqi", _take(file, 21))
+        return start + 16 + _positive(rows) * _positive(columns) * 4, rows, columns
+    norms, rows, columns, size = struct.unpack("<?qqi", _take(file, 21))
     end = _skip_quantizer(file, start + 21 + _positive(size))
     if norms:
         end = _skip_quantizer(file, end + _positive(rows))
-    return end
+    return end, rows, columns
 
 
 def _skip_quantizer(file: BinaryIO, start: int) -> int:
     """The end of the centroids of a product quantizer: 256 of each sub-vector."""
     file.seek(start)
     dimensions, *_ = struct.unpack("<4i", _take(file, 16))
-    end = start + 16 + _positive(dimensions) * 256 * 4
-    file.seek(end)
-    return end
+    return start + 16 + _positive(dimensions) * 256 * 4
 
 
 def _take(file: BinaryIO, size: int) -> bytes:

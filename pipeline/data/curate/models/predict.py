@@ -70,18 +70,19 @@ class Predictor:
         except (ValueError, RuntimeError, MemoryError) as error:
             raise UserError(f"{key}: fastText cannot load {model.path}: {error}") from error
         # Of the class, `predict` gives the same in another form, and copies each text once more.
-        self._predict = loaded.f.predict
+        self._model = loaded.f
+        self._where = f"{key}: {model.path}"
         self._characters = characters
         self._labels = len(model.labels)
 
     def best(self, text: str) -> tuple[str, int]:
         """The most probable label and its stored score; an empty label where the model knows nothing of the text."""
-        found = self._predict(self._line(text), 1, 0.0, "strict")
+        found = self._predict(text, 1)
         return (found[0][1], stored(found[0][0])) if found else ("", 0)
 
     def score(self, text: str, label: str) -> int:
         """The stored score of one label. fastText leaves out scores below 0.00001, which are 0 here."""
-        for score, name in self._predict(self._line(text), self._labels, 0.0, "strict"):
+        for score, name in self._predict(text, self._labels):
             if name == label:
                 return stored(score)
         return 0
@@ -89,6 +90,14 @@ class Predictor:
     def scores(self, texts: Sequence[str], label: str) -> list[int]:
         """`score` of each text."""
         return [self.score(text, label) for text in texts]
+
+    def _predict(self, text: str, count: int) -> list[tuple[float, str]]:
+        """The `count` most probable labels with their scores."""
+        try:
+            found: list[tuple[float, str]] = self._model.predict(self._line(text), count, 0.0, "strict")
+        except RuntimeError as error:
+            raise UserError(f"{self._where} is damaged: fastText says {error}; copy or download it again") from error
+        return found
 
     def _line(self, text: str) -> str:
         """The text as one line: fastText reads one, and line ends are spaces between words."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,9 +11,10 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.config.curate import CleanConfig, CurateConfig
 from pipeline.config.root import Config
+from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.curation_plan import CurationPlan
+from pipeline.data.curate.duplicates.line_text import remove_lines
 from pipeline.data.curate.files import CURATION_FILE, curate_folder, decisions_folder
-from pipeline.data.curate.measurers import TextCleaner, open_cleaner
 from pipeline.data.curate.passes import make_scopes
 from pipeline.data.curate.verdicts import Curation, UnitVerdicts, find_curation, read_decisions
 from pipeline.data.sources.records import Document
@@ -58,10 +59,10 @@ class UnitCuration:
 
     Args:
         verdicts: of its rows.
-        cleaner: edits of the text, if there are any.
+        cleaner: edits of the text.
     """
 
-    def __init__(self, verdicts: UnitVerdicts, cleaner: TextCleaner | None) -> None:
+    def __init__(self, verdicts: UnitVerdicts, cleaner: Cleaner) -> None:
         self._verdicts = verdicts
         self._cleaner = cleaner
 
@@ -78,10 +79,8 @@ class UnitCuration:
                 "curate` measured it; the source has changed. Run `pipeline curate` again"
             )
         if found.rule is None and found.is_edited:
-            text = document.text if self._cleaner is None else self._cleaner.clean(document.text)
+            text = self._cleaner.clean(document.text)
             if lines := self._verdicts.lines(document.row):
-                from pipeline.data.curate.duplicates.line_text import remove_lines
-
                 text = remove_lines(text, lines)
             document.text, document.edited = text, True
         return found.rule
@@ -93,8 +92,8 @@ def _read(folder: Path, decide_hash: str) -> Curation:
 
 
 @lru_cache(maxsize=2)
-def _open_cleaner(clean: str, seed: int) -> TextCleaner | None:
-    return open_cleaner(CurateConfig(clean=CleanConfig.model_validate_json(clean), seed=seed))
+def _open_cleaner(clean: str, seed: int) -> Cleaner:
+    return Cleaner(CleanConfig.model_validate_json(clean), seed)
 
 
 def content_hash(curation: Curation) -> str:
@@ -113,14 +112,24 @@ def applied_curations(config: Config, sources: list[SourceFiles]) -> dict[str, A
     Raises:
         UserError: the active decisions are not those of the run file.
     """
-    curate = config.data.curate
-    if curate is None or curate.mode != "apply":
+    if config.data.curate is None or config.data.curate.mode != "apply":
         return {}
     from pipeline.data.curate.stage import plan_sources
 
+    return decisions_of_run(config, plan_sources(config, sources))
+
+
+def decisions_of_run(config: Config, plans: Sequence[CurationPlan]) -> dict[str, AppliedCuration]:
+    """Active decisions, by source.
+
+    Raises:
+        UserError: they are not those of the run file.
+    """
+    curate = config.data.curate
+    assert curate is not None, "there are plans"
     found: dict[str, AppliedCuration] = {}
     wrong: list[str] = []
-    for scope in make_scopes(config, plan_sources(config, sources)):
+    for scope in make_scopes(config, plans):
         for number, plan in enumerate(scope.plans):
             active = find_curation(plan.folder)
             if differences := _differences(plan, scope.decide_settings(number), active):
@@ -129,10 +138,10 @@ def applied_curations(config: Config, sources: list[SourceFiles]) -> dict[str, A
                 found[plan.name] = _applied(active, curate)
     if wrong:
         raise UserError(
-            "data.curate.mode is apply, but the decisions are not those of the run file:\n"
+            "the decisions about which documents are kept (data.curate) are not those of the run file:\n"
             + "\n".join(wrong)
-            + "\nRun `pipeline curate RUN.yaml` with this run file first; or set data.curate.mode: observe to keep all "
-            "documents"
+            + "\nRun `pipeline curate RUN.yaml` with this run file first; or set data.curate.mode: observe, with which "
+            "preprocess keeps all documents"
         )
     return found
 

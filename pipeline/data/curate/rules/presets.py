@@ -37,8 +37,8 @@ class Measure:
 
 MEASURES: dict[str, dict[str, Measure]] = {
     "gopher_quality": {
-        "min_words": Measure("words", "text_words"),
-        "max_words": Measure("words", "text_words"),
+        "min_words": Measure("words with a letter or a number", "text_words"),
+        "max_words": Measure("words with a letter or a number", "text_words"),
         "min_word_length": Measure("mean length of a word", "text_word_characters", "text_words"),
         "max_word_length": Measure("mean length of a word", "text_word_characters", "text_words"),
         "max_hashes": Measure("`#` per word", "hashes", "words"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 PIECES = (
-    "the", "The", "of", "and", "to", "a", "cat", "cat.", "dog?", "“so!”", "(end.)", "...", "…", "#", "{", "}", "-", "•", "12",
+    "the", "The", "of", "and", "to", "a", "cat", "cat.", "dog?", "“so!”", "(end.)", "...", "…", "#", "{", "}", "-", "•",
+    "12",
     "½", "Lorem ipsum", "lorem", "ipsum", "é", "e\u0301", "漢字", "。", "ที่", "\u0e31", "\x00", "\ufeff", "😀", "x" * 31,
 )  # fmt: skip
 SPACES = (

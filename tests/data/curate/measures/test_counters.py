@@ -56,9 +56,10 @@ def test_counts_by_hand() -> None:
     text = "- The cat and the dog.\n• Lorem ipsum {x} # ...\n\nThe end…\nThe end…\n"
     assert {name: value for name, value in reference.count(text).items() if value} == {
         "characters": 66, "newlines": 5, "line_characters": 61, "words": 16, "text_words": 12,
-        "text_word_characters": 43, "alpha_words": 12, "stop_words": 2, "hashes": 1, "ellipses": 3, "curly_brackets": 2, "lorem_ipsum": 1,
-        "sentences": 4, "lines": 4, "bullet_lines": 2, "ellipsis_lines": 3, "punctuated_lines": 2, "short_lines": 4, "paragraphs": 2,
-        "duplicate_lines": 1, "duplicate_line_characters": 8, "top_2_gram_characters": 16, "top_3_gram_characters": 9,
+        "text_word_characters": 43, "alpha_words": 12, "stop_words": 2, "hashes": 1, "ellipses": 3,
+        "curly_brackets": 2, "lorem_ipsum": 1, "sentences": 4, "lines": 4, "bullet_lines": 2, "ellipsis_lines": 3,
+        "punctuated_lines": 2, "short_lines": 4, "paragraphs": 2, "duplicate_lines": 1,
+        "duplicate_line_characters": 8, "top_2_gram_characters": 16, "top_3_gram_characters": 9,
         "top_4_gram_characters": 13,
     }  # fmt: skip
 

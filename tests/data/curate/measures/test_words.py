@@ -11,7 +11,6 @@ from pipeline.data.curate.measures.hard_texts import texts
 from pipeline.data.curate.measures.words import TERMINAL, split_lines, split_paragraphs, split_words, unspaced
 from tests.data.curate.measures.mixed_texts import mixed
 
-
 BEGIN, MARKS = map(set, unspaced())
 
 
