@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common import storage
-from pipeline.config.curate import CurateConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.batch import Batch
 from pipeline.data.curate.chunk_writer import DOCUMENT, EMPTY_DOCUMENT
 from pipeline.data.curate.files import MEASURES, measured_file
-from pipeline.data.curate.measurers import Measuring, choose_engine, local_rules, measure_settings
+from pipeline.data.curate.measurers import Measuring, measure_settings
 from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.of_run import local_rules
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.sources.records import Document
@@ -71,13 +71,14 @@ class Remeasurer:
 
     Args:
         config: of the run.
-        curate: `data.curate` of it.
-        source: name.
+        source: name; the run has `data.curate`.
         folder: of its curation.
     """
 
-    def __init__(self, config: Config, curate: CurateConfig, source: str, folder: Path) -> None:
-        self._curate = curate
+    def __init__(self, config: Config, source: str, folder: Path) -> None:
+        assert config.data.curate is not None, "who asks has looked"
+        self._config = config
+        self._curate = config.data.curate
         self._source = source
         self._folder = folder
         self._sources = {each.name: each for each in config.data.sources}
@@ -93,7 +94,7 @@ class Remeasurer:
         """Keys that the run file sets otherwise than the plan has them, so that it measures something else."""
         if self._source not in self._sources:
             return ["data.sources"]
-        now = measure_settings(self._curate, self._sources[self._source])
+        now = measure_settings(self._config, self._sources[self._source])
         return sorted(name for name, value in now.items() if self.settings.get(name) != value)
 
     @cached_property
@@ -103,12 +104,12 @@ class Remeasurer:
 
     @cached_property
     def _measuring(self) -> Measuring:
-        return Measuring(self._curate, {self._source: self.settings}, choose_engine(self._curate))
+        # By plain Python, whichever engine measured: so they check each other.
+        return Measuring(self._config, {self._source: self.settings}, "python")
 
     def clean(self, text: str) -> str:
         """The text as it is measured, and as preprocess reads it."""
-        cleaner = self._measuring.text_cleaner
-        return text if cleaner is None else cleaner.clean(text)
+        return self._measuring.cleaner.clean(text)
 
     def measure(self, documents: Sequence[Document]) -> Measured:
         """Measure documents."""

@@ -35,7 +35,7 @@ def records() -> list[dict[str, Any]]:
     found = [{"id": f"good-{number}", "text": text(number)} for number in range(30)]
     found.append({"id": "short", "text": "The sea of words is short."})
     found.append({"id": "exact", "text": text(3)})
-    found.append({"id": "near", "text": text(5, 40).replace("harbour", "port", 1)})
+    found.append({"id": "near", "text": text(5, 40).replace(" harbour", " port", 5)})
     found.insert(7, {"id": "long-5", "text": text(5, 40)})
     found.append({"id": "brackets", "text": text(90) + "\nThe end of { that }."})
     found.append({"id": "masked", "text": text(91) + "\nWrite to the editor of it: someone@mail.example.org now."})
