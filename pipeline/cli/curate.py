@@ -38,7 +38,8 @@ def curate(
         typer.Option(
             "--compare",
             metavar="DIR",
-            help="Compare the active decisions with those in a folder (SOURCE/curate/decisions/HASH), by document.",
+            help="Compare decisions by document: those in a folder (SOURCE/curate/decisions/HASH) with the active ones, "
+            "or, given twice, with each other.",
         ),
     ] = None,
     listed: Annotated[
@@ -68,13 +69,15 @@ def curate(
         print_status(Console(), config, words)
     elif what_if:
         from pipeline.data.curate.results.what_if import what_if as show
+        from pipeline.data.provenance.excerpts import excerpt_reader
 
-        show(config, load_run(run, [*(overrides or ()), *_full_keys(what_if)], None), Console(), listed=listed)
+        changed = load_run(run, [*(overrides or ()), *_full_keys(what_if)], None)
+        show(config, changed, Console(), excerpt_reader(config.data.curate), listed=listed)
     elif compare:
         from pipeline.data.curate.results.compare import compare as show_differences
+        from pipeline.data.provenance.excerpts import excerpt_reader
 
-        for folder in compare:
-            show_differences(config, folder, Console(), listed=listed)
+        show_differences(_two(compare), Console(), excerpt_reader(config.data.curate), listed=listed)
     elif export is not None:
         from pipeline.data.curate.results.export import export as write
 
@@ -92,6 +95,13 @@ def curate(
 def _full_keys(changes: list[str]) -> list[str]:
     """Overrides as the run file takes them; `data.curate.` may be left out."""
     return [each if each.startswith("data.") else f"data.curate.{each}" for each in changes]
+
+
+def _two(folders: list[Path]) -> tuple[Path, Path]:
+    """Folders of the decisions to compare; of one folder, the active ones come first."""
+    if len(folders) > 2:
+        raise UserError("--compare: name one folder, or two")
+    return (folders[0].absolute().parent.parent, folders[0]) if len(folders) == 1 else (folders[0], folders[1])
 
 
 def _format(name: str) -> Literal["jsonl", "parquet"]:

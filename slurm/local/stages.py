@@ -31,13 +31,20 @@ if TYPE_CHECKING:
 
 def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
     """Documents to decisions; see `pipeline.data.curate.stage`. A dry run leaves no trace."""
+    from pipeline.data.curate.measurers import items_folder
     from pipeline.data.curate.stage import curate as stage
+    from pipeline.data.provenance.excerpts import excerpt_reader
 
     if dry_run:
         stage(config, dry_run=True)
         return
     with _stage(config, "curate"), _terminate_stops():
-        stage(config, units=units)
+        if config.data.curate is not None and config.data.curate.decontaminate is not None:
+            from pipeline.eval.curation_items import write_task_items
+
+            items_folder(config).mkdir(parents=True, exist_ok=True)
+            write_task_items(config, items_folder(config))
+        stage(config, units=units, read_texts=excerpt_reader(config.data.curate))
 
 
 def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> None:

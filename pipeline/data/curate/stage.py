@@ -39,7 +39,7 @@ from pipeline.data.work.worker_pool import ATTEMPTS
 
 _ROUNDS = 10
 """Rounds in which jobs may be missing again, because a file was damaged or another command was at work."""
-_HUB_TWICE = "{}: it is streamed from the hub, so it is read twice: here, and by preprocess"
+HUB_TWICE = "{}: it is streamed from the hub, so it is read twice: here, and by preprocess"
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Stage:
         """Write the plans, or compare them with those that are there."""
         for plan in self._plans:
             if plan.found.source.hub is not None:
-                say(self._console, _HUB_TWICE.format(plan.name))
+                say(self._console, HUB_TWICE.format(plan.name))
             freeze_alone(plan, plan.folder, self._console)
 
     @cached_property

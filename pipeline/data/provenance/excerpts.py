@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.common.errors import UserError
-from pipeline.config.curate import CurateConfig
+from pipeline.config.curate import CleanConfig, CurateConfig
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.provenance.source_location import Origins
@@ -19,13 +19,13 @@ _CLEANED = 20_000
 ReadTexts = Callable[[Path, Sequence[Key]], Mapping[Key, Excerpt]]
 
 
-def excerpt_reader(config: CurateConfig) -> ReadTexts:
+def excerpt_reader(config: CurateConfig | None) -> ReadTexts:
     """A reader of beginnings, by the folder of a source's curation; edited, so that masks hide what they should.
 
     Args:
-        config: of the run file.
+        config: `data.curate` of the run file.
     """
-    cleaner = Cleaner(config.clean, config.seed)
+    cleaner = Cleaner(CleanConfig(), 0) if config is None else Cleaner(config.clean, config.seed)
 
     def read(folder: Path, keys: Sequence[Key]) -> Mapping[Key, Excerpt]:
         return read_excerpts(folder, keys, cleaner.clean)
