@@ -38,8 +38,8 @@ def curate(
         typer.Option(
             "--compare",
             metavar="DIR",
-            help="Compare decisions by document: those in a folder (SOURCE/curate/decisions/HASH) with the active ones, "
-            "or, given twice, with each other.",
+            help="Compare decisions by document: those in a folder (SOURCE/curate/decisions/HASH) with the active "
+            "ones; or, given twice, with each other.",
         ),
     ] = None,
     listed: Annotated[

@@ -238,11 +238,14 @@ def run_all(
     config = _load(run, overrides)
     if verbose:
         os.environ[VERBOSE] = "1"
-    if submitted(config, ["preprocess", "train", "eval"], slurm, local, dry_run):
+    stages: list[StageName] = ["preprocess", "train", "eval"]
+    if config.data.curate is not None:
+        stages = ["curate", *stages]
+    if submitted(config, stages, slurm, local, dry_run):
         return
-    from slurm.local.stages import run as stages
+    from slurm.local.stages import run as run_here
 
-    stages(config)
+    run_here(config)
 
 
 @app.command()

@@ -23,12 +23,12 @@ from pipeline.data.curate.decontamination.rule import (
     fill_contamination,
 )
 from pipeline.data.curate.jobs import SharedJob
+from pipeline.data.curate.pass_names import CONTAMINATION_PASS
 from pipeline.data.curate.scope import Chunk, document
 from pipeline.data.curate.table import chunk_path, open_table, read_array
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.work.worker_pool import Progress
 
-CONTAMINATION_PASS = "contamination"
 _COUNTS = np.dtype("<i8")
 
 

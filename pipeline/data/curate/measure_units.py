@@ -12,6 +12,7 @@ from pipeline.common.console import warn
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import CurationPlan, unit_source
 from pipeline.data.curate.measure_unit import MeasureContext, MeasureJob, chunk_stands, make_measure
+from pipeline.data.curate.pass_names import MEASURE
 from pipeline.data.curate.run_passes import JobOutcome
 from pipeline.data.sources.records import START
 from pipeline.data.work.job_run import Busy, JobRun
@@ -22,8 +23,6 @@ from pipeline.data.work.unit_source import UnitSource, without_damaged
 from pipeline.data.work.units import input_stat
 from pipeline.data.work.worker_count import worker_count
 from pipeline.data.work.worker_pool import Workers
-
-MEASURE = "measure"
 
 
 def missing_units(config: Config, plan: CurationPlan, receipts: Receipts) -> list[MeasureJob]:

@@ -14,7 +14,6 @@ from pipeline.common.hashing import value_hash
 from pipeline.config.curate import CurateConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.contamination_pass import (
-    CONTAMINATION_PASS,
     ContaminationJob,
     TableOpener,
     contamination_job,
@@ -24,11 +23,13 @@ from pipeline.data.curate.decide import DecideJob, Decider, decide_jobs
 from pipeline.data.curate.decontamination.index import INDEX_FILE
 from pipeline.data.curate.duplicates import against
 from pipeline.data.curate.duplicates.files import finished
+from pipeline.data.curate.duplicates.kinds import PassName
 from pipeline.data.curate.duplicates.measure import duplicate_settings
-from pipeline.data.curate.duplicates.passes import DuplicatePasses, PassName
+from pipeline.data.curate.duplicates.passes import DuplicatePasses
 from pipeline.data.curate.files import CURATE, decisions_folder
 from pipeline.data.curate.jobs import Job
 from pipeline.data.curate.measurers import LANGUAGE, Measuring, items_folder
+from pipeline.data.curate.pass_names import CONTAMINATION_PASS, DECIDE
 from pipeline.data.curate.rules.base import Rule
 from pipeline.data.curate.rules.of_run import compared_rules, local_rules
 from pipeline.data.curate.scope import Chunk, Scope
@@ -39,7 +40,6 @@ from pipeline.data.work.receipts import Receipts, read_receipts
 
 DECIDE_VERSION = "1"
 """Raised whenever the passes behind `measure` would decide otherwise for the same measures and settings."""
-DECIDE = "decide"
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.finish import ReadTexts, SourceCuration, finish_source
 from pipeline.data.curate.jobs import Job
-from pipeline.data.curate.measure_units import MEASURE, measure_units, missing_units
+from pipeline.data.curate.measure_units import measure_units, missing_units
 from pipeline.data.curate.measurers import Measuring, choose_engine, items_folder, measure_settings
+from pipeline.data.curate.pass_names import MEASURE
 from pipeline.data.curate.passes import ScopePasses, ScopePlan, make_scopes
 from pipeline.data.curate.run_passes import JobOutcome, run_jobs
 from pipeline.data.curate.summary import print_summary

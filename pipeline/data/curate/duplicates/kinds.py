@@ -20,6 +20,7 @@ SIGNATURES = "signatures"
 """File of a chunk: uint32 of shape (records, bands * rows)."""
 CHECK_COLUMN = "signature_check"
 """Column of the table of measures: `signature_checks` of the document."""
+PassName = Literal["match", "join", "rank", "choose", "kept", "lines"]
 
 
 def kinds_of(settings: DuplicatesConfig) -> tuple[Kind, ...]:
@@ -36,3 +37,13 @@ def date_keys(settings: DuplicatesConfig) -> tuple[str, ...]:
 def date_column(key: str) -> str:
     """Column of the table of measures with the date of a key."""
     return f"date:{key}"
+
+
+def pass_names(settings: DuplicatesConfig) -> tuple[PassName, ...]:
+    """Passes that are needed, in their order."""
+    found: tuple[PassName, ...] = ()
+    if kinds_of(settings):
+        found += ("match", "join", "rank", "choose")
+    if settings.lines is not None:
+        found += ("kept", "lines") if found else ("rank", "kept", "lines")
+    return found

@@ -31,7 +31,7 @@ from pipeline.data.curate.duplicates.compared import ComparedChunk, read_compare
 from pipeline.data.curate.duplicates.files import DECISION, MEMBER, ResultFile, finished, result_files
 from pipeline.data.curate.duplicates.join import join_job
 from pipeline.data.curate.duplicates.kept import kept_jobs, read_section
-from pipeline.data.curate.duplicates.kinds import kinds_of
+from pipeline.data.curate.duplicates.kinds import PassName, kinds_of, pass_names
 from pipeline.data.curate.duplicates.leaders import EXACT, NEAR, URL
 from pipeline.data.curate.duplicates.lines import LINE, line_jobs, sorted_lines
 from pipeline.data.curate.duplicates.match import MatchJob, match_bucket_jobs
@@ -41,7 +41,6 @@ from pipeline.data.curate.jobs import Job
 from pipeline.data.curate.rules.base import Rule
 from pipeline.data.curate.scope import Chunk, Scope
 
-PassName = Literal["match", "join", "rank", "choose", "kept", "lines"]
 CHOSEN = np.dtype([("row", "<u4"), ("rule", "<u2"), ("kept", "<u8"), ("value", "<f4")])
 """A document that goes: its row in the chunk, `EXACT`, `URL` or `NEAR`, the kept document, and the similarity to it."""
 RULE_NAMES = {EXACT: "duplicates.exact", URL: "duplicates.url", NEAR: "duplicates.near"}
@@ -76,12 +75,7 @@ class DuplicatePasses:
     @property
     def names(self) -> tuple[PassName, ...]:
         """Passes that these settings need, in order."""
-        found: tuple[PassName, ...] = ()
-        if kinds_of(self.settings):
-            found += ("match", "join", "rank", "choose")
-        if self.settings.lines is not None:
-            found += ("kept", "lines") if found else ("rank", "kept", "lines")
-        return found
+        return pass_names(self.settings)
 
     @property
     def source_names(self) -> tuple[str, ...]:
