@@ -33,7 +33,7 @@ def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> Non
     """Documents to decisions; see `pipeline.data.curate.stage`. A dry run leaves no trace."""
     from pipeline.data.curate.measurers import items_folder
     from pipeline.data.curate.stage import curate as stage
-    from pipeline.data.provenance.excerpts import read_excerpts
+    from pipeline.data.provenance.excerpts import excerpt_reader
 
     if dry_run:
         stage(config, dry_run=True)
@@ -44,7 +44,7 @@ def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> Non
 
             items_folder(config).mkdir(parents=True, exist_ok=True)
             write_task_items(config, items_folder(config))
-        stage(config, units=units, read_texts=read_excerpts)
+        stage(config, units=units, read_texts=excerpt_reader(config.data.curate))
 
 
 def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> None:

@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common import storage
-from pipeline.config.curate import CurateConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.batch import Batch
 from pipeline.data.curate.chunk_writer import DOCUMENT, EMPTY_DOCUMENT
 from pipeline.data.curate.files import MEASURES, measured_file
-from pipeline.data.curate.measurers import Measuring, choose_engine, measure_settings
+from pipeline.data.curate.measurers import Measuring, measure_settings
 from pipeline.data.curate.rules.base import Rule
 from pipeline.data.curate.rules.of_run import local_rules
 from pipeline.data.datasets.files import PLAN_FILE
@@ -72,14 +71,14 @@ class Remeasurer:
 
     Args:
         config: of the run.
-        curate: `data.curate` of it.
-        source: name.
+        source: name; the run has `data.curate`.
         folder: of its curation.
     """
 
-    def __init__(self, config: Config, curate: CurateConfig, source: str, folder: Path) -> None:
+    def __init__(self, config: Config, source: str, folder: Path) -> None:
+        assert config.data.curate is not None, "who asks has looked"
         self._config = config
-        self._curate = curate
+        self._curate = config.data.curate
         self._source = source
         self._folder = folder
         self._sources = {each.name: each for each in config.data.sources}
@@ -105,7 +104,8 @@ class Remeasurer:
 
     @cached_property
     def _measuring(self) -> Measuring:
-        return Measuring(self._config, {self._source: self.settings}, choose_engine(self._curate.engine)[0])
+        # By plain Python, whichever engine measured: so they check each other.
+        return Measuring(self._config, {self._source: self.settings}, "python")
 
     def clean(self, text: str) -> str:
         """The text as it is measured, and as preprocess reads it."""

@@ -55,12 +55,7 @@ def why(
     Raises:
         UserError: there is no such source, document or curation.
     """
-    if config.data.curate is None:
-        raise UserError("data.curate is not set in the run file, so no document was removed by it")
-    names = [each.name for each in config.data.sources]
-    if source not in names:
-        raise UserError(f"--source: {source!r} is not one of the sources {', '.join(names)}")
-    asked = _Asked(config, source, say)
+    asked = CurationView(config, source, say)
     return asked.explain(asked.find(document), cluster=cluster, text=text, verify=verify)
 
 
@@ -113,27 +108,41 @@ def find_document(origins: Origins, text: str, say: Say) -> Key:
     )
 
 
-class _Asked:
-    """A curated source that is asked about documents."""
+class CurationView:
+    """A curated source to ask.
+
+    Args:
+        config: of the run.
+        source: name.
+        say: called with what is about to be read, if that may take long.
+
+    Raises:
+        UserError: there is no such source, or no curation of it.
+    """
 
     def __init__(self, config: Config, source: str, say: Say) -> None:
-        assert config.data.curate is not None
+        if config.data.curate is None:
+            raise UserError("data.curate is not set in the run file, so no document was removed by it")
+        names = [each.name for each in config.data.sources]
+        if source not in names:
+            raise UserError(f"--source: {source!r} is not one of the sources {', '.join(names)}")
         self._config = config
         self._source = source
         self._say = say
         self._folder = curate_folder(config.data_dir / source)
         self._curation = read_curation(self._folder)
         self._origins = Origins(self._folder)
-        self._again = Remeasurer(config, config.data.curate, source, self._folder)
+        self._again = Remeasurer(config, source, self._folder)
         self._notes: list[str] = []
 
     def find(self, document: str) -> Key:
         """Key of a document."""
         return find_document(self._origins, document, self._say)
 
-    def explain(self, key: Key, *, cluster: bool, text: bool, verify: bool) -> Why:
-        """All about the verdict."""
+    def explain(self, key: Key, *, cluster: bool = False, text: bool = False, verify: bool = True) -> Why:
+        """All about the verdict about a document. The arguments are those of `why`."""
         unit, row = key
+        self._notes = []
         verdicts = self._curation.read(unit)
         if not 0 <= row < verdicts.rows:
             raise UserError(f"--document: unit {unit} has {verdicts.rows:,} rows, so it has no row {row}")

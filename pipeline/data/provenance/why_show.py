@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.common.format import counted
 from pipeline.common.page.words import figure
+from pipeline.data.curate.rules.of_run import LINES_RULE
 from pipeline.data.provenance.source_location import Origin
 from pipeline.data.sources.records import Document, printable
 
@@ -43,6 +44,8 @@ class FiredRule:
         return cls(about["name"], about["key"], value, about["bound"], about["keeps"], about["about"])
 
     def __str__(self) -> str:
+        if self.name == LINES_RULE:
+            return f"{self.name}: all of its lines are in other documents ({self.key})"
         if self.name.startswith("duplicates."):
             return f"{self.name}: similarity {self.value:.4g}"
         sign = "at least" if self.keeps == "min" else "at most"
