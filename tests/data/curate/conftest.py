@@ -1,4 +1,4 @@
-"""Workers of the curation stage are forked: NumPy's threads, which are idle, would have each pass spawn interpreters."""
+"""Workers of the curation stage are forked, though NumPy has threads, which are idle: spawned ones start slowly."""
 
 from __future__ import annotations
 
