@@ -1,4 +1,4 @@
-"""datatrove's filters for `curate_rules.py`: a variant per line of the input, CPU seconds as an answer.
+"""datatrove's filters for `curate_rules.py`: a variant per line of the input, CPU seconds (or decisions) as an answer.
 
 Nothing of this package is imported, so that a Python with datatrove alone can run it.
 """
@@ -15,6 +15,7 @@ import datatrove.pipeline.filters.fineweb_quality_filter as fineweb
 import datatrove.pipeline.filters.gopher_quality_filter as quality
 import datatrove.pipeline.filters.gopher_repetition_filter as repetition
 from datatrove.data import Document
+from datatrove.pipeline.filters.base_filter import BaseFilter
 
 OF_WORDS = (repetition, quality, fineweb)
 SHIPPED = fineweb.split_into_words
@@ -31,13 +32,30 @@ def run(variant: str, texts: list[str]) -> float:
     start = time.process_time()
     for text in texts:
         for each in filters:
-            try:
-                kept = each.filter(Document(text=text, id="")) is True
-            except (ZeroDivisionError, AssertionError):  # of texts without words
-                kept = False
-            if chained and not kept:
+            if not keeps(each, text) and chained:
                 break
     return time.process_time() - start
+
+
+def decide(texts: list[str]) -> dict[str, list[bool]]:
+    """Documents that each filter removes, with words from `str.split()`; sentences are not counted."""
+    for module in OF_WORDS:
+        module.split_into_words = lambda text, language: text.split()
+    filters = {
+        "gopher_quality": quality.GopherQualityFilter(),
+        "gopher_repetition": repetition.GopherRepetitionFilter(),
+        "c4": c4.C4QualityFilter(min_num_sentences=-1, remove_citations=False),
+        "fineweb": fineweb.FineWebQualityFilter(),
+    }
+    return {name: [not keeps(each, text) for text in texts] for name, each in filters.items()}
+
+
+def keeps(each: BaseFilter, text: str) -> bool:
+    """Tell whether a filter keeps a document. Some fail for texts without words."""
+    try:
+        return each.filter(Document(text=text, id="")) is True
+    except (ZeroDivisionError, AssertionError):
+        return False
 
 
 def main() -> None:
@@ -48,7 +66,9 @@ def main() -> None:
     run("shipped", texts[:10])  # loads tokenizers
     print(json.dumps({"version": version("datatrove")}), file=out, flush=True)
     for line in sys.stdin:
-        print(json.dumps({"seconds": run(line.strip(), texts)}), file=out, flush=True)
+        variant = line.strip()
+        answer = {"removed": decide(texts)} if variant == "decide" else {"seconds": run(variant, texts)}
+        print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.config.curate import CleanConfig
 from pipeline.data.curate.cleaning.mojibake import mojibake_settings, open_mojibake
-from pipeline.data.curate.cleaning.pii import Masked, apply_masks, find_masked, masked_kinds, pii_settings
+from pipeline.data.curate.cleaning.pii import MaskedSpan, apply_masks, find_masked, masked_kinds, pii_settings
 
 
 class Cleaner:
@@ -47,7 +47,7 @@ class Cleaner:
         """The text after the first step, in which `spans` has its places."""
         return text if self._repair is None else self._repair(text)
 
-    def spans(self, text: str) -> list[Masked]:
+    def spans(self, text: str) -> list[MaskedSpan]:
         """Places in `repaired(text)` that are masked, ascending; for reports of one document."""
         return find_masked(self.repaired(text), self._kinds, self._seed)
 
@@ -59,5 +59,7 @@ class Cleaner:
         if self._kinds:
             found["pii"] = pii_settings(self._config.pii, self._seed)
         if self._config.lines:
-            found["lines"] = sorted(self._config.lines)
+            from pipeline.data.curate.cleaning.lines import line_settings
+
+            found["lines"] = line_settings(self._config.lines)
         return found

@@ -60,7 +60,7 @@ def removed_lines(text: str, presets: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def line_settings(presets: Sequence[str]) -> dict[str, Any]:
-    """What `clean_lines` depends on besides the text, for the hash of the measures."""
+    """Versions of all that `clean_lines` depends on besides the text, for the hash of the measures."""
     return {"presets": [[name, _VERSIONS[name]] for name in presets], "words": w.settings()} if presets else {}
 
 

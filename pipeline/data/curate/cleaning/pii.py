@@ -20,7 +20,7 @@ _PASSES = 4
 
 
 @dataclass(frozen=True, order=True)
-class Masked:
+class MaskedSpan:
     """A place in a text that is masked.
 
     Attributes:
@@ -51,7 +51,7 @@ def mask_of(seed: int, kind: str, value: str) -> str:
     return f"<{kind}:{key(seed, 'pii', kind, value) % 2**_BITS:06x}>"
 
 
-def find_masked(text: str, kinds: tuple[str, ...], seed: int) -> list[Masked]:
+def find_masked(text: str, kinds: tuple[str, ...], seed: int) -> list[MaskedSpan]:
     """All places that are masked, ascending, none over another. Masks themselves are left alone."""
     found = _find(text, kinds, seed)
     if not found:
@@ -64,7 +64,7 @@ def find_masked(text: str, kinds: tuple[str, ...], seed: int) -> list[Masked]:
     return found
 
 
-def apply_masks(text: str, found: list[Masked]) -> str:
+def apply_masks(text: str, found: list[MaskedSpan]) -> str:
     """The text with masks at the places of `find_masked`."""
     pieces, at = [], 0
     for each in found:
@@ -73,17 +73,17 @@ def apply_masks(text: str, found: list[Masked]) -> str:
     return "".join([*pieces, text[at:]])
 
 
-def _find(text: str, kinds: tuple[str, ...], seed: int) -> list[Masked]:
-    taken: list[Masked] = []
+def _find(text: str, kinds: tuple[str, ...], seed: int) -> list[MaskedSpan]:
+    taken: list[MaskedSpan] = []
     for kind in kinds:
-        new = [Masked(start, end, kind, mask_of(seed, kind, value)) for start, end, value in FINDERS[kind](text)]
+        new = [MaskedSpan(start, end, kind, mask_of(seed, kind, value)) for start, end, value in FINDERS[kind](text)]
         taken = _without_overlaps(taken, sorted(new)) if new else taken
     return taken
 
 
-def _without_overlaps(first: list[Masked], second: list[Masked]) -> list[Masked]:
+def _without_overlaps(first: list[MaskedSpan], second: list[MaskedSpan]) -> list[MaskedSpan]:
     """Both lists in one, ascending; of the second only what touches none before it."""
-    found: list[Masked] = []
+    found: list[MaskedSpan] = []
     place = free = 0
     for each in second:
         while place < len(first) and first[place].end <= each.start:
@@ -94,12 +94,12 @@ def _without_overlaps(first: list[Masked], second: list[Masked]) -> list[Masked]
     return sorted(first + found)
 
 
-def _original(found: list[Masked], more: list[Masked]) -> list[Masked]:
+def _original(found: list[MaskedSpan], more: list[MaskedSpan]) -> list[MaskedSpan]:
     """Places of the masked text `more` in the original one: they never overlap a mask."""
     moved, place, shift = [], 0, 0
     for each in more:
         while place < len(found) and found[place].start + shift < each.start:
             shift += len(found[place].mask) - (found[place].end - found[place].start)
             place += 1
-        moved.append(Masked(each.start - shift, each.end - shift, each.kind, each.mask))
+        moved.append(MaskedSpan(each.start - shift, each.end - shift, each.kind, each.mask))
     return moved

@@ -55,7 +55,7 @@ class NumpyMatcher(Matcher):
     """By NumPy."""
 
     def found(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
-        """By passes over all words of the batch."""
+        """By operations on all words of the batch at once."""
         words, starts = word_hashes(batch.texts)
         places = self._candidates(words)
         # An n-gram ends in the document that it begins in.

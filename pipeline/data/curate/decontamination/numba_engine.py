@@ -1,4 +1,4 @@
-"""Words and n-grams by numba: one pass over the bytes of UTF-8. Imported only where numba is installed."""
+"""Words and n-grams by numba: one loop over the bytes of UTF-8. Imported only where numba is installed."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class KeptJob(Job):
         path = rank_file(self.folder, self.place)
         ranks = ResultFile(path, each.chunk.records * kind.itemsize, self.rank_hash, "rank").read(kind)
         kept = ranks["state"] == GOOD
-        gone = read_section(self.folder, self.chosen.read_text().split("\n"), DECISION, "choose", self.place)
+        gone = read_section(self.folder, self.chosen.read_text().split(), DECISION, "choose", self.place)
         kept[(gone["document"] - np.uint64(each.base)).astype(np.int64)] = False
         bits = np.packbits(kept).view(_BITS)
         name = str(kept_file(self.folder, self.place).relative_to(self.folder))

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from pipeline.common.hashing import key, mix, value_hash
 from pipeline.data.curate.duplicates.compared import Compared, ComparedChunk, read_compared
 from pipeline.data.curate.duplicates.files import ResultFile, write_array
-from pipeline.data.curate.duplicates.kinds import CHECK_COLUMN, date_column
+from pipeline.data.curate.duplicates.kinds import CHECK_COLUMN, SIGNATURES, date_column
+from pipeline.data.curate.duplicates.signature import signature_checks
 from pipeline.data.curate.files import MEASURES, VERDICT
 from pipeline.data.curate.jobs import Job
 from pipeline.data.curate.rules.base import Rule
@@ -111,10 +112,7 @@ class RankJob(Job):
 
 
 def _checks_of_signatures(each: ComparedChunk) -> npt.NDArray[np.uint32]:
-    from pipeline.data.curate.duplicates.kinds import SIGNATURES
-    from pipeline.data.curate.duplicates.signature import signature_checks
-
-    if SIGNATURES not in each.chunk.hashes:
+    if SIGNATURES not in each.chunk.hashes or not each.chunk.records:
         return np.zeros(each.chunk.records, np.uint32)
     file = ResultFile(each.path(SIGNATURES), each.size(SIGNATURES), each.chunk.hashes[SIGNATURES], "measure")
     signatures = file.read(np.dtype("<u4")).reshape(each.chunk.records, -1)

@@ -1,4 +1,4 @@
-"""Counters by compiled loops over UTF-8: one pass over the bytes finds words and lines, and n-grams are hashed.
+"""Counters by compiled loops over UTF-8: words and lines are found in the order of the bytes, then n-grams are hashed.
 
 Words, lines and n-grams are compared by 64-bit hashes. Import this module only where `has_numba()`.
 
@@ -445,5 +445,7 @@ def count_batch(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], own:
         own: memory.
     """
     counts = np.zeros((len(starts) - 1, len(NAMES)), np.int64)
-    _count(data, starts, own, counts)
+    view = np.ascontiguousarray(data).view()
+    view.flags.writeable = False  # numba would compile once more for the other kind
+    _count(view, np.array(starts, np.int64), own, counts)
     return counts

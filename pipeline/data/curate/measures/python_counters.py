@@ -6,6 +6,7 @@ N-grams are looked for only where the shorter ones at the same place occur twice
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -18,17 +19,21 @@ _LOREM = re.compile(w.LOREM_IPSUM, re.IGNORECASE | re.ASCII)
 _WHITESPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace())
 _BEHIND = w.CLOSERS + _WHITESPACE
 _TEXT, _ALPHA, _END = 1, 2, 4
+_SYMBOLS = {0, _END}
+_last, _first = operator.itemgetter(-1), operator.itemgetter(0)
 
 
 class _Kinds(dict[str, int]):
     """Kinds of words: `_TEXT`, `_ALPHA` and `_END` of a sentence, added up."""
 
     def __missing__(self, word: str) -> int:
-        if len(self) >= 2**16:
+        if len(self) >= 2**17:  # some 15 MB
             self.clear()
-        alpha = any(map(str.isalpha, word))
-        kind = alpha * (_ALPHA + _TEXT) or any(map(str.isalnum, word)) * _TEXT
-        kind += (word.rstrip(w.CLOSERS)[-1:] in w.TERMINAL) * _END
+        if word.isalpha():
+            kind = _ALPHA + _TEXT
+        else:
+            kind = any(map(str.isalpha, word)) * (_ALPHA + _TEXT) or any(map(str.isalnum, word)) * _TEXT
+            kind += (word.rstrip(w.CLOSERS)[-1:] in w.TERMINAL) * _END
         if len(word) <= 32:
             self[word] = kind
         return kind
@@ -61,7 +66,7 @@ def _of_words(words: Sequence[str]) -> dict[str, int]:
     each = [kinds.count(kind) for kind in range(8)]
     characters, symbols = sum(map(len, words)), each[0] + each[_END]
     if symbols:
-        characters -= sum(len(word) for word, kind in zip(words, kinds, strict=True) if not kind & _TEXT)
+        characters -= sum(map(len, itertools.compress(words, map(_SYMBOLS.__contains__, kinds))))
     return {
         "words": len(words),
         "text_words": len(words) - symbols,
@@ -74,14 +79,14 @@ def _of_words(words: Sequence[str]) -> dict[str, int]:
 def _of_lines(text: str) -> dict[str, int]:
     raw = list(map(str.rstrip, text.split("\n")))
     lines = list(filter(None, raw))
-    cores = [line.rstrip(_BEHIND) for line in lines]
+    cores = list(filter(None, [line.rstrip(_BEHIND) for line in lines]))
     paragraphs = _BLANK.split("\n".join(raw).strip("\n")) if len(raw) > len(lines) else ["\n".join(lines)]
     counts = {
         "lines": len(lines),
-        "sentences": sum(core != "" and core[-1] not in w.TERMINAL for core in cores),
-        "bullet_lines": sum(line.lstrip().startswith(w.BULLETS) for line in lines),
-        "ellipsis_lines": sum(line.endswith(w.ELLIPSES) for line in lines),
-        "punctuated_lines": sum(line[-1] in w.TERMINAL for line in lines),
+        "sentences": len(cores) - sum(map(w.TERMINAL.__contains__, map(_last, cores))),
+        "bullet_lines": sum(map(w.BULLETS.__contains__, map(_first, map(str.lstrip, lines)))),
+        "ellipsis_lines": sum([line.endswith(w.ELLIPSES) for line in lines]),
+        "punctuated_lines": sum(map(w.TERMINAL.__contains__, map(_last, lines))),
         "short_lines": sum(map(w.SHORT_LINE.__ge__, map(len, lines))),
         "paragraphs": len(paragraphs) if lines else 0,
     }

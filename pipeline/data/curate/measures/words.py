@@ -130,7 +130,7 @@ def split_paragraphs(text: str) -> list[str]:
 
 
 def settings() -> dict[str, str | int]:
-    """What the counters depend on besides the text, for the hash of the measures.
+    """Versions of all that the counters depend on besides the text, for the hash of the measures.
 
     New versions of Unicode, which come with Python, know more letters.
     """

@@ -17,7 +17,7 @@ EMPTY = 2
 
 @dataclass(frozen=True)
 class Measure:
-    """What a bound of a preset is a bound of: a counter, or one by another.
+    """Value that a preset has a bound for: a counter, or one by another.
 
     Attributes:
         about: it in words.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,12 +142,12 @@ def cut(texts: Sequence[Any], chunks: int) -> list[tuple[int, list[Any]]]:
 
 def make_scope(
     folder: Path,
-    sources: dict[str, Sequence[str | None]],
+    sources: Mapping[str, Sequence[str | None]],
     settings: DuplicatesConfig = NEAR,
     *,
     chunks: int = 3,
-    bad: dict[str, Sequence[int]] | None = None,
-    metadata: dict[str, Sequence[bytes | None]] | None = None,
+    bad: Mapping[str, Sequence[int]] | None = None,
+    metadata: Mapping[str, Sequence[bytes | None]] | None = None,
     engine: Engine = "python",
 ) -> Scope:
     """Measure sources, all of unit 0, in some chunks each."""

@@ -150,3 +150,11 @@ def test_wrong_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         measurer.measure(as_batch(["a", "b"]), table, None)
     assert error.value.counter == "hashes" and "data.curate.engine: python" in str(error.value)
     assert "counts hashes as" in engine_choice.check(measurer.engine)
+
+
+def test_bytes_that_can_be_written_are_counted_by_the_same_code() -> None:
+    batch = as_batch(["a b.", "c\n"])
+    compiled = len(numba_counters._count.signatures)
+    rows = numba_counters.count_batch(batch.data.copy(), batch.starts, OWN)
+    assert np.array_equal(rows, numba_counters.count_batch(batch.data, batch.starts[:], OWN))
+    assert len(numba_counters._count.signatures) == max(compiled, 1)
