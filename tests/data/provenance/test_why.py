@@ -114,6 +114,7 @@ def test_edits_of_a_kept_document(curated: Config) -> None:
     assert found.text is not None and "someone@" not in found.text
 
 
+@pytest.mark.guard
 def test_lines_that_stay_in_another_document(tmp_path: Path) -> None:
     footer = "All of the rights to that are reserved, and have been."
     lines = {"lines": {"min_bytes": 20, "min_count": 6}}
@@ -221,6 +222,7 @@ def test_a_changed_source_file_is_told(
     assert again.first is not None and any("has changed" in note for note in again.notes)
 
 
+@pytest.mark.guard
 def test_observe_says_would_be(tmp_path: Path) -> None:
     config = curated_config(tmp_path, {"mode": "observe"})
     curate(config)

@@ -15,6 +15,7 @@ from pipeline.data.provenance.excerpts import excerpt_reader
 from tests.data.provenance.curated import curated_config
 
 
+@pytest.mark.guard
 def test_counts_texts_and_damage(tmp_path: Path) -> None:
     config = curated_config(tmp_path)
     assert config.data.curate is not None
