@@ -225,6 +225,8 @@ class Stage:
         if missing:
             units = sum(len(plan.units) for plan in self._plans)
             self._is_checked = False
+            for plan in self._plans:
+                self.context.table_type(plan.name)  # forked workers share what is opened here
             outcome = measure_units(self._config, self._console, missing, units, self.context, waits=waits)
             return _Step(MEASURE, outcome)
         if not self._is_checked:

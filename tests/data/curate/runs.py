@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from pipeline.config import Config
+from pipeline.data.curate.verdicts import read_curation
 from tests.data.runs import make_config, tree
 
 WORDS = "the of and to that with have be river stone window garden music letter winter summer number paper".split()
@@ -66,7 +67,7 @@ def everything(corpus: Path) -> dict[str, Any]:
         "clean": {"pii": {"email": "mask"}},
         "duplicates": {"exact": "text", "url": "url", "near": {"bands": 8, "rows": 4}, "lines": {"min_count": 3}},
         "decontaminate": {"files": [str(corpus / "items.txt")]},
-        "engine": "python",
+        "engine": "auto",
         "bucket_bytes": 2**16,
     }
 
@@ -86,10 +87,9 @@ def results(config: Config) -> dict[str, bytes]:
     """All files of the active decisions: relative path -> bytes."""
     found: dict[str, bytes] = {}
     for source in config.data.sources:
-        folder = config.data_dir / source.name / "curate"
-        found |= {
-            f"{source.name}/{name}": content
-            for name, content in tree(folder).items()
-            if name == "curation.json" or "/verdicts/" in name or name.endswith(("report.json", "report.html"))
-        }
+        curation = read_curation(config.data_dir / source.name / "curate")
+        found[f"{source.name}/curation.json"] = (curation.folder / "curation.json").read_bytes()
+        for name, content in tree(curation.decisions).items():
+            if name.startswith(("verdicts/", "report.")) or name == "curation.json":
+                found[f"{source.name}/{curation.decisions.name}/{name}"] = content
     return found

@@ -233,7 +233,7 @@ def test_observe_changes_no_dataset(corpus, tmp_path):
 
 
 def test_splits_with_numbers_count_kept_documents(corpus, tmp_path):
-    config = curate_config(tmp_path, corpus, splits={"heldout": 5})
+    config = curate_config(tmp_path, corpus, splits={"heldout": "5 documents"})
     curate(config)
     report = preprocess(config)
     assert [source.splits["heldout"].documents for source in report.sources] == [5, 5, 5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, Protocol
 
 import numpy as np
@@ -80,6 +81,7 @@ class _Python:
         return {name: np.array([each[name] for each in counts], np.uint32) for name in counts[0]} if counts else {}
 
 
+@cache
 def choose(which: CounterEngineName) -> tuple[CounterEngine, str]:
     """Open an engine and check it.
 
