@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.chunk_writer import BAD_RECORD
@@ -24,7 +25,7 @@ from pipeline.data.curate.rules.evaluate import evaluate, fires_alone, first_fir
 from pipeline.data.curate.rules.of_run import LINES_RULE
 from pipeline.data.curate.scope import Chunk
 from pipeline.data.curate.table import chunk_path, read_array
-from pipeline.data.curate.verdicts import LINES_SUFFIX
+from pipeline.data.curate.verdicts import LINES_SUFFIX, STATISTICS_SUFFIX
 from pipeline.data.datasets.indexed import HashedFile, numbered
 from pipeline.data.work.worker_pool import Progress
 
@@ -83,14 +84,19 @@ class DecideJob(SharedJob):
         decided = decide(table, decider, self.chunk)
         path = verdicts_file(self.folder, self.chunk.unit, self.chunk.chunk)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with HashedFile(path) as verdicts, HashedFile(path.with_suffix(LINES_SUFFIX)) as lines:
+        with (
+            HashedFile(path) as verdicts,
+            HashedFile(path.with_suffix(LINES_SUFFIX)) as lines,
+            HashedFile(path.with_suffix(STATISTICS_SUFFIX)) as statistics,
+        ):
             verdicts.write(decided.verdicts.tobytes())
-            files = {str(path.relative_to(self.folder)): verdicts}
+            statistics.write(orjson.dumps(statistics_of(table, decided, decider, self.chunk)))
+            files = {str(file.final.relative_to(self.folder)): file for file in (verdicts, statistics)}
             if len(decided.lines):
                 lines.write(decided.lines.tobytes())
                 files[str(lines.final.relative_to(self.folder))] = lines
             progress(self.bytes)
-            return self.commit(files, counts_of(table, decided, decider, self.chunk))
+            return self.commit(files, counts_of(table, decided, decider))
 
 
 class Decided(NamedTuple):
@@ -143,15 +149,11 @@ def decide(table: npt.NDArray[Any], decider: Decider, chunk: Chunk) -> Decided:
     return Decided(verdicts, lines, fires)
 
 
-def counts_of(table: npt.NDArray[Any], decided: Decided, decider: Decider, chunk: Chunk) -> dict[str, Any]:
-    """Counts of a chunk for its receipt, and statistics for the report."""
+def counts_of(table: npt.NDArray[Any], decided: Decided, decider: Decider) -> dict[str, Any]:
+    """Counts of a chunk for its receipt."""
     verdicts, names = decided.verdicts, decider.names
     by_rule = np.bincount(verdicts["rule"], minlength=len(names) + 1)
     bad = int((table["state"] == BAD_RECORD).sum())
-    judged = JudgedChunk(
-        chunk.unit, chunk.first, names, decider.local, table, decided.fires, verdicts, _groups(table, decider, chunk)
-    )
-    early = is_early(decider.seed, chunk.unit, chunk.chunk, decider.chunks)
     return {
         "rows": len(table),
         "documents": len(table) - bad,
@@ -159,8 +161,17 @@ def counts_of(table: npt.NDArray[Any], decided: Decided, decider: Decider, chunk
         "kept": int(by_rule[0]) - bad,
         "removed": {name: int(count) for name, count in zip(names, by_rule[1:], strict=True)},
         "lines": len(decided.lines),
-        "statistics": chunk_statistics(judged, decider.seed, early=early),
     }
+
+
+def statistics_of(table: npt.NDArray[Any], decided: Decided, decider: Decider, chunk: Chunk) -> dict[str, Any]:
+    """Statistics of a chunk for the report."""
+    verdicts, names = decided.verdicts, decider.names
+    judged = JudgedChunk(
+        chunk.unit, chunk.first, names, decider.local, table, decided.fires, verdicts, _groups(table, decider, chunk)
+    )
+    early = is_early(decider.seed, chunk.unit, chunk.chunk, decider.chunks)
+    return chunk_statistics(judged, decider.seed, early=early)
 
 
 def _groups(table: npt.NDArray[Any], decider: Decider, chunk: Chunk) -> dict[str, Groups]:

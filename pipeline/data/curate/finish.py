@@ -18,8 +18,10 @@ from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.report.clusters import VerdictFile
 from pipeline.data.curate.report.write import REPORT_HTML, write_report
 from pipeline.data.curate.rules.base import Rule
-from pipeline.data.curate.verdicts import Curation
+from pipeline.data.curate.table import check_result
+from pipeline.data.curate.verdicts import STATISTICS_SUFFIX, Curation
 from pipeline.data.work.bad_input import put_changed
+from pipeline.data.work.sorted_runs import DamagedFile
 
 
 @dataclass
@@ -66,10 +68,13 @@ def finish_source(
     totals: Counter[str] = Counter()
     removed: Counter[str] = Counter()
     verdicts: dict[str, str] = {}
+    statistics: dict[str, str] = {}
     for receipt in receipts:
         totals.update({name: receipt["counts"][name] for name in _TOTALS})
         removed.update(receipt["counts"]["removed"])
-        verdicts |= {name: about["xxh3"] for name, about in receipt["files"].items()}
+        hashes = {name: about["xxh3"] for name, about in receipt["files"].items()}
+        verdicts |= {name: each for name, each in hashes.items() if not name.endswith(STATISTICS_SUFFIX)}
+        statistics |= {name: each for name, each in hashes.items() if name.endswith(STATISTICS_SUFFIX)}
     rules = (*passes.plan.rules[number], *passes.plan.compared)
     about: dict[str, Any] = {
         "source": plan.name,
@@ -91,7 +96,7 @@ def finish_source(
         write_report(
             decisions,
             about,
-            (receipt["counts"]["statistics"] for receipt in receipts),
+            (_statistics(decisions / name, xxh3) for name, xxh3 in statistics.items()),
             [VerdictFile(verdicts_file(decisions, c.unit, c.chunk), c.unit, c.first) for c in chunks],
             contamination=None if contamination is None else storage.get_json(contamination.touched),
             read_texts=(lambda _: {}) if read_texts is None else partial(read_texts, plan.folder),
@@ -99,6 +104,21 @@ def finish_source(
     is_new = activate and put_changed(plan.folder / CURATION_FILE, content)
     counts = {name: totals[name] for name in _TOTALS}
     return SourceCuration(plan.name, Curation(plan.folder, about), **counts, removed=about["removed"], is_new=is_new)
+
+
+def _statistics(path: Path, xxh3: str) -> dict[str, Any]:
+    """Statistics of a chunk.
+
+    Raises:
+        DamagedFile: they are not those that were written; the file is removed, so that the next run makes it again.
+    """
+    try:
+        check_result(path, xxh3, DECIDE)
+    except DamagedFile:
+        path.unlink(missing_ok=True)
+        raise
+    found: dict[str, Any] = storage.get_json(path)
+    return found
 
 
 def source_names(passes: ScopePasses) -> list[str]:

@@ -36,6 +36,8 @@ CURATION_KEYS = (
 )
 LINES_SUFFIX = ".lines"
 """Of a file of removed lines beside verdicts: `LINE` records."""
+STATISTICS_SUFFIX = ".statistics"
+"""Of a chunk, for the report, as JSON: too much for a receipt, which others read often."""
 _AGAIN = "run `pipeline curate RUN.yaml` with the run file that it was made with: it makes damaged files again"
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,9 @@ class FiredRule:
             return f"other edits ({self.key}): nothing is left of the text"
         if self._is_within:
             return f"{self.key.rpartition('.')[0]}.keep with its label"
-        return f"{self.key} {'at most' if self.keeps == 'min' else 'at least'} {figure(self.value)}"
+        if self.keeps == "min":
+            return f"{self.key} at most {_rounded(self.value, math.floor)}"
+        return f"{self.key} at least {_rounded(self.value, math.ceil)}"
 
     @property
     def _is_within(self) -> bool:
@@ -141,7 +144,7 @@ class Edits:
             after: edited.
             repeated: numbers from 0 of lines of `after` that are removed besides.
         """
-        left, right = before.splitlines(), after.splitlines()
+        left, right = before.split("\n"), after.split("\n")
         edits = cls([], [], [(number + 1, right[number]) for number in repeated if number < len(right)])
         if before == after or max(len(left), len(right)) > _DIFF_LINES:
             return edits
@@ -310,6 +313,11 @@ class Why:
         left, right = (_wrapped(each, width) for each in (self.text, other))
         rows = itertools.zip_longest(left, right, fillvalue="")
         yield from _limited(f"{one:{width}} {'|' if one == two else '<'} {two}".rstrip() for one, two in rows)
+
+
+def _rounded(value: float, towards: Callable[[float], int]) -> str:
+    """A bound that keeps a value: with six decimals, rounded to the side on which it does."""
+    return f"{value:.0f}" if value == round(value) else f"{towards(value * 1e6) / 1e6:.6f}".rstrip("0")
 
 
 def _place(origin: Origin) -> dict[str, Any]:

@@ -65,10 +65,11 @@ def run_file(root: Path, lines: list[bytes], changes: dict[str, Any] | None = No
     return file
 
 
-def curated_config(root: Path, changes: dict[str, Any] | None = None) -> Config:
-    """A run whose source has `records`, a blank line and a broken one."""
+def curated_config(root: Path, changes: dict[str, Any] | None = None, footer: str = "") -> Config:
+    """A run whose source has `records`, those that are good with a footer, a blank line and a broken one."""
+    found = [each | {"text": each["text"] + footer * each["id"].startswith("good")} for each in records()]
     lines = [
-        orjson.dumps(record | {"url": f"https://www.{number % 3}.example/x"}) for number, record in enumerate(records())
+        orjson.dumps(record | {"url": f"https://www.{number % 3}.example/x"}) for number, record in enumerate(found)
     ]
     lines.insert(4, b"")
     lines.insert(9, b'{"id": "broken", "text": ')

@@ -17,7 +17,7 @@ from pipeline.config.load import load
 from pipeline.config.root import Config
 from pipeline.data.curate.stage import curate
 from pipeline.data.provenance.why_removed import CurationView, removed_note, why
-from pipeline.data.provenance.why_show import Edits, Why
+from pipeline.data.provenance.why_show import Edits, FiredRule, Why
 from tests.data.provenance.curated import curated_config, records
 
 RULES = {
@@ -112,6 +112,18 @@ def test_edits_of_a_kept_document(curated: Config) -> None:
     _, before, after = found.edits.changed[0]
     assert "someone@mail.example.org" in before and re.search("<email:[0-9a-f]+>", after)
     assert found.text is not None and "someone@" not in found.text
+
+
+@pytest.mark.guard
+def test_lines_that_stay_in_another_document(tmp_path: Path) -> None:
+    footer = "All of the rights to that are reserved, and have been."
+    lines = {"lines": {"min_bytes": 20, "min_count": 6}}
+    config = curated_config(tmp_path, {"duplicates": lines}, "\n" + footer)
+    curate(config)
+    view = CurationView(config, "web", say=lambda _: None)
+    edits = [view.explain(view.find(f"good-{number}")).edits for number in range(10)]
+    repeated = [each.repeated for each in edits if each is not None]
+    assert sorted(repeated) == [[], *[[(13, footer)]] * 9]
 
 
 def test_a_rejected_record(curated: Config) -> None:
@@ -210,6 +222,7 @@ def test_a_changed_source_file_is_told(
     assert again.first is not None and any("has changed" in note for note in again.notes)
 
 
+@pytest.mark.guard
 def test_observe_says_would_be(tmp_path: Path) -> None:
     config = curated_config(tmp_path, {"mode": "observe"})
     curate(config)
@@ -225,10 +238,18 @@ def test_a_note_for_other_questions(curated: Config) -> None:
     assert removed_note(curated.data_dir, "elsewhere", (0, 0)) == ""
 
 
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 2 / 3, 0.307971014, 7.0, 3.999999999, 123.4567894])
+@pytest.mark.parametrize("keeps", ["min", "max"])
+def test_the_bound_that_is_named_keeps_the_document(value: float, keeps: str) -> None:
+    other = value + 1 if keeps == "min" else value - 1
+    words = FiredRule("preset.rule", "data.curate.key", value, other, keeps, "words").to_keep().split()
+    bound = float(words[-1])
+    assert bound <= value if keeps == "min" else bound >= value
+    assert abs(bound - value) < 2e-6
+
+
 def test_edits_are_found_line_by_line() -> None:
-    edits = Edits.of("one\ntwo\nthree@x\nfour\nfive", "one\nthree<m>\nfour", [2])
-    assert (
-        [line for line, _ in edits.removed] == [3, 5] or [line for line, _ in edits.removed] == [2, 5] or edits.removed
-    )
-    assert edits.repeated == [(3, "four")]
-    assert edits.json["repeated"] == [{"line": 3, "text": "four"}]
+    edits = Edits.of("one\ntwo\nthree\nfour@x\nfive", "one\nthree\nfour<m>", [2])
+    assert edits.removed == [(2, "two"), (5, "five")] and edits.changed == [(4, "four@x", "four<m>")]
+    assert edits.repeated == [(3, "four<m>")]
+    assert edits.json["repeated"] == [{"line": 3, "text": "four<m>"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -13,12 +14,15 @@ from pipeline.common.page.words import figure, si
 from pipeline.data.curate.report.bins import dense
 from pipeline.data.curate.report.charts import bars, histogram
 from pipeline.data.curate.report.contamination_tables import contamination
+from pipeline.data.curate.report.statistics import NEAR_RULE
 
 _TITLES = {
     "removed": "Removed by it first",
     "inside": "Just kept: nearest to the bound",
     "beyond": "Just removed: nearest to the bound, and by no other rule",
 }
+_UNBOUND = ("clean.", "duplicates.")
+"""Rules that remove or keep, without a value that is compared."""
 _ID = 120
 _LANGUAGES = 50
 
@@ -141,9 +145,16 @@ def _rules(report: Mapping[str, Any]) -> str:
 
 
 def _bound(rule: Mapping[str, Any]) -> str:
-    if rule["bound"] is None:
+    if rule["name"] == NEAR_RULE:
+        return f"< {figure(rule['bound'])}"
+    if rule["bound"] is None or rule["name"].startswith(_UNBOUND):
         return "–"
     return f"{'≥' if rule['keeps'] == 'min' else '≤'} {figure(rule['bound'])}"
+
+
+def _breakable(name: str) -> str:
+    """A name that is broken behind its parts, where it is too long for a line."""
+    return re.sub(r"([._])", r"\1<wbr>", escaped(name))
 
 
 def _figure(rule: Mapping[str, Any], report: Mapping[str, Any]) -> str:
@@ -163,7 +174,7 @@ def _figure(rule: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     )
     figures = Table(("bound", "kept", "share", "change", "passes this rule"), rows, 1)
     return (
-        f"<figure><figcaption><h3>{escaped(rule['name'])}</h3></figcaption>"
+        f"<figure><figcaption><h3>{_breakable(rule['name'])}</h3></figcaption>"
         f"<p class='note'>{escaped(rule['about'])}: keeps {_bound(rule)}; {rule['fires']:,} documents "
         f"({share(rule['fires'], total)}) are beyond</p>{drawn}"
         f"<details><summary>What if the bound were another one</summary>{table(figures)}"
