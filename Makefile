@@ -26,7 +26,7 @@ help:
 	@echo "make test-all     all of these"
 	@echo "make test-torch   the tests of training and evaluation with another torch (TORCH=2.11.0; default: the newest)"
 	@echo "make lint         ruff, mypy, and which package may import which"
-	@echo "make docs         write the tables of docs/config.md, parallelism.md, checkpoints.md and slurm.md anew"
+	@echo "make docs         write the tables of docs/ anew (config.md, parallelism.md, curation-rules.md and others)"
 	@echo "make gpu-kit      what a machine with a GPU and no network needs for benchmarks/gpu_evidence.py"
 	@echo "make lock         write the versions and hashes in requirements/ anew, from pyproject.toml"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
@@ -67,6 +67,7 @@ lint: install-dev
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
 	@$(BIN)/python -m pipeline.train.doc_tables docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md docs/objectives.md
+	@$(BIN)/python -m pipeline.data.curate.rules.doc_table docs/curation-rules.md
 
 lock: install-dev
 	@$(BIN)/python requirements/lock.py $(UPGRADE)

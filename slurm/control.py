@@ -29,7 +29,7 @@ from slurm.run_argument import run_folder
 from slurm.scheduler import SchedulerError
 from slurm.status.live import LiveJobs, live_jobs, runs, waits
 
-_ORDER: tuple[tuple[Stage, ...], ...] = (("preprocess", "finish"), ("train",), ("eval",))
+_ORDER: tuple[tuple[Stage, ...], ...] = (("curate", "decide"), ("preprocess", "finish"), ("train",), ("eval",))
 """Stages that are ended together, in the order of a run."""
 _FIRST_LOOK, _LONGEST_LOOK = 0.5, 10.0
 """Seconds between looks at what ends: the scheduler of a site should not be asked all the time."""

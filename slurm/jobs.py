@@ -17,8 +17,11 @@ from typing import Any, Literal
 from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
 
-Stage = Literal["preprocess", "finish", "train", "eval"]
-"""`finish` is the job that ends preprocessing after its array."""
+Stage = Literal["curate", "decide", "preprocess", "finish", "train", "eval"]
+"""`decide` is the job that ends curation after its arrays, `finish` the one that ends preprocessing after its array."""
+LAST_OF_ARRAYS: tuple[Stage, ...] = ("decide", "finish")
+ARRAYS: tuple[Stage, ...] = ("curate", "preprocess")
+"""Stages of arrays, whose tasks share the work."""
 Backend = Literal["slurm", "local"]
 SUBMISSIONS = "submissions"
 """Folder of what jobs read when they start: in `RunFiles.slurm`, or where other users cannot write."""

@@ -13,7 +13,7 @@ from pipeline.common.errors import EXIT_OTHER
 
 data_app = typer.Typer(
     no_args_is_help=True,
-    help="Datasets: inspect, verify, convert. Runs: review their data (plan), trace it (where, when).",
+    help="Datasets: inspect, verify, convert. Runs: review their data (plan), trace it (where, when, why).",
 )
 
 
@@ -179,6 +179,41 @@ def data_when(
 
     view = open_view(run, overrides or ())
     print_result(when(view, source, id=doc, document=document, row=row, ids=ids, say=_note), as_json)
+
+
+@data_app.command("why")
+def data_why(
+    run: RunOrFolder,
+    source: Annotated[str, typer.Option(help="The document's source.")],
+    document: Annotated[
+        str,
+        typer.Option(
+            metavar="PLACE|ID",
+            help="FILE:LINE, FILE: row N, the file alone where that is one document, UNIT:ROW as the report shows it, "
+            "or the document's id.",
+        ),
+    ],
+    overrides: Overrides = None,
+    cluster: Annotated[bool, typer.Option("--cluster", help="List all documents removed for the same one.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Show the text, beside that of the kept document.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Measure again from the source files and compare.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Show why curation removed or kept a document: rule, value, bound, kept duplicate, edits.
+
+    Exit code 1 if the source files give another value than the one that was stored.
+    """
+    from pipeline.config.load import load_run
+    from pipeline.data.provenance.run import print_result
+    from pipeline.data.provenance.why_removed import why
+
+    config = load_run(run, overrides or ())
+    found = why(config, source, document, cluster=cluster, text=text, verify=verify, say=_note)
+    print_result(found, as_json)
+    if not found.agrees:
+        raise typer.Exit(EXIT_OTHER)
 
 
 def _note(message: str) -> None:

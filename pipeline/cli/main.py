@@ -14,12 +14,13 @@ from pipeline import __version__
 from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step, Verbose, WeightsFolder
 from pipeline.cli.checkpoint import checkpoint_app
 from pipeline.cli.convert import convert_app
+from pipeline.cli.curate import curate
 from pipeline.cli.data import data_app
 from pipeline.cli.failures import CommandGroup, report_error, report_mistake
 from pipeline.cli.jobs import add_to
+from pipeline.cli.submitted import submitted
 from pipeline.common.console import VERBOSE, Console, echo, flush
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_REFUSED, UserError
-from pipeline.common.run_files import RunFiles
 from pipeline.train.distributed.rank import begin_rank, record_error
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Pretrain a language model from a run file: preprocess, train, eval, on this machine or on SLURM.",
+    help="Pretrain a language model from a run file: curate, preprocess, train, eval, on this machine or on SLURM.",
 )
 config_app = typer.Typer(no_args_is_help=True, help="Show run files and their keys.")
 app.add_typer(config_app, name="config")
@@ -57,6 +58,9 @@ def _options(
     pass
 
 
+app.command()(curate)
+
+
 @app.command()
 def preprocess(
     run: RunOrFolder,
@@ -79,7 +83,7 @@ def preprocess(
 
         print_status(Console(), config, shlex.join([str(run), *(overrides or ())]))
         return
-    if _submitted(config, ["preprocess"], slurm, local, dry_run):
+    if submitted(config, ["preprocess"], slurm, local, dry_run):
         return
     from slurm.local.stages import preprocess as stage
 
@@ -107,7 +111,7 @@ def train(
 
         check_layout(config)
         return
-    if _submitted(config, ["train"], slurm, local, dry_run):
+    if submitted(config, ["train"], slurm, local, dry_run):
         return
     from slurm.local.stages import train as stage
 
@@ -197,7 +201,7 @@ def evaluate(
         raise UserError(
             "jobs evaluate checkpoints of a run; leave out --slurm, --local and --dry-run to evaluate --weights here"
         )
-    if _submitted(config, ["eval"], slurm, local, dry_run, step):
+    if submitted(config, ["eval"], slurm, local, dry_run, step):
         return
     from slurm.local.stages import evaluate as stage
 
@@ -234,11 +238,14 @@ def run_all(
     config = _load(run, overrides)
     if verbose:
         os.environ[VERBOSE] = "1"
-    if _submitted(config, ["preprocess", "train", "eval"], slurm, local, dry_run):
+    stages: list[StageName] = ["preprocess", "train", "eval"]
+    if config.data.curate is not None:
+        stages = ["curate", *stages]
+    if submitted(config, stages, slurm, local, dry_run):
         return
-    from slurm.local.stages import run as stages
+    from slurm.local.stages import run as run_here
 
-    stages(config)
+    run_here(config)
 
 
 @app.command()
@@ -383,26 +390,6 @@ def config_schema() -> None:
 
 
 add_to(app)
-
-
-def _submitted(
-    config: Config, stages: list[StageName], slurm: bool, local: bool, dry_run: bool, step: int | None = None
-) -> bool:
-    """Send stages to where the options say; False if they are to run here and now."""
-    if not (slurm or local):
-        if dry_run and stages != ["preprocess"]:
-            raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")
-        if not dry_run and stages != ["eval"] and RunFiles(config.run.dir).jobs.exists():
-            from slurm.local import by_hand
-
-            by_hand.check(config.run.dir, stages, Console())
-        return False
-    if slurm and local:
-        raise UserError("--slurm and --local cannot be combined; give one of them")
-    from slurm.submit.submit import submit
-
-    submit(config, stages, "slurm" if slurm else "local", Console(), dry_run=dry_run, step=step)
-    return True
 
 
 def main() -> None:

@@ -63,6 +63,12 @@ class ClassifierConfig(Section):
     characters: int | None = Field(default=None, ge=1)
     """Characters of the text that the model reads; null for all."""
 
+    @model_validator(mode="after")
+    def _bounds(self) -> ClassifierConfig:
+        if self.min_score is not None and self.max_score is not None and self.min_score > self.max_score:
+            raise ValueError(f"min_score {self.min_score} is above max_score {self.max_score}, so nothing is kept")
+        return self
+
 
 class LinesConfig(Section):
     """Lines that occur in many documents, which are removed from them."""
@@ -114,9 +120,17 @@ class DecontaminateConfig(Section):
     words: int = Field(default=13, ge=5, le=32)
     """Words of an n-gram. Items that are shorter count as a whole, from 8 words on."""
     action: Literal["remove", "report"] = "remove"
-    """Whether documents with such an n-gram are removed."""
+    """Whether documents with such n-grams are removed."""
+    max_ngrams: int = Field(default=0, ge=0)
+    """Most n-grams of items that a document may have and be kept."""
     max_documents: int = Field(default=1000, ge=1)
     """An n-gram that occurs in more documents is common text (a licence, say): it is reported, and removes nothing."""
+
+    @model_validator(mode="after")
+    def _has_items(self) -> DecontaminateConfig:
+        if not self.tasks and not self.files:
+            raise ValueError("name tasks or files: without items there is nothing to look for")
+        return self
 
 
 class CurateConfig(Section):

@@ -8,22 +8,22 @@ from pipeline.config.base import Section
 
 
 class GopherQualityConfig(Section):
-    """Quality rules of Gopher (Rae et al. 2021, A1.1). Words are separated by whitespace."""
+    """Quality rules of Gopher (Rae et al. 2021, A1.1). Words are separated by whitespace; blank lines do not count."""
 
     min_words: int | None = Field(default=50, ge=0)
-    """Fewest words of a document."""
+    """Fewest words with a letter or a number in them."""
     max_words: int | None = Field(default=100_000, ge=0)
-    """Most words of a document."""
+    """Most words with a letter or a number in them."""
     min_word_length: float | None = Field(default=3, ge=0)
-    """Smallest mean length of a word, in characters."""
+    """Smallest mean length of such a word, in characters; null for languages without spaces."""
     max_word_length: float | None = Field(default=10, ge=0)
-    """Largest mean length of a word, in characters."""
+    """Largest mean length of such a word, in characters."""
     max_hashes: float | None = Field(default=0.1, ge=0)
     """Most `#` per word."""
     max_ellipses: float | None = Field(default=0.1, ge=0)
     """Most ellipses (`...` or `…`) per word."""
     max_bullet_lines: float | None = Field(default=0.9, ge=0, le=1)
-    """Largest share of lines that begin with a bullet."""
+    """Largest share of lines that begin with `•` or `-`."""
     max_ellipsis_lines: float | None = Field(default=0.3, ge=0, le=1)
     """Largest share of lines that end with an ellipsis."""
     min_alpha_words: float | None = Field(default=0.8, ge=0, le=1)
@@ -78,7 +78,7 @@ class FineWebConfig(Section):
     """Rules that FineWeb adds (Penedo et al. 2024, 3.6)."""
 
     min_punctuated_lines: float | None = Field(default=0.12, ge=0, le=1)
-    """Smallest share of lines that end with a terminal punctuation mark."""
+    """Smallest share of lines that end with a mark that ends a sentence."""
     max_short_lines: float | None = Field(default=0.67, ge=0, le=1)
     """Largest share of lines of at most 30 characters."""
     max_duplicate_line_characters: float | None = Field(default=0.01, ge=0, le=1)

@@ -103,7 +103,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
         ("", number("zstd_bits_per_byte", ".3f"), "zstd -19, documents concatenated"),
         *(
             (f"{stage} time", f"{seconds[stage]:.1f} s")
-            for stage in ("preprocess", "train", "eval")
+            for stage in ("curate", "preprocess", "train", "eval")
             if stage in seconds
         ),
     ):

@@ -21,7 +21,7 @@ from pipeline.config.problems import show
 from pipeline.config.schema import flat
 from slurm import jobs, scheduler
 from slurm.job.launch_log import is_all, launches
-from slurm.jobs import Job, Stage
+from slurm.jobs import LAST_OF_ARRAYS, Job, Stage
 from slurm.scheduler import JobState
 from slurm.submit import code_snapshot, submitit_backend
 from slurm.submit.job_plan import PlannedJob, stage_name
@@ -90,7 +90,7 @@ def stages(run: Path, job: Job) -> list[Stage]:
 def stage_names(run: Path, job: Job) -> str:
     """Stages of a job, for people."""
     if job.where == "slurm":
-        return "end of preprocess" if job.stage == "finish" else job.stage
+        return f"end of {stage_name(job.stage)}" if job.stage in LAST_OF_ARRAYS else job.stage
     # On this machine that is all of it.
     return ", ".join(stage_name(stage) for stage in stages(run, job))
 

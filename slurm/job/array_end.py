@@ -1,4 +1,4 @@
-"""The end of a preprocessing array, as the job that finishes after it sees it."""
+"""The end of an array, as the job that finishes after it sees it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slurm import jobs, scheduler
 from slurm.job.launch_log import launches
-from slurm.jobs import Job
+from slurm.jobs import ARRAYS, Job
 from slurm.scheduler import SchedulerError
 
 
@@ -42,7 +42,7 @@ def array_end(run: Path, job: str, *, has_sacct: bool) -> ArrayEnd | None:
     """
     sent = jobs.sent(run)
     after = {number for each in sent if job in each.numbers for number in each.after}
-    array = next((each for each in sent if each.stage == "preprocess" and each.job in after), None)
+    array = next((each for each in sent if each.stage in ARRAYS and each.job in after), None)
     if array is None:
         return None
     states = list(_states(run, array, has_sacct=has_sacct).values())
@@ -53,7 +53,7 @@ def array_end(run: Path, job: str, *, has_sacct: bool) -> ArrayEnd | None:
 def _states(run: Path, array: Job, *, has_sacct: bool) -> dict[str, str]:
     """Tasks of which an end is known: by the controller, then by accounting, then by the ledger."""
     found: dict[str, str] = {}
-    for launch in launches(run, "preprocess"):
+    for launch in launches(run, array.stage):
         if launch.job in array.numbers and launch.end is not None:
             # Nothing followed what the scheduler ended, so that it was neither requeued nor timed out.
             ended = {"scheduler": "CANCELLED", "done": "COMPLETED"}

@@ -51,6 +51,7 @@ from slurm.job.eval_jobs import Evaluations
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, suspects
 from slurm.job.srun_step import SrunStep, rendezvous_env
+from slurm.jobs import LAST_OF_ARRAYS
 from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted, stopped
 from slurm.logs.rank_logs import STAMP, log_file
 from slurm.logs.tail import last_lines
@@ -175,11 +176,11 @@ class JobStart:
 
     def _stopped_code(self) -> int:
         """Exit code of a job that stopped as it was asked to: training must not start on half of its data."""
-        return EXIT_STOPPED if self._submission.stage == "finish" else EXIT_OK
+        return EXIT_STOPPED if self._submission.stage in LAST_OF_ARRAYS else EXIT_OK
 
     def _why_unwanted(self) -> str | None:
-        """The reason not to finish preprocessing, if somebody has cancelled the array before it."""
-        if self._submission.stage != "finish" or self._allocation is None:
+        """The reason not to finish a stage, if somebody has cancelled the array before it."""
+        if self._submission.stage not in LAST_OF_ARRAYS or self._allocation is None:
             return None
         array = array_end(self._run, self._job, has_sacct=self._submission.site.has_sacct)
         if array is None or not array.cancelled:

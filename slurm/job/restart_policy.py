@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pipeline.common.errors import EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK, EXIT_REFUSED, EXIT_STOPPED, EXIT_UNSAVED
 from slurm.job.launch_log import Launch, Next
 from slurm.jobs import Stage
-from slurm.submit.job_plan import KEYS
+from slurm.submit.job_plan import resources_key
 from slurm.submit.submission import Chain
 
 _FINAL = {
@@ -67,7 +67,7 @@ def decide(now: Situation) -> tuple[Next, str]:
     if now.code == EXIT_STOPPED:
         return _continue_chain(now)
     if now.stage != "train":
-        more = f"its time limit was reached, raise slurm.{KEYS[now.stage]}.time; " if now.over_time else ""
+        more = f"its time limit was reached, raise slurm.{resources_key(now.stage)}.time; " if now.over_time else ""
         return "end", f"{more}only training is started again after a failure"
     if now.crashes > now.max_restarts:
         return "end", (

@@ -18,7 +18,12 @@ LOGS = "PIPELINE_LOGS"
 """Folder in which processes leave what they know of their failure."""
 _PLACE = (("PROCID", "0"), ("NTASKS", "1"), ("STEP_NUM_NODES", "1"))
 _STOPS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
-_UNTIL = {"train": "training began", "preprocess": "preprocessing began", "doctor": "the check of this node ended"}
+_UNTIL = {
+    "train": "training began",
+    "preprocess": "preprocessing began",
+    "curate": "curation began",
+    "doctor": "the check of this node ended",
+}
 """By the first word: when what follows no longer is for `_exit_on_stop_signals`."""
 
 

@@ -15,9 +15,11 @@ from pipeline.train.distributed.rank import is_rank
 from slurm import jobs
 from slurm.job import active_jobs
 from slurm.job.srun_task import LOGS
-from slurm.jobs import Job
+from slurm.jobs import Job, Stage
 from slurm.status.live import live_jobs
 
+_SHARED: dict[str, tuple[Stage, ...]] = {"curate": ("curate", "decide"), "preprocess": ("preprocess", "finish")}
+"""Jobs that share work with a stage that is started by hand."""
 _NUMBERS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
 """Variables with the number of the job that this process is part of."""
 
@@ -50,8 +52,9 @@ def check(run: Path, stages: Collection[str], console: Console) -> None:
             f"pipeline logs {folder} -f; to train here instead, `pipeline cancel {folder}`, and start again when its "
             "jobs have ended"
         )
-    if "preprocess" in stages:
-        for each in (each for each, does in active.items() if does & {"preprocess", "finish"}):
+    shared = {job for stage in stages if stage in _SHARED for job in _SHARED[stage]}
+    if shared:
+        for each in (each for each, does in active.items() if does & shared):
             warn(console, f"the run is already submitted; units are shared with {active_jobs.describe(run, each)}")
 
 

@@ -29,6 +29,24 @@ if TYPE_CHECKING:
 # Each stage imports what it needs when its turn comes: preprocessing does not wait for torch.
 
 
+def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
+    """Documents to decisions; see `pipeline.data.curate.stage`. A dry run leaves no trace."""
+    from pipeline.data.curate.measurers import items_folder
+    from pipeline.data.curate.stage import curate as stage
+    from pipeline.data.provenance.excerpts import excerpt_reader
+
+    if dry_run:
+        stage(config, dry_run=True)
+        return
+    with _stage(config, "curate"), _terminate_stops():
+        if config.data.curate is not None and config.data.curate.decontaminate is not None:
+            from pipeline.eval.curation_items import write_task_items
+
+            items_folder(config).mkdir(parents=True, exist_ok=True)
+            write_task_items(config, items_folder(config))
+        stage(config, units=units, read_texts=excerpt_reader(config.data.curate))
+
+
 def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
     """Documents to tokens; see `pipeline.data.preprocess.stage`. A dry run leaves no trace."""
     from pipeline.data.preprocess.stage import preprocess as stage
@@ -220,6 +238,8 @@ def run(config: Config, console: Console | None = None) -> None:
 
     # What could not be evaluated is refused before it is trained, and before it is tokenized where that can be told.
     check_evaluation_layout(config, config.eval.processes)
+    if config.data.curate is not None:
+        curate(config)
     preprocess(config)
 
     from pipeline.eval.benchmarks import benchmarks_are_made

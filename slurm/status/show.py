@@ -23,7 +23,7 @@ _SHOWN = 10
 _LONG = 160
 """Characters of a reason."""
 _LABEL = 12
-_GOOD = ("running", "preprocessing", "evaluating", "done")
+_GOOD = ("running", "curating", "preprocessing", "evaluating", "done")
 _BAD = ("failed", "refused", "hung", "diverged", "unsaved", "stalled", "chain exhausted")
 
 

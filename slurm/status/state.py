@@ -24,15 +24,15 @@ from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
 from slurm import jobs
 from slurm.job.launch_log import Launch, Next, is_all
-from slurm.jobs import Backend, Cancelled, Job, Stage
+from slurm.jobs import ARRAYS, Backend, Cancelled, Job, Stage
 from slurm.scheduler import Accounted, JobState
 from slurm.status.files import RunSnapshot
-from slurm.submit.job_plan import stage_name
+from slurm.submit.job_plan import resources_key, stage_name
 
 # fmt: off
 State = Literal[
     "nothing known", "pending", "held", "running", "stalled", "suspended", "requeued", "preprocessing", "evaluating",
-    "stopped", "cancelled", "failed", "refused", "hung", "diverged", "unsaved", "chain exhausted", "done",
+    "curating", "stopped", "cancelled", "failed", "refused", "hung", "diverged", "unsaved", "chain exhausted", "done",
 ]
 # fmt: on
 _OF_CODE: dict[int | None, State] = {
@@ -69,10 +69,13 @@ _STUCK = {
 _AGAIN: tuple[Next, ...] = ("requeue", "scheduler", "relaunch")
 _BUSY: dict[Stage, State] = {
     "train": "running",
+    "curate": "curating",
+    "decide": "curating",
     "preprocess": "preprocessing",
     "finish": "preprocessing",
     "eval": "evaluating",
 }
+_BY_HAND: dict[str, State] = {"eval": "evaluating", "curate": "curating"}
 
 
 @dataclass(frozen=True)
@@ -270,14 +273,14 @@ def judge(
     if tries and tries[-1].end is None:
         stopped = next((job for job in waiting if job.stage == "train" and job.state in _SUSPENDED), None)
         return _suspended(stopped) if stopped else _training(facts, tries[-1], beats, patience)
-    for stages in (("train",), ("preprocess", "finish")):
+    for stages in (("train",), ("curate", "decide", "preprocess", "finish")):
         if verdict := _at_work(facts, [job for job in waiting if job.stage in stages]):
             return verdict
     if (hand := facts.by_hand()) is not None:
         on = f"process {hand.pid} on {hand.host}, since {when(hand.start)}"
         if hand.stage == "train":
             return RunVerdict("running", hand.stage, f"{on}; its first step has not begun")
-        return RunVerdict("evaluating" if hand.stage == "eval" else "preprocessing", hand.stage, on)
+        return RunVerdict(_BY_HAND.get(hand.stage, "preprocessing"), hand.stage, on)
     in_queue = [job for job in waiting if job.waits and job.stage != "eval"]
     if in_queue:
         return _waits(facts, in_queue)
@@ -290,7 +293,7 @@ def judge(
         return trained
     if waiting:
         return _waits(facts, waiting)
-    for group in (("preprocess", "finish"), ("eval",)):
+    for group in (("preprocess", "finish"), ("curate", "decide"), ("eval",)):
         if (ended := _stage_ended(facts, snapshot, group)) is not None:
             return ended
     if facts.cancelled is not None and facts.sent:
@@ -404,7 +407,7 @@ def _stuck(job: QueuedJob) -> str:
         advice = (
             f"it excludes {job.excluded}: `scontrol update JobId={job.job} ExcNodeList=` lets it run there; or {advice}"
         )
-    return f"this job cannot start: {why}; {advice.format(key=stage_name(job.stage))}"
+    return f"this job cannot start: {why}; {advice.format(key=resources_key(job.stage))}"
 
 
 @dataclass(frozen=True)
@@ -494,7 +497,7 @@ def _stage_ended(facts: RunSnapshot, snapshot: SchedulerSnapshot, group: Sequenc
     if end is None:
         return None
     if end.code == EXIT_OK:
-        return RunVerdict("done", group[0], "training has not begun" if group[0] == "preprocess" else "")
+        return RunVerdict("done", group[0], "training has not begun" if group[0] in ARRAYS else "")
     if facts.cancelled is not None:
         return RunVerdict("cancelled", group[0], f"by {facts.cancelled.by} at {when(facts.cancelled.time)}")
     return RunVerdict(_OF_CODE.get(end.code, "failed"), group[0], end.reason)

@@ -57,7 +57,7 @@ def show(
 
 def job_lines(number: int, job: PlannedJob, backend: Backend) -> Iterator[str]:
     """Lines on a job: its resources, and the jobs that it waits for."""
-    kind = {"finish": "end of preprocessing"}.get(job.stage, job.stage)
+    kind = {"finish": "end of preprocessing", "decide": "end of curation"}.get(job.stage, job.stage)
     step = "" if job.step is None else f" of step {job.step:,}"
     yield f"job {number}: {job.name} ({kind}{step}: pipeline {' '.join(job.command)})"
     processes = f"{counted(job.nodes, 'node')} x {counted(job.processes_per_node, 'process')}"

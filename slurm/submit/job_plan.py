@@ -1,6 +1,6 @@
 """From a config and stages to the jobs that have to be sent, on paper: nothing is asked of a scheduler here.
 
-preprocess (array) -> finish -> train (chain) -> eval
+curate (an array per pass) -> decide -> preprocess (array) -> finish -> train (chain) -> eval
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from pipeline.train.parallel.layout import fixed_processes, resolve
 from slurm.jobs import Backend, Stage
 from slurm.submit.submission import Chain, JobShape
 
-StageName = Literal["preprocess", "train", "eval"]
-"""Stages that a user names; preprocessing becomes two jobs."""
-KEYS: dict[Stage, StageName] = {"preprocess": "preprocess", "finish": "preprocess", "train": "train", "eval": "eval"}
+StageName = Literal["curate", "preprocess", "train", "eval"]
+"""Stages that a user names; curation becomes a job for each pass and one more, preprocessing two jobs."""
+KEYS: dict[Stage, StageName] = {
+    "curate": "curate",
+    "decide": "curate",
+    "preprocess": "preprocess",
+    "finish": "preprocess",
+    "train": "train",
+    "eval": "eval",
+}
 _DEFAULT_TIME = 60
 """Minutes, where neither the run file nor the profile has a time."""
 
@@ -26,6 +33,12 @@ _DEFAULT_TIME = 60
 def stage_name(stage: Stage) -> str:
     """The name of a stage for users; of one that another version has noted, that name."""
     return KEYS.get(stage, stage)
+
+
+def resources_key(stage: Stage) -> str:
+    """Key of the resources of a stage in `slurm` and in a profile: curation needs what preprocessing does."""
+    name = stage_name(stage)
+    return "preprocess" if name == "curate" else name
 
 
 @dataclass(frozen=True)
@@ -151,7 +164,7 @@ def train_processes(config: Config, site: SiteConfig, backend: Backend) -> tuple
 
 def resources_of(config: Config, site: SiteConfig, stage: Stage) -> ResourcesConfig:
     """Resources of a stage's job: run file over the profile's stage over its defaults."""
-    key = KEYS[stage]
+    key = resources_key(stage)
     merged: dict[str, object] = {"time": _DEFAULT_TIME}
     options: dict[str, str] = {}
     layers: tuple[ResourcesConfig, ...] = (site.defaults, getattr(site, key), getattr(config.slurm, key))
@@ -175,6 +188,8 @@ def _of_stage(
     after = (Dependency(before, "afterok" if before.links == 1 else "afterany"),) if before else ()
     if stage == "eval":
         return [eval_job(config, site, None, after, backend)]
+    if stage == "curate":
+        return _curation(config, site, backend, units, after)
     if stage == "preprocess":
         resources = resources_of(config, site, "preprocess")
         if backend == "local":
@@ -219,6 +234,36 @@ def _of_stage(
             after=after,
         )
     ]
+
+
+def _curation(
+    config: Config, site: SiteConfig, backend: Backend, units: int | None, after: tuple[Dependency, ...]
+) -> list[PlannedJob]:
+    """A job for each pass, and one that finishes."""
+    from pipeline.data.curate.pass_names import ONE_JOB, pass_names
+
+    assert config.data.curate is not None, "the command refuses a run without it"
+    resources, name = resources_of(config, site, "curate"), job_name(config, "decide")
+    if backend == "local":
+        return [PlannedJob("decide", ("curate",), resources, name=name, after=after)]
+    tasks = config.slurm.array.tasks if units is None else max(1, min(config.slurm.array.tasks, units))
+    found: list[PlannedJob] = []
+    for each in pass_names(config.data.curate):
+        # After any end of the one before: whatever it has left, the tasks of this one make first.
+        waits = (Dependency(found[-1], "afterany"),) if found else after
+        found.append(
+            PlannedJob(
+                "curate",
+                ("curate", "--units"),
+                resources,
+                name=f"{job_name(config, 'curate')}-{each}",
+                tasks=1 if each in ONE_JOB else tasks,
+                chain=_repeats(site),
+                after=waits,
+            )
+        )
+    last = (Dependency(found[-1], "afterany"),)
+    return [*found, PlannedJob("decide", ("curate",), resources, name=name, chain=_repeats(site), after=last)]
 
 
 def _repeats(site: SiteConfig) -> Chain:

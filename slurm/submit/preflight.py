@@ -31,7 +31,7 @@ from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.run_plan import plan_run
 from slurm.doctor.node import space
 from slurm.forecast.course import START_S, Forecast, forecast, job_seconds
-from slurm.jobs import Backend
+from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend
 from slurm.submit import sbatch_env
 from slurm.submit.disk_space import checkpoints_room
 from slurm.submit.job_plan import PlannedJob, eval_job, gpus_key
@@ -72,7 +72,7 @@ def examine(
         dry_run: nothing will be sent, so what only the scheduler knows is left out where there is none.
     """
     found = PreflightReport()
-    makes_data = any(job.stage in ("preprocess", "finish") for job in planned)
+    makes_data = any(job.stage in (*ARRAYS, *LAST_OF_ARRAYS) for job in planned)
     _check_folder("run.dir", config.run.dir, found)
     if makes_data:
         _check_folder("data.dir", config.data_dir, found)

@@ -16,7 +16,7 @@ from slurm import scheduler
 from slurm.jobs import user
 from slurm.scheduler import Association, Partition
 from slurm.submit import sbatch_env
-from slurm.submit.job_plan import KEYS, PlannedJob, gpus_key
+from slurm.submit.job_plan import PlannedJob, gpus_key, resources_key
 from slurm.submit.problems import PreflightReport
 
 
@@ -78,7 +78,7 @@ class _JobRequest:
     @property
     def section(self) -> str:
         """Section of the run file with its resources."""
-        return f"slurm.{KEYS[self.job.stage]}"
+        return f"slurm.{resources_key(self.job.stage)}"
 
     @property
     def nodes(self) -> int:

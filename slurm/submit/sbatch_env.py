@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from pipeline.common.errors import UserError
 from pipeline.config.slurm import ResourcesConfig, SiteConfig, SlurmConfig
-from slurm.submit.job_plan import KEYS, PlannedJob
+from slurm.jobs import ARRAYS, LAST_OF_ARRAYS
+from slurm.submit.job_plan import PlannedJob, resources_key
 from slurm.submit.problems import PreflightReport
 
 _TAKEN = {
@@ -112,7 +113,9 @@ def check(
                 continue
             if name == "SBATCH_GRES" and value.startswith("gpu"):
                 key = "gpus_per_node"  # noqa: PLW2901 - the key of this value
-            stages = dict.fromkeys(f"slurm.{KEYS[job.stage]}" for job in planned if not _is_decided(key, job, site))
+            stages = dict.fromkeys(
+                f"slurm.{resources_key(job.stage)}" for job in planned if not _is_decided(key, job, site)
+            )
             if stages:
                 text = f"{name}={value} is set in this shell, but jobs do not get it; "
                 report(text + _todo(key, list(stages)) + f"unset {name}")
@@ -134,7 +137,7 @@ def _is_decided(key: str | None, job: PlannedJob, site: SiteConfig) -> bool:
     if key is None:
         return False
     if key == "gpus_per_node":
-        return job.gpus_per_node > 0 or job.stage in ("preprocess", "finish")
+        return job.gpus_per_node > 0 or job.stage in (*ARRAYS, *LAST_OF_ARRAYS)
     if key in ("wckey", "distribution"):
         return getattr(site, key) is not None
     name = key.removeprefix("options.")

@@ -65,9 +65,10 @@ def submit(
     site = site_of(config, backend)
     if backend == "slurm" and "preprocess" in stages and len(stages) > 1 and _is_preprocessed(config):
         say(console, "preprocess: complete, so no job is sent for it")
-        stages = [stage for stage in stages if stage != "preprocess"]
+        stages = [stage for stage in stages if stage not in ("curate", "preprocess")]
     if step is None:
-        planned = plan(config, site, stages, backend, units=_units(config) if "preprocess" in stages else None)
+        reads = "preprocess" in stages or "curate" in stages
+        planned = plan(config, site, stages, backend, units=_units(config) if reads else None)
     else:
         planned = [eval_job(config, site, step, backend=backend)]
     for job in planned:

@@ -3,7 +3,8 @@
 They run without a shell, in a folder with a finished run of a tiny `quickstart.yaml`, so that commands about it take
 seconds. A block that is meant to fail is marked with its exit code: `console exit=2`; one that needs a cluster with
 `console slurm`, and is run by `tests/slurm/test_docs.py`. Commands that set up a machine (make, git, pip) are checked
-without being run. A server goes on until its page ends, on a free port: what is asked of port 5000 is asked of that.
+without being run. A block marked `yaml NAME` is the file NAME in that folder. A server goes on until its page ends, on
+a free port: what is asked of port 5000 is asked of that.
 """
 
 from __future__ import annotations
@@ -122,6 +123,9 @@ def run_commands(finished: Path, wanted: Sequence[Command], folder: Path, capfd:
     """The commands of a page in order, since later ones may use what earlier ones wrote."""
     shutil.copytree(finished, folder)
     shutil.copytree(ROOT / "docs", folder / "docs")
+    for page in {command.page for command in wanted}:
+        for name, content in re.findall(r"^```yaml (\S+)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+            (folder / name).write_text(content)
     url = ""
     with contextlib.ExitStack() as stack:
         for command in wanted:

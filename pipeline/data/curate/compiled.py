@@ -24,5 +24,9 @@ def njit(function: Callable[..., Any]) -> Any:
     # Caches on disks that machines share are written by several at a time.
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))
     import numba
+    from numba.core import entrypoints
 
+    # Other packages' extensions are not needed here. They import much, and start threads, with which a process cannot
+    # fork its workers.
+    entrypoints._already_initialized = True
     return numba.njit(cache=True, nogil=True, error_model="numpy")(function)

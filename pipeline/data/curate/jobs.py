@@ -85,3 +85,15 @@ class Job(ABC):
         self.receipt.parent.mkdir(parents=True, exist_ok=True)
         storage.put_json(self.receipt, receipt)
         return receipt
+
+
+@dataclass(frozen=True)
+class SharedJob(Job):
+    """A job that takes what all jobs of its pass have in common from the worker, which is given it once."""
+
+    @abstractmethod
+    def run_with(self, shared: Any, progress: Progress) -> dict[str, Any]:
+        """As `run`, with what is shared."""
+
+    def run(self, progress: Progress) -> dict[str, Any]:
+        raise NotImplementedError(f"{self} is run by `run_with`")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Chunk:
         first: row in the unit of its first record.
         records: records, good or bad; the files of the chunk have a record for each.
         hashes: xxh3 of its files by name, from the receipt.
+        sizes: bytes of its files by name, from the receipt.
     """
 
     curation: Path
@@ -57,6 +58,7 @@ class Chunk:
     first: int
     records: int
     hashes: dict[str, str]
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ PROVENANCE = np.dtype([("unit", "<u4"), ("flags", "<u4"), ("row", "<u8"), ("id_h
 """One record of a `.prov` file: where a document came from. 24 bytes."""
 SPLIT = 1
 """Flag of a document that was too long to encode at once: its sequences were encoded one by one."""
+EDITED = 2
+"""Flag of a document whose text was edited by curation."""
 PARTS_A_FOLDER = 1000
 
 

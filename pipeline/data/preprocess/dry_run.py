@@ -14,6 +14,7 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, rounded, size
 from pipeline.config.root import Config
+from pipeline.data.curate.results.apply import active_curation
 from pipeline.data.preprocess.make_tokenizer import is_unused
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
@@ -22,8 +23,7 @@ from pipeline.data.preprocess.run_tokenizer import (
     run_tokenizer,
     tokenizer_folder,
 )
-from pipeline.data.preprocess.run_units import worker_count
-from pipeline.data.preprocess.source_plan import counting_job, is_begun, make_plan
+from pipeline.data.preprocess.source_plan import counting_job, make_plan
 from pipeline.data.preprocess.split_counts import known_splits
 from pipeline.data.preprocess.splits import Splits, split_names
 from pipeline.data.preprocess.status import SourceProgress, read_state
@@ -36,8 +36,10 @@ from pipeline.data.sources.records import EMPTY, Unit
 from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.frozen_plan import is_begun
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.units import SourceFiles, cut_units
+from pipeline.data.work.worker_count import worker_count
 
 SAMPLE_BYTES = 2**20
 """Bytes on disk, or of text, of each source that are read and encoded."""
@@ -235,7 +237,9 @@ def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state
         return f"would be refused: {state.problem}" if state.problem else ""
     if tokenizer is not None:
         # Where documents would have to be counted, files or data.splits differ, and the ends do not matter.
-        plan = make_plan(found, tokenizer, config, known_splits(config, found) or _unknown(config))
+        curation = active_curation(config, found)
+        splits = known_splits(config, found, curation) or _unknown(config)
+        plan = make_plan(found, tokenizer, config, splits, curation)
         try:
             if differences := plan.differences(state.folder):
                 verdict = "would be refused" if is_begun(state.folder) else "would be planned again"

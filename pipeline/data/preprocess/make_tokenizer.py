@@ -12,6 +12,8 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, value_hash
 from pipeline.config.root import Config
+from pipeline.data.curate.cleaning.clean import Cleaner
+from pipeline.data.curate.files import CURATE
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
     OtherTokenizer,
@@ -22,11 +24,11 @@ from pipeline.data.preprocess.run_tokenizer import (
     tokenizer_folder,
     what_differs,
 )
-from pipeline.data.preprocess.source_plan import is_begun, withdraw
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import START, Piece, Position, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.frozen_plan import is_begun, withdraw
 from pipeline.data.work.units import SourceFiles
 
 SAMPLE_BYTES = 2**18
@@ -118,7 +120,10 @@ def withdraw_tokenizer(config: Config, sources: list[SourceFiles]) -> bool:
 
 
 def _source_folders(config: Config) -> list[Path]:
-    return [path for path in config.data_dir.iterdir() if path.is_dir() and path != tokenizer_folder(config)]
+    others = {tokenizer_folder(config)}
+    if config.data.curate is not None:
+        others.add(config.data_dir / CURATE)
+    return [path for path in config.data_dir.iterdir() if path.is_dir() and path not in others]
 
 
 def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str, Splits]) -> Iterator[str]:
@@ -133,6 +138,7 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
     """
     assert config.tokenizer.train is not None
     wanted = config.tokenizer.train.max_bytes
+    edit = _edits(config)
     draws = _draws(config, sources)
     reached: dict[_Candidate, Position | None] = {}
     taken = asked = begin = 0
@@ -157,6 +163,8 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
             reader = UnitReader(Unit(0, found.source.name, (piece,)), replace(found.reader, verify=False), start)
             reached[candidate] = None
             for document in reader:
+                if document.reason is None and edit is not None:
+                    document.text = edit(document.text)
                 raw = document.text.encode()
                 if document.reason is None and splits[found.source.name].of(raw, document.id) == 0:
                     taken += len(raw)
@@ -171,6 +179,15 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
             f"tokenizer.train: none of the {sum(len(found.files) for found in sources)} files of data.sources has a "
             "good document for the training split; check paths, type and text_key of the sources, and data.splits"
         )
+
+
+def _edits(config: Config) -> Callable[[str], str] | None:
+    """Edits of curation that documents get: what is masked, no tokenizer learns. Removed documents may be sampled."""
+    curate = config.data.curate
+    if curate is None or curate.mode != "apply":
+        return None
+    cleaner = Cleaner(curate.clean, curate.seed)
+    return None if cleaner.changes_nothing else cleaner.clean
 
 
 def _draws(config: Config, sources: list[SourceFiles]) -> list[_Candidate]:

@@ -16,6 +16,7 @@ import xxhash
 from pipeline.common import storage
 from pipeline.common.hashing import mix
 from pipeline.data.datasets.indexed import (
+    EDITED,
     PROVENANCE,
     SPLIT,
     HashedFile,
@@ -57,6 +58,7 @@ class PartWriter:
         self._id_hashes = array("Q")
         self._pieces: dict[int, list[int]] = {}
         # By document that was encoded in pieces: their lengths.
+        self._edited: list[int] = []
         self._text_bytes = 0
         self._waiting: list[bytes | memoryview] = []
         self._scratch_files = ExitStack()
@@ -85,6 +87,8 @@ class PartWriter:
         self._note(document, text_bytes, sum(lengths))
 
     def _note(self, document: Document, text_bytes: int, length: int) -> None:
+        if document.edited:
+            self._edited.append(len(self._lengths))
         self._lengths.append(length)
         self._rows.append(document.row)
         self._id_hashes.append(xxhash.xxh3_64_intdigest(document.id.encode()))
@@ -114,6 +118,7 @@ class PartWriter:
         place[order] = np.arange(count)
         pieces = {int(place[document]): lengths for document, lengths in self._pieces.items()}
         records["flags"][list(pieces)] = SPLIT
+        records["flags"][place[self._edited]] |= EDITED
         with ExitStack() as stack:
             provenance = stack.enter_context(HashedFile(part_files(self._prefix)[2]))
             writer = stack.enter_context(IndexedWriter(self._prefix, self._dtype))

@@ -13,6 +13,7 @@ from rich.table import Table
 from pipeline.common.console import say
 from pipeline.common.format import counted, size
 from pipeline.config.base import Share
+from pipeline.data.curate.files import CURATE
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.sources.damage import DAMAGED_FILE, DamagedFile, in_words
 from pipeline.data.work.receipt_totals import Counts
@@ -29,6 +30,8 @@ class SourceReport:
     splits: dict[str, Counts] = field(default_factory=dict)
     rejected: dict[str, int] = field(default_factory=dict)
     """Rejected records by reason."""
+    curated: dict[str, int] = field(default_factory=dict)
+    """Documents that curation removed, by rule."""
     engines: dict[str, int] = field(default_factory=dict)
     """Links by the engine that computed their ids."""
     checked: int = 0
@@ -53,7 +56,9 @@ class SourceReport:
 
     def as_json(self) -> dict[str, Any]:
         """Content of `report.json`."""
-        return {
+        # Where nothing is curated, the report is what it was before there was curation.
+        curated = {"curated": self.curated} if self.curated else {}
+        return curated | {
             "checked": self.checked,
             "condemned": self.condemned,
             "damaged": {"files": len({each.file.name for each in self.damaged}), "bytes": self.lost},
@@ -108,6 +113,9 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
         splits: what the run file asks for.
     """
     table = Table("source", "split", "documents", "tokens", "text", "bytes/token", "rejected", title="preprocess")
+    has_curation = any(source.curated for source in report.sources)
+    if has_curation:
+        table.add_column("removed")
     has_damage = any(source.damaged for source in report.sources)
     if has_damage:
         table.add_column("unread")
@@ -123,6 +131,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
                 size(split.text_bytes),
                 f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-",
                 f"{sum(source.rejected.values()):,}" if name == TRAIN else "",
+                *([f"{sum(source.curated.values()):,}" if name == TRAIN else ""] if has_curation else []),
                 *([size(source.lost) if name == TRAIN else ""] if has_damage else []),
             )
     if report.sources:
@@ -140,6 +149,11 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
                 )
         if source.damaged:
             say(console, f"{source.name}: {in_words(source.damaged, source.bytes)}, see {source.folder / DAMAGED_FILE}")
+        if source.curated:
+            removed = counted(sum(source.curated.values()), "document")
+            say(console, f"{source.name}: {removed} removed by data.curate, see {source.folder / CURATE}")
+        for rule, count in sorted(source.curated.items(), key=lambda each: -each[1]):
+            say(console, f"  {count:,} {rule}")
         if source.rejected:
             rejected = sum(source.rejected.values())
             file = source.folder / "rejected.jsonl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ from pipeline.common.console import say, warn
 from pipeline.config.root import Config
 from pipeline.data.preprocess.tokenize_unit import (
     EngineRejected,
-    UnitDone,
     UnitJob,
     WorkerContext,
     make_tokenize,
@@ -28,6 +26,8 @@ from pipeline.data.tokenization.engine_choice import EngineChoice
 from pipeline.data.tokenization.engines import EngineDiffers
 from pipeline.data.work.job_run import Busy, JobRun
 from pipeline.data.work.progress import ProgressLine
+from pipeline.data.work.unit_chunks import UnitDone
+from pipeline.data.work.worker_count import worker_count
 from pipeline.data.work.worker_pool import Workers, can_fork
 
 _WARN_AFTER_RECORDS = 1000
@@ -50,11 +50,6 @@ class Outcome:
     condemned: str | None = None
     damaged: bool = False
     held: int = 0
-
-
-def worker_count(config: Config, jobs: int) -> int:
-    """Number of worker processes for a number of jobs."""
-    return min(config.data.preprocess.workers or len(os.sched_getaffinity(0)), jobs)
 
 
 def tokenize_units(

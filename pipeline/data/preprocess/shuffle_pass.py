@@ -14,12 +14,12 @@ from pipeline.config.root import Config
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, make_shuffle
 from pipeline.data.global_shuffle.external_sort import Run, Shuffle
 from pipeline.data.preprocess.finalize import Finalizer
-from pipeline.data.preprocess.run_units import worker_count
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.work.leases import Holder, LeaseWatch, take_when_free
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.units import order_key
+from pipeline.data.work.worker_count import worker_count
 from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 

@@ -12,9 +12,10 @@ from pipeline.data.datasets.manifest import Manifest
 from pipeline.data.preprocess.splits import documents_wanted
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.records import MAX_RECORD_BYTES
+from pipeline.data.work.frozen_plan import setting_differences
 from pipeline.data.work.units import reader_of
 
-_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits")
+_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "curation")
 
 
 def settings_of(source: SourceConfig, config: Config) -> dict[str, Any]:
@@ -55,25 +56,14 @@ def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
         # Of any format: the type may be one of the differences.
         left_open = {*_NOT_OF_THE_RUN_FILE, *(name for each in SOURCE_FORMATS.values() for name in each.pinned)}
         known = {name: value for name, value in made.items() if name not in left_open}
-        if differences := setting_differences(known, asked):
+        differences = setting_differences(known, asked)
+        curated = config.data.curate is not None and config.data.curate.mode == "apply"
+        if curated != ("curation" in made):
+            words = {True: "left out what was removed", False: "kept all documents"}
+            differences.append(f"data.curate: it {words[not curated]} then, {words[curated]} now")
+        if differences:
             raise UserError(
                 f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"
                 + "\n".join(f"  {difference}" for difference in differences)
                 + "\nSet them back; or run `pipeline preprocess` with this run file, which says how to make it again"
             )
-
-
-def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    words = {"code_version": "version of the preprocess stage", "tokenizer": "tokenizer (fingerprint)"}
-    # Where the splits end follows from the settings and the files.
-    return [
-        f"{words.get(name, name)}: {_shown(name, old.get(name))} then, {_shown(name, new.get(name))} now"
-        for name in sorted({*old, *new} - {"ends of splits"})
-        if old.get(name) != new.get(name)
-    ]
-
-
-def _shown(name: str, value: Any) -> str:
-    if name.endswith("_bytes") and isinstance(value, int) and value % 2**20 == 0:
-        return f"{value // 2**20}MiB"
-    return repr(value)

@@ -12,7 +12,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from pipeline.common import storage
 from pipeline.common.cache_dir import cache_folder
@@ -20,6 +19,7 @@ from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
+from pipeline.data.curate.results.apply import applied_curations
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
@@ -36,7 +36,7 @@ from pipeline.data.preprocess.run_tokenizer import (
 )
 from pipeline.data.preprocess.run_units import Outcome, tokenize_units
 from pipeline.data.preprocess.shuffle_pass import ShufflePass
-from pipeline.data.preprocess.source_plan import SourcePlan, is_begun, is_planned, make_plan, source_job
+from pipeline.data.preprocess.source_plan import SourcePlan, is_planned, make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits, known_splits
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import (
@@ -44,18 +44,19 @@ from pipeline.data.preprocess.tokenize_unit import (
     SourceJob,
     UnitJob,
     WorkerContext,
-    damage_stands,
     read_condemned,
     receipt_stands,
 )
-from pipeline.data.sources.damage import damage_in, damaged_error, look_at_ends
+from pipeline.data.sources.damage import damaged_error, look_at_ends
 from pipeline.data.sources.records import EMPTY, START, Unit
 from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.data.work.job_run import FAILURES_FILE
+from pipeline.data.work.freezing import freeze_alone
+from pipeline.data.work.frozen_plan import is_begun
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.unit_source import damage_stands, without_damaged
 from pipeline.data.work.units import SourceFiles, find_source_files, input_stat, reading
 from pipeline.data.work.worker_pool import ATTEMPTS
 
@@ -113,11 +114,13 @@ def is_complete(config: Config) -> bool:
     else:
         prepare_tokenizer(config, sources, {}, partial(_check_datasets, config))  # compares: there is one
     plans = []
+    curations = applied_curations(config, sources)
     for found in sources:
-        folder, splits = config.data_dir / found.source.name, known_splits(config, found)
+        curation = curations.get(found.source.name)
+        folder, splits = config.data_dir / found.source.name, known_splits(config, found, curation)
         if splits is None or not (folder / PLAN_FILE).exists():
             return False
-        plan = make_plan(found, tokenizer, config, splits)
+        plan = make_plan(found, tokenizer, config, splits, curation)
         if plan.differences(folder):
             return False
         plans.append(plan)
@@ -128,40 +131,31 @@ def is_complete(config: Config) -> bool:
 def _preprocess(
     config: Config, console: Console, sources: list[SourceFiles], started: float, *, units: bool
 ) -> PreprocessReport:
+    curations = applied_curations(config, sources)
     for found in sources:
         is_new = not is_planned(config, found) and not is_begun(config.data_dir / found.source.name)
         found.reader.check_columns(found.files, every=is_new)
         refuses = is_new and config.data.preprocess.on_damaged_file == "fail"
         if refuses and (damaged := look_at_ends(found.files, found.reader)):
             raise damaged_error(found.source.name, damaged, found.bytes)
-    splits = find_splits(config, console, sources)
+    splits = find_splits(config, console, sources, curations)
     tokenizer = _tokenizer(config, console, sources, splits)
     if not sources:
         say(console, NOTHING_TO_DO)
     if not units and (warning := dataset_warning(config, sources, tokenizer.dtype.itemsize)):
         warn(console, warning)
-    plans = [make_plan(found, tokenizer, config, splits[found.source.name]) for found in sources]
+    plans = [
+        make_plan(found, tokenizer, config, splits[found.source.name], curations.get(found.source.name))
+        for found in sources
+    ]
     for plan in plans:
-        _freeze(plan, config.data_dir / plan.found.source.name, console)
+        freeze_alone(plan, config.data_dir / plan.found.source.name, console)
     _remove_stale(config, plans)
     try:
         stage = _Stage(config, console, tokenizer, plans)
         return stage.make_units(started) if units else stage.run(started)
     finally:
         _remove_stale(config, plans)
-
-
-def _freeze(plan: SourcePlan, folder: Path, console: Console) -> None:
-    """Freeze a plan; of two commands at a time with other plans, one is refused: here, or by its workers."""
-    if (folder / PLAN_FILE).exists() and not plan.differences(folder):
-        return
-    with take_when_free(folder, "plan", LeaseWatch(), lambda _: None):
-        if differences := plan.freeze(folder):
-            (folder / FAILURES_FILE).unlink(missing_ok=True)
-            say(
-                console,
-                f"{plan.found.source.name}: planned again, since no unit was started ({'; '.join(differences)})",
-            )
 
 
 @dataclass(frozen=True)
@@ -314,7 +308,7 @@ class _Stage:
     def _find(self, plan: SourcePlan, condemned: dict[str, str]) -> _Found:
         """Read the receipts of a source."""
         receipts = Receipts(self._jobs[plan.found.source.name].folder)
-        job = self._dropping(plan, receipts)
+        job = without_damaged(self._jobs[plan.found.source.name], plan.units, receipts)
         is_shuffled = self._shuffle_pass.is_done(plan, receipts, condemned) and _damage_stands(job, plan, receipts)
         found = _Found(receipts, job, is_shuffled)
         self._found[plan.found.source.name] = found
@@ -328,21 +322,6 @@ class _Stage:
         return bool(condemned) and any(
             receipt["engine"] in condemned for unit in plan.units for receipt in found.receipts.of(unit.index)
         )
-
-    def _dropping(self, plan: SourcePlan, receipts: Receipts) -> SourceJob:
-        """The job of a source; with `on_damaged_file: drop`, without the files that were seen to be damaged."""
-        job = self._jobs[plan.found.source.name]
-        if not job.drops_damaged:
-            return job
-        dropped: dict[str, tuple[str, str]] = {}
-        for unit in plan.units:
-            for receipt in receipts.of(unit.index):
-                if not receipt.get("damaged") or receipt["config_hash"] != job.config_hash:
-                    continue
-                if receipt["input"]["stat"] == input_stat(unit):
-                    for damaged in damage_in(unit, receipt):
-                        dropped.setdefault(damaged.file.name, (damaged.reason, damaged.detail))
-        return replace(job, reader=replace(job.reader, dropped=dropped))
 
     def _choose_engine(self) -> EngineChoice:
         setting, condemned = self._config.data.preprocess.engine, set(self._condemned())

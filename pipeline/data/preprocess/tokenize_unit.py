@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,56 +16,45 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key
-from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, receipt_path, rejected_path
+from pipeline.data.curate.results.apply import AppliedCuration, UnitCuration
+from pipeline.data.datasets.files import MANIFEST_FILE, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix
 from pipeline.data.preprocess.part_writer import PartWriter
 from pipeline.data.preprocess.splits import Splits, split_hash
 from pipeline.data.preprocess.word_cache import FrequentWords
-from pipeline.data.sources.damage import DamagedFile, damage_in, damaged_files
-from pipeline.data.sources.reader import Reader, UnitReader
-from pipeline.data.sources.records import EMPTY, START, Document, Position, Unit, line_of
+from pipeline.data.sources.damage import DamagedFile, damaged_files
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import Document, Position, Unit
 from pipeline.data.tokenization.engines import Check, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.job_run import Busy
-from pipeline.data.work.leases import Lease, LeaseWatch, take
+from pipeline.data.work.leases import LeaseWatch
 from pipeline.data.work.receipts import files_are_there, read_receipt
-from pipeline.data.work.units import CHUNK_RECORDS, identity, input_stat, order_key
+from pipeline.data.work.unit_chunks import ChunkedUnit, UnitDone, with_lease
+from pipeline.data.work.unit_source import UnitSource, damage_stands, rejected_record
+from pipeline.data.work.units import CHUNK_RECORDS, identity, order_key
 from pipeline.data.work.worker_pool import Progress
 
-_PLAN_HEAD = 1024
-"""Bytes."""
 CONDEMNED_FILE = "condemned.json"
 """Beside the tokenizer: engines that were seen to give other ids than `tokenizers`, with the evidence."""
 
 
 @dataclass(frozen=True)
-class SourceJob:
+class SourceJob(UnitSource):
     """Settings that all units of a source have in common."""
 
-    folder: Path
-    reader: Reader
     seed: int
     splits: Splits
-    unit_bytes: int
-    max_document_bytes: int
-    splits_long: bool
-    """True if longer documents are split, and not rejected."""
-    config_hash: str
     below: str
     """Sub-folder of each split's folder that parts are written to."""
     has_parts: bool
     """True if the parts have to be there; not when a global shuffle has taken all documents out of them."""
-    fail_on_error: bool
-    drops_damaged: bool
-    """True if nothing is taken of files that are damaged, as far as `reader.dropped` knows them by now."""
-    start_over: str
-    """Advice on starting over with repaired files, for messages."""
+    curation: AppliedCuration | None = None
+    """Decisions that the documents follow."""
 
-    def reason_against(self, document: Document, raw: bytes) -> str | None:
-        """Reason to reject a sound record; None for a document."""
-        if len(raw) > self.max_document_bytes and not self.splits_long:
-            return f"longer than data.preprocess.max_document_bytes ({self.max_document_bytes})"
-        return document.reason
+    def open_curation(self, unit: Unit) -> UnitCuration | None:
+        """Decisions about a unit, if there are any."""
+        return None if self.curation is None else self.curation.open(unit.index)
 
 
 @dataclass(frozen=True)
@@ -82,18 +70,6 @@ class UnitJob:
         return str(self.unit)
 
 
-@dataclass(frozen=True)
-class UnitDone:
-    """All chunks of a unit have receipts."""
-
-    made: int
-    """Links that were made, and not found."""
-    tokens: int
-    records: int
-    rejected: dict[str, int]
-    damaged: list[DamagedFile]
-
-
 class SmallestHashes(NamedTuple):
     """Smallest hashes of a unit's documents, which say where splits end."""
 
@@ -102,6 +78,8 @@ class SmallestHashes(NamedTuple):
     records: int
     rejected: Counter[str]
     """Records by reason."""
+    curated: int
+    """Documents that curation removed."""
     damaged: list[DamagedFile]
 
 
@@ -170,33 +148,8 @@ def tokenize_unit(job: UnitJob, context: WorkerContext, progress: Progress) -> U
         EngineRejected: another process saw that.
         OSError: the disk is full, say; nothing half-written stays.
     """
-    try:
-        lease = take(job.source.folder, job.unit.index, context.watch)
-    except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES):
-            raise
-        # All that can be done on such a disk is to compare input that has other times than in the receipts.
-        return _Worker(job, context, progress, lambda _: None).run()
-    if not isinstance(lease, Lease):
-        return Busy(str(lease))
-    # Beats come from a thread, because skipping what was read before can take long.
-    with storage.naming(job.source.folder), lease, lease.beating():
-        _check_plan(job.source)
-        return _Worker(job, context, progress, lease.beat).run()
-
-
-def _check_plan(source: SourceJob) -> None:
-    """Look whether the plan is still there, now that the lease is (see `source_plan.withdraw`).
-
-    Raises:
-        UserError: it is another one.
-    """
-    with suppress(FileNotFoundError), (source.folder / PLAN_FILE).open("rb") as file:
-        if source.config_hash.encode() in file.read(_PLAN_HEAD):  # it is the first key
-            return
-    raise UserError(
-        f"{source.folder / PLAN_FILE} was removed, or replaced by another command with other settings; end that one, "
-        "or run this one with another data.dir"
+    return with_lease(
+        job.source, job.unit, context.watch, lambda beat: _TokenizedUnit(job, context, progress, beat).run()
     )
 
 
@@ -204,22 +157,28 @@ def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> SmallestHa
     """The smallest `split_hash` of the unit's documents, as many as wanted."""
     found: list[int] = []
     rejected: Counter[str] = Counter()
+    curation = job.source.open_curation(job.unit)
     reader = UnitReader(job.unit, job.source.reader)
     reader.beat = partial(progress, 0)
-    reported = 0
+    reported = curated = 0
     for document in reader:
         raw = document.text.encode()
         reason = job.source.reason_against(document, raw)
         if reason is not None:
             rejected[reason] += 1
+        elif curation is not None and curation.apply(document) is not None:
+            curated += 1
         else:
+            raw = document.text.encode() if document.edited else raw
             found.append(split_hash(document.id.encode() if job.source.splits.by_id else raw))
             if len(found) >= 2 * wanted + 10_000:
                 found = sorted(found)[:wanted]
                 progress(reader.bytes_read - reported)
                 reported = reader.bytes_read
     progress(reader.bytes_read - reported)
-    return SmallestHashes(sorted(found)[:wanted], reader.records, rejected, damaged_files(job.unit, reader.damage))
+    return SmallestHashes(
+        sorted(found)[:wanted], reader.records, rejected, curated, damaged_files(job.unit, reader.damage)
+    )
 
 
 def cut_text(raw: bytes, limit: int) -> Iterator[str]:
@@ -238,52 +197,24 @@ def cut_text(raw: bytes, limit: int) -> Iterator[str]:
     yield raw[start:].decode()
 
 
-class _Worker:
+class _TokenizedUnit(ChunkedUnit):
     """Goes through the chunks of one unit."""
 
     def __init__(self, job: UnitJob, context: WorkerContext, progress: Progress, beat: Progress) -> None:
+        super().__init__(job.source, job.unit, progress, beat)
         self._job = job
         self._source = job.source
-        self._unit = job.unit
         self._context = context
         self._engine = context.engine(job.engine)
-        self._progress = progress
-        self._beat = beat
-        self._done = 0
-        self._stat = input_stat(job.unit)
 
     def run(self) -> UnitDone:
-        position, chunk, made, tokens, records = START, 0, 0, 0, 0
-        rejected: Counter[str] = Counter()
-        damaged: list[DamagedFile] = []
-        reader: UnitReader | None = None
-        condemned = read_condemned(self._context.condemned)
-        while True:
-            receipt = read_receipt(self._source.folder, self._unit.index, chunk)
-            if receipt_stands(self._source, self._unit, receipt, position, condemned):
-                reader = None
-                if receipt["input"]["stat"] != self._stat:
-                    self._check_same_input(receipt)
-                self._advance(receipt["input"]["read"])
-            else:
-                self._refuse_finished(receipt)
-                if reader is None:
-                    reader = UnitReader(self._unit, self._source.reader, position)
-                    reader.beat = partial(self._advance, 0)
-                    documents = self._documents(reader)
-                else:
-                    reader.count_anew()
-                receipt = self._make(chunk, position, reader, documents)
-                made += 1
-                tokens += sum(split["tokens"] for split in receipt["splits"].values())
-                records += receipt["records"]
-                rejected.update(receipt["rejected"])
-                damaged += damage_in(self._unit, receipt)
-            if receipt["last"]:
-                return UnitDone(made, tokens, records, dict(rejected), damaged)
-            position, chunk = tuple(receipt["next"]), chunk + 1
+        self._condemned = read_condemned(self._context.condemned)
+        return super().run()
 
-    def _refuse_finished(self, receipt: Any) -> None:
+    def _stands(self, receipt: Any, start: Position) -> bool:
+        return receipt_stands(self._source, self._unit, receipt, start, self._condemned)
+
+    def _refuse(self, receipt: Any) -> None:
         """Leave what another command has made of damaged files in another way, and finished since this one looked."""
         source = self._source
         if receipt is None or receipt["config_hash"] != source.config_hash:
@@ -295,20 +226,6 @@ class _Worker:
                 "before a file was changed; run this command again when that one has ended"
             )
 
-    def _documents(self, reader: UnitReader) -> Iterator[Document]:
-        """Those of a reader. What it refuses is changed in the files or keys of the source, which the plan is of."""
-        try:
-            yield from reader
-        except UserError as error:
-            raise UserError(
-                f"{error}. If that changes paths, exclude, keys or files of the source, {self._source.start_over}"
-            ) from error
-
-    def _advance(self, amount: int) -> None:
-        self._progress(amount)
-        self._done += amount
-        self._beat(self._done)
-
     def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
         """Read on until the chunk is full or the unit ends, and commit."""
         source, unit, context = self._source, self._unit, self._context
@@ -316,6 +233,8 @@ class _Worker:
         if self._job.engine == "tokenizers":
             context.words.look_at(unit, replace(source.reader, verify=False))
         rejected: Counter[str] = Counter()
+        curated: Counter[str] = Counter()
+        curation = source.open_curation(unit)
         last = True
         with ExitStack() as stack:
             writers = [
@@ -341,9 +260,11 @@ class _Worker:
                 document.reason = source.reason_against(document, raw)
                 if document.reason is not None:
                     rejected[document.reason] += 1
-                    self._check_on_error(document)
-                    rejects.write(orjson.dumps(_rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
-                elif batches.add(document, raw):
+                    source.check_on_error(unit, document)
+                    rejects.write(orjson.dumps(rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
+                elif curation is not None and (rule := curation.apply(document)) is not None:
+                    curated[rule] += 1
+                elif batches.add(document, document.text.encode() if document.edited else raw):
                     self._advance(reader.bytes_read - reported)
                     reported = reader.bytes_read
                 if reader.input_bytes >= limit or reader.records >= CHUNK_RECORDS:
@@ -354,20 +275,8 @@ class _Worker:
             self._advance(reader.bytes_read - reported)
             self._refuse_condemned()
             earlier = self._earlier_receipt(chunk, reader.input_hash)
-            receipt = {
-                "unit": unit.index,
-                "link": chunk,
-                "last": last,
-                "start": start,
-                "next": None if last else reader.position,
-                "input": {"hash": reader.input_hash, "stat": self._stat, "read": reader.bytes_read - begun},
-                "config_hash": source.config_hash,
+            receipt = self._receipt(chunk, start, reader, reader.bytes_read - begun, rejected, last=last) | {
                 "engine": self._engine.name,
-                "pieces": {str(piece): counts for piece, counts in reader.pieces.items()},
-                "records": reader.records,
-                "rejected": dict(rejected),
-                "damaged": [asdict(damage) for damage in reader.damage],
-                "dropped": _dropped(source, unit),
                 "checked": checked,
                 "splits": {
                     name: writer.commit(
@@ -376,6 +285,8 @@ class _Worker:
                     for name, writer in zip(source.splits.names, writers, strict=True)
                 },
             }
+            if curation is not None:
+                receipt["curated"] = dict(curated)
             if rejects.size:
                 rejects.commit()
             storage.put_json(receipt_path(source.folder, unit.index, chunk), receipt)
@@ -394,32 +305,6 @@ class _Worker:
             rejected_path(self._source.folder, self._unit.index, chunk).unlink(missing_ok=True)
             path.unlink()
             chunk += 1
-
-    def _check_on_error(self, document: Document) -> None:
-        if self._source.fail_on_error and document.reason != EMPTY:
-            piece = self._unit.pieces[document.piece]
-            line = None if document.line is None else line_of(piece.file.path, document.byte)
-            place = self._source.reader.locate(piece, line, document.byte)
-            raise UserError(
-                f"{place}: {document.reason} ({document.detail}); repair the record and {self._source.start_over}; "
-                "or set data.preprocess.on_error: skip to skip bad records"
-            )
-
-    def _check_same_input(self, receipt: dict[str, Any]) -> None:
-        """A file has another time than when the chunk was made; its bytes decide whether it changed."""
-        reader = UnitReader(self._unit, self._source.reader, tuple(receipt["start"]))
-        end = receipt["next"] and tuple(receipt["next"])
-        for _ in reader:
-            if reader.position == end:
-                break
-        if reader.input_hash != receipt["input"]["hash"]:
-            raise UserError(
-                f"the input of {self._unit} changed since it was tokenized; restore the files, or remove "
-                f"{self._source.folder} to make the dataset again from them as they are now"
-            )
-        receipt["input"]["stat"] = self._stat
-        with suppress(OSError):  # on a disk that cannot be written, the next run reads the input again
-            storage.put_json(receipt_path(self._source.folder, self._unit.index, receipt["link"]), receipt)
 
     def _refuse_condemned(self) -> None:
         if self._engine.name in read_condemned(self._context.condemned):
@@ -547,22 +432,6 @@ def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position,
     )
 
 
-def damage_stands(source: SourceJob, unit: Unit, receipt: Any) -> bool:
-    """Tell whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
-    dropped, wanted = receipt.get("dropped", []), _dropped(source, unit)
-    # Another command that drops may have seen more damage by now.
-    if dropped != wanted and not (source.drops_damaged and set(dropped) > set(wanted)):
-        return False
-    return not (dropped or receipt.get("damaged")) or bool(receipt["input"]["stat"] == input_stat(unit))
-
-
-def _dropped(source: SourceJob, unit: Unit) -> list[str]:
-    """Names of the files of a unit of which nothing is to be taken."""
-    if not source.reader.dropped:
-        return []
-    return sorted({piece.file.name for piece in unit.pieces} & source.reader.dropped.keys())
-
-
 def _is_shuffled(source: SourceJob) -> bool:
     """Tell whether another command has just finished a global shuffle, which removes the parts of its first pass."""
     if not source.below:
@@ -574,7 +443,3 @@ def _is_shuffled(source: SourceJob) -> bool:
         )
     except FileNotFoundError:
         return False
-
-
-def _rejected_record(document: Document) -> dict[str, Any]:
-    return {field: getattr(document, field) for field in ("row", "piece", "line", "byte", "reason", "detail")}

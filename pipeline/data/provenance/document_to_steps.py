@@ -29,6 +29,7 @@ from pipeline.data.provenance.run import (
     unknown_origins,
 )
 from pipeline.data.provenance.source_location import AdoptedOrigins, Key, Origins
+from pipeline.data.provenance.why_removed import removed_note
 
 _ROW = re.compile(r"(?P<file>.*?)(?::\s*(?:row|document|line)?\s*(?P<number>[0-9]{1,18}))?", re.DOTALL)
 _EXHAUSTED = "the source has reached its max_epochs"
@@ -243,7 +244,10 @@ def when(
             if not never:
                 example = run.describe(source, [0], True, say)[0].id
                 like = f"; ids are like {shortened(example)!r}" if example else ""
-                raise UserError(f"--doc: no document of source {source!r} has the id {id!r} in any split{like}")
+                curated = run.config.data.curate is not None and "; if curation removed it, `pipeline data why` says so"
+                raise UserError(
+                    f"--doc: no document of source {source!r} has the id {id!r} in any split{like}{curated or ''}"
+                )
     else:
         assert row is not None
         origins = run.origins(source)
@@ -252,7 +256,7 @@ def when(
         key = _find_row(origins, row)
         documents = documents_of_record(dataset.folder, dataset.manifest, *key)
         if not documents:
-            never = _why_not(origins, key, dataset.folder, row)
+            never = _why_not(run, source, origins, key, row)
     described = run.describe(source, documents, ids, say)
     if id is not None:
         for number, about in described.items():
@@ -279,14 +283,16 @@ def _find_row(origins: Origins | AdoptedOrigins, row: str) -> Key:
     return origins.find(file, None if number is None else int(number))
 
 
-def _why_not(origins: Origins | AdoptedOrigins, key: Key, folder: Path, row: str) -> str:
+def _why_not(run: RunView, source: str, origins: Origins | AdoptedOrigins, key: Key, row: str) -> str:
     """Reason why a record is not in the training split."""
     if reason := origins.rejected(key):
         return f"the record was rejected: {reason}"
+    folder = run.dataset(source).folder
     split = _split_of(folder, lambda other: documents_of_record(other, read_manifest(other), *key))
-    if not split:
+    found = split or removed_note(run.config.data_dir, source, key)
+    if not found:
         raise UserError(f"--row: {row} is not a document of {folder}, nor of another split")
-    return split
+    return found
 
 
 def _split_of(folder: Path, find: Callable[[Path], list[int]]) -> str:

@@ -184,6 +184,68 @@ class Origins:
                     return f"{record['reason']} ({record['detail']})" if record["detail"] else str(record["reason"])
         return None
 
+    def read(self, keys: Iterable[Key], *, report: Callable[[str], None] = lambda _: None) -> dict[Key, Document]:
+        """Records with their texts, read from the source files; without those that the files no longer have.
+
+        Args:
+            keys: of the records.
+            report: called with what is about to be read, if that may take long.
+
+        Raises:
+            UserError: a file has changed.
+            OSError: a file cannot be read.
+        """
+        wanted: dict[_Stretch, set[int]] = defaultdict(set)
+        for unit, row in keys:
+            if (stretch := self._stretch_of(unit, row)) is not None:
+                wanted[stretch].add(row)
+        found: dict[Key, Document] = {}
+        for stretch, rows in wanted.items():
+            file = self._file(self._file_of(stretch))
+            if file.size >= _LONG_BYTES:
+                report(f"reading {file.path}")
+            left = len(rows)
+            for document in self._documents(stretch):
+                if document.row in rows:
+                    found[stretch.unit, document.row] = document
+                    left -= 1
+                    if not left:
+                        break
+        return found
+
+    def chunk_of(self, key: Key) -> tuple[int, int] | None:
+        """(number of the chunk that a record is in, row in the unit of its first record); None without a receipt."""
+        stretch = self._stretch_of(*key)
+        if stretch is None:
+            return None
+        return stretch.chunk, self._receipts(key[0])[stretch.chunk]["start"][3]
+
+    def find_id(self, id: str, *, report: Callable[[str], None] = lambda _: None) -> list[Key]:
+        """Records that have an id. Ids made of a file's name lead to the file; for others all files are read.
+
+        Args:
+            id: of the records.
+            report: called with what is about to be read.
+
+        Raises:
+            UserError: a file has changed.
+        """
+        names = {name: number for number, (name, _, _) in enumerate(self._plan["files"])}
+        cut = max(id.rfind("@"), id.rfind("#"))
+        file = names.get(id) if id in names else names.get(id[:cut]) if cut > 0 else None
+        if file is None:
+            size = sum(size for _, _, size in self._plan["files"])
+            report(f"looking for the id in all files of {self.folder} ({size:,} bytes): their ids are stored nowhere")
+        files = range(len(names)) if file is None else [file]
+        return [
+            (stretch.unit, document.row)
+            for number in files
+            if number in self._pieces
+            for stretch in self._places(number)
+            for document in self._documents(stretch)
+            if document.id == id
+        ]
+
     @property
     def id_key(self) -> str | None:
         """Key of the documents' own ids; None where they have no keys."""
@@ -324,7 +386,7 @@ class Origins:
         """Read the records of a stretch."""
         file = self._file(self._file_of(stretch))
         if not self._reader.is_remote and (now := os.stat(file.path).st_size) != file.size:
-            raise UserError(f"{file.path} has changed: it had {file.size:,} bytes when it was tokenized, now {now:,}")
+            raise UserError(f"{file.path} has changed: it had {file.size:,} bytes when it was read first, now {now:,}")
         cut = self._plan["units"][stretch.unit]
         pieces = tuple(Piece(self._file(file), start, end) for file, start, end in cut)
         unit = Unit(stretch.unit, self._plan["settings"]["name"], pieces)

@@ -122,6 +122,8 @@ class Document:
     reason: str | None = None
     detail: str = ""
     metadata: bytes | None = None
+    edited: bool = False
+    """Its text is not that of the source any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,16 @@ class ProgressLine:
     """Progress of the units of a run. A context manager."""
 
     def __init__(
-        self, console: Console, total_bytes: int, units: int, done_before: int, what: str = "tokenizing"
+        self,
+        console: Console,
+        total_bytes: int,
+        units: int,
+        done_before: int,
+        what: str = "tokenizing",
+        noun: str = "unit",
     ) -> None:
+        self._noun = noun
+        self._has_tokens = what == "tokenizing"
         self._console = console
         self._total = total_bytes
         self._units = units
@@ -48,12 +56,12 @@ class ProgressLine:
             self._bar = Progress(*columns, console=console)
             self._task = self._bar.add_task("", total=total_bytes, units=self._units_text)
         before = f"; {done_before:,} {'was' if done_before == 1 else 'were'} done before" if done_before else ""
-        say(console, f"{what} {counted(units, 'unit')}, {size(total_bytes)}{before}")
+        say(console, f"{what} {counted(units, noun)}, {size(total_bytes)}{before}")
 
     @property
     def _units_text(self) -> str:
-        units = f"{self._done_units:,}/{counted(self._units, 'unit')}"
-        if self._bar is not None and self._console.width < WIDE:
+        units = f"{self._done_units:,}/{counted(self._units, self._noun)}"
+        if not self._has_tokens or (self._bar is not None and self._console.width < WIDE):
             return units
         return f"{units}, {self._tokens / 1e6:,.1f} M tokens"
 

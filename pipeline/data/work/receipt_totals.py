@@ -53,6 +53,7 @@ class ReceiptTotals:
         splits: by name.
         records: read.
         rejected: records by reason.
+        curated: documents that curation removed, by rule.
         engines: chunks by the engine that made them.
         unreadable: receipts that are damaged.
         damaged: (unit, what could not be read of its input).
@@ -68,6 +69,7 @@ class ReceiptTotals:
     splits: dict[str, Counts] = field(default_factory=dict)
     records: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    curated: Counter[str] = field(default_factory=Counter)
     engines: Counter[str] = field(default_factory=Counter)
     unreadable: int = 0
     damaged: list[tuple[int, Damage]] = field(default_factory=list)
@@ -127,6 +129,7 @@ class ReceiptTotals:
             self.chunks.append((time, receipt.input.read, unit))
             self.records += receipt.records
             self.rejected.update(receipt.rejected)
+            self.curated.update(receipt.curated)
             self.damaged += [(unit, Damage(**dict(damage))) for damage in receipt.damaged]
             self.engines[receipt.engine] += 1
             for name, counts in receipt.splits.items():
@@ -146,6 +149,7 @@ class ReceiptTotals:
         self.chunks += other.chunks
         self.records += other.records
         self.rejected.update(other.rejected)
+        self.curated.update(other.curated)
         self.engines.update(other.engines)
         self.unreadable += other.unreadable
         self.damaged += other.damaged

@@ -63,6 +63,8 @@ class ReceiptCounts(_Strict):
     records: _Count
     rejected: dict[str, _Count]
     splits: dict[str, ReceiptSplit]
+    curated: dict[str, _Count] = {}
+    """Documents that curation removed, by rule."""
     damaged: list[_Damage] = []
 
 

@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from pipeline.common.page.html import Table
+from pipeline.common.page.words import NONE, count, figure, seconds
 from pipeline.eval.report.gather import RunFacts
-from pipeline.eval.report.model import Axis, Line, LineChart, Look, Marks, Table
+from pipeline.eval.report.model import Axis, Line, LineChart, Look, Marks
 from pipeline.eval.report.series import Curve, Floats, curve
-from pipeline.eval.report.words import NONE, count, figure, seconds
 
 T = TypeVar("T")
 TABLE_ROWS = 12

@@ -16,41 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.common.format import percent
+from pipeline.common.page.html import LIGHT
+from pipeline.common.page.words import clean, si
 from pipeline.eval.report.model import BarChart, Chart, HeatChart, LineChart
-from pipeline.eval.report.words import clean, si
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LIGHT = {
-    "ink": "#1f2328",
-    "muted": "#57606a",
-    "grid": "#dfe3e8",
-    "card": "#ffffff",
-    "s0": "#1f6fb8",
-    "s1": "#c2500a",
-    "s2": "#0b7f63",
-    "s3": "#a0468c",
-    "s4": "#8a6a00",
-    "s5": "#2f8fb5",
-    "s6": "#6e7781",
-    "s7": "#8c3b2f",
-}
-"""Colours on white. Those of lines are after Okabe and Ito, for any colour vision, at 3 to 1 or more."""
-DARK = {
-    "ink": "#e6e9ed",
-    "muted": "#a3abb5",
-    "grid": "#333a44",
-    "card": "#181c22",
-    "s0": "#6cb0f5",
-    "s1": "#f59a5a",
-    "s2": "#3fcfa5",
-    "s3": "#e193cf",
-    "s4": "#e0bc45",
-    "s5": "#7fd6f2",
-    "s6": "#a9b1bb",
-    "s7": "#e08b7d",
-}
 _PLACEHOLDERS = {name: f"#fe01{number:02x}" for number, name in enumerate(LIGHT)}
 """Colours that nothing else has, replaced by the page's variables in the SVG."""
 _WIDTH, _HEIGHT = 4.4, 2.9

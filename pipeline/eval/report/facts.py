@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
 
+from pipeline.common.page.html import Fact, Table
+from pipeline.common.page.words import NONE, count, figure, in_percent, moment, seconds, si
 from pipeline.common.redaction import is_secret_key, masked
 from pipeline.common.run_files import RunFiles
 from pipeline.data.order.journal_file import read_journal
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.eval.report.gather import RunFacts
-from pipeline.eval.report.model import Table
-from pipeline.eval.report.words import NONE, count, figure, in_percent, moment, seconds, si
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.monitor.goodput import number
@@ -27,17 +26,6 @@ _MOST_ATTEMPTS = 60
 _LONGEST = 400
 """Characters of a value."""
 _LONGEST_REASON = 240
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A figure and what it is."""
-
-    label: str
-    value: str
-    detail: str = ""
-    fraction: float | None = None
-    """Fraction of the whole, for a bar."""
 
 
 def headline(facts: RunFacts) -> Iterator[Fact]:

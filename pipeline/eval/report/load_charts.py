@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pipeline.common.page.html import Table
+from pipeline.common.page.words import count, figure
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.loads import Loads
-from pipeline.eval.report.model import HeatChart, Table
-from pipeline.eval.report.words import count, figure
+from pipeline.eval.report.model import HeatChart
 
 _COLUMNS = 128
 _LEAST_FULL = 2.0

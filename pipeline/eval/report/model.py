@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pipeline.common.page.html import Table
 from pipeline.eval.report.series import Curve, Floats
 
 Axis = Literal["tokens", "time", "steps"]
@@ -29,22 +30,6 @@ class Look:
     def dotted(self, number: int) -> Look:
         """The same colour with the n-th line."""
         return Look(self.slot, _DASHES[number % len(_DASHES)])
-
-
-@dataclass(frozen=True)
-class Table:
-    """Figures of a chart."""
-
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: int = 0
-    """So many columns on the left are words; the others are numbers."""
-    last_words: bool = False
-    """True if the last column is words, too."""
-
-    def is_words(self, column: int) -> bool:
-        """True if a column has words."""
-        return column < self.words or (self.last_words and column == len(self.head) - 1)
 
 
 @dataclass(frozen=True)

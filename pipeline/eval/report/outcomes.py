@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.common.page.html import Table
+from pipeline.common.page.words import NONE, count, figure, in_percent, seconds, si
 from pipeline.eval.report.charts import MOST_LINES, points_of
 from pipeline.eval.report.gather import Consumption, RunFacts
 from pipeline.eval.report.load_charts import load_charts
-from pipeline.eval.report.model import Bar, BarChart, BarPart, Chart, Line, LineChart, Look, Table
-from pipeline.eval.report.words import NONE, count, figure, in_percent, seconds, si
+from pipeline.eval.report.model import Bar, BarChart, BarPart, Chart, Line, LineChart, Look
 from pipeline.eval.reports import WINDOWS, Evaluation
 
 _MOST_BARS = 12

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import time
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from typing import assert_never
 
 from pipeline import __version__
+from pipeline.common.page.html import LIGHT, Fact, Table, document, escaped, section, table, tile
+from pipeline.common.page.words import moment
 from pipeline.eval.report.charts import curves, scales
-from pipeline.eval.report.drawing import DARK, LIGHT, UNDRAWN, svg
-from pipeline.eval.report.facts import Fact, attempts_table, config_table, headline, layout_table
+from pipeline.eval.report.drawing import UNDRAWN, svg
+from pipeline.eval.report.facts import attempts_table, config_table, headline, layout_table
 from pipeline.eval.report.gather import RunFacts
-from pipeline.eval.report.model import BarChart, BarPart, Chart, HeatChart, LineChart, Look, Table
+from pipeline.eval.report.model import BarChart, BarPart, Chart, HeatChart, LineChart, Look
 from pipeline.eval.report.outcomes import others
-from pipeline.eval.report.words import clean, moment
 
 _DASHES = {"-": "none", "--": "6 3", ":": "1.5 2.5", "-.": "6 2.5 1.5 2.5"}
 _SYMBOLS = {"^": "M7 2 L11 10 L3 10 Z", "x": "M3 2 L11 10 M11 2 L3 10", "|": "M7 1 L7 11"}
@@ -27,18 +26,9 @@ def page(runs: Sequence[RunFacts]) -> bytes:
     Args:
         runs: one, or several that are compared.
     """
-    title = clean("Report: " + ", ".join(each.name for each in runs))
+    title = "Report: " + ", ".join(each.name for each in runs)
     by_tokens, by_time = scales(runs)
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        # Whatever a name in a run tries, nothing in this file can run or be fetched.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "img-src data:; base-uri 'none'; form-action 'none'\">",
-        '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
-        f'<meta name="generator" content="pretraining-pipeline {__version__}"><link rel="icon" href="data:,">',
-        f"<title>{_escaped(title)}</title><style>{_style()}</style></head><body>",
+    body = [
         *_head(runs),
         '<input type="radio" name="axis" id="by-tokens" checked><input type="radio" name="axis" id="by-time">',
         "<main>",
@@ -51,23 +41,9 @@ def page(runs: Sequence[RunFacts]) -> bytes:
         "</div>",
         *_tables(runs),
         f"</main><footer>Made {moment(time.time())} by pretraining-pipeline {__version__} from the files of the run "
-        f"folder{'s' * (len(runs) > 1)}. Times in UTC; loss in nats per token.</footer></body></html>\n",
+        f"folder{'s' * (len(runs) > 1)}. Times in UTC; loss in nats per token.</footer>",
     ]
-    return "\n".join(parts).encode("utf-8", "replace")
-
-
-def _style() -> str:
-    def variables(colours: dict[str, str]) -> str:
-        return "".join(f"--{name}:{colour};" for name, colour in colours.items())
-
-    css = resources.files("pipeline.eval.report").joinpath("page.css").read_text(encoding="utf-8")
-    return (
-        f":root{{{variables(LIGHT)}}}@media screen and (prefers-color-scheme:dark){{:root{{{variables(DARK)}}}}}\n{css}"
-    )
-
-
-def _escaped(text: str) -> str:
-    return html.escape(clean(text), quote=True)
+    return document(title, body)
 
 
 def _head(runs: Sequence[RunFacts]) -> Iterator[str]:
@@ -75,17 +51,17 @@ def _head(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield f"<header><p class='above'>Training runs</p><h1>{len(runs)} runs compared</h1></header>"
     for number, facts in enumerate(runs):
         state = facts.state
-        name = f"<h1>{_escaped(facts.name)}</h1>" if len(runs) == 1 else f"<h2>{_escaped(facts.name)}</h2>"
+        name = f"<h1>{escaped(facts.name)}</h1>" if len(runs) == 1 else f"<h2>{escaped(facts.name)}</h2>"
         swatch = "" if len(runs) == 1 else _line(Look.of(number))
         above = "<p class='above'>Training run</p>" if len(runs) == 1 else ""
         yield f"<header>{above}<div class='name'>{swatch}{name}"
-        yield f"<span class='state {state.kind}'>{_escaped(state.word)}</span></div>"
+        yield f"<span class='state {state.kind}'>{escaped(state.word)}</span></div>"
         if state.why:
-            yield f"<p class='why {state.kind}'>{_escaped(state.why)}</p>"
+            yield f"<p class='why {state.kind}'>{escaped(state.why)}</p>"
         if len(runs) == 1:
-            yield "<dl class='tiles'>" + "".join(_tile(fact) for fact in headline(facts)) + "</dl>"
+            yield "<dl class='tiles'>" + "".join(tile(fact) for fact in headline(facts)) + "</dl>"
         if facts.problems:
-            items = "".join(f"<li>{_escaped(line)}</li>" for line in facts.problems)
+            items = "".join(f"<li>{escaped(line)}</li>" for line in facts.problems)
             yield f"<div class='missing'><p>What is missing or damaged:</p><ul>{items}</ul></div>"
         yield "</header>"
     if len(runs) > 1:
@@ -94,21 +70,12 @@ def _head(runs: Sequence[RunFacts]) -> Iterator[str]:
         rows = tuple(
             (label, *(_words(column[label]) if label in column else "–" for column in columns)) for label in labels
         )
-        table = Table(("", *(facts.name for facts in runs)), rows, 1 + len(runs))
-        yield f"<section class='wide'>{_table(table)}</section>"
+        figures = Table(("", *(facts.name for facts in runs)), rows, 1 + len(runs))
+        yield f"<section class='wide'>{table(figures)}</section>"
 
 
 def _words(fact: Fact) -> str:
     return f"{fact.value} ({fact.detail})" if fact.detail else fact.value
-
-
-def _tile(fact: Fact) -> str:
-    bar = ""
-    if fact.fraction is not None:
-        bar = f"<span class='bar'><span style='width:{100 * min(1.0, max(0.0, fact.fraction)):.1f}%'></span></span>"
-    detail = f"<small>{_escaped(fact.detail)}</small>" if fact.detail else ""
-    long = " class='long'" if len(fact.value) > 9 else ""
-    return f"<div><dt>{_escaped(fact.label)}</dt><dd{long}>{_escaped(fact.value)}{detail}{bar}</dd></div>"
 
 
 def _figure(chart: Chart, key: str, over: str = "always") -> str:
@@ -116,13 +83,13 @@ def _figure(chart: Chart, key: str, over: str = "always") -> str:
         drawn = svg(chart, key)
     except Exception:  # figures of others may be what no axis is made for: the other charts are shown all the same
         drawn = f"<p class='note'>{UNDRAWN} Its figures are below.</p>"
-    note = f"<p class='note'>{_escaped(chart.note)}</p>" if chart.note else ""
+    note = f"<p class='note'>{escaped(chart.note)}</p>" if chart.note else ""
     if isinstance(chart, LineChart) and chart.rules:
         note += "<p class='note'>Dashed, numbered: where an attempt began.</p>"
     return (
-        f"<figure class='{over}'><figcaption><h3>{_escaped(chart.title)}</h3></figcaption>{_legend(chart)}"
+        f"<figure class='{over}'><figcaption><h3>{escaped(chart.title)}</h3></figcaption>{_legend(chart)}"
         f"{drawn}{note}"
-        f"<details><summary>Figures</summary>{_table(chart.table)}</details></figure>"
+        f"<details><summary>Figures</summary>{table(chart.table)}</details></figure>"
     )
 
 
@@ -131,17 +98,17 @@ def _legend(chart: Chart) -> str:
     if isinstance(chart, LineChart):
         looks = {line.label: line.look for line in chart.lines}
         if len(looks) > 1 or chart.marks:
-            items = [f"<li>{_line(look)}{_escaped(label)}</li>" for label, look in looks.items()]
+            items = [f"<li>{_line(look)}{escaped(label)}</li>" for label, look in looks.items()]
         items += [
             f"<li><svg viewBox='0 0 14 12' aria-hidden='true'><path d='{_SYMBOLS[marks.symbol]}' "
             f"style='stroke:var(--{marks.slot});fill:{'none' if marks.symbol != '^' else f'var(--{marks.slot})'};"
-            f"stroke-width:1.6'/></svg>{_escaped(marks.label)}</li>"
+            f"stroke-width:1.6'/></svg>{escaped(marks.label)}</li>"
             for marks in chart.marks
         ]
     elif isinstance(chart, BarChart):
-        items = [f"<li>{_box(part)}{_escaped(part.label)}</li>" for part in chart.legend]
+        items = [f"<li>{_box(part)}{escaped(part.label)}</li>" for part in chart.legend]
     elif isinstance(chart, HeatChart):
-        items = [f"<li>{_square(LIGHT[slot])}{_escaped(label)}</li>" for slot, label in chart.legend]
+        items = [f"<li>{_square(LIGHT[slot])}{escaped(label)}</li>" for slot, label in chart.legend]
     else:
         assert_never(chart)
     return f"<ul class='legend'>{''.join(items)}</ul>" if items else ""
@@ -168,35 +135,12 @@ def _square(colour: str, more: str = "stroke-width:0") -> str:
 
 def _tables(runs: Sequence[RunFacts]) -> Iterator[str]:
     tries, note = attempts_table(runs)
-    yield _section("Attempts", tries, note)
+    yield section("Attempts", tries, note)
     yield "<div class='pair'>"
     words = "Layout: of the last attempt. Versions: of the newest checkpoint."
-    yield _section("Layout and versions", layout_table(runs), words)
+    yield section("Layout and versions", layout_table(runs), words)
     title, words = "Keys that are not the default", "All keys are in config.yaml in the run folder."
     if len(runs) > 1:
         title, words = "Differences between the run files", ""
-    yield _section(title, config_table(runs), words)
+    yield section(title, config_table(runs), words)
     yield "</div>"
-
-
-def _section(title: str, table: Table, words: str) -> str:
-    shown = _table(table) if table.rows else "<p class='note'>None.</p>"
-    note = f"<p class='note'>{_escaped(words)}</p>" if words else ""
-    return f"<section class='wide'><h3>{title}</h3>{shown}{note}</section>"
-
-
-def _table(table: Table) -> str:
-    """A table that scrolls by itself where it is too wide."""
-
-    def row(cells: tuple[str, ...], tag: str) -> str:
-        inside = "".join(
-            f"<{tag}{' class=w' if table.is_words(place) else ''}>{_escaped(cell)}</{tag}>"
-            for place, cell in enumerate(cells)
-        )
-        return f"<tr>{inside}</tr>"
-
-    body = "".join(row(cells, "td") for cells in table.rows)
-    return (
-        "<div class='scroll' tabindex='0' role='region' aria-label='Table'>"
-        f"<table><thead>{row(table.head, 'th')}</thead><tbody>{body}</tbody></table></div>"
-    )

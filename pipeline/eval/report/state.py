@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pipeline.common.errors import EXIT_OK, EXIT_REFUSED, EXIT_STOPPED
 from pipeline.common.format import duration
-from pipeline.eval.report.words import moment
+from pipeline.common.page.words import moment
 from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
 from pipeline.train.run.lock import is_held

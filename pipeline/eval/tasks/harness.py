@@ -121,6 +121,18 @@ def prefetch(config: Config, console: Console) -> None:
                 say(console, f"{name}: written to {target / name}")
 
 
+def load_harness_tasks(harness: HarnessConfig) -> dict[str, Any]:
+    """Tasks of the harness with their data, by name; groups as the tasks that they have.
+
+    Raises:
+        UserError: the package is not there, a task is unknown, or its data is.
+    """
+    _require()
+    with _quiet():
+        tasks: dict[str, Any] = _load(_manager(harness), harness)["tasks"]
+        return tasks
+
+
 def _write_task(folder: Path, name: str, task: Any, entry: Any) -> None:
     """The data and the file of a task."""
     if entry is None or entry.yaml_path is None or "class" in (entry.cfg or {}):

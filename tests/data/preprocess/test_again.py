@@ -247,7 +247,7 @@ class TestOtherPlan:
         """The code of a later version that writes other bytes."""
         monkeypatch.setattr(source_plan, "CODE_VERSION", "next")
         before = tree(config.data_dir)
-        with pytest.raises(UserError, match="version of the preprocess stage: '.*' then, 'next' now"):
+        with pytest.raises(UserError, match="version of the stage: '.*' then, 'next' now"):
             preprocess(config)
         assert tree(config.data_dir) == before
 

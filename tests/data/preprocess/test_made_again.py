@@ -18,6 +18,7 @@ from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.work.freezing import freeze_alone
 from pipeline.data.work.receipts import read_receipts
 from pipeline.data.work.units import find_source_files
 from tests.data.runs import datasets, make_config, write_jsonl
@@ -163,7 +164,7 @@ def test_two_plans_at_once(tmp_path, corpus):
 
         def freeze(plan, folder=data, both=barrier):
             both.wait()
-            stage._freeze(plan, folder, Console(quiet=True))
+            freeze_alone(plan, folder, Console(quiet=True))
 
         threads = [threading.Thread(target=freeze, args=(plan,)) for plan in plans]
         for thread in threads:
@@ -172,7 +173,7 @@ def test_two_plans_at_once(tmp_path, corpus):
             thread.join()
         for plan in plans:
             try:
-                unit_module._check_plan(replace(source_job(plan, config, ""), folder=data))
+                replace(source_job(plan, config, ""), folder=data).check_plan()
             except UserError as error:
                 refused.append(str(error))
         assert len(refused) == attempt + 1

@@ -269,7 +269,7 @@ def test_a_file_that_has_changed(made: Made, tmp_path: Path) -> None:
     assert isinstance(origins, Origins)
     keys = [dataset.provenance(document)[:2] for document in range(dataset.documents)]
     places = origins.places(keys, read=True).values()
-    note = f"{file} has changed: it had {file.stat().st_size - 1:,} bytes when it was tokenized, now "
+    note = f"{file} has changed: it had {file.stat().st_size - 1:,} bytes when it was read first, now "
     assert all(note in place.note and place.id is None for place in places)
     assert None in {place.number for place in places}
     assert {place.number for place in places} <= {line for _, line in expected["blank"]} | {None}

@@ -1,0 +1,90 @@
+"""Files that the passes write and read whole, with their hashes from receipts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.data.curate.jobs import Job
+from pipeline.data.datasets.indexed import HashedFile
+from pipeline.data.work.sorted_runs import DamagedFile
+
+EDGE = np.dtype([("document", "<u8"), ("first", "<u8")])
+"""A document, and the first of a group that it is in; what `match` writes."""
+MEMBER = np.dtype([("root", "<u8"), ("document", "<u8"), ("exact", "<u8"), ("url", "<u8")])
+"""A document that may be compared with others of the same root; `exact` and `url` name the first document that equals
+it. What `join` writes."""
+DECISION = np.dtype([("document", "<u8"), ("kept", "<u8"), ("rule", "<u2"), ("value", "<f4")])
+"""A document that goes for another; what `choose` writes."""
+_WRITE_RECORDS = 2**18
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A file of a pass, as its receipt describes it."""
+
+    path: Path
+    size: int
+    xxh3: str
+    made_by: str
+
+    def read(self, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """All of its records, checked.
+
+        Raises:
+            DamagedFile: it is not as it was written.
+        """
+        try:
+            data = storage.read_bytes(self.path)
+        except FileNotFoundError:
+            raise DamagedFile(self.path, self.made_by, "it is missing") from None
+        found = xxhash.xxh3_64_intdigest(data)
+        if len(data) != self.size or f"{found:016x}" != self.xxh3 or len(data) % dtype.itemsize:
+            raise DamagedFile(self.path, self.made_by, f"hash {found:016x} instead of {self.xxh3}")
+        return np.frombuffer(data, dtype)
+
+
+def result_files(job: Job, receipt: dict[str, Any], made_by: str) -> list[ResultFile]:
+    """Files of a receipt, by name."""
+    return [
+        ResultFile(job.folder / name, about["size"], about["xxh3"], made_by)
+        for name, about in sorted(receipt["files"].items())
+    ]
+
+
+def finished(jobs: list[Job], made_by: str) -> list[dict[str, Any]]:
+    """Receipts of jobs.
+
+    Raises:
+        UserError: one is not done.
+    """
+    receipts = [job.find() for job in jobs]
+    missing = [job for job, receipt in zip(jobs, receipts, strict=True) if receipt is None]
+    if missing:
+        raise UserError(
+            f"pass {made_by!r} is not done: {len(missing)} of {len(jobs)} jobs are missing, like {missing[0]}; run "
+            "`pipeline curate` again"
+        )
+    return [receipt for receipt in receipts if receipt is not None]
+
+
+def write_array(path: Path, records: npt.NDArray[Any]) -> HashedFile:
+    """Write records; the file is not committed yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = HashedFile(path)
+    try:
+        with storage.naming(path):
+            for start in range(0, len(records), _WRITE_RECORDS):
+                file.write(records[start : start + _WRITE_RECORDS].tobytes())
+            file.file.close()  # a job may have more files than a process may hold open
+    except BaseException:
+        file.__exit__(None, None, None)
+        raise
+    return file

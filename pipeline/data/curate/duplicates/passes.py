@@ -1,0 +1,199 @@
+"""Passes that find duplicates, in their order: the jobs of each, once the pass before is done.
+
+    passes = DuplicatePasses(scope, settings, choices, ...)
+    for name in passes.names:
+        run(passes.jobs(name))        # any order, any workers; skip those with `job.find()`
+    passes.chosen(chunk)              # what goes of a chunk as a duplicate
+    passes.removed_lines(chunk)       # which lines of its kept documents go
+
+`match` compares hashes: a job for each kind and range of hashes. `join` brings documents together that may be compared:
+one job. `rank` orders documents by what `keep` reads and whether a rule removes them: a job per chunk. `choose` finds
+which document goes for which kept one: a job per range of what `join` wrote. With `lines`, `kept` and `lines` follow.
+
+Files of `match` and `join` lie in `scope.folder` and depend on measures alone; those of the other passes lie in
+`choices`, whose name is the hash of the bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config.curate import DuplicatesConfig
+from pipeline.data.curate.duplicates.against import FinishedCuration
+from pipeline.data.curate.duplicates.choose import ChooseSettings, choose_jobs
+from pipeline.data.curate.duplicates.compared import ComparedChunk, read_compared, write_compared
+from pipeline.data.curate.duplicates.files import DECISION, MEMBER, ResultFile, finished, result_files
+from pipeline.data.curate.duplicates.join import join_job
+from pipeline.data.curate.duplicates.kept import kept_jobs, read_section
+from pipeline.data.curate.duplicates.kinds import PassName, kinds_of, pass_names
+from pipeline.data.curate.duplicates.leaders import EXACT, NEAR, URL
+from pipeline.data.curate.duplicates.lines import LINE, line_jobs, sorted_lines
+from pipeline.data.curate.duplicates.match import MatchJob, match_bucket_jobs
+from pipeline.data.curate.duplicates.measure import duplicate_settings
+from pipeline.data.curate.duplicates.rank import OpenTable, rank_jobs
+from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.scope import Chunk, Scope
+
+CHOSEN = np.dtype([("row", "<u4"), ("rule", "<u2"), ("kept", "<u8"), ("value", "<f4")])
+"""A document that goes: its row in the chunk, `EXACT`, `URL` or `NEAR`, the kept document, and the similarity to it."""
+RULE_NAMES = {EXACT: "duplicates.exact", URL: "duplicates.url", NEAR: "duplicates.near"}
+
+
+@dataclass(frozen=True)
+class DuplicatePasses:
+    """Passes over a scope.
+
+    Attributes:
+        scope: with its measured chunks.
+        settings: `data.curate.duplicates`.
+        rules: of each source of the scope by its number: documents that one of them removes never win.
+        open_table: opens the table of measures of a chunk, checked; it is pickled with the jobs.
+        choices: folder of what depends on bounds: `DATA_DIR/curate/SCOPE/choices/HASH`.
+        seed: `data.curate.seed`.
+        bucket_bytes: `data.curate.bucket_bytes`.
+        engine: `numba` or `python`; results are the same.
+        against: finished curations, of `against.read_curation`.
+    """
+
+    scope: Scope
+    settings: DuplicatesConfig
+    rules: tuple[tuple[Rule, ...], ...]
+    open_table: OpenTable
+    choices: Path
+    seed: int
+    bucket_bytes: int
+    engine: Literal["numba", "python"] = "numba"
+    against: tuple[FinishedCuration, ...] = ()
+
+    @property
+    def names(self) -> tuple[PassName, ...]:
+        """Passes that these settings need, in order."""
+        return pass_names(self.settings)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names by the number that documents have in `kept`: sources of the scope, then folders of `against`."""
+        return (*self.scope.sources, *(str(each.folder) for each in self.against))
+
+    def jobs(self, name: PassName) -> list[Job]:
+        """Jobs of a pass. Those of the passes before it must be done, but for `match` and `rank`.
+
+        Raises:
+            UserError: a job before it has no receipt.
+        """
+        keep = tuple(self.settings.keep)
+        if name == "match":
+            measured = duplicate_settings(self.settings)
+            folder, kinds = self.scope.folder, kinds_of(self.settings)
+            return match_bucket_jobs(folder, self._chunks, kinds, measured, self.bucket_bytes)
+        if name == "join":
+            return [
+                join_job(
+                    self.scope.folder, self._edges(), members_of_a_job(self.settings, self.bucket_bytes), self.engine
+                )
+            ]
+        if name == "rank":
+            return rank_jobs(self.choices, self._chunks, self.rules, self.open_table, keep)
+        if name == "choose":
+            files = self._files("join")
+            settings = self._choose_settings
+            return choose_jobs(self.choices, self._chunks, files, self._receipts("rank"), settings, self.engine)
+        chosen = self._receipts("choose") if "choose" in self.names else []
+        kept = kept_jobs(self.choices, self._chunks, keep, self._receipts("rank"), chosen)
+        if name == "kept" or self.settings.lines is None:
+            return kept
+        return line_jobs(self.choices, self._chunks, self.settings.lines, finished(kept, "kept"), self.bucket_bytes)
+
+    def chosen(self, chunk: Chunk) -> npt.NDArray[Any]:
+        """Duplicates among the documents of a chunk that go, of type `CHOSEN`, ascending by row; after `choose`.
+
+        A document that a rule removes may be among them: then both are reasons.
+
+        Raises:
+            DamagedFile: a file of `choose` is not as it was written.
+        """
+        if "choose" not in self.names or not chunk.records:
+            return np.zeros(0, CHOSEN)
+        compared = read_compared(self._chunks)
+        place = compared.place(chunk)
+        decisions = read_section(self.choices, self._names("choose"), DECISION, "choose", place)
+        decisions = decisions[np.argsort(decisions["document"], kind="stable")]
+        found = np.zeros(len(decisions), CHOSEN)
+        found["row"] = decisions["document"] - np.uint64(compared.chunks[place].base)
+        for name in ("rule", "kept", "value"):
+            found[name] = decisions[name]
+        return found
+
+    def removed_lines(self, chunk: Chunk) -> npt.NDArray[Any]:
+        """Lines of kept documents of a chunk that go, of type `LINE`, ascending; after `lines`.
+
+        Raises:
+            DamagedFile: a file of `lines` is not as it was written.
+        """
+        if "lines" not in self.names or not chunk.records:
+            return np.zeros(0, LINE)
+        place = read_compared(self._chunks).place(chunk)
+        return sorted_lines(read_section(self.choices, self._names("lines"), LINE, "lines", place))
+
+    def counts(self, name: PassName) -> list[dict[str, Any]]:
+        """Counts of each job of a pass that is done."""
+        return [receipt["counts"] for receipt in self._receipts(name)]
+
+    @functools.cached_property
+    def _chunks(self) -> Path:
+        """The list of all chunks, for the jobs."""
+        chunks = [ComparedChunk(chunk) for chunk in self.scope.chunks]
+        own = len(self.scope.sources)
+        for number, each in enumerate(self.against):
+            chunks += each.numbered(own + number)
+        return write_compared(self.scope.folder / "chunks", self.source_names, own, chunks)
+
+    @property
+    def _choose_settings(self) -> ChooseSettings:
+        near = self.settings.near
+        return ChooseSettings(
+            bands=near.bands if near else 0,
+            values=near.bands * near.rows if near else 0,
+            min_similarity=near.min_similarity if near else 1,
+            keep=tuple(self.settings.keep),
+            preference=self.scope.preference,
+            seed=self.seed,
+        )
+
+    def _receipts(self, name: PassName) -> list[dict[str, Any]]:
+        # A chunk is asked for after the other; the jobs that are done do not change.
+        cache: dict[PassName, list[dict[str, Any]]] = self.__dict__.setdefault("_found", {})
+        if name not in cache:
+            cache[name] = finished(self.jobs(name), name)
+        return cache[name]
+
+    def _names(self, name: PassName) -> list[str]:
+        return [file for receipt in self._receipts(name) for file in receipt["files"]]
+
+    def _files(self, name: PassName) -> list[ResultFile]:
+        jobs = self.jobs(name)
+        receipts = finished(jobs, name)
+        return [file for job, receipt in zip(jobs, receipts, strict=True) for file in result_files(job, receipt, name)]
+
+    def _edges(self) -> list[tuple[str, ResultFile]]:
+        jobs = self.jobs("match")
+        receipts = finished(jobs, "match")
+        return [
+            (job.kind, file)
+            for job, receipt in zip(jobs, receipts, strict=True)
+            if isinstance(job, MatchJob)
+            for file in result_files(job, receipt, "match")
+        ]
+
+
+def members_of_a_job(settings: DuplicatesConfig, bucket_bytes: int) -> int:
+    """Documents of a job of `choose`, by their memory: a signature, the record of `join`, and keys to order them."""
+    values = settings.near.bands * settings.near.rows if settings.near else 0
+    return max(1, bucket_bytes // (values * 4 + 2 * MEMBER.itemsize + 128))

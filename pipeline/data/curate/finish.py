@@ -1,0 +1,133 @@
+"""The pass `finish`: the verdicts of a source are summed up, reported and made the active ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline.common import storage
+from pipeline.data.curate.duplicates.files import finished
+from pipeline.data.curate.files import CURATION_FILE, verdicts_file
+from pipeline.data.curate.pass_names import DECIDE
+from pipeline.data.curate.passes import ScopePasses
+from pipeline.data.curate.report.build import Excerpt, Key
+from pipeline.data.curate.report.clusters import VerdictFile
+from pipeline.data.curate.report.write import REPORT_HTML, write_report
+from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.table import check_result
+from pipeline.data.curate.verdicts import STATISTICS_SUFFIX, Curation
+from pipeline.data.work.bad_input import put_changed
+from pipeline.data.work.sorted_runs import DamagedFile
+
+
+@dataclass
+class SourceCuration:
+    """Result of one source."""
+
+    name: str
+    curation: Curation
+    rows: int = 0
+    documents: int = 0
+    rejected: int = 0
+    kept: int = 0
+    lines: int = 0
+    """Removed lines of kept documents."""
+    removed: dict[str, int] = field(default_factory=dict)
+    """Documents by the rule that removed them."""
+    is_new: bool = False
+    """These decisions were not active before."""
+
+
+ReadTexts = Callable[[Path, Sequence[Key]], Mapping[Key, Excerpt]]
+"""Reads the beginnings of documents, as far as it can: by the folder of a curation, and (unit, row)."""
+_TOTALS = ("rows", "documents", "rejected", "kept", "lines")
+
+
+def finish_source(
+    passes: ScopePasses, number: int, mode: str, read_texts: ReadTexts | None, *, activate: bool = True
+) -> SourceCuration:
+    """Write `curation.json` and the report of the decisions about a source, and make them the active ones.
+
+    Args:
+        passes: of the scope, all done.
+        number: of the source.
+        mode: `data.curate.mode`.
+        read_texts: reads examples for the report.
+        activate: whether they are to hold from now on.
+
+    Raises:
+        UserError: a job of `decide` has no receipt.
+    """
+    plan, decisions = passes.plan.plans[number], passes.plan.decisions(number)
+    jobs = passes.decide_jobs(number)
+    receipts = finished(list(jobs), DECIDE)
+    totals: Counter[str] = Counter()
+    removed: Counter[str] = Counter()
+    verdicts: dict[str, str] = {}
+    statistics: dict[str, str] = {}
+    for receipt in receipts:
+        totals.update({name: receipt["counts"][name] for name in _TOTALS})
+        removed.update(receipt["counts"]["removed"])
+        hashes = {name: about["xxh3"] for name, about in receipt["files"].items()}
+        verdicts |= {name: each for name, each in hashes.items() if not name.endswith(STATISTICS_SUFFIX)}
+        statistics |= {name: each for name, each in hashes.items() if name.endswith(STATISTICS_SUFFIX)}
+    rules = (*passes.plan.rules[number], *passes.plan.compared)
+    about: dict[str, Any] = {
+        "source": plan.name,
+        "scope": passes.plan.name,
+        "sources": source_names(passes),
+        "measure_hash": plan.config_hash,
+        "decide_hash": passes.plan.decide_hash(number),
+        "mode": mode,
+        "settings": passes.plan.decide_settings(number),
+        "rules": [rule_json(rule) for rule in rules],
+        **{name: totals[name] for name in _TOTALS},
+        "removed": {rule.name: removed[rule.name] for rule in rules},
+        "verdicts": verdicts,
+    }
+    content = storage.json_bytes(about)
+    if put_changed(decisions / CURATION_FILE, content) or not (decisions / REPORT_HTML).is_file():
+        chunks = [job.chunk for job in jobs]
+        contamination = passes.contamination
+        write_report(
+            decisions,
+            about,
+            (_statistics(decisions / name, xxh3) for name, xxh3 in statistics.items()),
+            [VerdictFile(verdicts_file(decisions, c.unit, c.chunk), c.unit, c.first) for c in chunks],
+            contamination=None if contamination is None else storage.get_json(contamination.touched),
+            read_texts=(lambda _: {}) if read_texts is None else partial(read_texts, plan.folder),
+        )
+    is_new = activate and put_changed(plan.folder / CURATION_FILE, content)
+    counts = {name: totals[name] for name in _TOTALS}
+    return SourceCuration(plan.name, Curation(plan.folder, about), **counts, removed=about["removed"], is_new=is_new)
+
+
+def _statistics(path: Path, xxh3: str) -> dict[str, Any]:
+    """Statistics of a chunk.
+
+    Raises:
+        DamagedFile: they are not those that were written; the file is removed, so that the next run makes it again.
+    """
+    try:
+        check_result(path, xxh3, DECIDE)
+    except DamagedFile:
+        path.unlink(missing_ok=True)
+        raise
+    found: dict[str, Any] = storage.get_json(path)
+    return found
+
+
+def source_names(passes: ScopePasses) -> list[str]:
+    """Names of sources by their numbers in documents that verdicts name."""
+    if passes.comparison is None:
+        return [plan.name for plan in passes.plan.plans]
+    return list(passes.comparison.source_names)
+
+
+def rule_json(rule: Rule) -> dict[str, Any]:
+    """A rule as `curation.json` has it."""
+    return {"name": rule.name, "key": rule.key, "bound": rule.bound, "keeps": rule.keeps, "about": rule.about}

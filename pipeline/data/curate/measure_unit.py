@@ -1,0 +1,277 @@
+"""One unit of documents to measures: what worker processes of the first pass run. Imports stay light."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.data.curate.batch import BATCH_BYTES, Batch, Measurer
+from pipeline.data.curate.chunk_writer import BAD_RECORD, EMPTY_DOCUMENT, ChunkWriter
+from pipeline.data.curate.cleaning.clean import Cleaner
+from pipeline.data.curate.files import measured_file
+from pipeline.data.curate.measurers import table_type
+from pipeline.data.datasets.files import receipt_path, rejected_path
+from pipeline.data.datasets.indexed import HashedFile
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import Document, Position, Unit
+from pipeline.data.work.job_run import Busy
+from pipeline.data.work.leases import LeaseWatch
+from pipeline.data.work.receipts import read_receipt
+from pipeline.data.work.unit_chunks import ChunkedUnit, UnitDone, with_lease
+from pipeline.data.work.unit_source import UnitSource, damage_stands, rejected_record
+from pipeline.data.work.units import CHUNK_RECORDS
+from pipeline.data.work.worker_pool import Progress
+
+_BATCH_ROWS = 2**14
+"""Most rows of a batch, however short."""
+
+
+@dataclass(frozen=True)
+class MeasureJob:
+    """A unit to measure."""
+
+    source: UnitSource
+    unit: Unit
+
+    def __str__(self) -> str:
+        return str(self.unit)
+
+
+class MeasureContext(Protocol):
+    """State of a worker process for all its units, opened once; a pickled copy opens it again."""
+
+    watch: LeaseWatch
+
+    @property
+    def engine_name(self) -> str:
+        """Engine of the measures."""
+
+    @property
+    def cleaner(self) -> Cleaner:
+        """Edits of the text."""
+
+    def measurers(self, source: str) -> list[Measurer]:
+        """Measures of a source, in the order of their columns."""
+
+    @property
+    def may_differ(self) -> bool:
+        """True if another machine may measure slightly else: models of floats."""
+
+
+def make_measure(context: MeasureContext) -> Any:
+    """In a worker process: returns the function that runs a `MeasureJob`."""
+    return lambda job, progress: measure_unit(job, context, progress)
+
+
+def measure_unit(job: MeasureJob, context: MeasureContext, progress: Progress) -> UnitDone | Busy:
+    """Make the chunks of a unit that have no receipt: commit their files, then the receipt.
+
+    Raises:
+        UserError: with `fail_on_error`, the first rejected record; or the input has changed.
+        OSError: the disk is full, say; nothing half-written stays.
+    """
+    return with_lease(
+        job.source, job.unit, context.watch, lambda beat: _MeasuredUnit(job, context, progress, beat).run()
+    )
+
+
+def chunk_stands(source: UnitSource, unit: Unit, receipt: Any, start: Position) -> bool:
+    """Tell whether a receipt is of this plan, begins where the chunk begins, and its files are there."""
+    return (
+        receipt is not None
+        and receipt["config_hash"] == source.config_hash
+        and tuple(receipt["start"]) == start
+        and damage_stands(source, unit, receipt)
+        and _files_are_there(source, receipt)
+    )
+
+
+def _files_are_there(source: UnitSource, receipt: dict[str, Any]) -> bool:
+    unit, chunk = receipt["unit"], receipt["link"]
+    try:
+        for name, about in receipt["files"].items():
+            if measured_file(source.folder, unit, chunk, name).stat().st_size != about["size"]:
+                return False
+        return not receipt["rejected"] or rejected_path(source.folder, unit, chunk).exists()
+    except (FileNotFoundError, KeyError):
+        return False
+
+
+@dataclass
+class _Rows:
+    """Rows of a chunk that wait to be measured together."""
+
+    documents: list[Document] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    raw: list[bytes] = field(default_factory=list)
+    edited: list[bool] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    size: int = 0
+
+    def add_record(self, state: int) -> None:
+        self.states.append(state)
+
+    def add(self, document: Document, text: str, raw: bytes, edited: bool) -> None:
+        self.places.append(len(self.states))
+        self.states.append(0)
+        self.documents.append(document)
+        self.texts.append(text)
+        self.raw.append(raw)
+        self.edited.append(edited)
+        self.size += len(raw)
+
+    @property
+    def is_full(self) -> bool:
+        return self.size >= BATCH_BYTES or len(self.states) >= _BATCH_ROWS
+
+    def batch(self, first: int) -> Batch:
+        """Batch of the documents.
+
+        Args:
+            first: row in the chunk of the first of these rows.
+        """
+        starts = np.zeros(len(self.raw) + 1, np.int64)
+        np.cumsum([len(raw) for raw in self.raw], out=starts[1:])
+        return Batch(
+            np.frombuffer(b"".join(self.raw), np.uint8),
+            starts,
+            self.texts,
+            (np.array(self.places, np.int64) + first).astype(np.uint32),
+            [document.id for document in self.documents],
+            [document.metadata for document in self.documents],
+        )
+
+
+class _MeasuredUnit(ChunkedUnit):
+    """Goes through the chunks of one unit."""
+
+    was = "measured"
+    again = "measure again"
+
+    def __init__(self, job: MeasureJob, context: MeasureContext, progress: Progress, beat: Progress) -> None:
+        super().__init__(job.source, job.unit, progress, beat)
+        self._source = job.source
+        self._context = context
+        self._cleaner = context.cleaner
+        self._measurers = context.measurers(job.unit.source)
+        self._type = table_type(self._measurers)
+
+    def _stands(self, receipt: Any, start: Position) -> bool:
+        return chunk_stands(self._source, self._unit, receipt, start)
+
+    def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
+        """Read on until the chunk is full or the unit ends, and commit."""
+        source, unit = self._source, self._unit
+        receipt_path(source.folder, unit.index, chunk).parent.mkdir(parents=True, exist_ok=True)
+        rejected: Counter[str] = Counter()
+        last = True
+        with ExitStack() as stack:
+            writer = stack.enter_context(
+                ChunkWriter(lambda name: measured_file(source.folder, unit.index, chunk, name))
+            )
+            rejects = stack.enter_context(HashedFile(rejected_path(source.folder, unit.index, chunk)))
+            begun = reported = reader.bytes_read
+            limit = source.unit_bytes if unit.chunked else 2**63
+            rows, first = _Rows(), 0
+            for document in documents:
+                raw = document.text.encode()
+                document.reason = source.reason_against(document, raw)
+                if document.reason is not None:
+                    rejected[document.reason] += 1
+                    source.check_on_error(unit, document)
+                    rejects.write(orjson.dumps(rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
+                    rows.add_record(BAD_RECORD)
+                else:
+                    self._add(rows, document, raw)
+                if rows.is_full:
+                    first = self._measure(rows, first, writer)
+                    rows = _Rows()
+                    self._advance(reader.bytes_read - reported)
+                    reported = reader.bytes_read
+                if reader.input_bytes >= limit or reader.records >= CHUNK_RECORDS:
+                    last = False
+                    break
+            # Also without rows: the files of a chunk are there, be they empty.
+            self._measure(rows, first, writer)
+            files = writer.finish()
+            self._advance(reader.bytes_read - reported)
+            receipt = self._receipt(chunk, start, reader, reader.bytes_read - begun, rejected, last=last) | {
+                "engine": self._context.engine_name,
+                "checked": 0,
+                "splits": {},
+                "files": {name: file.listing() for name, file in files.items()},
+                "counts": writer.counts,
+            }
+            self._refuse_other_result(receipt)
+            for file in files.values():
+                file.commit()
+            if rejects.size:
+                rejects.commit()
+            storage.put_json(receipt_path(source.folder, unit.index, chunk), receipt)
+        if last:
+            self._remove_behind(chunk)
+        return receipt
+
+    def _add(self, rows: _Rows, document: Document, raw: bytes) -> None:
+        if self._cleaner.changes_nothing:
+            rows.add(document, document.text, raw, edited=False)
+            return
+        text = self._cleaner.clean(document.text)
+        if not text:
+            rows.add_record(EMPTY_DOCUMENT)
+            return
+        edited = text != document.text
+        rows.add(document, text, text.encode() if edited else raw, edited)
+
+    def _measure(self, rows: _Rows, first: int, writer: ChunkWriter) -> int:
+        """Measure rows; returns the row behind them."""
+        places = np.array(rows.places, np.int64)
+        writer.begin(places, len(rows.states))
+        batch = rows.batch(first)
+        table: npt.NDArray[Any] = np.zeros(len(places), self._type)
+        table["edited"] = rows.edited
+        table["bytes"] = np.minimum(np.diff(batch.starts), 2**32 - 1)
+        for measurer in self._measurers:
+            measurer.measure(batch, table, writer)
+        block = np.zeros(len(rows.states), self._type)
+        block[places] = table
+        block["state"] = rows.states
+        writer.table(block)
+        return first + len(rows.states)
+
+    def _refuse_other_result(self, receipt: dict[str, Any]) -> None:
+        """Two results of one chunk are equal, or something is broken: then the one with a receipt stays."""
+        unit, chunk = receipt["unit"], receipt["link"]
+        other = read_receipt(self._source.folder, unit, chunk)
+        if other is None or self._context.may_differ:
+            return
+        same = all(other[key] == receipt[key] for key in ("config_hash", "start", "dropped"))
+        same = same and other["input"]["hash"] == receipt["input"]["hash"]
+        if same and other.get("files") != receipt["files"]:
+            path = receipt_path(self._source.folder, unit, chunk)
+            raise UserError(
+                f"{self._unit} gave other measures than when {path} was written ({other['engine']} then, "
+                f"{self._context.engine_name} now), from the same input; a machine may be broken. Remove {path} and "
+                "run the same command again"
+            )
+
+    def _remove_behind(self, last: int) -> None:
+        """Remove chunks of a time when the unit had more: before a damaged file of it was dropped."""
+        folder, unit, chunk = self._source.folder, self._unit.index, last + 1
+        while (path := receipt_path(folder, unit, chunk)).exists():
+            measured = measured_file(folder, unit, chunk, "")
+            for file in measured.parent.glob(f"{measured.name}*"):
+                file.unlink(missing_ok=True)
+            rejected_path(folder, unit, chunk).unlink(missing_ok=True)
+            path.unlink()
+            chunk += 1

@@ -1,0 +1,107 @@
+"""Labels and scores of texts by fastText, which `fasttext-predict` runs: it predicts, and trains nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from pipeline.common.errors import UserError, install_extra
+from pipeline.data.curate.models.fasttext_file import ModelFile
+
+DISTRIBUTION = "fasttext-predict"
+OTHERS = ("fasttext", "fasttext-wheel", "fasttext-numpy2", "fasttext-numpy2-wheel", "fasttext-langdetect-wheel")
+"""Distributions that have the same module, and write over each other's files."""
+ONE = 2**16 - 1
+"""Score 1 as it is stored."""
+_END = "</s>"
+"""fastText's word for the end of a line: it reads nothing behind it."""
+
+
+def fasttext_version() -> str:
+    """The installed version of `fasttext-predict`.
+
+    Raises:
+        UserError: it is missing, or another distribution with the same module is there.
+    """
+    found = [name for name in OTHERS if _version(name) is not None]
+    if found:
+        raise UserError(
+            f"{' and '.join(found)} is installed, which has the same module `fasttext` as {DISTRIBUTION} and gives "
+            f"other results or fails with NumPy 2: pip uninstall {' '.join([*found, DISTRIBUTION])}, then "
+            f"{install_extra('curate')}"
+        )
+    version = _version(DISTRIBUTION)
+    if version is None:
+        raise UserError(f"models of data.curate need {DISTRIBUTION}: {install_extra('curate')}")
+    return version
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def stored(score: float) -> int:
+    """A score as it is stored: 0 to 65535. fastText adds 0.00001 to each, so the largest ones are above 1."""
+    return min(max(round(score * ONE), 0), ONE)
+
+
+class Predictor:
+    """A loaded model. A worker process loads it once.
+
+    Args:
+        model: the file.
+        key: of the run file that names it.
+        characters: of a text that are read; None for all.
+
+    Raises:
+        UserError: the library is missing, or refuses the file.
+    """
+
+    def __init__(self, model: ModelFile, key: str, characters: int | None) -> None:
+        fasttext_version()
+        import fasttext
+
+        try:
+            loaded: Any = fasttext.load_model(str(model.path))
+        except (ValueError, RuntimeError, MemoryError) as error:
+            raise UserError(f"{key}: fastText cannot load {model.path}: {error}") from error
+        # Of the class, `predict` gives the same in another form, and copies each text once more.
+        self._model = loaded.f
+        self._where = f"{key}: {model.path}"
+        self._characters = characters
+        self._labels = len(model.labels)
+
+    def best(self, text: str) -> tuple[str, int]:
+        """The most probable label and its stored score; an empty label where the model knows nothing of the text."""
+        found = self._predict(text, 1)
+        return (found[0][1], stored(found[0][0])) if found else ("", 0)
+
+    def score(self, text: str, label: str) -> int:
+        """The stored score of one label. fastText leaves out scores below 0.00001, which are 0 here."""
+        for score, name in self._predict(text, self._labels):
+            if name == label:
+                return stored(score)
+        return 0
+
+    def scores(self, texts: Sequence[str], label: str) -> list[int]:
+        """`score` of each text."""
+        return [self.score(text, label) for text in texts]
+
+    def _predict(self, text: str, count: int) -> list[tuple[float, str]]:
+        """The `count` most probable labels with their scores."""
+        try:
+            found: list[tuple[float, str]] = self._model.predict(self._line(text), count, 0.0, "strict")
+        except RuntimeError as error:
+            raise UserError(f"{self._where} is damaged: fastText says {error}; copy or download it again") from error
+        return found
+
+    def _line(self, text: str) -> str:
+        """The text as one line: fastText reads one, and line ends are spaces between words."""
+        line = text[: self._characters].replace("\n", " ")
+        if _END in line:
+            line = line.replace(_END, " ")
+        return line + "\n"

@@ -1,0 +1,294 @@
+"""Passes behind `measure` over a scope: comparing its documents, then deciding about them, then finishing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
+from pipeline.config.curate import CurateConfig
+from pipeline.config.root import Config
+from pipeline.data.curate.contamination_pass import (
+    ContaminationJob,
+    TableOpener,
+    contamination_job,
+)
+from pipeline.data.curate.curation_plan import CurationPlan, check_scope
+from pipeline.data.curate.decide import DecideJob, Decider, decide_jobs
+from pipeline.data.curate.decontamination.index import INDEX_FILE
+from pipeline.data.curate.duplicates import against
+from pipeline.data.curate.duplicates.files import finished
+from pipeline.data.curate.duplicates.kinds import PassName
+from pipeline.data.curate.duplicates.measure import duplicate_settings
+from pipeline.data.curate.duplicates.passes import DuplicatePasses
+from pipeline.data.curate.files import CURATE, decisions_folder
+from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.measurers import LANGUAGE, Measuring, items_folder
+from pipeline.data.curate.pass_names import CONTAMINATION_PASS, DECIDE
+from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.of_run import compared_rules, local_rules
+from pipeline.data.curate.scope import Chunk, Scope
+from pipeline.data.curate.verdicts import read_curation
+from pipeline.data.datasets.files import PLAN_FILE
+from pipeline.data.datasets.manifest import PLAN_KEYS
+from pipeline.data.work.receipts import Receipts, read_receipts
+
+DECIDE_VERSION = "1"
+"""Raised whenever the passes behind `measure` would decide otherwise for the same measures and settings."""
+
+
+@dataclass(frozen=True)
+class ScopePlan:
+    """Sources that are compared with each other, and what decides about them.
+
+    Attributes:
+        name: of the scope.
+        plans: of the sources, by number: sorted by name.
+        preference: their names in the order of the run file.
+        config: the run.
+    """
+
+    name: str
+    plans: tuple[CurationPlan, ...]
+    preference: tuple[str, ...]
+    config: Config
+
+    @property
+    def curate(self) -> CurateConfig:
+        """`data.curate`."""
+        assert self.config.data.curate is not None, "the stage runs with it alone"
+        return self.config.data.curate
+
+    @property
+    def folder(self) -> Path:
+        """Folder of results that are of all sources together."""
+        return self.config.data_dir / CURATE / self.name
+
+    @cached_property
+    def rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """Local rules by the number of the source."""
+        return tuple(local_rules(self.curate, plan.name, plan.settings) for plan in self.plans)
+
+    @cached_property
+    def compared(self) -> tuple[Rule, ...]:
+        """Rules of duplicates."""
+        return compared_rules(self.curate.duplicates)
+
+    def decide_settings(self, number: int) -> dict[str, Any]:
+        """Everything that decides about the documents of a source, as JSON."""
+        curate = self.curate
+        contamination = curate.decontaminate
+        rules = [*self.rules[number], *self.compared]
+        settings: dict[str, Any] = {
+            "decide_version": DECIDE_VERSION,
+            "rules": [[rule.name, rule.bound, rule.keeps] for rule in rules],
+            "languages": [] if curate.language is None else sorted(curate.language.keep),
+            "sources": {plan.name: plan.config_hash for plan in self.plans},
+            "data.curate.duplicates": curate.duplicates.model_dump(mode="json"),
+            "duplicates": duplicate_settings(curate.duplicates),
+            "data.curate.seed": curate.seed,
+        }
+        if contamination is not None:
+            settings["data.curate.decontaminate"] = {
+                "action": contamination.action,
+                "max_documents": contamination.max_documents,
+            }
+        if self.compared:
+            settings["scope"] = {
+                "name": self.name,
+                "preference": list(self.preference),
+                # Which documents lose against equal ones depends on the rules of all sources.
+                "rules": [[[rule.name, rule.bound, rule.keeps] for rule in each] for each in self.rules],
+                "against": against_hashes(curate),
+            }
+        return settings
+
+    def decide_hash(self, number: int) -> str:
+        """Hash of `decide_settings`, which names the folder of decisions."""
+        return value_hash(self.decide_settings(number))
+
+    def decisions(self, number: int) -> Path:
+        """Folder of the decisions about a source."""
+        return decisions_folder(self.plans[number].folder, self.decide_hash(number))
+
+
+def against_hashes(curate: CurateConfig) -> dict[str, str]:
+    """Hashes of finished curations that `against` names."""
+    return {str(path): value_hash(read_curation(path).about) for path in map(Path, curate.against)}
+
+
+class ScopePasses:
+    """Passes over a scope all of whose chunks are measured.
+
+    Args:
+        plan: of the scope.
+        receipts: of its sources, by number.
+        measuring: has the types of the tables, and the engine.
+    """
+
+    def __init__(self, plan: ScopePlan, receipts: Sequence[Receipts], measuring: Measuring) -> None:
+        self.plan = plan
+        self.chunks = [
+            chunk for number, source in enumerate(plan.plans) for chunk in chunks_of(source, number, receipts[number])
+        ]
+        self._measuring = measuring
+
+    @cached_property
+    def scope(self) -> Scope:
+        """The scope with its chunks."""
+        names = tuple(plan.name for plan in self.plan.plans)
+        return Scope(self.plan.name, self.plan.folder, names, self.plan.preference, tuple(self.chunks))
+
+    @cached_property
+    def measured(self) -> str:
+        """Hash of all measures of the scope."""
+        return value_hash([[c.source, c.unit, c.chunk, c.first, c.records, c.hashes] for c in self.chunks])
+
+    @cached_property
+    def contamination(self) -> ContaminationJob | None:
+        """The job of the pass `contamination`; None where it is not looked for."""
+        settings = self.plan.curate.decontaminate
+        if settings is None:
+            return None
+        index = items_folder(self.plan.config) / INDEX_FILE
+        return contamination_job(self.plan.folder, self.chunks, index, settings.max_documents)
+
+    @cached_property
+    def open_table(self) -> TableOpener:
+        """Opens the tables; the pass `contamination` must be done."""
+        types = tuple(self._measuring.table_type(plan.name) for plan in self.plan.plans)
+        if self.contamination is None:
+            return TableOpener(types)
+        job = self.contamination
+        (receipt,) = finished([job], CONTAMINATION_PASS)
+        return TableOpener(types, (job.counts, receipt["files"][job.counts.name]["xxh3"], job.max_documents))
+
+    @cached_property
+    def comparison(self) -> DuplicatePasses | None:
+        """Passes that compare documents; None where nothing is compared."""
+        curate = self.plan.curate
+        if not self.plan.compared:
+            return None
+        settings = self.plan.decide_settings(0)
+        bounds = [{name: settings[name] for name in sorted(settings.keys() - {"rules"})}, self.measured]
+        return DuplicatePasses(
+            self.scope,
+            curate.duplicates,
+            self.plan.rules,
+            self.open_table,
+            self.plan.folder / "choices" / value_hash(bounds)[:16],
+            curate.seed,
+            curate.bucket_bytes,
+            self._measuring.engine,
+            tuple(against.read_curation(Path(path), curate.duplicates, finished_chunks) for path in curate.against),
+        )
+
+    def pass_names(self) -> Iterator[str]:
+        """Passes in their order. Those before one must be done when it is asked for."""
+        if self.contamination is not None:
+            yield CONTAMINATION_PASS
+        if self.comparison is not None:
+            yield from self.comparison.names
+        yield DECIDE
+
+    def jobs(self, name: str) -> list[Job]:
+        """Jobs of a pass; those of the passes before it must be done."""
+        if name == CONTAMINATION_PASS and self.contamination is not None:
+            return [self.contamination]
+        if name != DECIDE and self.comparison is not None:
+            return self.comparison.jobs(cast(PassName, name))
+        return [job for number in range(len(self.plan.plans)) for job in self.decide_jobs(number)]
+
+    def decide_jobs(self, number: int) -> list[DecideJob]:
+        """Jobs of the pass `decide` for a source."""
+        chunks = [chunk for chunk in self.chunks if chunk.source == number]
+        inputs = value_hash([self.plan.decide_hash(number), self.measured])
+        return decide_jobs(self.plan.decisions(number), chunks, inputs)
+
+    def shared(self, name: str) -> dict[Path, Any]:
+        """State that the workers of a pass have in common, by the folder of a job."""
+        if name == CONTAMINATION_PASS and self.contamination is not None:
+            return {self.contamination.folder: tuple(self.chunks)}
+        if name != DECIDE:
+            return {}
+        return {self.plan.decisions(number): self._decider(number) for number in range(len(self.plan.plans))}
+
+    def _decider(self, number: int) -> Decider:
+        labels = self.plan.plans[number].settings.get(LANGUAGE, {}).get("labels", [])
+        return Decider(
+            self.plan.rules[number],
+            self.plan.compared,
+            self.open_table,
+            self.comparison,
+            tuple(labels),
+            self.plan.curate.seed,
+            sum(chunk.source == number for chunk in self.chunks),
+        )
+
+
+def chunks_of(plan: CurationPlan, number: int, receipts: Receipts) -> list[Chunk]:
+    """Chunks of a source whose units are all measured.
+
+    Args:
+        plan: of the source.
+        number: of the source in its scope.
+        receipts: of the source.
+    """
+    found = []
+    for unit in plan.units:
+        for receipt in receipts.of(unit.index):
+            found.append(_chunk(plan.folder, number, receipt))
+    return found
+
+
+def finished_chunks(curation: Path) -> list[Chunk]:
+    """Chunks of a finished curation, by its folder."""
+    units = storage.get_json(curation / PLAN_FILE, *PLAN_KEYS)["units"]
+    return [_chunk(curation, 0, receipt) for unit in range(len(units)) for receipt in read_receipts(curation, unit)]
+
+
+def _chunk(curation: Path, number: int, receipt: Mapping[str, Any]) -> Chunk:
+    files = receipt["files"]
+    return Chunk(
+        curation,
+        number,
+        receipt["unit"],
+        receipt["link"],
+        receipt["start"][3],
+        receipt["records"],
+        {name: about["xxh3"] for name, about in files.items()},
+        {name: about["size"] for name, about in files.items()},
+    )
+
+
+def make_scopes(config: Config, plans: Sequence[CurationPlan]) -> list[ScopePlan]:
+    """Scopes of a run: those of the run file, and one for each other source.
+
+    Args:
+        config: the run.
+        plans: of all sources.
+
+    Raises:
+        UserError: a scope has the name of a source that is not in it.
+    """
+    assert config.data.curate is not None, "the stage runs with it alone"
+    by_name = {plan.name: plan for plan in plans}
+    scopes = {name: tuple(sources) for name, sources in config.data.curate.scopes.items()}
+    named = {source for sources in scopes.values() for source in sources}
+    for plan in plans:
+        if plan.name in scopes and plan.name not in named:
+            raise UserError(
+                f"data.curate.scopes.{plan.name}: source {plan.name!r} is not in it, and is a scope of its own; give "
+                "the scope another name"
+            )
+    scopes |= {plan.name: (plan.name,) for plan in plans if plan.name not in named}
+    found = []
+    for name, preference in scopes.items():
+        check_scope(name, preference)
+        found.append(ScopePlan(name, tuple(by_name[source] for source in sorted(preference)), preference, config))
+    return found

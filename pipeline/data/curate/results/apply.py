@@ -1,0 +1,172 @@
+"""Decisions applied to the documents of a source, by whoever reads the same units again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
+from pipeline.config.curate import CleanConfig, CurateConfig
+from pipeline.config.root import Config
+from pipeline.data.curate.cleaning.clean import Cleaner
+from pipeline.data.curate.curation_plan import CurationPlan
+from pipeline.data.curate.duplicates.line_text import remove_lines
+from pipeline.data.curate.files import CURATION_FILE, curate_folder, decisions_folder
+from pipeline.data.curate.passes import make_scopes
+from pipeline.data.curate.verdicts import Curation, UnitVerdicts, find_curation, read_decisions
+from pipeline.data.sources.records import Document
+from pipeline.data.work.frozen_plan import setting_differences
+from pipeline.data.work.units import SourceFiles
+
+
+@dataclass(frozen=True)
+class AppliedCuration:
+    """Decisions about a source that its documents are to follow. Small, and pickled.
+
+    Attributes:
+        folder: of the curation of the source.
+        decide_hash: of the decisions.
+        hash: of all that they do to the documents.
+        clean: edits of the text.
+        seed: of masks.
+    """
+
+    folder: Path
+    decide_hash: str
+    hash: str
+    clean: CleanConfig
+    seed: int
+
+    def open(self, unit: int) -> UnitCuration:
+        """Decisions about a unit.
+
+        Raises:
+            UserError: a file of them is missing or damaged.
+        """
+        curation = _read(self.folder, self.decide_hash)
+        if content_hash(curation) != self.hash:
+            raise UserError(
+                f"{curation.decisions / CURATION_FILE} was written again since this command began; start it again"
+            )
+        return UnitCuration(curation.read(unit), _open_cleaner(self.clean.model_dump_json(), self.seed))
+
+
+class UnitCuration:
+    """Decisions about a unit.
+
+    Args:
+        verdicts: of its rows.
+        cleaner: edits of the text.
+    """
+
+    def __init__(self, verdicts: UnitVerdicts, cleaner: Cleaner) -> None:
+        self._verdicts = verdicts
+        self._cleaner = cleaner
+
+    def apply(self, document: Document) -> str | None:
+        """The rule that removed a document; else it is edited if it is to be, and None.
+
+        Raises:
+            UserError: the row was no document when it was decided about.
+        """
+        found = self._verdicts.verdict(document.row)
+        if found.is_rejected:
+            raise UserError(
+                f"document {document.id!r} (row {document.row} of its unit) was a rejected record when `pipeline "
+                "curate` measured it; the source has changed. Run `pipeline curate` again"
+            )
+        if found.rule is None and found.is_edited:
+            text = self._cleaner.clean(document.text)
+            if lines := self._verdicts.lines(document.row):
+                text = remove_lines(text, lines)
+            document.text, document.edited = text, True
+        return found.rule
+
+
+@lru_cache(maxsize=8)
+def _read(folder: Path, decide_hash: str) -> Curation:
+    return read_decisions(decisions_folder(folder, decide_hash))
+
+
+@lru_cache(maxsize=2)
+def _open_cleaner(clean: str, seed: int) -> Cleaner:
+    return Cleaner(CleanConfig.model_validate_json(clean), seed)
+
+
+def content_hash(curation: Curation) -> str:
+    """Hash of all that decisions do to the documents."""
+    about = curation.about
+    return value_hash([about["measure_hash"], about["decide_hash"], about["verdicts"]])
+
+
+def applied_curations(config: Config, sources: list[SourceFiles]) -> dict[str, AppliedCuration]:
+    """Decisions that preprocess follows, by source; none unless `data.curate.mode` is `apply`.
+
+    Args:
+        config: the run.
+        sources: all that have files.
+
+    Raises:
+        UserError: the active decisions are not those of the run file.
+    """
+    if config.data.curate is None or config.data.curate.mode != "apply":
+        return {}
+    from pipeline.data.curate.curation_plan import plan_sources
+
+    return decisions_of_run(config, plan_sources(config, sources))
+
+
+def decisions_of_run(config: Config, plans: Sequence[CurationPlan]) -> dict[str, AppliedCuration]:
+    """Active decisions, by source.
+
+    Raises:
+        UserError: they are not those of the run file.
+    """
+    curate = config.data.curate
+    assert curate is not None, "there are plans"
+    found: dict[str, AppliedCuration] = {}
+    wrong: list[str] = []
+    for scope in make_scopes(config, plans):
+        for number, plan in enumerate(scope.plans):
+            active = find_curation(plan.folder)
+            if differences := _differences(plan, scope.decide_settings(number), active):
+                wrong += [f"  {plan.name}: {difference}" for difference in differences]
+            elif active is not None:
+                found[plan.name] = _applied(active, curate)
+    if wrong:
+        raise UserError(
+            "the decisions about which documents are kept (data.curate) are not those of the run file:\n"
+            + "\n".join(wrong)
+            + "\nRun `pipeline curate RUN.yaml` with this run file first; or set data.curate.mode: observe, with which "
+            "preprocess keeps all documents"
+        )
+    return found
+
+
+def active_curation(config: Config, found: SourceFiles) -> AppliedCuration | None:
+    """Active decisions about a source that preprocess would follow, be they of the run file or not."""
+    curate = config.data.curate
+    if curate is None or curate.mode != "apply":
+        return None
+    active = find_curation(curate_folder(config.data_dir / found.source.name))
+    return None if active is None else _applied(active, curate)
+
+
+def _applied(active: Curation, curate: CurateConfig) -> AppliedCuration:
+    return AppliedCuration(active.folder, active.about["decide_hash"], content_hash(active), curate.clean, curate.seed)
+
+
+def _differences(plan: CurationPlan, settings: Mapping[str, object], active: Curation | None) -> list[str]:
+    if active is None:
+        return [f"there are no decisions in {plan.folder}"]
+    if active.about["measure_hash"] != plan.config_hash:
+        try:
+            return plan.differences(plan.folder) or ["the measures are of other settings"]
+        except FileNotFoundError:
+            return [f"there is no plan in {plan.folder}"]
+    if active.about["decide_hash"] == value_hash(settings):
+        return []
+    return setting_differences(active.about["settings"], dict(settings)) or ["other settings"]

@@ -1,0 +1,122 @@
+"""Two decisions about the same documents, compared one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import key, mix
+from pipeline.data.curate.files import REJECTED
+from pipeline.data.curate.verdicts import Curation
+
+KEPT = "kept"
+EXAMPLES = 10
+
+
+class Changed(NamedTuple):
+    """A document about which two decisions differ."""
+
+    unit: int
+    row: int
+    first: str
+    """Rule of the first decisions that removed it, or `KEPT`."""
+    second: str
+    """The same of the second ones."""
+
+
+@dataclass
+class Differences:
+    """Differences of two decisions about a source.
+
+    Attributes:
+        documents: of the source.
+        pairs: documents by (first, second): names of rules, or `KEPT`.
+        examples: some documents that one keeps and the other does not, by a keyed hash.
+    """
+
+    documents: int = 0
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    examples: list[Changed] = field(default_factory=list)
+
+    def count(self, first: bool, second: bool) -> int:
+        """Documents that the first keeps or does not, and the second."""
+        return sum(n for (a, b), n in self.pairs.items() if ((a == KEPT), (b == KEPT)) == (first, second))
+
+    @property
+    def changed(self) -> int:
+        """Documents that one keeps and the other does not."""
+        return self.count(True, False) + self.count(False, True)
+
+    def removed(self, side: int, rule: str) -> int:
+        """Documents that a rule removes.
+
+        Args:
+            side: 0 for the first decisions, 1 for the second.
+            rule: name.
+        """
+        return sum(count for pair, count in self.pairs.items() if pair[side] == rule)
+
+
+def find_differences(first: Curation, second: Curation, seed: int) -> Differences:
+    """Compare two decisions about a source.
+
+    Args:
+        first: decisions.
+        second: others, of the same measures.
+        seed: of the examples.
+    """
+    found = Differences()
+    drawn: list[tuple[int, Changed]] = []
+    for unit, row, a, b in _chunks(first, second):
+        found.documents += int((a >= 0).sum())
+        numbers, counts = np.unique(np.stack([a, b])[:, a >= 0], axis=1, return_counts=True)
+        for (x, y), count in zip(numbers.T.tolist(), counts.tolist(), strict=True):
+            found.pairs[_name(first, x), _name(second, y)] += count
+        rows = np.flatnonzero((a >= 0) & ((a == 0) != (b == 0)))
+        order = mix((rows + row).astype(np.uint64), key(seed, "what if", unit))
+        for place in np.argsort(order, kind="stable")[:EXAMPLES].tolist():
+            at = int(rows[place])
+            changed = Changed(unit, row + at, _name(first, int(a[at])), _name(second, int(b[at])))
+            drawn.append((int(order[place]), changed))
+        drawn = sorted(drawn)[:EXAMPLES]
+    found.examples = [changed for _, changed in drawn]
+    return found
+
+
+def all_changed(first: Curation, second: Curation) -> Iterator[Changed]:
+    """All documents that one keeps and the other does not, in their order."""
+    for unit, row, a, b in _chunks(first, second):
+        for at in np.flatnonzero((a >= 0) & ((a == 0) != (b == 0))).tolist():
+            yield Changed(unit, row + at, _name(first, int(a[at])), _name(second, int(b[at])))
+
+
+def _name(curation: Curation, rule: int) -> str:
+    return curation.rules[rule - 1] if rule else KEPT
+
+
+def _chunks(
+    first: Curation, second: Curation
+) -> Iterator[tuple[int, int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """(unit, row of the first record, rules of the first, of the second) of each chunk; -1 for rejected records."""
+    if first.about["measure_hash"] != second.about["measure_hash"] or first.chunks != second.chunks:
+        raise UserError(
+            f"{first.decisions} and {second.decisions} are about other documents: their sources were measured with "
+            "other settings or files"
+        )
+    for unit in sorted(first.chunks):
+        row = 0
+        for a, b in zip(first.read(unit), second.read(unit), strict=True):
+            bad = a["flags"] & REJECTED != 0
+            yield (
+                unit,
+                row,
+                np.where(bad, -1, a["rule"].astype(np.int64)),
+                np.where(bad, -1, b["rule"].astype(np.int64)),
+            )
+            row += len(a)

@@ -1,0 +1,142 @@
+"""`pipeline curate --status`: passes, jobs and bytes, from files that the commands at work write. Changes nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.common import storage
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.common.format import counted, duration, percent, size
+from pipeline.config.root import Config
+from pipeline.data.curate.curation_plan import curate_config, plan_sources
+from pipeline.data.curate.files import CURATE, curate_folder
+from pipeline.data.curate.measurers import Measuring
+from pipeline.data.curate.passes import ScopePasses, make_scopes
+from pipeline.data.curate.verdicts import find_curation
+from pipeline.data.datasets.files import PLAN_FILE
+from pipeline.data.datasets.manifest import PLAN_KEYS
+from pipeline.data.work.leases import LEASES, read_leases
+from pipeline.data.work.receipt_totals import ReceiptTotals
+from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.units import find_source_files
+
+
+@dataclass
+class MeasureProgress:
+    """Progress of measuring a source.
+
+    Attributes:
+        name: of the source.
+        units: of its plan; 0 if there is none.
+        done: units that are measured.
+        bytes: of its files.
+        bytes_done: of them that were read.
+        rate: bytes per second since the plan was made, while units are missing.
+        workers: processes that hold a lease, as words.
+        problem: reason why nothing can be told.
+    """
+
+    name: str
+    units: int = 0
+    done: int = 0
+    bytes: int = 0
+    bytes_done: int = 0
+    rate: float = 0.0
+    workers: tuple[str, ...] = ()
+    problem: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all units are measured."""
+        return 0 < self.units == self.done
+
+
+def print_status(console: Console, config: Config, words: str) -> None:
+    """Print how far each source and pass is.
+
+    Args:
+        console: where to.
+        config: the run.
+        words: of the command line that name the run, for advice.
+    """
+    curate_config(config)
+    found = [
+        read_progress(curate_folder(config.data_dir / s.name), s.name) for s in config.data.sources if not s.dataset
+    ]
+    table = Table("source", "measured", "bytes", "", "rate", "left", title="curate")
+    for each in found:
+        left = duration((each.bytes - each.bytes_done) / each.rate) if each.rate and not each.is_complete else ""
+        share = percent(each.bytes_done / each.bytes, 0) if each.bytes else ""
+        rate = f"{size(each.rate)}/s" if each.rate else ""
+        units = f"{each.done:,}/{counted(each.units, 'unit')}" if each.units else each.problem or "not planned"
+        table.add_row(each.name, units, size(each.bytes_done), share, rate, left)
+    console.print(table)
+    _print_passes(console, config, {each.name for each in found if each.is_complete})
+    workers = [worker for each in found for worker in each.workers] + _working(config.data_dir / CURATE)
+    say(console, f"at work: {', '.join(workers)}" if workers else "nobody is at work")
+    for each in found:
+        active = find_curation(curate_folder(config.data_dir / each.name))
+        if active is not None:
+            kept, documents = active.about["kept"], active.about["documents"]
+            say(console, f"{each.name}: {kept:,} of {counted(documents, 'document')} kept, by {active.decisions}")
+    if not workers:
+        say(console, f"`pipeline curate {words}` does what is missing")
+
+
+def _print_passes(console: Console, config: Config, measured: set[str]) -> None:
+    """Print the jobs of the passes of each scope whose sources are measured."""
+    try:
+        plans = [plan for plan in plan_sources(config, find_source_files(config)) if plan.name in measured]
+        of_run = {plan.name: plan.settings for plan in plans}
+        for scope in make_scopes(config, plans) if len(of_run) == len(measured) and of_run else ():
+            receipts = [Receipts(plan.folder) for plan in scope.plans]
+            _print_scope(console, ScopePasses(scope, receipts, Measuring(config, of_run, "python")))
+    except (UserError, KeyError) as error:
+        say(console, f"passes: {error}")
+
+
+def _print_scope(console: Console, passes: ScopePasses) -> None:
+    for name in passes.pass_names():
+        jobs = passes.jobs(name)
+        done = [job for job in jobs if job.find() is not None]
+        of_bytes = f"{size(sum(job.bytes for job in done))} of {size(sum(job.bytes for job in jobs))}"
+        say(console, f"{passes.plan.name}: {name}: {len(done):,} of {counted(len(jobs), 'job')}, {of_bytes}")
+        if len(done) < len(jobs):
+            return
+
+
+def read_progress(folder: Path, name: str) -> MeasureProgress:
+    """Progress of measuring a source, by the folder of its curation."""
+    found = MeasureProgress(name, workers=tuple(_working(folder)))
+    try:
+        plan = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
+        planned = (folder / PLAN_FILE).stat().st_mtime
+        sizes = [sum(end - start for _, start, end in unit) for unit in plan["units"]]
+    except FileNotFoundError:
+        return found
+    except (UserError, TypeError, ValueError) as error:
+        found.problem = f"the plan is damaged: {error}"
+        return found
+    totals = ReceiptTotals(sizes, str(plan["config_hash"]))
+    totals.read(folder / "receipts")
+    found.units, found.done, found.bytes = len(sizes), len(totals.done), sum(sizes)
+    found.bytes_done = sum(sizes[unit] for unit in totals.done) + sum(totals.open.values())
+    last = time.time() if found.workers else max((when for when, *_ in totals.chunks), default=planned)
+    found.rate = found.bytes_done / (last - planned) if last > planned else 0.0
+    return found
+
+
+def _working(folder: Path) -> list[str]:
+    """Leases below a folder whose processes may be at work."""
+    found = []
+    for leases in sorted(folder.rglob(LEASES)) if folder.is_dir() else ():
+        for what, lease, _ in read_leases(leases.parent):
+            if lease.is_running() is not False:
+                found.append(f"{lease.holder} ({what if isinstance(what, str) else f'unit {what}'})")
+    return found

@@ -1,0 +1,256 @@
+"""The curation stage: which documents are kept. Measure units, compare documents, decide, write `curation.json`.
+
+Layout: see `files`. Each pass is jobs with receipts; a run does what is missing, beside other commands that do the
+same. The decisions are the same bytes for any number of workers, commands at a time, and interruptions.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.common import storage
+from pipeline.common.console import Console, say, warn
+from pipeline.common.errors import MachineError
+from pipeline.common.format import counted
+from pipeline.config.root import Config
+from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, plan_sources, unit_source
+from pipeline.data.curate.decontamination.index import prepare_index
+from pipeline.data.curate.files import CURATE
+from pipeline.data.curate.finish import ReadTexts, SourceCuration, finish_source
+from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.measure_units import measure_units, missing_units
+from pipeline.data.curate.measurers import Measuring, choose_engine, items_folder
+from pipeline.data.curate.pass_names import MEASURE
+from pipeline.data.curate.passes import ScopePasses, ScopePlan, make_scopes
+from pipeline.data.curate.results.summary import print_summary
+from pipeline.data.curate.run_passes import JobOutcome, run_jobs
+from pipeline.data.work.bad_input import BadInput
+from pipeline.data.work.freezing import freeze_alone
+from pipeline.data.work.leases import LEASES, sweep
+from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.units import find_source_files, reading
+from pipeline.data.work.worker_pool import ATTEMPTS
+
+_ROUNDS = 10
+"""Rounds in which jobs may be missing again, because a file was damaged or another command was at work."""
+
+
+@dataclass
+class CurationReport:
+    """Results of all sources that have files."""
+
+    sources: list[SourceCuration] = field(default_factory=list)
+    made: int = 0
+    """Jobs done by this run; the others were complete before."""
+    seconds: float = 0.0
+
+
+def curate(
+    config: Config, *, dry_run: bool = False, units: bool = False, read_texts: ReadTexts | None = None
+) -> CurationReport:
+    """Run the stage; prints progress and a table.
+
+    Args:
+        config: the run.
+        dry_run: only print what there is to do.
+        units: do free jobs of the first pass that is not complete, and finish nothing. A later run without this does.
+        read_texts: reads examples for the report.
+
+    Raises:
+        UserError: something in the config or the data has to be fixed first.
+        MachineError: jobs failed again and again; the message lists them.
+        OSError: the disk is full or read-only, say; what was committed stays.
+    """
+    started = time.monotonic()
+    console = Console()
+    curate_config(config)
+    sources = find_source_files(config)
+    with reading(config, sources):
+        if dry_run:
+            from pipeline.data.curate.results.dry_run import print_dry_run
+
+            print_dry_run(console, config, sources)
+            return CurationReport()
+        if (contamination := curate_config(config).decontaminate) is not None:
+            prepare_index(contamination, items_folder(config))
+        stage = CurationStage(config, console, plan_sources(config, sources), read_texts)
+        stage.freeze()
+        try:
+            report = stage.make_units() if units else stage.run()
+        finally:
+            stage.remove_stale()
+    report.seconds = time.monotonic() - started
+    return report
+
+
+class _Step(NamedTuple):
+    """Jobs of a pass were done."""
+
+    name: str
+    outcome: JobOutcome
+
+
+class CurationStage:
+    """From plans to finished curations.
+
+    Args:
+        config: the run.
+        console: where messages go.
+        plans: of all sources.
+        read_texts: reads examples for the report.
+    """
+
+    def __init__(
+        self, config: Config, console: Console, plans: list[CurationPlan], read_texts: ReadTexts | None = None
+    ) -> None:
+        self._read_texts = read_texts
+        self._config = config
+        self._curate = curate_config(config)
+        self._console = console
+        self._plans = plans
+        self._receipts: dict[str, Receipts] = {}
+        """By source, of the last look."""
+        self._is_checked = False
+        self._made = 0
+
+    def freeze(self) -> None:
+        """Write the plans, or compare them with those that are there."""
+        for plan in self._plans:
+            if plan.found.source.hub is not None:
+                say(self._console, HUB_TWICE.format(plan.name))
+            freeze_alone(plan, plan.folder, self._console)
+
+    @cached_property
+    def context(self) -> Measuring:
+        """State of the workers that measure."""
+        engine, note = choose_engine(self._curate.engine)
+        if note:
+            say(self._console, f"data.curate.engine: python, because numba cannot be used: {note}")
+        return Measuring(self._config, {plan.name: plan.settings for plan in self._plans}, engine)
+
+    @cached_property
+    def scopes(self) -> list[ScopePlan]:
+        """Scopes of the run."""
+        return make_scopes(self._config, self._plans)
+
+    def run(self) -> CurationReport:
+        """Do what is missing, then finish every source."""
+        report = CurationReport(self.decide())
+        report.made = self._made
+        print_summary(self._console, report.sources, self._curate.mode)
+        return report
+
+    def decide(self, *, activate: bool = True) -> list[SourceCuration]:
+        """Do what is missing, then write the decisions about every source.
+
+        Args:
+            activate: whether they are to hold from now on.
+        """
+        stalled = 0
+        while (step := self._step(waits=True)) is not None:
+            self._made += step.outcome.made
+            stalled = 0 if step.outcome.made else stalled + 1
+            if stalled > _ROUNDS:
+                raise MachineError(
+                    f"jobs of {step.name} are made and removed repeatedly; is another command running with other "
+                    "settings?"
+                )
+        found = []
+        for passes in self._passes():
+            for number in range(len(passes.plan.plans)):
+                mode, read_texts = self._curate.mode, self._read_texts
+                found.append(finish_source(passes, number, mode, read_texts, activate=activate))
+        return sorted(found, key=lambda each: each.name)
+
+    def make_units(self) -> CurationReport:
+        """Do free jobs of the first pass that is not complete, beside other commands that do the same."""
+        step = self._step(waits=False)
+        if step is None:
+            say(self._console, "all passes are complete; `pipeline curate` without --units writes the decisions")
+            return CurationReport()
+        others = f", {step.outcome.held:,} held by others" if step.outcome.held else ""
+        say(self._console, f"{step.name}: {counted(step.outcome.made, 'job')} made{others}")
+        return CurationReport(made=step.outcome.made)
+
+    def _step(self, *, waits: bool) -> _Step | None:
+        """Do missing jobs of the first pass that is not complete; None if all are.
+
+        A file that was found to be damaged is removed, so that its job is missing again.
+        """
+        try:
+            step = self._measure(waits=waits) or self._behind(waits=waits)
+        except DamagedFile as error:
+            warn(self._console, f"{error}; it is made again")
+            error.path.unlink(missing_ok=True)
+            return _Step(error.made_by, JobOutcome())
+        if step is not None and step.outcome.failed:
+            failed = step.outcome.failed
+            lines = "".join(f"  {job}: {how}\n" for job, how in failed)
+            raise MachineError(
+                f"{counted(len(failed), 'job')} of {step.name} failed {ATTEMPTS} times:\n{lines}Without them nothing "
+                "can be decided. Completed jobs are kept; fix the cause, and run the same command to resume"
+            )
+        return step
+
+    def _measure(self, *, waits: bool) -> _Step | None:
+        self._receipts = {plan.name: Receipts(plan.folder) for plan in self._plans}
+        missing = [job for plan in self._plans for job in missing_units(self._config, plan, self._receipts[plan.name])]
+        if missing:
+            units = sum(len(plan.units) for plan in self._plans)
+            self._is_checked = False
+            for plan in self._plans:
+                self.context.table_type(plan.name)  # forked workers share what is opened here
+            outcome = measure_units(self._config, self._console, missing, units, self.context, waits=waits)
+            return _Step(MEASURE, outcome)
+        if not self._is_checked:
+            for plan in self._plans:
+                self._check_input(plan)
+            self._is_checked = True
+        return None
+
+    def _check_input(self, plan: CurationPlan) -> None:
+        """Refuse a source with damaged files or too many bad records, as preprocess would."""
+        start_over = unit_source(plan, self._config).start_over
+        reader, receipts = plan.found.reader, self._receipts[plan.name]
+        bad = BadInput(plan.folder, plan.name, plan.units, reader, receipts, start_over)
+        bad.write()
+        bad.check(self._config.data.preprocess)
+
+    def _passes(self) -> list[ScopePasses]:
+        return [
+            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self.context)
+            for scope in self.scopes
+        ]
+
+    def _behind(self, *, waits: bool) -> _Step | None:
+        """Do the missing jobs of each scope's first pass that is not complete."""
+        names: list[str] = []
+        missing: list[Job] = []
+        shared: dict[Path, Any] = {}
+        for passes in self._passes():
+            for name in passes.pass_names():
+                if found := [job for job in passes.jobs(name) if job.find() is None]:
+                    names += [name] if name not in names else []
+                    missing += found
+                    shared |= passes.shared(name)
+                    break
+        if not missing:
+            return None
+        name = " and ".join(names)
+        return _Step(name, run_jobs(self._config, self._console, name, missing, shared, waits=waits))
+
+    def remove_stale(self) -> None:
+        """Remove what processes that were killed left half-written."""
+        folders = [plan.folder for plan in self._plans] + [self._config.data_dir / CURATE]
+        for folder in folders:
+            with suppress(OSError):
+                for path in folder.rglob(f"*{storage.TEMPORARY_SUFFIX}"):
+                    storage.remove_if_stale(path)
+                for leases in folder.rglob(LEASES):
+                    sweep(leases.parent)

@@ -1,0 +1,26 @@
+"""Freezing of plans by commands that run at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.common.console import say
+from pipeline.data.datasets.files import PLAN_FILE
+from pipeline.data.work.frozen_plan import FrozenPlan
+from pipeline.data.work.job_run import FAILURES_FILE
+from pipeline.data.work.leases import LeaseWatch, take_when_free
+
+
+def freeze_alone(plan: FrozenPlan, folder: Path, console: Console) -> None:
+    """Freeze a plan; of two commands at a time with other plans, one is refused: here, or by its workers."""
+    if (folder / PLAN_FILE).exists() and not plan.differences(folder):
+        return
+    with take_when_free(folder, "plan", LeaseWatch(), lambda _: None):
+        if differences := plan.freeze(folder):
+            (folder / FAILURES_FILE).unlink(missing_ok=True)
+            say(
+                console,
+                f"{plan.found.source.name}: planned again, since no unit was started ({'; '.join(differences)})",
+            )

@@ -1,0 +1,161 @@
+"""The frozen plan of a stage for a source: its files, its units and every setting that decides the result.
+
+The plan is written before any work and not changed once a unit was begun. A later run makes its plan anew and compares:
+whatever would mix two kinds of output in one folder is explained and refused.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
+from pipeline.data.datasets.files import PLAN_FILE
+from pipeline.data.datasets.manifest import PLAN_KEYS
+from pipeline.data.sources.globs import File
+from pipeline.data.sources.records import Unit
+from pipeline.data.work.leases import LEASES, read_leases
+from pipeline.data.work.units import SourceFiles
+
+OTHER_STAGES = frozenset({"curate"})
+"""Folders in that of a source that have plans of their own."""
+
+
+@dataclass(frozen=True)
+class FrozenPlan(ABC):
+    """Plan of a stage for a source."""
+
+    found: SourceFiles
+    units: list[Unit]
+    settings: dict[str, Any]
+
+    @property
+    def config_hash(self) -> str:
+        """Hash of everything that decides the output: the settings and the names and sizes of the files."""
+        return value_hash([self.settings, [[file.name, file.size] for file in self.found.files]])
+
+    @property
+    @abstractmethod
+    def splits_in_order(self) -> list[str]:
+        """Names of the splits that the stage makes; none if it makes no datasets."""
+
+    @abstractmethod
+    def refusal(self, folder: Path, differences: Iterable[str]) -> UserError:
+        """Error about a folder that was begun with another plan, with the ways out."""
+
+    @property
+    @abstractmethod
+    def remade(self) -> str:
+        """Purpose of removing a folder whose plan is damaged: `to make the dataset again`."""
+
+    def freeze(self, folder: Path) -> list[str]:
+        """Write the plan, or compare with the one that is there, which gives way if no unit of it was begun.
+
+        Returns:
+            what the plan that gave way had else.
+
+        Raises:
+            UserError: the folder was begun with another plan; the message lists what differs and the ways out.
+        """
+        path = folder / PLAN_FILE
+        there = path.exists()
+        differences = self.differences(folder) if there else []
+        if there and not differences:
+            return []
+        if not there or withdraw(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            storage.put_json(path, self._as_json())
+            return differences
+        raise self.refusal(folder, differences)
+
+    def differences(self, folder: Path) -> list[str]:
+        """Differences of this plan from the one that the folder was begun with; empty if that is the same.
+
+        Raises:
+            UserError: the plan that is there is damaged.
+            FileNotFoundError: there is none.
+        """
+        try:
+            old = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
+        except UserError as error:
+            raise UserError(f"{error}; restore it, or remove {folder} {self.remade}") from None
+        if old["config_hash"] == self.config_hash:
+            return []
+        differences = setting_differences(old["settings"], self.settings)
+        differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
+        return differences or ["where the splits end"]
+
+    def _as_json(self) -> dict[str, Any]:
+        number = {file.name: i for i, file in enumerate(self.found.files)}
+        return {
+            "config_hash": self.config_hash,
+            "settings": self.settings,
+            "splits": self.splits_in_order,
+            "files": [[file.name, file.path, file.size] for file in self.found.files],
+            # A unit is a list of [file, first byte, end byte].
+            "units": [[[number[p.file.name], p.start, p.end] for p in unit.pieces] for unit in self.units],
+        }
+
+
+def is_begun(folder: Path) -> bool:
+    """Tell whether a unit in the folder of a plan was begun: it has a receipt, a file of a part, or a lease."""
+    try:
+        below = [path for path in folder.iterdir() if path.is_dir() and path.name not in {LEASES, *OTHER_STAGES}]
+    except FileNotFoundError:
+        return False
+    written = (path for part in below for path in part.rglob("*") if not path.name.endswith(storage.TEMPORARY_SUFFIX))
+    if any(path.is_file() for path in written):
+        return True
+    return any(isinstance(unit, int) and lease.is_running() is not False for unit, lease, _ in read_leases(folder))
+
+
+def withdraw(folder: Path) -> bool:
+    """Remove the plan in a folder if no unit of it was begun; returns whether none was.
+
+    Workers take their lease and then look for the plan. So of a worker and this, one sees what the other did.
+    """
+    path = folder / PLAN_FILE
+    if is_begun(folder):
+        return False
+    if not path.exists():
+        return True
+    plan = storage.read_bytes(path)
+    path.unlink()
+    if is_begun(folder):
+        storage.put(path, plan)
+        return False
+    return True
+
+
+def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """A line for each setting that differs."""
+    words = {"code_version": "version of the stage", "tokenizer": "tokenizer (fingerprint)"}
+    # Where the splits end follows from the settings and the files.
+    return [
+        f"{words.get(name, name)}: {_shown(name, old.get(name))} then, {_shown(name, new.get(name))} now"
+        for name in sorted({*old, *new} - {"ends of splits"})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int) and value % 2**20 == 0:
+        return f"{value // 2**20}MiB"
+    return repr(value)
+
+
+def _file_differences(old: dict[str, int], files: list[File]) -> list[str]:
+    new = {file.name: file.size for file in files}
+    added, removed = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+    changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    kinds = {"added": added, "gone": removed}
+    result = [f"files {kind}: {len(names)}, the first is {names[0]}" for kind, names in kinds.items() if names]
+    if changed:
+        name = changed[0]
+        result.append(f"files changed: {len(changed)}, the first is {name} ({old[name]} bytes then, {new[name]} now)")
+    return result
