@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from pipeline.cli.arguments import Local, Overrides, RunOrFolder, Slurm
+from pipeline.cli.submitted import submitted
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 
@@ -64,7 +65,7 @@ def curate(
     config = load_run(run, overrides or (), None)
     words = shlex.join([str(run), *(overrides or ())])
     if status:
-        from pipeline.data.curate.status import print_status
+        from pipeline.data.curate.results.status import print_status
 
         print_status(Console(), config, words)
     elif what_if:
@@ -83,8 +84,6 @@ def curate(
 
         write(config, export, _format(form), Console())
     else:
-        from pipeline.cli.main import submitted
-
         if submitted(config, ["curate"], slurm, local, dry_run):
             return
         from slurm.local.stages import curate as stage

@@ -18,9 +18,9 @@ from pipeline.cli.curate import curate
 from pipeline.cli.data import data_app
 from pipeline.cli.failures import CommandGroup, report_error, report_mistake
 from pipeline.cli.jobs import add_to
+from pipeline.cli.submitted import submitted
 from pipeline.common.console import VERBOSE, Console, echo, flush
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_REFUSED, UserError
-from pipeline.common.run_files import RunFiles
 from pipeline.train.distributed.rank import begin_rank, record_error
 
 if TYPE_CHECKING:
@@ -390,26 +390,6 @@ def config_schema() -> None:
 
 
 add_to(app)
-
-
-def submitted(
-    config: Config, stages: list[StageName], slurm: bool, local: bool, dry_run: bool, step: int | None = None
-) -> bool:
-    """Send stages to where the options say; False if they are to run here and now."""
-    if not (slurm or local):
-        if dry_run and stages not in (["preprocess"], ["curate"]):
-            raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")
-        if not dry_run and stages != ["eval"] and RunFiles(config.run.dir).jobs.exists():
-            from slurm.local import by_hand
-
-            by_hand.check(config.run.dir, stages, Console())
-        return False
-    if slurm and local:
-        raise UserError("--slurm and --local cannot be combined; give one of them")
-    from slurm.submit.submit import submit
-
-    submit(config, stages, "slurm" if slurm else "local", Console(), dry_run=dry_run, step=step)
-    return True
 
 
 def main() -> None:

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import UserError
+from pipeline.config.curate import CurateConfig
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.files import curate_folder
+from pipeline.data.curate.measurers import measure_settings
 from pipeline.data.curate.scope import MAX_SOURCES, MAX_UNITS
 from pipeline.data.sources.records import MAX_RECORD_BYTES
 from pipeline.data.work.frozen_plan import FrozenPlan
 from pipeline.data.work.unit_source import UnitSource
 from pipeline.data.work.units import SourceFiles, cut_units, reader_of
+
+HUB_TWICE = "{}: it is streamed from the hub, so it is read twice: here, and by preprocess"
 
 
 @dataclass(frozen=True)
@@ -105,3 +109,22 @@ def unit_source(plan: CurationPlan, config: Config) -> UnitSource:
         drops_damaged=settings.on_damaged_file == "drop",
         start_over=f"remove {plan.folder}, which was begun with the files as they are now",
     )
+
+
+def curate_config(config: Config) -> CurateConfig:
+    """`data.curate`.
+
+    Raises:
+        UserError: the run file has none.
+    """
+    if config.data.curate is None:
+        raise UserError(
+            "data.curate is not set, so there is nothing to decide; add it to the run file (`pipeline config keys "
+            "data.curate` shows its keys), like data.curate: {rules: {gopher_quality: {}}}"
+        )
+    return config.data.curate
+
+
+def plan_sources(config: Config, sources: list[SourceFiles]) -> list[CurationPlan]:
+    """Plans of all sources that have files."""
+    return [make_curation_plan(found, config, measure_settings(config, found.source)) for found in sources]

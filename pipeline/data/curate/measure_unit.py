@@ -47,7 +47,7 @@ class MeasureJob:
 
 
 class MeasureContext(Protocol):
-    """What a worker process has for all its units: opened once, also in a pickled copy."""
+    """State of a worker process for all its units, opened once; a pickled copy opens it again."""
 
     watch: LeaseWatch
 

@@ -1,4 +1,4 @@
-"""What is measured of the documents of a source, by the run file: settings, cleaner, measurers and columns."""
+"""Measures of the documents of a source, by the run file: settings, cleaner, measurers and columns."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class ScopePlan:
 
     @property
     def folder(self) -> Path:
-        """What is of all sources together."""
+        """Folder of results that are of all sources together."""
         return self.config.data_dir / CURATE / self.name
 
     @cached_property
@@ -211,7 +211,7 @@ class ScopePasses:
         return decide_jobs(self.plan.decisions(number), chunks, inputs)
 
     def shared(self, name: str) -> dict[Path, Any]:
-        """What the workers of a pass have in common, by the folder of a job."""
+        """State that the workers of a pass have in common, by the folder of a job."""
         if name == CONTAMINATION_PASS and self.contamination is not None:
             return {self.contamination.folder: tuple(self.chunks)}
         if name != DECIDE:

@@ -15,32 +15,30 @@ from typing import Any, NamedTuple
 
 from pipeline.common import storage
 from pipeline.common.console import Console, say, warn
-from pipeline.common.errors import MachineError, UserError
+from pipeline.common.errors import MachineError
 from pipeline.common.format import counted
-from pipeline.config.curate import CurateConfig
 from pipeline.config.root import Config
-from pipeline.data.curate.curation_plan import CurationPlan, make_curation_plan, unit_source
+from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, plan_sources, unit_source
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.finish import ReadTexts, SourceCuration, finish_source
 from pipeline.data.curate.jobs import Job
 from pipeline.data.curate.measure_units import measure_units, missing_units
-from pipeline.data.curate.measurers import Measuring, choose_engine, items_folder, measure_settings
+from pipeline.data.curate.measurers import Measuring, choose_engine, items_folder
 from pipeline.data.curate.pass_names import MEASURE
 from pipeline.data.curate.passes import ScopePasses, ScopePlan, make_scopes
+from pipeline.data.curate.results.summary import print_summary
 from pipeline.data.curate.run_passes import JobOutcome, run_jobs
-from pipeline.data.curate.summary import print_summary
 from pipeline.data.work.bad_input import BadInput
 from pipeline.data.work.freezing import freeze_alone
 from pipeline.data.work.leases import LEASES, sweep
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.sorted_runs import DamagedFile
-from pipeline.data.work.units import SourceFiles, find_source_files, reading
+from pipeline.data.work.units import find_source_files, reading
 from pipeline.data.work.worker_pool import ATTEMPTS
 
 _ROUNDS = 10
 """Rounds in which jobs may be missing again, because a file was damaged or another command was at work."""
-HUB_TWICE = "{}: it is streamed from the hub, so it is read twice: here, and by preprocess"
 
 
 @dataclass
@@ -75,13 +73,13 @@ def curate(
     sources = find_source_files(config)
     with reading(config, sources):
         if dry_run:
-            from pipeline.data.curate.dry_run import print_dry_run
+            from pipeline.data.curate.results.dry_run import print_dry_run
 
             print_dry_run(console, config, sources)
             return CurationReport()
         if (contamination := curate_config(config).decontaminate) is not None:
             prepare_index(contamination, items_folder(config))
-        stage = Stage(config, console, plan_sources(config, sources), read_texts)
+        stage = CurationStage(config, console, plan_sources(config, sources), read_texts)
         stage.freeze()
         try:
             report = stage.make_units() if units else stage.run()
@@ -91,25 +89,6 @@ def curate(
     return report
 
 
-def curate_config(config: Config) -> CurateConfig:
-    """`data.curate`.
-
-    Raises:
-        UserError: the run file has none.
-    """
-    if config.data.curate is None:
-        raise UserError(
-            "data.curate is not set, so there is nothing to decide; add it to the run file (`pipeline config keys "
-            "data.curate` shows its keys), like data.curate: {rules: {gopher_quality: {}}}"
-        )
-    return config.data.curate
-
-
-def plan_sources(config: Config, sources: list[SourceFiles]) -> list[CurationPlan]:
-    """Plans of all sources that have files."""
-    return [make_curation_plan(found, config, measure_settings(config, found.source)) for found in sources]
-
-
 class _Step(NamedTuple):
     """Jobs of a pass were done."""
 
@@ -117,7 +96,7 @@ class _Step(NamedTuple):
     outcome: JobOutcome
 
 
-class Stage:
+class CurationStage:
     """From plans to finished curations.
 
     Args:

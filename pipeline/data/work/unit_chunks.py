@@ -151,7 +151,7 @@ class ChunkedUnit(ABC):
     def _receipt(
         self, chunk: int, start: Position, reader: UnitReader, read: int, rejected: Counter[str], *, last: bool
     ) -> dict[str, Any]:
-        """What all receipts have, but for `engine`, `checked` and `splits`.
+        """A receipt without `engine`, `checked` and `splits`.
 
         Args:
             chunk: its number.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +29,7 @@ Numbers = npt.NDArray[np.uint64]
 class JoinJob(Job):
     """The components of a scope.
 
-    Memory for each document that has an edge: 16 bytes for its number and its component, 4 more with `exact`, 4 more
-    with `url`.
+    Memory for each document that has an edge: `vertex_bytes`, and twice 8 bytes while their numbers are gathered.
 
     Attributes:
         edges: files of edges by kind.
@@ -71,9 +72,9 @@ class JoinJob(Job):
                         equal[kind] = np.arange(len(vertices), dtype=np.uint32)
                     equal[kind][ones] = firsts
             progress(file.size // 2)
-        roots = components.roots()
+        keys = components.roots().astype(np.uint64)
         del components
-        return self._write(vertices, roots, equal)
+        return self._write(vertices, keys, equal)
 
     def _vertices(self, progress: Progress) -> Numbers:
         """Documents that have an edge, sorted. Pairs of lists of about one length are merged, so each is few times."""
@@ -81,23 +82,20 @@ class JoinJob(Job):
         for _, file in self.edges:
             edges = file.read(EDGE)
             if len(edges):
-                stack.append(np.unique(np.concatenate([edges["document"], edges["first"]])))
+                stack.append(_distinct([edges["document"], edges["first"]]))
             while len(stack) > 1 and len(stack[-1]) * 2 > len(stack[-2]):
-                last = stack.pop()
-                stack[-1] = np.union1d(stack[-1], last)
+                stack.append(_distinct([stack.pop(), stack.pop()]))
             progress(file.size - file.size // 2)
         while len(stack) > 1:
-            last = stack.pop()
-            stack[-1] = np.union1d(stack[-1], last)
+            stack.append(_distinct([stack.pop(), stack.pop()]))
         return stack[0] if stack else np.zeros(0, np.uint64)
 
-    def _write(
-        self, vertices: Numbers, roots: npt.NDArray[np.uint32], equal: dict[str, npt.NDArray[np.uint32]]
-    ) -> dict[str, Any]:
-        keys = roots.astype(np.uint64)
-        del roots
+    def _write(self, vertices: Numbers, keys: Numbers, equal: dict[str, npt.NDArray[np.uint32]]) -> dict[str, Any]:
+        """Sort by (root, document), in place, and write; `keys` are the roots."""
         keys <<= np.uint64(32)
-        keys |= np.arange(len(vertices), dtype=np.uint64)
+        for start in range(0, len(keys), _BLOCK):
+            end = min(start + _BLOCK, len(keys))
+            keys[start:end] |= np.arange(start, end, dtype=np.uint64)
         keys.sort()
         sizes = _sizes(keys)
         files: dict[str, HashedFile] = {}
@@ -121,6 +119,16 @@ class JoinJob(Job):
         finally:
             for file in files.values():
                 file.__exit__(None, None, None)
+
+
+def _distinct(lists: list[Numbers]) -> Numbers:
+    """All numbers, sorted, each once; `numpy.unique` hashes them, which is ten times slower for millions."""
+    numbers = np.concatenate(lists)
+    lists.clear()
+    numbers.sort()
+    kept = np.ones(len(numbers), np.bool_)
+    np.not_equal(numbers[1:], numbers[:-1], out=kept[1:])
+    return numbers[kept]
 
 
 def _sizes(keys: Numbers) -> npt.NDArray[np.int64]:
@@ -153,10 +161,14 @@ def _size_histogram(sizes: npt.NDArray[np.int64]) -> list[int]:
     """Number of clusters of 2, 3-4, 5-8, 9-16 ... documents."""
     if not len(sizes):
         return []
-    powers_of_two = np.array([int(size - 1).bit_length() for size in np.unique(sizes)])
-    counts = np.zeros(int(powers_of_two.max()) + 1, np.int64)
-    np.add.at(counts, powers_of_two, np.unique(sizes, return_counts=True)[1])
-    return [int(count) for count in counts[1:]]
+    most = int(sizes.max() - 1).bit_length()
+    up_to = [int((sizes <= 2**power).sum()) for power in range(most + 1)]
+    return [after - before for before, after in itertools.pairwise(up_to)]
+
+
+def vertex_bytes(kinds: Iterable[str]) -> int:
+    """Memory of the job for each document with an edge: its number, its key in the order of components, and groups."""
+    return 16 + 4 * len({"exact", "url"} & set(kinds))
 
 
 def join_job(

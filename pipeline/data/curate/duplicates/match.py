@@ -22,8 +22,8 @@ MATCH_VERSION = 1
 GIANT = 10**5
 """A group of more documents is reported: a text or a piece of it that is boilerplate."""
 MAX_SHOWN = 20
-ROW_BYTES: dict[Kind, int] = {"exact": 40, "url": 40, "bands": 32, "lines": 32}
-"""Memory of a row while a bucket is sorted."""
+ROW_BYTES: dict[Kind, int] = {"exact": 56, "url": 56, "bands": 48, "lines": 48}
+"""Memory of a row while a bucket is sorted: a little more than the most that was seen."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,11 @@ class DuplicatePasses:
             folder, kinds = self.scope.folder, kinds_of(self.settings)
             return match_bucket_jobs(folder, self._chunks, kinds, measured, self.bucket_bytes)
         if name == "join":
-            return [join_job(self.scope.folder, self._edges(), self._members, self.engine)]
+            return [
+                join_job(
+                    self.scope.folder, self._edges(), members_of_a_job(self.settings, self.bucket_bytes), self.engine
+                )
+            ]
         if name == "rank":
             return rank_jobs(self.choices, self._chunks, self.rules, self.open_table, keep)
         if name == "choose":
@@ -163,12 +167,6 @@ class DuplicatePasses:
             seed=self.seed,
         )
 
-    @property
-    def _members(self) -> int:
-        """Documents of a job of `choose`, by their memory."""
-        settings = self._choose_settings
-        return max(1, self.bucket_bytes // (settings.values * 4 + 2 * MEMBER.itemsize + 64))
-
     def _receipts(self, name: PassName) -> list[dict[str, Any]]:
         # A chunk is asked for after the other; the jobs that are done do not change.
         cache: dict[PassName, list[dict[str, Any]]] = self.__dict__.setdefault("_found", {})
@@ -193,3 +191,9 @@ class DuplicatePasses:
             if isinstance(job, MatchJob)
             for file in result_files(job, receipt, "match")
         ]
+
+
+def members_of_a_job(settings: DuplicatesConfig, bucket_bytes: int) -> int:
+    """Documents of a job of `choose`, by their memory: a signature, the record of `join`, and keys to order them."""
+    values = settings.near.bands * settings.near.rows if settings.near else 0
+    return max(1, bucket_bytes // (values * 4 + 2 * MEMBER.itemsize + 128))

@@ -114,7 +114,7 @@ def applied_curations(config: Config, sources: list[SourceFiles]) -> dict[str, A
     """
     if config.data.curate is None or config.data.curate.mode != "apply":
         return {}
-    from pipeline.data.curate.stage import plan_sources
+    from pipeline.data.curate.curation_plan import plan_sources
 
     return decisions_of_run(config, plan_sources(config, sources))
 

@@ -15,9 +15,8 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
-from pipeline.data.curate.curation_plan import unit_source
+from pipeline.data.curate.curation_plan import plan_sources, unit_source
 from pipeline.data.curate.results.apply import AppliedCuration, decisions_of_run
-from pipeline.data.curate.stage import plan_sources
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Document, Unit
 from pipeline.data.work.progress import ProgressLine

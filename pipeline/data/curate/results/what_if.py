@@ -5,10 +5,11 @@ from __future__ import annotations
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config.root import Config
+from pipeline.data.curate.curation_plan import curate_config, plan_sources
 from pipeline.data.curate.finish import ReadTexts
 from pipeline.data.curate.results.differences import find_differences
 from pipeline.data.curate.results.show_differences import list_changed, show_differences, show_examples
-from pipeline.data.curate.stage import Stage, curate_config, plan_sources
+from pipeline.data.curate.stage import CurationStage
 from pipeline.data.curate.verdicts import read_curation
 from pipeline.data.work.units import find_source_files
 
@@ -39,7 +40,7 @@ def what_if(
                 + "\n".join(f"  {difference}" for difference in differences)
                 + "\nTo try it, run `pipeline curate` with another data.dir"
             )
-    stage = Stage(changed, Console(quiet=True) if listed else console, plans)
+    stage = CurationStage(changed, Console(quiet=True) if listed else console, plans)
     try:
         results = stage.decide(activate=False)
     finally:

@@ -10,13 +10,12 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted, size
 from pipeline.config.curate import CurateConfig
 from pipeline.config.root import Config
-from pipeline.data.curate.curation_plan import CurationPlan, make_curation_plan
+from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, make_curation_plan
 from pipeline.data.curate.duplicates.kinds import kinds_of
 from pipeline.data.curate.files import curate_folder
 from pipeline.data.curate.measurers import measure_settings
 from pipeline.data.curate.passes import make_scopes
-from pipeline.data.curate.stage import HUB_TWICE, curate_config
-from pipeline.data.curate.status import read_progress
+from pipeline.data.curate.results.status import read_progress
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.work.frozen_plan import is_begun
 from pipeline.data.work.units import SourceFiles

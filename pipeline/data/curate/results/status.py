@@ -14,10 +14,10 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, percent, size
 from pipeline.config.root import Config
+from pipeline.data.curate.curation_plan import curate_config, plan_sources
 from pipeline.data.curate.files import CURATE, curate_folder
 from pipeline.data.curate.measurers import Measuring
 from pipeline.data.curate.passes import ScopePasses, make_scopes
-from pipeline.data.curate.stage import curate_config, plan_sources
 from pipeline.data.curate.verdicts import find_curation
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
@@ -37,7 +37,7 @@ class MeasureProgress:
         done: units that are measured.
         bytes: of its files.
         bytes_done: of them that were read.
-        rate: bytes a second since the plan was made, while units are missing.
+        rate: bytes per second since the plan was made, while units are missing.
         workers: processes that hold a lease, as words.
         problem: reason why nothing can be told.
     """

@@ -1,0 +1,33 @@
+"""Stages that a command sends to jobs instead of running them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.common.console import Console
+from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
+
+if TYPE_CHECKING:
+    from pipeline.config import Config
+    from slurm.submit.job_plan import StageName
+
+
+def submitted(
+    config: Config, stages: list[StageName], slurm: bool, local: bool, dry_run: bool, step: int | None = None
+) -> bool:
+    """Send stages to where the options say; False if they are to run here and now."""
+    if not (slurm or local):
+        if dry_run and stages not in (["preprocess"], ["curate"]):
+            raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")
+        if not dry_run and stages != ["eval"] and RunFiles(config.run.dir).jobs.exists():
+            from slurm.local import by_hand
+
+            by_hand.check(config.run.dir, stages, Console())
+        return False
+    if slurm and local:
+        raise UserError("--slurm and --local cannot be combined; give one of them")
+    from slurm.submit.submit import submit
+
+    submit(config, stages, "slurm" if slurm else "local", Console(), dry_run=dry_run, step=step)
+    return True
