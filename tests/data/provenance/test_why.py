@@ -96,6 +96,11 @@ def test_a_duplicate_names_the_kept_document(curated: Config) -> None:
     near = ask(curated, "near", text=True)
     assert near.kept is not None and near.kept.id == "long-5" and near.first is not None
     assert 0.7 <= near.first.value < 1
+    # Shingles of the two texts, which have no marks but full stops: counted with sets of words.
+    texts = [re.findall("[a-z]+", str(each).lower()) for each in (near.text, near.kept.text)]
+    one, two = ({tuple(words[at : at + 5]) for at in range(len(words) - 4)} for words in texts)
+    assert near.kept.jaccard == pytest.approx(len(one & two) / len(one | two))
+    assert abs(near.kept.jaccard - near.first.value) < 0.15
     assert ask(curated, f"{near.kept.unit}:{near.kept.row}").state == "kept"
     assert any(check.name == "duplicates.near" for check in near.checks)
     shown = "\n".join(near.lines())
