@@ -54,8 +54,13 @@ def items_folder(config: Config) -> Path:
     return config.data_dir / CURATE / ITEMS
 
 
-def measure_settings(config: Config, source: SourceConfig) -> dict[str, Any]:
+def measure_settings(config: Config, source: SourceConfig, *, has_items: bool = True) -> dict[str, Any]:
     """Settings of the run file that decide the measures of a source, with versions, and hashes of models and items.
+
+    Args:
+        config: the run.
+        source: of it.
+        has_items: whether the items of evaluations are there by now; without them, nothing is said of them.
 
     Raises:
         UserError: a model cannot be used, a key of metadata is not kept, or the items of evaluations are not there.
@@ -72,7 +77,7 @@ def measure_settings(config: Config, source: SourceConfig) -> dict[str, Any]:
         settings[classifier_name(each.name)] = classifier_settings(each, number)
     if duplicates := duplicate_settings(curate.duplicates):
         settings[DUPLICATES] = duplicates
-    if curate.decontaminate is not None:
+    if curate.decontaminate is not None and has_items:
         settings[CONTAMINATION] = index_settings(curate.decontaminate, items_folder(config) / INDEX_FILE)
     if (key := address_key(source.metadata, curate.duplicates.url)) is not None:
         settings[DOMAIN] = key

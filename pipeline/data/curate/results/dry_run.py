@@ -11,9 +11,10 @@ from pipeline.common.format import counted, size
 from pipeline.config.curate import CurateConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, make_curation_plan
+from pipeline.data.curate.decontamination.index import INDEX_FILE
 from pipeline.data.curate.duplicates.kinds import kinds_of
 from pipeline.data.curate.files import curate_folder
-from pipeline.data.curate.measurers import measure_settings
+from pipeline.data.curate.measurers import items_folder, measure_settings
 from pipeline.data.curate.passes import make_scopes
 from pipeline.data.curate.results.status import read_progress
 from pipeline.data.datasets.files import PLAN_FILE
@@ -67,8 +68,9 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
 def _plan(config: Config, found: SourceFiles) -> tuple[CurationPlan | None, str]:
     """The plan of a source, if it can be made, and the state of what is there."""
     folder = curate_folder(config.data_dir / found.source.name)
+    has_items = (items_folder(config) / INDEX_FILE).is_file()
     try:
-        plan = make_curation_plan(found, config, measure_settings(config, found.source))
+        plan = make_curation_plan(found, config, measure_settings(config, found.source, has_items=has_items))
     except UserError as error:
         return None, f"would be refused: {error}"
     except FileNotFoundError as error:
