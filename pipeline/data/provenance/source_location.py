@@ -91,6 +91,8 @@ class Origins:
         self._receipts = lru_cache(maxsize=None)(self._receipts_of)
         self._stretches = lru_cache(maxsize=None)(self._stretches_of)
         self._places = lru_cache(maxsize=None)(self._places_of)
+        # A unit of small files has many pieces, and each of its files is a stretch.
+        self._unit = lru_cache(maxsize=2)(self._unit_of)
 
     def places(
         self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
@@ -387,10 +389,13 @@ class Origins:
         file = self._file(self._file_of(stretch))
         if not self._reader.is_remote and (now := os.stat(file.path).st_size) != file.size:
             raise UserError(f"{file.path} has changed: it had {file.size:,} bytes when it was read first, now {now:,}")
-        cut = self._plan["units"][stretch.unit]
+        yield from itertools.islice(UnitReader(self._unit(stretch.unit), self._reader, stretch.start), stretch.records)
+
+    def _unit_of(self, number: int) -> Unit:
+        """A unit as the plan cuts it."""
+        cut = self._plan["units"][number]
         pieces = tuple(Piece(self._file(file), start, end) for file, start, end in cut)
-        unit = Unit(stretch.unit, self._plan["settings"]["name"], pieces)
-        yield from itertools.islice(UnitReader(unit, self._reader, stretch.start), stretch.records)
+        return Unit(number, self._plan["settings"]["name"], pieces)
 
     def _read(self, stretch: _Stretch, rows: set[int]) -> dict[int, Document]:
         """Records of a stretch by row, without their texts."""
