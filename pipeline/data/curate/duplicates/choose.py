@@ -171,15 +171,9 @@ class _Clusters:
         signatures = np.full((len(places), values), NO_VALUE, np.uint32)
         if self._job.settings.bands:
             for chunk, inside, rows in self._compared.by_chunk(self._numbers[places]):
-                each = self._compared.chunks[chunk]
-                path = each.path(SIGNATURES)
-                shape = (each.chunk.records, values)
                 # Ascending rows are read in the order of the disk.
-                order = np.argsort(rows)
-                found = read_rows(path, "measure", np.dtype("<u4"), shape, rows[order])
-                if not np.array_equal(signature_checks(found), self._checks[places[inside[order]]]):
-                    raise DamagedFile(path, "measure", "a signature is not as it was written")
-                signatures[inside[order]] = found
+                where = inside[np.argsort(rows)]
+                signatures[where] = self._signatures(chunk, np.sort(rows), self._checks[places[where]])
         members = self._members[places]
         return Members(
             signatures,
@@ -188,6 +182,19 @@ class _Clusters:
             np.ascontiguousarray(members["url"]),
             self._roles[places],
         )
+
+    def _signatures(
+        self, chunk: int, rows: npt.NDArray[np.int64], checks: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.uint32]:
+        """Signatures of rows of a chunk, checked."""
+        each = self._compared.chunks[chunk]
+        path = each.path(SIGNATURES)
+        with each.reading():
+            shape = (each.chunk.records, self._job.settings.values)
+            found = read_rows(path, "measure", np.dtype("<u4"), shape, rows)
+            if not np.array_equal(signature_checks(found), checks):
+                raise DamagedFile(path, "measure", "a signature is not as it was written")
+        return found
 
     def _largest(self, choice: Choice) -> list[list[int]]:
         """[documents, removed ones, document that wins] of the largest clusters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common import storage
+from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.files import measured_file
 from pipeline.data.curate.scope import Chunk, document, documents
@@ -51,6 +53,24 @@ class ComparedChunk:
             return self.path(name).stat().st_size
         except FileNotFoundError:
             raise DamagedFile(self.path(name), "measure", "it is missing") from None
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read its files inside: what is damaged in a finished curation is not removed and made again from here.
+
+        Raises:
+            UserError: a file of a finished curation is damaged.
+            DamagedFile: one of the scope is.
+        """
+        try:
+            yield
+        except DamagedFile as error:
+            if self.verdicts is None:
+                raise
+            raise UserError(
+                f"data.curate.against: {error.path} is damaged ({error.how}); remove it and run `pipeline curate` "
+                f"again with the run file that wrote {self.chunk.curation}"
+            ) from None
 
     def numbers(self, rows: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
         """Documents of rows of the chunk."""

@@ -82,7 +82,7 @@ def gather(
     """
     hashes, rest, numbers = [], [], []
     for each in compared.chunks:
-        with RunFile(each.path(kind), RUN_TYPES[kind], "measure") as run:
+        with each.reading(), RunFile(each.path(kind), RUN_TYPES[kind], "measure") as run:
             records = run.read_range(first, end)
         hashes.append(np.ascontiguousarray(records["hash"]))
         numbers.append(each.numbers(records["row"]))

@@ -87,7 +87,8 @@ class RankJob(Job):
                 if name != "state":
                     ranks[name] = table[name]
         else:
-            self._of_verdicts(each, each.verdicts, ranks)
+            with each.reading():
+                self._of_verdicts(each, each.verdicts, ranks)
         ranks["check"] = row_checks(ranks)
         name = str(rank_file(self.folder, self.place).relative_to(self.folder))
         with write_array(self.folder / name, ranks) as file:
