@@ -17,7 +17,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.files import measured_file
 from pipeline.data.curate.scope import Chunk, document, documents
-from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.sorted_runs import DamagedResult
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class ComparedChunk:
         """Bytes of a measured file.
 
         Raises:
-            DamagedFile: it is missing.
+            DamagedResult: it is missing.
         """
         if name in self.chunk.sizes:
             return self.chunk.sizes[name]
         try:
             return self.path(name).stat().st_size
         except FileNotFoundError:
-            raise DamagedFile(self.path(name), "measure", "it is missing") from None
+            raise DamagedResult(self.path(name), "measure", "it is missing") from None
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -60,11 +60,11 @@ class ComparedChunk:
 
         Raises:
             UserError: a file of a finished curation is damaged.
-            DamagedFile: one of the scope is.
+            DamagedResult: one of the scope is.
         """
         try:
             yield
-        except DamagedFile as error:
+        except DamagedResult as error:
             if self.verdicts is None:
                 raise
             raise UserError(
@@ -149,11 +149,11 @@ def read_compared(path: Path) -> Compared:
     """The list of chunks of a file of `write_compared`.
 
     Raises:
-        DamagedFile: it is not as it was written.
+        DamagedResult: it is not as it was written.
     """
     value = storage.find_json(path, "names", "own", "chunks")
     if value is None or value_hash(value) != path.stem:
-        raise DamagedFile(path, "match", "it is missing, or not as it was written")
+        raise DamagedResult(path, "match", "it is missing, or not as it was written")
     chunks = []
     for row in value["chunks"]:
         verdicts = row.pop("verdicts")

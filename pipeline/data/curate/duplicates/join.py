@@ -49,7 +49,7 @@ class JoinJob(Job):
         """Write the members of all components.
 
         Raises:
-            DamagedFile: a file of edges is not as it was written.
+            DamagedResult: a file of edges is not as it was written.
             MachineError: there are more than 2^32 documents with edges.
         """
         vertices = self._vertices(progress)

@@ -62,7 +62,7 @@ class LinesJob(Job):
         """Write the lines that go.
 
         Raises:
-            DamagedFile: a file is not as it was written.
+            DamagedResult: a file is not as it was written.
         """
         first, end = bucket_range(self.bucket, self.buckets)
         compared = read_compared(self.chunks)

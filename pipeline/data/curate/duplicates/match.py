@@ -44,7 +44,7 @@ class MatchJob(Job):
         """Write the edges, sorted, each once.
 
         Raises:
-            DamagedFile: a run is not as it was written.
+            DamagedResult: a run is not as it was written.
         """
         first, end = bucket_range(self.bucket, self.buckets)
         hashes, rest, numbers = gather(read_compared(self.chunks), self.kind, first, end)

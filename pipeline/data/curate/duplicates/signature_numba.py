@@ -1,4 +1,4 @@
-"""Signatures by compiled code: one pass over the bytes of a text."""
+"""Signatures by compiled code, which reads the bytes of a text once."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
 from pipeline.data.curate.files import CURATION_FILE, VERDICT, decisions_folder, measured_file, verdicts_file
 from pipeline.data.curate.scope import Chunk, Scope
-from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.sorted_runs import DamagedResult
 from tests.data.curate.duplicates.made import bad_rule, make_passes, make_scope, removed, run_all
 from tests.data.curate.duplicates.test_passes import SETTINGS, family_texts
 
@@ -123,7 +123,7 @@ def test_damage_in_a_finished_curation(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"data\.curate\.against: .* is damaged") as error:
         run_all(later)
     # It is no file of this run, which may not remove it.
-    assert not isinstance(error.value, DamagedFile)
+    assert not isinstance(error.value, DamagedResult)
 
 
 def test_numbers_of_sources(tmp_path: Path) -> None:
