@@ -37,7 +37,7 @@ from pipeline.data.curate.duplicates.kinds import RUN_TYPES, Kind
 from pipeline.data.curate.duplicates.match import ROW_BYTES
 from pipeline.data.curate.duplicates.measure import DuplicateMeasurer
 from pipeline.data.curate.duplicates.passes import DuplicatePasses, members_of_a_job
-from pipeline.data.curate.duplicates.signer import make_signer, text_batch
+from pipeline.data.curate.duplicates.signatures.signer import make_signer, text_batch
 from pipeline.data.curate.files import MEASURES, measured_file
 from pipeline.data.curate.scope import Chunk, Scope
 from pipeline.data.work.sorted_runs import RunWriter, bucket_count, run_ranges
