@@ -1,4 +1,4 @@
-"""Signatures by compiled code, which reads the bytes of a text once."""
+"""Signatures by compiled code: one pass through the bytes of a text."""
 
 from __future__ import annotations
 
