@@ -16,8 +16,8 @@ from pipeline.common.hashing import file_hash
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig, TaskConfig
 from pipeline.data.curate.decontamination.items import KEY, PIECE, TASK_ITEMS, EvalItem, strings_of, write_items
-from pipeline.eval.lambada import read_passages
-from pipeline.eval.wikitext import read_pages
+from pipeline.eval.tasks.lambada import read_passages
+from pipeline.eval.tasks.wikitext import read_pages
 
 _ABOUT = "task_items.json"
 _VERSION = 1
@@ -109,7 +109,7 @@ def _harness_items(config: Config, name: str) -> Iterator[EvalItem]:
     """Documents of a task, or of all tasks of a group or tag."""
     own = config.eval.harness
     harness = HarnessConfig(tasks=[name], include_path=None if own is None else own.include_path)
-    from pipeline.eval.harness import load_harness_tasks
+    from pipeline.eval.tasks.harness import load_harness_tasks
 
     try:
         loaded = load_harness_tasks(harness)

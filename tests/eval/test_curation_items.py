@@ -17,7 +17,7 @@ from pipeline.data.curate.decontamination.items import PIECE, EvalItem, read_ite
 from pipeline.data.curate.decontamination.matching import open_matcher, texts_batch
 from pipeline.eval import curation_items
 from pipeline.eval.curation_items import write_task_items
-from pipeline.eval.wikitext import read_pages
+from pipeline.eval.tasks.wikitext import read_pages
 from tests import tiny
 from tests.eval import small
 
