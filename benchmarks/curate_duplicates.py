@@ -37,7 +37,7 @@ from pipeline.data.curate.duplicates.kinds import RUN_TYPES, Kind
 from pipeline.data.curate.duplicates.match import ROW_BYTES
 from pipeline.data.curate.duplicates.measure import DuplicateMeasurer
 from pipeline.data.curate.duplicates.passes import DuplicatePasses, members_of_a_job
-from pipeline.data.curate.duplicates.signer import make_signer, text_batch
+from pipeline.data.curate.duplicates.signatures.signer import make_signer, text_batch
 from pipeline.data.curate.files import MEASURES, measured_file
 from pipeline.data.curate.scope import Chunk, Scope
 from pipeline.data.work.sorted_runs import RunWriter, bucket_count, run_ranges
@@ -242,9 +242,7 @@ def layout(options: argparse.Namespace) -> None:
     near = settings.near
     assert near is not None
     rows: dict[Kind, int] = {"exact": documents, "bands": documents * near.bands}
-    print(
-        f"{documents:.3g} documents in {counted(chunks, 'chunk')}, bucket_bytes {bucket_bytes:,}, edges of {share:.0%}"
-    )
+    print(f"{documents:.3g} documents in {counted(chunks, 'chunk')}, bucket_bytes {bucket_bytes:,}")
     form = "{:<8}{:>10}{:>14}{:>16}{:>16}{:>14}{:>12}"
     print(form.format("kind", "jobs", "rows per job", "memory per job", "bytes per read", "sections/run", "in total"))
     for kind, count in rows.items():
@@ -266,9 +264,7 @@ def layout(options: argparse.Namespace) -> None:
     vertices = int(documents * share)
     edges = vertices * near.bands // 2 + vertices
     members = members_of_a_job(settings, bucket_bytes)
-    print(
-        f"join: {vertices:.3g} documents with edges, at most {edges:.3g} edges ({edges * EDGE.itemsize / 1e12:.2f} TB)"
-    )
+    print(f"join: {share:.0%} of documents have edges, at most {edges:.3g} ({edges * EDGE.itemsize / 1e12:.2f} TB)")
     print(f"  memory {vertices * vertex_bytes(['exact']) / 2**30:.0f} GiB, one process; at most 2^32 such documents")
     print(f"  members: {vertices * MEMBER.itemsize / 1e12:.2f} TB in {-(-vertices // members):,} files of {members:,}")
     print(f"choose: {-(-vertices // members):,} jobs, each below {bucket_bytes / 2**20:.0f} MiB")

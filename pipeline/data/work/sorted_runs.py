@@ -39,7 +39,7 @@ _CLOSING = struct.Struct("<QQ")  # the last entry of the directory: records, and
 _WRITE_BYTES = 2**22
 
 
-class DamagedFile(UserError):
+class DamagedResult(UserError):
     """A file of a pass does not have the bytes that were written. Whoever finds it may remove it, to be made again.
 
     Args:
@@ -56,6 +56,10 @@ class DamagedFile(UserError):
 
     def __str__(self) -> str:
         return f"{self.path} is damaged ({self.how}); pass {self.made_by!r} makes it again: run the same command again"
+
+
+DamagedFile = DamagedResult
+"""The name by which other parts import it."""
 
 
 def run_ranges(size: int) -> int:
@@ -204,7 +208,7 @@ class SectionFile:
         sections: number of sections.
 
     Raises:
-        DamagedFile: it is missing, cut, of another type or version, or its head is not as it was written.
+        DamagedResult: it is missing, cut, of another type or version, or its head is not as it was written.
     """
 
     def __init__(self, path: Path, dtype: npt.DTypeLike, made_by: str) -> None:
@@ -221,8 +225,8 @@ class SectionFile:
             self._file.close()
             raise
 
-    def _damaged(self, how: str) -> DamagedFile:
-        return DamagedFile(self.path, self._made_by, how)
+    def _damaged(self, how: str) -> DamagedResult:
+        return DamagedResult(self.path, self._made_by, how)
 
     def _read_head(self) -> None:
         kind = _type_bytes(self._dtype)
@@ -256,7 +260,7 @@ class SectionFile:
         """Records of sections [first, end).
 
         Raises:
-            DamagedFile: they are not as they were written.
+            DamagedResult: they are not as they were written.
         """
         entries = self._pread((end - first + 1) * _ENTRY.itemsize, self._directory + first * _ENTRY.itemsize)
         directory = np.frombuffer(entries, _ENTRY)
@@ -290,7 +294,7 @@ class RunFile(SectionFile):
             end: hash, at most 2^64.
 
         Raises:
-            DamagedFile: they are not as they were written.
+            DamagedResult: they are not as they were written.
         """
         low, high = first * self.sections // HASHES, -(-end * self.sections // HASHES)
         records = self.read_sections(low, high)

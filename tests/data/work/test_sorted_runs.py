@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.data.work.sorted_runs import (
     HASHES,
     MAX_RANGES,
-    DamagedFile,
+    DamagedResult,
     RunFile,
     RunWriter,
     SectionFile,
@@ -88,7 +88,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
         broken = bytearray(data)
         broken[place] ^= 1 << place % 8
         path.write_bytes(broken)
-        with pytest.raises(DamagedFile) as error, RunFile(path, ROW, "measure") as run:
+        with pytest.raises(DamagedResult) as error, RunFile(path, ROW, "measure") as run:
             run.read_range(0, HASHES)
         assert error.value.path == path
         assert "measure" in str(error.value)
@@ -100,15 +100,15 @@ def test_truncated_missing_and_other_files(tmp_path: Path) -> None:
     data = path.read_bytes()
     for size in range(len(data)):
         path.write_bytes(data[:size])
-        with pytest.raises(DamagedFile):
+        with pytest.raises(DamagedResult):
             RunFile(path, ROW, "measure")
     path.write_bytes(data + b"\0")
-    with pytest.raises(DamagedFile):
+    with pytest.raises(DamagedResult):
         RunFile(path, ROW, "measure")
     path.write_bytes(data)
-    with pytest.raises(DamagedFile):
+    with pytest.raises(DamagedResult):
         RunFile(path, [("hash", "<u8"), ("rest", "<u8"), ("line", "<u4")], "measure")
-    with pytest.raises(DamagedFile):
+    with pytest.raises(DamagedResult):
         RunFile(tmp_path / "none", ROW, "measure")
 
 

@@ -21,7 +21,7 @@ from pipeline.data.curate.duplicates.leaders import (
     MUST_LEAD,
     NEAR,
     URL,
-    Choice,
+    LeaderChoice,
     Members,
     choose_large,
     choose_small,
@@ -30,7 +30,7 @@ from pipeline.data.curate.duplicates.leaders import (
 from pipeline.data.curate.duplicates.rank import ABSENT, REMOVED, WINNER, rank_keys, read_ranks, read_rows
 from pipeline.data.curate.duplicates.signature import NO_VALUE, fewest_equal, signature_checks
 from pipeline.data.curate.jobs import Job
-from pipeline.data.work.sorted_runs import DamagedFile, write_sections
+from pipeline.data.work.sorted_runs import DamagedResult, write_sections
 from pipeline.data.work.worker_pool import Progress
 
 CHOOSE_VERSION = 1
@@ -88,7 +88,7 @@ class ChooseJob(Job):
         """Write the documents that go, ascending.
 
         Raises:
-            DamagedFile: a file is not as it was written.
+            DamagedResult: a file is not as it was written.
         """
         compared = read_compared(self.chunks)
         clusters = _Clusters(self, compared)
@@ -150,7 +150,7 @@ class _Clusters:
         }
         return decisions[np.argsort(decisions["document"], kind="stable")], counts
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> LeaderChoice:
         """Small clusters together, large ones in blocks."""
         settings = self._job.settings
         sizes = np.diff(self._bounds)
@@ -171,15 +171,9 @@ class _Clusters:
         signatures = np.full((len(places), values), NO_VALUE, np.uint32)
         if self._job.settings.bands:
             for chunk, inside, rows in self._compared.by_chunk(self._numbers[places]):
-                each = self._compared.chunks[chunk]
-                path = each.path(SIGNATURES)
-                shape = (each.chunk.records, values)
                 # Ascending rows are read in the order of the disk.
-                order = np.argsort(rows)
-                found = read_rows(path, "measure", np.dtype("<u4"), shape, rows[order])
-                if not np.array_equal(signature_checks(found), self._checks[places[inside[order]]]):
-                    raise DamagedFile(path, "measure", "a signature is not as it was written")
-                signatures[inside[order]] = found
+                where = inside[np.argsort(rows)]
+                signatures[where] = self._signatures(chunk, np.sort(rows), self._checks[places[where]])
         members = self._members[places]
         return Members(
             signatures,
@@ -189,7 +183,20 @@ class _Clusters:
             self._roles[places],
         )
 
-    def _largest(self, choice: Choice) -> list[list[int]]:
+    def _signatures(
+        self, chunk: int, rows: npt.NDArray[np.int64], checks: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.uint32]:
+        """Signatures of rows of a chunk, checked."""
+        each = self._compared.chunks[chunk]
+        path = each.path(SIGNATURES)
+        with each.reading():
+            shape = (each.chunk.records, self._job.settings.values)
+            found = read_rows(path, "measure", np.dtype("<u4"), shape, rows)
+            if not np.array_equal(signature_checks(found), checks):
+                raise DamagedResult(path, "measure", "a signature is not as it was written")
+        return found
+
+    def _largest(self, choice: LeaderChoice) -> list[list[int]]:
         """[documents, removed ones, document that wins] of the largest clusters."""
         sizes = np.diff(self._bounds)
         removed = np.add.reduceat(choice.rule != 0, self._bounds[:-1], dtype=np.int64) if len(sizes) else sizes
@@ -198,7 +205,7 @@ class _Clusters:
         return [[int(sizes[each]), int(removed[each]), int(first[each])] for each in order]
 
 
-def _put(total: Choice, where: npt.NDArray[np.int64], part: Choice, places: npt.NDArray[np.int64]) -> None:
+def _put(total: LeaderChoice, where: npt.NDArray[np.int64], part: LeaderChoice, places: npt.NDArray[np.int64]) -> None:
     """Put the outcome of some documents among those of all."""
     total.leader[where] = np.where(part.leader < 0, -1, places[part.leader]) if len(places) else part.leader
     total.rule[where] = part.rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -12,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common import storage
+from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.files import measured_file
 from pipeline.data.curate.scope import Chunk, document, documents
-from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.sorted_runs import DamagedResult
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,32 @@ class ComparedChunk:
         """Bytes of a measured file.
 
         Raises:
-            DamagedFile: it is missing.
+            DamagedResult: it is missing.
         """
         if name in self.chunk.sizes:
             return self.chunk.sizes[name]
         try:
             return self.path(name).stat().st_size
         except FileNotFoundError:
-            raise DamagedFile(self.path(name), "measure", "it is missing") from None
+            raise DamagedResult(self.path(name), "measure", "it is missing") from None
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read its files inside: what is damaged in a finished curation is not removed and made again from here.
+
+        Raises:
+            UserError: a file of a finished curation is damaged.
+            DamagedResult: one of the scope is.
+        """
+        try:
+            yield
+        except DamagedResult as error:
+            if self.verdicts is None:
+                raise
+            raise UserError(
+                f"data.curate.against: {error.path} is damaged ({error.how}); remove it and run `pipeline curate` "
+                f"again with the run file that wrote {self.chunk.curation}"
+            ) from None
 
     def numbers(self, rows: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
         """Documents of rows of the chunk."""
@@ -129,11 +149,11 @@ def read_compared(path: Path) -> Compared:
     """The list of chunks of a file of `write_compared`.
 
     Raises:
-        DamagedFile: it is not as it was written.
+        DamagedResult: it is not as it was written.
     """
     value = storage.find_json(path, "names", "own", "chunks")
     if value is None or value_hash(value) != path.stem:
-        raise DamagedFile(path, "match", "it is missing, or not as it was written")
+        raise DamagedResult(path, "match", "it is missing, or not as it was written")
     chunks = []
     for row in value["chunks"]:
         verdicts = row.pop("verdicts")

@@ -14,7 +14,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.curate.jobs import Job
 from pipeline.data.datasets.indexed import HashedFile
-from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.sorted_runs import DamagedResult
 
 EDGE = np.dtype([("document", "<u8"), ("first", "<u8")])
 """A document, and the first of a group that it is in; what `match` writes."""
@@ -39,15 +39,15 @@ class ResultFile:
         """All of its records, checked.
 
         Raises:
-            DamagedFile: it is not as it was written.
+            DamagedResult: it is not as it was written.
         """
         try:
             data = storage.read_bytes(self.path)
         except FileNotFoundError:
-            raise DamagedFile(self.path, self.made_by, "it is missing") from None
+            raise DamagedResult(self.path, self.made_by, "it is missing") from None
         found = xxhash.xxh3_64_intdigest(data)
         if len(data) != self.size or f"{found:016x}" != self.xxh3 or len(data) % dtype.itemsize:
-            raise DamagedFile(self.path, self.made_by, f"hash {found:016x} instead of {self.xxh3}")
+            raise DamagedResult(self.path, self.made_by, f"hash {found:016x} instead of {self.xxh3}")
         return np.frombuffer(data, dtype)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pipeline.common.errors import MachineError
 from pipeline.common.hashing import value_hash
-from pipeline.data.curate.duplicates.components import make_components
+from pipeline.data.curate.duplicates.components.vectorized import make_components
 from pipeline.data.curate.duplicates.files import EDGE, MEMBER, ResultFile, write_array
 from pipeline.data.curate.jobs import Job
 from pipeline.data.datasets.indexed import HashedFile
@@ -49,7 +49,7 @@ class JoinJob(Job):
         """Write the members of all components.
 
         Raises:
-            DamagedFile: a file of edges is not as it was written.
+            DamagedResult: a file of edges is not as it was written.
             MachineError: there are more than 2^32 documents with edges.
         """
         vertices = self._vertices(progress)

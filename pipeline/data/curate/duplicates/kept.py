@@ -31,7 +31,7 @@ def read_kept(folder: Path, place: int, records: int) -> npt.NDArray[np.bool_]:
     """Tell which rows of a chunk are kept documents, bool of shape (records,).
 
     Raises:
-        DamagedFile: the file is not as it was written.
+        DamagedResult: the file is not as it was written.
     """
     with SectionFile(kept_file(folder, place), _BITS, "kept") as file:
         bits = file.read_sections(0, 1)["bits"]
@@ -73,7 +73,7 @@ class KeptJob(Job):
         """Write the bits.
 
         Raises:
-            DamagedFile: a file is not as it was written.
+            DamagedResult: a file is not as it was written.
         """
         each = read_compared(self.chunks).chunks[self.place]
         kind = rank_type(self.keep)

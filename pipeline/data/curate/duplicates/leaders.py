@@ -48,7 +48,7 @@ class Members:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LeaderChoice:
     """Outcome for each document.
 
     Attributes:
@@ -62,15 +62,15 @@ class Choice:
     equal: npt.NDArray[np.uint16]
 
 
-def empty_choice(documents: int) -> Choice:
+def empty_choice(documents: int) -> LeaderChoice:
     """All stay."""
-    return Choice(np.full(documents, -1, np.int64), np.zeros(documents, np.uint8), np.zeros(documents, np.uint16))
+    return LeaderChoice(np.full(documents, -1, np.int64), np.zeros(documents, np.uint8), np.zeros(documents, np.uint16))
 
 
 class ChooseSmall(Protocol):
     """Chooses in many clusters."""
 
-    def __call__(self, members: Members, bounds: Places, bands: int, fewest: int) -> Choice:
+    def __call__(self, members: Members, bounds: Places, bands: int, fewest: int) -> LeaderChoice:
         """Choose.
 
         Args:
@@ -90,7 +90,7 @@ def choose_small(engine: Literal["numba", "python"]) -> ChooseSmall:
     return choose_numpy
 
 
-def choose_numpy(members: Members, bounds: Places, bands: int, fewest: int) -> Choice:
+def choose_numpy(members: Members, bounds: Places, bands: int, fewest: int) -> LeaderChoice:
     """Compare each document with all kept ones of its cluster."""
     choice = empty_choice(len(members))
     for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -103,7 +103,7 @@ def choose_numpy(members: Members, bounds: Places, bands: int, fewest: int) -> C
     return choice
 
 
-def _decide(members: Members, place: int, kept: Places, bands: int, fewest: int, choice: Choice) -> None:
+def _decide(members: Members, place: int, kept: Places, bands: int, fewest: int, choice: LeaderChoice) -> None:
     for rule, ids in ((EXACT, members.exact), (URL, members.url)):
         same = np.flatnonzero(ids[kept] == ids[place])
         if len(same):
@@ -148,7 +148,7 @@ class LargeCluster:
     _leaders: list[int] = field(default_factory=list)
     _signatures: Signatures = field(default_factory=lambda: np.zeros((0, 0), np.uint32))
 
-    def add(self, block: Members) -> Choice:
+    def add(self, block: Members) -> LeaderChoice:
         """Choose among the next documents; places of leaders are those in the whole cluster."""
         choice = empty_choice(len(block))
         hashes = band_hashes(block.signatures, self.bands).tolist() if self.bands else []
@@ -161,7 +161,7 @@ class LargeCluster:
         self._before += len(block)
         return choice
 
-    def _goes(self, block: Members, place: int, exact: int, url: int, bands: list[int], choice: Choice) -> bool:
+    def _goes(self, block: Members, place: int, exact: int, url: int, bands: list[int], choice: LeaderChoice) -> bool:
         for rule, value, table in ((EXACT, exact, self._exact), (URL, url, self._url)):
             if value in table:
                 choice.leader[place], choice.rule[place] = table[value], rule
@@ -195,7 +195,7 @@ class LargeCluster:
             self._by_band.setdefault(band, []).append(slot)
 
 
-def choose_large(blocks: Iterable[Members], bands: int, fewest: int) -> Choice:
+def choose_large(blocks: Iterable[Members], bands: int, fewest: int) -> LeaderChoice:
     """Choose in one cluster.
 
     Args:
@@ -205,7 +205,7 @@ def choose_large(blocks: Iterable[Members], bands: int, fewest: int) -> Choice:
     """
     cluster = LargeCluster(bands, fewest)
     parts = [cluster.add(block) for block in blocks]
-    return Choice(
+    return LeaderChoice(
         np.concatenate([part.leader for part in parts]),
         np.concatenate([part.rule for part in parts]),
         np.concatenate([part.equal for part in parts]),

@@ -14,7 +14,7 @@ from pipeline.data.curate.duplicates.leaders import (
     MUST_LEAD,
     NEAR,
     URL,
-    Choice,
+    LeaderChoice,
     Members,
     empty_choice,
 )
@@ -95,7 +95,7 @@ def _choose(
                 count += 1
 
 
-def choose_compiled(members: Members, bounds: npt.NDArray[np.int64], bands: int, fewest: int) -> Choice:
+def choose_compiled(members: Members, bounds: npt.NDArray[np.int64], bands: int, fewest: int) -> LeaderChoice:
     """Compare each document with all kept ones of its cluster; arguments are those of `ChooseSmall`."""
     choice = empty_choice(len(members))
     ids = members.exact, members.url

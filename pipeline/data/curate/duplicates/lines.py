@@ -62,11 +62,11 @@ class LinesJob(Job):
         """Write the lines that go.
 
         Raises:
-            DamagedFile: a file is not as it was written.
+            DamagedResult: a file is not as it was written.
         """
         first, end = bucket_range(self.bucket, self.buckets)
         compared = read_compared(self.chunks)
-        hashes, lines, bounds = self._gather(compared, first, end)
+        hashes, lines, bounds = self._gather(compared, first, end, progress)
         progress(self.bytes // 2)
         order, begins = group_order(first, end, hashes)
         starts, sizes = group_sizes(begins)
@@ -95,7 +95,7 @@ class LinesJob(Job):
         return receipt
 
     def _gather(
-        self, compared: Compared, first: int, end: int
+        self, compared: Compared, first: int, end: int, progress: Progress
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[Any], npt.NDArray[np.int64]]:
         """Lines of kept documents: (hashes, of type `LINE`, places where those of each chunk begin)."""
         hashes, lines, counts = [np.zeros(0, np.uint64)], [np.zeros(0, LINE)], [0]
@@ -108,6 +108,7 @@ class LinesJob(Job):
             hashes.append(np.ascontiguousarray(records["hash"]))
             lines.append(found)
             counts.append(len(records))
+            progress(0)  # a sign of life
         return np.concatenate(hashes), np.concatenate(lines), np.cumsum(counts)
 
     def _first(

@@ -44,10 +44,10 @@ class MatchJob(Job):
         """Write the edges, sorted, each once.
 
         Raises:
-            DamagedFile: a run is not as it was written.
+            DamagedResult: a run is not as it was written.
         """
         first, end = bucket_range(self.bucket, self.buckets)
-        hashes, rest, numbers = gather(read_compared(self.chunks), self.kind, first, end)
+        hashes, rest, numbers = gather(read_compared(self.chunks), self.kind, first, end, progress)
         progress(self.bytes // 2)
         order, begins = group_order(first, end, hashes, rest)
         rows = len(hashes)
@@ -74,7 +74,7 @@ class MatchJob(Job):
 
 
 def gather(
-    compared: Compared, kind: Kind, first: int, end: int
+    compared: Compared, kind: Kind, first: int, end: int, progress: Progress
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64] | None, npt.NDArray[np.uint64]]:
     """Rows of a range of hashes of all chunks: (hash, its other half if it has one, document).
 
@@ -82,12 +82,13 @@ def gather(
     """
     hashes, rest, numbers = [], [], []
     for each in compared.chunks:
-        with RunFile(each.path(kind), RUN_TYPES[kind], "measure") as run:
+        with each.reading(), RunFile(each.path(kind), RUN_TYPES[kind], "measure") as run:
             records = run.read_range(first, end)
         hashes.append(np.ascontiguousarray(records["hash"]))
         numbers.append(each.numbers(records["row"]))
         if kind in ("exact", "url"):
             rest.append(np.ascontiguousarray(records["rest"]))
+        progress(0)  # a sign of life
     none = np.zeros(0, np.uint64)
     return np.concatenate([none, *hashes]), np.concatenate(rest) if rest else None, np.concatenate([none, *numbers])
 

@@ -22,7 +22,7 @@ from pipeline.data.curate.duplicates.signature import (
     has_signature,
     signature_checks,
 )
-from pipeline.data.curate.duplicates.signer import Signer, make_signer
+from pipeline.data.curate.duplicates.signatures.signer import Signer, make_signer
 from pipeline.data.curate.duplicates.urls import URL_VERSION, normalize_url
 
 _SHORT_BYTES = 2**16

@@ -117,7 +117,7 @@ class DuplicatePasses:
         A document that a rule removes may be among them: then both are reasons.
 
         Raises:
-            DamagedFile: a file of `choose` is not as it was written.
+            DamagedResult: a file of `choose` is not as it was written.
         """
         if "choose" not in self.names or not chunk.records:
             return np.zeros(0, CHOSEN)
@@ -135,7 +135,7 @@ class DuplicatePasses:
         """Lines of kept documents of a chunk that go, of type `LINE`, ascending; after `lines`.
 
         Raises:
-            DamagedFile: a file of `lines` is not as it was written.
+            DamagedResult: a file of `lines` is not as it was written.
         """
         if "lines" not in self.names or not chunk.records:
             return np.zeros(0, LINE)

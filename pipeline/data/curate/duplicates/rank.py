@@ -20,7 +20,7 @@ from pipeline.data.curate.jobs import Job
 from pipeline.data.curate.rules.base import Rule
 from pipeline.data.curate.scope import Chunk
 from pipeline.data.datasets.indexed import numbered
-from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.sorted_runs import DamagedResult
 from pipeline.data.work.worker_pool import Progress
 
 RANK_VERSION = 1
@@ -75,7 +75,7 @@ class RankJob(Job):
         """Write a record per row.
 
         Raises:
-            DamagedFile: a file of the chunk is not as it was written.
+            DamagedResult: a file of the chunk is not as it was written.
         """
         compared = read_compared(self.chunks)
         each = compared.chunks[self.place]
@@ -87,7 +87,8 @@ class RankJob(Job):
                 if name != "state":
                     ranks[name] = table[name]
         else:
-            self._of_verdicts(each, each.verdicts, ranks)
+            with each.reading():
+                self._of_verdicts(each, each.verdicts, ranks)
         ranks["check"] = row_checks(ranks)
         name = str(rank_file(self.folder, self.place).relative_to(self.folder))
         with write_array(self.folder / name, ranks) as file:
@@ -125,7 +126,7 @@ def read_ranks(
     """Ranks of documents, wherever they are; each record is checked.
 
     Raises:
-        DamagedFile: one is not as it was written.
+        DamagedResult: one is not as it was written.
     """
     kind = rank_type(keep)
     found = np.zeros(len(numbers), kind)
@@ -133,7 +134,7 @@ def read_ranks(
         path = rank_file(folder, place)
         records = read_rows(path, "rank", kind, (compared.chunks[place].chunk.records,), rows)
         if not np.array_equal(records["check"], row_checks(records)):
-            raise DamagedFile(path, "rank", "a record is not as it was written")
+            raise DamagedResult(path, "rank", "a record is not as it was written")
         found[inside] = records
     return found
 
@@ -144,15 +145,15 @@ def read_rows(
     """Some rows of an array on disk.
 
     Raises:
-        DamagedFile: it is missing or has another size.
+        DamagedResult: it is missing or has another size.
     """
     wanted = int(np.prod(shape)) * kind.itemsize
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise DamagedFile(path, made_by, "it is missing") from None
+        raise DamagedResult(path, made_by, "it is missing") from None
     if size != wanted:
-        raise DamagedFile(path, made_by, f"{size} bytes instead of {wanted}")
+        raise DamagedResult(path, made_by, f"{size} bytes instead of {wanted}")
     return np.array(np.memmap(path, kind, "r", shape=shape)[rows])
 
 

@@ -1,4 +1,4 @@
-"""MinHash signatures: their definition, in plain Python. `signature_numpy` and `signature_numba` give the same values.
+"""MinHash signatures: their definition, in plain Python. The engines in `signatures` give the same values.
 
 A definition of our own, for signatures are kept and compared with those of later years:
 

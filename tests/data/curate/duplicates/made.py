@@ -18,7 +18,7 @@ from pipeline.data.curate.batch import Batch
 from pipeline.data.curate.duplicates.against import FinishedCuration
 from pipeline.data.curate.duplicates.measure import DuplicateMeasurer
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
-from pipeline.data.curate.duplicates.signer import text_batch
+from pipeline.data.curate.duplicates.signatures.signer import text_batch
 from pipeline.data.curate.files import MEASURES, measured_file
 from pipeline.data.curate.rules.base import Ratio, Rule
 from pipeline.data.curate.scope import Chunk, Scope

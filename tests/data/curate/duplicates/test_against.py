@@ -17,6 +17,7 @@ from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
 from pipeline.data.curate.files import CURATION_FILE, VERDICT, decisions_folder, measured_file, verdicts_file
 from pipeline.data.curate.scope import Chunk, Scope
+from pipeline.data.work.sorted_runs import DamagedResult
 from tests.data.curate.duplicates.made import bad_rule, make_passes, make_scope, removed, run_all
 from tests.data.curate.duplicates.test_passes import SETTINGS, family_texts
 
@@ -107,6 +108,22 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     measured_file(folder, chunk.unit, chunk.chunk, "bands").unlink()
     with pytest.raises(UserError, match="bands is missing"):
         _read(folder, chunks)
+
+
+@pytest.mark.parametrize("name", ["bands", "signatures", "verdicts"])
+def test_damage_in_a_finished_curation(tmp_path: Path, name: str) -> None:
+    texts = family_texts(1, 20)
+    passes, chunks = _old(tmp_path / "alone", texts, [])
+    curation = _read(_finish(passes), chunks)
+    each = curation.chunks[0]
+    path = each.verdicts if name == "verdicts" else each.path(name)
+    assert path is not None
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    later = make_passes(make_scope(tmp_path / "later", {"new": texts}, SETTINGS), SETTINGS, against=(curation,))
+    with pytest.raises(UserError, match=r"data\.curate\.against: .* is damaged") as error:
+        run_all(later)
+    # It is no file of this run, which may not remove it.
+    assert not isinstance(error.value, DamagedResult)
 
 
 def test_numbers_of_sources(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pipeline.config.curate import DuplicatesConfig, LinesConfig, NearConfig
 from pipeline.data.curate.duplicates.kinds import SIGNATURES
 from pipeline.data.curate.duplicates.passes import DuplicatePasses, PassName
 from pipeline.data.curate.files import measured_file
-from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.sorted_runs import DamagedResult
 from tests.data.curate.duplicates.made import make_passes, make_scope, run_all, without_receipts
 from tests.data.curate.duplicates.test_passes import family_texts
 
@@ -60,7 +60,7 @@ def test_flipped_bytes_in_results(tmp_path: Path) -> None:
         for each in order[reader:]:
             for receipt in receipts[each]:
                 receipt.unlink()
-        with pytest.raises(DamagedFile) as error:
+        with pytest.raises(DamagedResult) as error:
             run_all(make_passes(passes.scope, SETTINGS))
             _read_all(make_passes(passes.scope, SETTINGS))
             raise AssertionError(f"{name} is read as it is")
@@ -87,7 +87,7 @@ def test_damaged_measures(tmp_path: Path, name: str, way: str) -> None:
         path.write_bytes(data[:-1])
     else:
         path.unlink()
-    with pytest.raises(DamagedFile) as error:
+    with pytest.raises(DamagedResult) as error:
         run_all(passes)
     assert error.value.path == path
     assert error.value.made_by == "measure"

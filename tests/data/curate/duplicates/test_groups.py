@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.curate.duplicates.components import make_components
+from pipeline.data.curate.duplicates.components.vectorized import make_components
 from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.work.sorted_runs import bucket_range
 

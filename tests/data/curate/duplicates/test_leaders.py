@@ -14,7 +14,7 @@ from pipeline.data.curate.duplicates.leaders import (
     EXACT,
     MUST_LEAD,
     NEAR,
-    Choice,
+    LeaderChoice,
     Members,
     choose_large,
     choose_small,
@@ -41,7 +41,7 @@ def _members(seed: int, count: int) -> Members:
     return Members(signatures, signed, exact, url, roles)
 
 
-def _lists(choice: Choice) -> list[list[int]]:
+def _lists(choice: LeaderChoice) -> list[list[int]]:
     return [choice.leader.tolist(), choice.rule.tolist(), choice.equal.tolist()]
 
 

@@ -197,3 +197,16 @@ def test_templates_that_resemble_nothing_kept_stay(tmp_path: Path) -> None:
     assert by_components > 150
     assert len(gone) < by_components / 3
     assert all(value >= 0.7 for _, _, value in gone.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_kept_stays(tmp_path: Path, seed: int) -> None:
+    texts = family_texts(seed + 20, 60)
+    passes = make_passes(make_scope(tmp_path / "first", {"web": texts}, SETTINGS), SETTINGS)
+    run_all(passes)
+    gone = removed(passes)
+    assert gone
+    left = [text for row, text in enumerate(texts) if ("web", row) not in gone]
+    again = make_passes(make_scope(tmp_path / "again", {"web": left}, SETTINGS, chunks=2), SETTINGS, seed=7)
+    run_all(again)
+    assert not removed(again)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pipeline.common.errors import MachineError
 from pipeline.data.curate.batch import Batch
 from pipeline.data.curate.duplicates.signature import reference_signature
-from pipeline.data.curate.duplicates.signature_numpy import NumpySigner
+from pipeline.data.curate.duplicates.signatures.numpy_engine import NumpySigner
 
 _HARD = (
     "", " ", "word", "!?…", "a b c d e", "One two, three\tfour\nfive six", "x" * 300, "don't STOP_now 12:30 ٣٤٥ Ⅷ ½",
@@ -44,7 +44,7 @@ def make_signer(engine: Literal["numba", "python"], size: int, values: int) -> S
     """
     signer: Signer
     if engine == "numba":
-        from pipeline.data.curate.duplicates.signature_numba import NumbaSigner
+        from pipeline.data.curate.duplicates.signatures.numba_engine import NumbaSigner
 
         signer = NumbaSigner(size, values)
     else:

@@ -23,7 +23,7 @@ class Components(Protocol):
 def make_components(engine: Literal["numba", "python"], vertices: int) -> Components:
     """Components without edges; 4 bytes for each vertex. `python` is NumPy."""
     if engine == "numba":
-        from pipeline.data.curate.duplicates.components_numba import NumbaComponents
+        from pipeline.data.curate.duplicates.components.compiled import NumbaComponents
 
         return NumbaComponents(vertices)
     return NumpyComponents(vertices)

@@ -10,7 +10,15 @@ import numpy.typing as npt
 from pipeline.common.hashing import mix
 from pipeline.data.curate.batch import Batch
 from pipeline.data.curate.duplicates.normalize import split_words
-from pipeline.data.curate.duplicates.signature import LETTER, NO_VALUE, PLACE, SHINGLE, WORD, permutations, powers
+from pipeline.data.curate.duplicates.signature import (
+    LETTER,
+    NO_VALUE,
+    PLACE,
+    SHINGLE,
+    WORD,
+    permutations,
+    powers,
+)
 
 _BLOCK_BYTES = 2**16
 """Text of a block, unless one document has more."""

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.common.errors import MachineError
-from pipeline.data.curate.duplicates import signature_numpy, signer
 from pipeline.data.curate.duplicates.normalize import folding_table, normalized, split_words, words
 from pipeline.data.curate.duplicates.signature import (
     NO_VALUE,
@@ -24,8 +23,9 @@ from pipeline.data.curate.duplicates.signature import (
     reference_signature,
     signature_checks,
 )
-from pipeline.data.curate.duplicates.signature_numpy import NumpySigner
-from pipeline.data.curate.duplicates.signer import Signer, make_signer, text_batch
+from pipeline.data.curate.duplicates.signatures import numpy_engine, signer
+from pipeline.data.curate.duplicates.signatures.numpy_engine import NumpySigner
+from pipeline.data.curate.duplicates.signatures.signer import Signer, make_signer, text_batch
 from pipeline.data.tokenization.hard_texts import hard_texts
 from tests.data.curate.duplicates.made import jaccard, near_copy
 from tests.data.curate.duplicates.made import words as made_words
@@ -104,8 +104,8 @@ def test_blocks_of_texts_and_of_shingles(monkeypatch: pytest.MonkeyPatch) -> Non
     texts = [" ".join(made_words(rng, int(count))) for count in rng.integers(0, 300, 40)]
     expected = np.array([reference_signature(text, 3, 6) for text in texts], np.uint32)
     for block_bytes, shingles in ((1, 1), (100, 7), (5000, 64), (2**20, 2**20)):
-        monkeypatch.setattr(signature_numpy, "_BLOCK_BYTES", block_bytes)
-        monkeypatch.setattr(signature_numpy, "_BLOCK_SHINGLES", shingles)
+        monkeypatch.setattr(numpy_engine, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(numpy_engine, "_BLOCK_SHINGLES", shingles)
         assert np.array_equal(NumpySigner(3, 6).sign(text_batch(texts)), expected)
 
 
