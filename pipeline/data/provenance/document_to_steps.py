@@ -16,6 +16,7 @@ from pipeline.common.format import counted, numbered
 from pipeline.data.datasets.manifest import datasets_below, read_manifest
 from pipeline.data.order.segments import Segment
 from pipeline.data.order.windows import Windows
+from pipeline.data.provenance.adopted_location import AdoptedOrigins
 from pipeline.data.provenance.document_search import documents_of_record, documents_with_id, hash_of_id
 from pipeline.data.provenance.run import (
     DocumentInfo,
@@ -28,7 +29,7 @@ from pipeline.data.provenance.run import (
     targets_in,
     unknown_origins,
 )
-from pipeline.data.provenance.source_location import AdoptedOrigins, Key, Origins
+from pipeline.data.provenance.source_location import Key, Origins
 from pipeline.data.provenance.why_removed import removed_note
 
 _ROW = re.compile(r"(?P<file>.*?)(?::\s*(?:row|document|line)?\s*(?P<number>[0-9]{1,18}))?", re.DOTALL)

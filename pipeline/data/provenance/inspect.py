@@ -14,8 +14,8 @@ from pipeline.common.console import Console, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR, datasets_below
+from pipeline.data.provenance.adopted_location import open_origins
 from pipeline.data.provenance.run import shortened
-from pipeline.data.provenance.source_location import open_origins
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 

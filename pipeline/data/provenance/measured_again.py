@@ -15,6 +15,7 @@ from pipeline.common import storage
 from pipeline.config.root import Config
 from pipeline.data.curate.batch import Batch
 from pipeline.data.curate.chunk_writer import DOCUMENT, EMPTY_DOCUMENT
+from pipeline.data.curate.duplicates.signature import shingle_hashes
 from pipeline.data.curate.files import MEASURES, measured_file
 from pipeline.data.curate.measurers import Measuring, measure_settings
 from pipeline.data.curate.rules.base import Rule
@@ -110,6 +111,14 @@ class Remeasurer:
     def clean(self, text: str) -> str:
         """The text as it is measured, and as preprocess reads it."""
         return self._measuring.cleaner.clean(text)
+
+    def jaccard(self, one: str, other: str) -> float | None:
+        """Jaccard similarity of two edited texts by their shingles, counted and not estimated; None without `near`."""
+        near = self._curate.duplicates.near
+        if near is None:
+            return None
+        left, right = (set(shingle_hashes(text, near.words)) for text in (one, other))
+        return len(left & right) / len(left | right) if left or right else None
 
     def measure(self, documents: Sequence[Document]) -> Measured:
         """Measure documents."""

@@ -30,8 +30,9 @@ from pipeline.data.order.run_length import RunLength, run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Skip
 from pipeline.data.order.windows import Span, Windows, windows_of
+from pipeline.data.provenance.adopted_location import AdoptedOrigins, open_origins
 from pipeline.data.provenance.document_search import hash_of_id
-from pipeline.data.provenance.source_location import AdoptedOrigins, Origin, Origins, open_origins
+from pipeline.data.provenance.source_location import Origin, Origins
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 

@@ -22,7 +22,6 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import PLAN_FILE, rejected_path
-from pipeline.data.datasets.indexed import part_files, part_prefix
 from pipeline.data.datasets.manifest import PLAN_KEYS, REPAIR, Manifest
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import File
@@ -91,6 +90,8 @@ class Origins:
         self._receipts = lru_cache(maxsize=None)(self._receipts_of)
         self._stretches = lru_cache(maxsize=None)(self._stretches_of)
         self._places = lru_cache(maxsize=None)(self._places_of)
+        # A unit of small files has many pieces, and each of its files is a stretch.
+        self._unit = lru_cache(maxsize=2)(self._unit_of)
 
     def places(
         self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
@@ -291,7 +292,7 @@ class Origins:
         absolute = os.path.abspath(os.path.expanduser(text))
         ends = ends or [number for number, (_, path, _) in enumerate(files) if path == absolute]
         if not ends:
-            shown = _some([path for _, path, _ in files])
+            shown = some_of([path for _, path, _ in files])
             raise UserError(f"--row: {text} is not one of the files that {self.folder} was made from: {shown}")
         if len(ends) > 1:
             raise UserError(f"--row: {text} may be {' or '.join(files[n][1] for n in ends[:_SHOWN])}; name one of them")
@@ -387,10 +388,13 @@ class Origins:
         file = self._file(self._file_of(stretch))
         if not self._reader.is_remote and (now := os.stat(file.path).st_size) != file.size:
             raise UserError(f"{file.path} has changed: it had {file.size:,} bytes when it was read first, now {now:,}")
-        cut = self._plan["units"][stretch.unit]
+        yield from itertools.islice(UnitReader(self._unit(stretch.unit), self._reader, stretch.start), stretch.records)
+
+    def _unit_of(self, number: int) -> Unit:
+        """A unit as the plan cuts it."""
+        cut = self._plan["units"][number]
         pieces = tuple(Piece(self._file(file), start, end) for file, start, end in cut)
-        unit = Unit(stretch.unit, self._plan["settings"]["name"], pieces)
-        yield from itertools.islice(UnitReader(unit, self._reader, stretch.start), stretch.records)
+        return Unit(number, self._plan["settings"]["name"], pieces)
 
     def _read(self, stretch: _Stretch, rows: set[int]) -> dict[int, Document]:
         """Records of a stretch by row, without their texts."""
@@ -412,67 +416,5 @@ class Origins:
         return None if first is None or document.line is None else first - stretch.start[2] + document.line + 1
 
 
-class AdoptedOrigins:
-    """The places of documents of .bin/.idx files that were adopted.
-
-    Args:
-        folder: of the dataset.
-        manifest: of it.
-    """
-
-    id_key = None
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
-        self._names: list[str] = manifest.settings["adopted"]
-
-    def places(
-        self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
-    ) -> dict[Key, Origin]:
-        """Prefix of the .bin and .idx, and the document's number in it."""
-        return {
-            (unit, row): Origin(self._prefix(unit), "document", row, id=f"{self._names[unit]}#{row}")
-            for unit, row in keys
-        }
-
-    def find(self, file: str, number: int | None) -> Key:
-        """The document at a place.
-
-        Raises:
-            UserError: no such file was adopted.
-        """
-        name = file.removesuffix(".bin").removesuffix(".idx")
-        found = [unit for unit, own in enumerate(self._names) if name in (own, self._prefix(unit))]
-        if len(found) != 1:
-            raise UserError(f"--row: {file} is not one of the files that {self._folder} adopted: {_some(self._names)}")
-        if number is None:
-            raise UserError(f"--row: say which document of {file}, as in {file}:7; they are counted from 0")
-        return found[0], number
-
-    def rejected(self, key: Key) -> str | None:
-        """None: what was adopted has no rejected records."""
-        return None
-
-    def _prefix(self, unit: int) -> str:
-        path = part_files(part_prefix(self._folder, unit))[0]
-        return str(path.resolve().with_suffix("")) if path.is_symlink() else self._names[unit]
-
-
-def open_origins(folder: Path, manifest: Manifest) -> Origins | AdoptedOrigins | None:
-    """Origins of the documents of a dataset; None if nothing beside it says so.
-
-    Args:
-        folder: of the dataset.
-        manifest: of it.
-    """
-    if "adopted" in manifest.settings:
-        return AdoptedOrigins(folder, manifest)
-    try:
-        origins = Origins(folder.parent)
-        return origins if origins.is_of(manifest) else None
-    except (FileNotFoundError, UserError):
-        return None
-
-
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")

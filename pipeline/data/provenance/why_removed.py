@@ -150,7 +150,7 @@ class CurationView:
         rejected = self._origins.rejected(key) or "the record is rejected" if verdict.is_rejected else None
         document = self._read(self._origins, key)
         measured = self._measured(document) if document is not None and rejected is None and verify else None
-        kept = self._kept(verdict.kept, text=text)
+        kept = self._kept(verdict.kept, measured, text=text)
         fired, values = self._fired(key, verdict, measured)
         return Why(
             source=self._source,
@@ -243,7 +243,7 @@ class CurationView:
         number = int(table["language"][0])
         return (labels[number] if number < len(labels) else "unknown", int(table["language_score"][0]) / 65535)
 
-    def _kept(self, number: int, *, text: bool) -> KeptDocument | None:
+    def _kept(self, number: int, measured: Measured | None, *, text: bool) -> KeptDocument | None:
         """The document that stays for a duplicate."""
         if number == NOBODY:
             return None
@@ -251,6 +251,10 @@ class CurationView:
         name = self._curation.about["sources"][source]
         origins = Origins(self._folder_of(name))
         document = self._read(origins, (unit, row))
+        edited = None if document is None else self._again.clean(document.text)
+        jaccard = None
+        if measured is not None and edited is not None:
+            jaccard = self._again.jaccard(measured.texts[0], edited)
         return KeptDocument(
             source=name,
             unit=unit,
@@ -258,7 +262,8 @@ class CurationView:
             origin=origins.places([(unit, row)])[unit, row],
             id=document.id if document is not None else None,
             document=document,
-            text=self._again.clean(document.text) if text and document is not None else None,
+            text=edited if text else None,
+            jaccard=jaccard,
         )
 
     def _folder_of(self, name: str) -> Path:

@@ -86,6 +86,7 @@ class KeptDocument:
     Attributes:
         document: None if it could not be read.
         text: as it was measured; None if it was not asked for.
+        jaccard: similarity to the removed one, counted from both texts; None if it was not asked for.
     """
 
     source: str
@@ -95,6 +96,7 @@ class KeptDocument:
     id: str | None
     document: Document | None
     text: str | None
+    jaccard: float | None
 
     def __str__(self) -> str:
         id = f", id {printable(self.id)}" if self.id is not None else ""
@@ -104,6 +106,7 @@ class KeptDocument:
     def json(self) -> dict[str, Any]:
         """For programs."""
         about = {"source": self.source, "unit": self.unit, "row": self.row, "id": self.id, "text": self.text}
+        about["jaccard"] = self.jaccard
         return about | _place(self.origin)
 
 
@@ -273,6 +276,8 @@ class Why:
         yield from (f"score of {name.split('.')[1]}: {value:.4f}" for name, value in self.scores.items())
         if self.kept is not None:
             yield f"kept instead: {self.kept}"
+            if self.kept.jaccard is not None:
+                yield f"  Jaccard similarity to it, counted from both texts: {self.kept.jaccard:.4f}"
         if self.members is not None:
             yield f"cluster: {counted(len(self.members), 'document')} removed for the kept one"
             yield from (f"  {line}" for line in _some([str(each) for each in self.members]))

@@ -20,9 +20,10 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR
 from pipeline.data.datasets.merge import merge
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.provenance.adopted_location import open_origins
 from pipeline.data.provenance.document_search import documents_of_record, documents_with_id, hash_of_id
 from pipeline.data.provenance.inspect import inspect
-from pipeline.data.provenance.source_location import Origin, Origins, open_origins
+from pipeline.data.provenance.source_location import Origin, Origins
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.data import mixed
 from tests.data.runs import make_config

@@ -16,6 +16,9 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.root import Config
 from pipeline.data.curate.stage import curate
+from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.provenance.document_to_steps import when
+from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.why_removed import CurationView, removed_note, why
 from pipeline.data.provenance.why_show import Edits, FiredRule, Why
 from tests.data.provenance.curated import curated_config, records
@@ -93,6 +96,11 @@ def test_a_duplicate_names_the_kept_document(curated: Config) -> None:
     near = ask(curated, "near", text=True)
     assert near.kept is not None and near.kept.id == "long-5" and near.first is not None
     assert 0.7 <= near.first.value < 1
+    # Shingles of the two texts, which have no marks but full stops: counted with sets of words.
+    texts = [re.findall("[a-z]+", str(each).lower()) for each in (near.text, near.kept.text)]
+    one, two = ({tuple(words[at : at + 5]) for at in range(len(words) - 4)} for words in texts)
+    assert near.kept.jaccard == pytest.approx(len(one & two) / len(one | two))
+    assert abs(near.kept.jaccard - near.first.value) < 0.15
     assert ask(curated, f"{near.kept.unit}:{near.kept.row}").state == "kept"
     assert any(check.name == "duplicates.near" for check in near.checks)
     shown = "\n".join(near.lines())
@@ -236,6 +244,22 @@ def test_a_note_for_other_questions(curated: Config) -> None:
     kept = ask(curated, "good-1")
     assert removed_note(curated.data_dir, "web", (kept.unit, kept.row)) == ""
     assert removed_note(curated.data_dir, "elsewhere", (0, 0)) == ""
+
+
+@pytest.mark.guard
+def test_when_says_that_curation_removed_it(tmp_path: Path) -> None:
+    config = curated_config(tmp_path)
+    curate(config)
+    preprocess(config)
+    removed, kept = ask(config, "short"), ask(config, "good-1")
+    run = open_view(tmp_path / "run.yaml", ())
+    places = [f"{Path(each.origin.file or '').name}:{each.origin.number}" for each in (removed, kept)]
+    never, seen = (when(run, "web", row=place, say=lambda _: None) for place in places)
+    assert "curation removed it by gopher_quality.min_words" in never.never and not never.documents
+    assert "data why" in never.never
+    assert "curation" not in seen.never
+    with pytest.raises(UserError, match="data why"):
+        when(run, "web", id="short", say=lambda _: None)
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 2 / 3, 0.307971014, 7.0, 3.999999999, 123.4567894])

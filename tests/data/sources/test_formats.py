@@ -16,9 +16,10 @@ from pipeline.config import Config
 from pipeline.config.data import DataConfig, SourceConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.provenance.adopted_location import open_origins
 from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
-from pipeline.data.provenance.source_location import Origins, open_origins
+from pipeline.data.provenance.source_location import Origins
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.tokenization.tokenizer import Tokenizer

@@ -1,0 +1,75 @@
+"""Origins of documents of datasets that were adopted; and which origins a dataset has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pipeline.common.errors import UserError
+from pipeline.data.datasets.indexed import part_files, part_prefix
+from pipeline.data.datasets.manifest import Manifest
+from pipeline.data.provenance.source_location import Key, Origin, Origins, some_of
+
+
+class AdoptedOrigins:
+    """The places of documents of .bin/.idx files that were adopted.
+
+    Args:
+        folder: of the dataset.
+        manifest: of it.
+    """
+
+    id_key = None
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._names: list[str] = manifest.settings["adopted"]
+
+    def places(
+        self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
+    ) -> dict[Key, Origin]:
+        """Prefix of the .bin and .idx, and the document's number in it."""
+        return {
+            (unit, row): Origin(self._prefix(unit), "document", row, id=f"{self._names[unit]}#{row}")
+            for unit, row in keys
+        }
+
+    def find(self, file: str, number: int | None) -> Key:
+        """The document at a place.
+
+        Raises:
+            UserError: no such file was adopted.
+        """
+        name = file.removesuffix(".bin").removesuffix(".idx")
+        found = [unit for unit, own in enumerate(self._names) if name in (own, self._prefix(unit))]
+        if len(found) != 1:
+            raise UserError(
+                f"--row: {file} is not one of the files that {self._folder} adopted: {some_of(self._names)}"
+            )
+        if number is None:
+            raise UserError(f"--row: say which document of {file}, as in {file}:7; they are counted from 0")
+        return found[0], number
+
+    def rejected(self, key: Key) -> str | None:
+        """None: what was adopted has no rejected records."""
+        return None
+
+    def _prefix(self, unit: int) -> str:
+        path = part_files(part_prefix(self._folder, unit))[0]
+        return str(path.resolve().with_suffix("")) if path.is_symlink() else self._names[unit]
+
+
+def open_origins(folder: Path, manifest: Manifest) -> Origins | AdoptedOrigins | None:
+    """Origins of the documents of a dataset; None if nothing beside it says so.
+
+    Args:
+        folder: of the dataset.
+        manifest: of it.
+    """
+    if "adopted" in manifest.settings:
+        return AdoptedOrigins(folder, manifest)
+    try:
+        origins = Origins(folder.parent)
+        return origins if origins.is_of(manifest) else None
+    except (FileNotFoundError, UserError):
+        return None
