@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
     """Documents to decisions; see `pipeline.data.curate.stage`. A dry run leaves no trace."""
-    from pipeline.data.curate.measurers import items_folder
     from pipeline.data.curate.stage import curate as stage
     from pipeline.data.provenance.excerpts import excerpt_reader
 
@@ -39,12 +38,37 @@ def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> Non
         stage(config, dry_run=True)
         return
     with _stage(config, "curate"), _terminate_stops():
-        if config.data.curate is not None and config.data.curate.decontaminate is not None:
-            from pipeline.eval.curation_items import write_task_items
-
-            items_folder(config).mkdir(parents=True, exist_ok=True)
-            write_task_items(config, items_folder(config))
+        _write_task_items(config)
         stage(config, units=units, read_texts=excerpt_reader(config.data.curate))
+
+
+def _write_task_items(config: Config) -> None:
+    """Write the items of the tasks that curation looks for, in a process of its own.
+
+    Evaluation imports torch: with its threads this process could not fork workers, and each would have its memory.
+    """
+    curate = config.data.curate
+    if curate is None or curate.decontaminate is None or not curate.decontaminate.tasks:
+        return
+    from pipeline.data.work.worker_pool import Lost, Workers
+
+    with Workers[str, None](_task_items_writer, (config,), 1) as workers:
+        for event in workers.insist(["items of evaluations"]):
+            if isinstance(event, Lost) and event.is_last:
+                raise MachineError(f"data.curate.decontaminate.tasks: {event.how}; run the same command again")
+
+
+def _task_items_writer(config: Config) -> Callable[[str, Callable[[int], None]], None]:
+    """In a process of its own: returns the function that writes the items."""
+
+    def write(job: str, progress: Callable[[int], None]) -> None:
+        from pipeline.data.curate.measurers import items_folder
+        from pipeline.eval.curation_items import write_task_items
+
+        items_folder(config).mkdir(parents=True, exist_ok=True)
+        write_task_items(config, items_folder(config))
+
+    return write
 
 
 def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> None:

@@ -103,7 +103,7 @@ def choose_engine(which: Literal["auto", "numba", "python"]) -> tuple[EngineKind
     Raises:
         UserError: numba is asked for and cannot be used.
     """
-    engine, note = engine_choice.choose(which)
+    engine, note = engine_choice.open_once(which)
     return ("numba" if has_numba() and engine.name == "numba" else "python"), note
 
 

@@ -21,10 +21,11 @@ from pipeline.data.curate.duplicates.leaders import (
     MUST_LEAD,
     NEAR,
     URL,
+    ChooseSmall,
     LeaderChoice,
     Members,
     choose_large,
-    choose_small,
+    choose_numpy,
     empty_choice,
 )
 from pipeline.data.curate.duplicates.rank import ABSENT, REMOVED, WINNER, rank_keys, read_ranks, read_rows
@@ -239,3 +240,12 @@ def choose_jobs(
         size = file.size // MEMBER.itemsize * (settings.values * 4 + MEMBER.itemsize)
         jobs.append(ChooseJob(folder, f"choose-{number:05d}", inputs, size, file, chunks, settings, engine))
     return jobs
+
+
+def choose_small(engine: Literal["numba", "python"]) -> ChooseSmall:
+    """Function of an engine; `python` uses NumPy."""
+    if engine == "numba":
+        from pipeline.data.curate.duplicates.leaders_numba import choose_compiled
+
+        return choose_compiled
+    return choose_numpy

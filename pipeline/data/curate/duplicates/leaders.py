@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -79,15 +79,6 @@ class ChooseSmall(Protocol):
             bands: number; 0 without signatures.
             fewest: equal values from which on documents resemble each other.
         """
-
-
-def choose_small(engine: Literal["numba", "python"]) -> ChooseSmall:
-    """Function of an engine; `python` uses NumPy."""
-    if engine == "numba":
-        from pipeline.data.curate.duplicates.leaders_numba import choose_compiled
-
-        return choose_compiled
-    return choose_numpy
 
 
 def choose_numpy(members: Members, bounds: Places, bands: int, fewest: int) -> LeaderChoice:

@@ -63,7 +63,7 @@ class CounterMeasurer(Measurer):
         Raises:
             UserError: numba is asked for and is not there, or an engine gives other counts than the reference.
         """
-        self.engine, self.note = engine_choice.choose(engine)
+        self.engine, self.note = engine_choice.open_once(engine)
         self._last_row = -1
 
     @property

@@ -81,7 +81,6 @@ class _Python:
         return {name: np.array([each[name] for each in counts], np.uint32) for name in counts[0]} if counts else {}
 
 
-@cache
 def choose(which: CounterEngineName) -> tuple[CounterEngine, str]:
     """Open an engine and check it.
 
@@ -102,6 +101,12 @@ def choose(which: CounterEngineName) -> tuple[CounterEngine, str]:
     if failure := check(engine):
         raise UserError(f"the counters of documents are wrong on this machine: {failure}")
     return engine, note
+
+
+@cache
+def open_once(which: CounterEngineName) -> tuple[CounterEngine, str]:
+    """`choose`, once in a process: the check takes a moment."""
+    return choose(which)
 
 
 def _compiled() -> tuple[CounterEngine | None, str]:

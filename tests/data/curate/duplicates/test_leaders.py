@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.data.curate.duplicates import choose, match
+from pipeline.data.curate.duplicates.choose import choose_small
 from pipeline.data.curate.duplicates.leaders import (
     CAN_LEAD,
     CANNOT_LEAD,
@@ -17,7 +18,6 @@ from pipeline.data.curate.duplicates.leaders import (
     LeaderChoice,
     Members,
     choose_large,
-    choose_small,
 )
 from pipeline.data.curate.duplicates.signature import NO_VALUE
 from tests.data.curate.duplicates.made import make_passes, make_scope, removed, run_all, without_receipts
