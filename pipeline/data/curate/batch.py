@@ -15,7 +15,7 @@ BATCH_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Batch:
+class TextBatch:
     """Documents, cleaned.
 
     Attributes:
@@ -60,7 +60,7 @@ class Measurer(ABC):
         """(name, NumPy type) of its columns in the table of measures; integers, little-endian."""
 
     @abstractmethod
-    def measure(self, batch: Batch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
+    def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Measure a batch.
 
         Args:

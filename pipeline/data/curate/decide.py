@@ -20,7 +20,7 @@ from pipeline.data.curate.jobs import SharedJob
 from pipeline.data.curate.report.domains import DOMAINS, domain_groups
 from pipeline.data.curate.report.examples import is_early
 from pipeline.data.curate.report.statistics import Groups, JudgedChunk, chunk_statistics
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.evaluate import evaluate, fires_alone, first_fires, first_values
 from pipeline.data.curate.rules.of_run import LINES_RULE
 from pipeline.data.curate.scope import Chunk
@@ -54,8 +54,8 @@ class Decider:
         chunks: of the source.
     """
 
-    local: tuple[Rule, ...]
-    compared: tuple[Rule, ...]
+    local: tuple[DocumentRule, ...]
+    compared: tuple[DocumentRule, ...]
     open_table: Callable[[Chunk], npt.NDArray[Any]]
     comparison: Comparison | None
     labels: tuple[str, ...] = ()

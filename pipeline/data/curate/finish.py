@@ -17,11 +17,11 @@ from pipeline.data.curate.passes import ScopePasses
 from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.report.clusters import VerdictFile
 from pipeline.data.curate.report.write import REPORT_HTML, write_report
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.table import check_result
 from pipeline.data.curate.verdicts import STATISTICS_SUFFIX, Curation
 from pipeline.data.work.bad_input import put_changed
-from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.sorted_runs import DamagedResult
 
 
 @dataclass
@@ -110,11 +110,11 @@ def _statistics(path: Path, xxh3: str) -> dict[str, Any]:
     """Statistics of a chunk.
 
     Raises:
-        DamagedFile: they are not those that were written; the file is removed, so that the next run makes it again.
+        DamagedResult: they are not those that were written; the file is removed, so that the next run makes it again.
     """
     try:
         check_result(path, xxh3, DECIDE)
-    except DamagedFile:
+    except DamagedResult:
         path.unlink(missing_ok=True)
         raise
     found: dict[str, Any] = storage.get_json(path)
@@ -128,6 +128,6 @@ def source_names(passes: ScopePasses) -> list[str]:
     return list(passes.comparison.source_names)
 
 
-def rule_json(rule: Rule) -> dict[str, Any]:
+def rule_json(rule: DocumentRule) -> dict[str, Any]:
     """A rule as `curation.json` has it."""
     return {"name": rule.name, "key": rule.key, "bound": rule.bound, "keeps": rule.keeps, "about": rule.about}

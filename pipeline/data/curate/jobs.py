@@ -18,7 +18,7 @@ RECEIPT_KEYS = ("job", "inputs", "files", "counts")
 
 
 @dataclass(frozen=True)
-class Job(ABC):
+class CurationJob(ABC):
     """A job of a pass behind `measure`. Instances are small, and pickled.
 
     Its result is a function of what `inputs` is a hash of, never of workers, machines or the order of jobs.
@@ -88,7 +88,7 @@ class Job(ABC):
 
 
 @dataclass(frozen=True)
-class SharedJob(Job):
+class SharedJob(CurationJob):
     """A job that takes what all jobs of its pass have in common from the worker, which is given it once."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.data.curate.batch import BATCH_BYTES, Batch, Measurer
+from pipeline.data.curate.batch import BATCH_BYTES, Measurer, TextBatch
 from pipeline.data.curate.chunk_writer import BAD_RECORD, EMPTY_DOCUMENT, ChunkWriter
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.files import measured_file
@@ -134,7 +134,7 @@ class _Rows:
     def is_full(self) -> bool:
         return self.size >= BATCH_BYTES or len(self.states) >= _BATCH_ROWS
 
-    def batch(self, first: int) -> Batch:
+    def batch(self, first: int) -> TextBatch:
         """Batch of the documents.
 
         Args:
@@ -142,7 +142,7 @@ class _Rows:
         """
         starts = np.zeros(len(self.raw) + 1, np.int64)
         np.cumsum([len(raw) for raw in self.raw], out=starts[1:])
-        return Batch(
+        return TextBatch(
             np.frombuffer(b"".join(self.raw), np.uint8),
             starts,
             self.texts,

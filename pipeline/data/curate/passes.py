@@ -27,10 +27,10 @@ from pipeline.data.curate.duplicates.kinds import PassName
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
 from pipeline.data.curate.files import CURATE, decisions_folder
-from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.jobs import CurationJob
 from pipeline.data.curate.measurers import LANGUAGE, Measuring, items_folder
 from pipeline.data.curate.pass_names import CONTAMINATION_PASS, DECIDE
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.of_run import compared_rules, local_rules
 from pipeline.data.curate.scope import Chunk, Scope
 from pipeline.data.curate.verdicts import read_curation
@@ -70,12 +70,12 @@ class ScopePlan:
         return self.config.data_dir / CURATE / self.name
 
     @cached_property
-    def rules(self) -> tuple[tuple[Rule, ...], ...]:
+    def rules(self) -> tuple[tuple[DocumentRule, ...], ...]:
         """Local rules by the number of the source."""
         return tuple(local_rules(self.curate, plan.name, plan.settings) for plan in self.plans)
 
     @cached_property
-    def compared(self) -> tuple[Rule, ...]:
+    def compared(self) -> tuple[DocumentRule, ...]:
         """Rules of duplicates."""
         return compared_rules(self.curate.duplicates)
 
@@ -196,7 +196,7 @@ class ScopePasses:
             yield from self.comparison.names
         yield DECIDE
 
-    def jobs(self, name: str) -> list[Job]:
+    def jobs(self, name: str) -> list[CurationJob]:
         """Jobs of a pass; those of the passes before it must be done."""
         if name == CONTAMINATION_PASS and self.contamination is not None:
             return [self.contamination]

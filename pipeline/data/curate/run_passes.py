@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.config.root import Config
-from pipeline.data.curate.jobs import Job, SharedJob
+from pipeline.data.curate.jobs import CurationJob, SharedJob
 from pipeline.data.work.job_run import Busy, JobRun
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine
@@ -24,7 +24,7 @@ from pipeline.data.work.worker_pool import Progress, Workers
 class PassJob:
     """A job as workers take it. It is told from others by its folder and name, whatever else it has."""
 
-    job: Job
+    job: CurationJob
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PassJob) and (self.job.folder, self.job.name) == (other.job.folder, other.job.name)
@@ -67,7 +67,7 @@ def make_run_job(shared: Any) -> Any:
     return lambda job, progress: run_job(job.job, shared, watch, progress)
 
 
-def run_job(job: Job, shared: Any, watch: LeaseWatch, progress: Progress) -> JobDone | Busy:
+def run_job(job: CurationJob, shared: Any, watch: LeaseWatch, progress: Progress) -> JobDone | Busy:
     """Do a job while its lease is held, if it is not done by then.
 
     Raises:
@@ -105,7 +105,7 @@ class _PassRun(JobRun[PassJob, JobDone]):
 
 
 def run_jobs(
-    config: Config, console: Console, name: str, jobs: Sequence[Job], shared: Mapping[Path, Any], *, waits: bool
+    config: Config, console: Console, name: str, jobs: Sequence[CurationJob], shared: Mapping[Path, Any], *, waits: bool
 ) -> JobOutcome:
     """Do jobs of passes.
 

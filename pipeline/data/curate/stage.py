@@ -22,7 +22,7 @@ from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_c
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.finish import ReadTexts, SourceCuration, finish_source
-from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.jobs import CurationJob
 from pipeline.data.curate.measure_units import measure_units, missing_units
 from pipeline.data.curate.measurers import Measuring, choose_engine, items_folder
 from pipeline.data.curate.pass_names import MEASURE
@@ -33,7 +33,7 @@ from pipeline.data.work.bad_input import BadInput
 from pipeline.data.work.freezing import freeze_alone
 from pipeline.data.work.leases import LEASES, sweep
 from pipeline.data.work.receipts import Receipts
-from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.sorted_runs import DamagedResult
 from pipeline.data.work.units import find_source_files, reading
 from pipeline.data.work.worker_pool import ATTEMPTS
 
@@ -185,7 +185,7 @@ class CurationStage:
         """
         try:
             step = self._measure(waits=waits) or self._behind(waits=waits)
-        except DamagedFile as error:
+        except DamagedResult as error:
             warn(self._console, f"{error}; it is made again")
             error.path.unlink(missing_ok=True)
             return _Step(error.made_by, JobOutcome())
@@ -231,7 +231,7 @@ class CurationStage:
     def _behind(self, *, waits: bool) -> _Step | None:
         """Do the missing jobs of each scope's first pass that is not complete."""
         names: list[str] = []
-        missing: list[Job] = []
+        missing: list[CurationJob] = []
         shared: dict[Path, Any] = {}
         for passes in self._passes():
             for name in passes.pass_names():

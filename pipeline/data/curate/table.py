@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pipeline.common.hashing import file_hash
 from pipeline.data.curate.files import MEASURES, measured_file
 from pipeline.data.curate.scope import Chunk
-from pipeline.data.work.sorted_runs import DamagedFile
+from pipeline.data.work.sorted_runs import DamagedResult
 
 
 def check_result(path: Path, xxh3: str, made_by: str) -> None:
@@ -23,14 +23,14 @@ def check_result(path: Path, xxh3: str, made_by: str) -> None:
         made_by: pass that wrote it, for the message.
 
     Raises:
-        DamagedFile: it is another one, or is missing.
+        DamagedResult: it is another one, or is missing.
     """
     try:
         found = f"{file_hash(path):016x}"
     except FileNotFoundError:
-        raise DamagedFile(path, made_by, "it is missing") from None
+        raise DamagedResult(path, made_by, "it is missing") from None
     if found != xxh3:
-        raise DamagedFile(path, made_by, f"hash {found} instead of {xxh3}")
+        raise DamagedResult(path, made_by, f"hash {found} instead of {xxh3}")
 
 
 def read_array(
@@ -46,12 +46,12 @@ def read_array(
         records: that it has to have.
 
     Raises:
-        DamagedFile: it is another one.
+        DamagedResult: it is another one.
     """
     check_result(path, xxh3, made_by)
     size = path.stat().st_size
     if size % dtype.itemsize or (records is not None and size != records * dtype.itemsize):
-        raise DamagedFile(path, made_by, f"{size} bytes are not {records} records of {dtype.itemsize} bytes")
+        raise DamagedResult(path, made_by, f"{size} bytes are not {records} records of {dtype.itemsize} bytes")
     return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
 
 
@@ -64,6 +64,6 @@ def open_table(chunk: Chunk, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Table of measures of a chunk: a record for each row, read-only.
 
     Raises:
-        DamagedFile: it is not the one that was written.
+        DamagedResult: it is not the one that was written.
     """
     return read_array(chunk_path(chunk, MEASURES), dtype, chunk.hashes[MEASURES], "measure", chunk.records)

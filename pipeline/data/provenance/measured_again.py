@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from pipeline.common import storage
 from pipeline.config.root import Config
-from pipeline.data.curate.batch import Batch
+from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.chunk_writer import DOCUMENT, EMPTY_DOCUMENT
 from pipeline.data.curate.duplicates.signature import shingle_hashes
 from pipeline.data.curate.files import MEASURES, measured_file
 from pipeline.data.curate.measurers import Measuring, measure_settings
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.of_run import local_rules
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
@@ -99,7 +99,7 @@ class Remeasurer:
         return sorted(name for name, value in now.items() if self.settings.get(name) != value)
 
     @cached_property
-    def rules(self) -> tuple[Rule, ...]:
+    def rules(self) -> tuple[DocumentRule, ...]:
         """Rules over measures, by the run file."""
         return local_rules(self._curate, self._source, self.settings)
 
@@ -131,7 +131,7 @@ class Remeasurer:
         starts = np.zeros(len(raw) + 1, np.int64)
         np.cumsum([len(each) for each in raw], out=starts[1:])
         chosen = [documents[row] for row in rows.tolist()]
-        batch = Batch(
+        batch = TextBatch(
             np.frombuffer(b"".join(raw), np.uint8),
             starts,
             [texts[row] for row in rows.tolist()],

@@ -15,14 +15,14 @@ from pipeline.common.errors import UserError
 from pipeline.config.root import Config
 from pipeline.data.curate.files import FIRES_ALONE, NOBODY, curate_folder, verdicts_file
 from pipeline.data.curate.report.clusters import VerdictFile, members_of
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import document as document_number
 from pipeline.data.curate.scope import place
 from pipeline.data.curate.verdicts import Curation, Verdict, read_curation
 from pipeline.data.provenance.measured_again import Measured, Remeasurer
 from pipeline.data.provenance.run import Say
 from pipeline.data.provenance.source_location import Key, Origins
-from pipeline.data.provenance.why_show import Edits, FiredRule, KeptDocument, Member, Recheck, Why
+from pipeline.data.provenance.why_show import ClusterMember, Edits, FiredRule, KeptDocument, Recheck, Why
 from pipeline.data.sources.records import Document
 
 _KEY = re.compile(r"(?P<unit>[0-9]{1,9}):(?P<row>[0-9]{1,12})")
@@ -197,7 +197,7 @@ class CurationView:
         """Rules of the decisions by name."""
         return {rule["name"]: rule for rule in self._curation.about["rules"]}
 
-    def _rules(self) -> Iterator[Rule]:
+    def _rules(self) -> Iterator[DocumentRule]:
         """Rules over measures, with the bounds of the decisions."""
         known = {rule.name: rule for rule in self._again.rules}
         for name, about in self._about.items():
@@ -270,7 +270,7 @@ class CurationView:
         """Folder of the curation of a source of the scope, or of a finished one that it was compared with."""
         return Path(name) if "/" in name else curate_folder(self._config.data_dir / name)
 
-    def _members(self, key: Key, verdict: Verdict) -> Iterator[Member]:
+    def _members(self, key: Key, verdict: Verdict) -> Iterator[ClusterMember]:
         """Documents that were removed for the same one as this, or for this one."""
         names: list[str] = self._curation.about["sources"]
         keeper = verdict.kept
@@ -285,7 +285,7 @@ class CurationView:
                 self._notes.append(f"members in {name} are not known: {error}")
                 continue
             for unit, row, value, rule in members_of(verdict_files(curation), keeper):
-                yield Member(name, unit, row, value, curation.rules[rule - 1])
+                yield ClusterMember(name, unit, row, value, curation.rules[rule - 1])
 
     def _edits(self, document: Document | None, measured: Measured | None, lines: list[int]) -> Edits | None:
         if document is None or measured is None:

@@ -111,7 +111,7 @@ class KeptDocument:
 
 
 @dataclass(frozen=True)
-class Member:
+class ClusterMember:
     """A removed document of a cluster."""
 
     source: str
@@ -224,7 +224,7 @@ class Why:
     language: tuple[str, float] | None
     scores: dict[str, float]
     kept: KeptDocument | None
-    members: list[Member] | None
+    members: list[ClusterMember] | None
     edits: Edits | None
     checks: list[Recheck]
     text: str | None

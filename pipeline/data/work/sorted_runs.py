@@ -58,10 +58,6 @@ class DamagedResult(UserError):
         return f"{self.path} is damaged ({self.how}); pass {self.made_by!r} makes it again: run the same command again"
 
 
-DamagedFile = DamagedResult
-"""The name by which other parts import it."""
-
-
 def run_ranges(size: int) -> int:
     """Number of ranges of a run.
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.curate.batch import Batch, ChunkOutput, Measurer
+from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 
 
 class KeptOutput(ChunkOutput):
@@ -32,7 +32,7 @@ class KeptOutput(ChunkOutput):
         return np.concatenate(self.files[name])
 
 
-def measured(measurer: Measurer, batch: Batch) -> tuple[npt.NDArray[Any], KeptOutput]:
+def measured(measurer: Measurer, batch: TextBatch) -> tuple[npt.NDArray[Any], KeptOutput]:
     """Columns of a batch, and the output."""
     table, output = np.zeros(len(batch.rows), np.dtype(measurer.columns)), KeptOutput()
     measurer.measure(batch, table, output)

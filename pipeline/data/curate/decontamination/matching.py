@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.errors import UserError, install_extra
-from pipeline.data.curate.batch import Batch
+from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.compiled import has_numba
 from pipeline.data.curate.decontamination.index import NgramIndex
 from pipeline.data.curate.decontamination.numpy_engine import Hashes, ngram_hashes, window_hashes, word_hashes
@@ -38,10 +38,10 @@ class Matcher(ABC):
         self.index = index
 
     @abstractmethod
-    def found(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    def found(self, batch: TextBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         """(documents of the batch by place, n-grams), in any order, perhaps several times."""
 
-    def hits(self, batch: Batch) -> npt.NDArray[np.void]:
+    def hits(self, batch: TextBatch) -> npt.NDArray[np.void]:
         """Hits of a batch: `HIT` of shape (hits,), ascending, each once."""
         documents, ngrams = self.found(batch)
         pairs = np.unique(batch.rows[documents].astype(np.uint64) << np.uint64(32) | ngrams.astype(np.uint64))
@@ -54,7 +54,7 @@ class Matcher(ABC):
 class NumpyMatcher(Matcher):
     """By NumPy."""
 
-    def found(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    def found(self, batch: TextBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         """By operations on all words of the batch at once."""
         words, starts = word_hashes(batch.texts)
         places = self._candidates(words)
@@ -105,7 +105,7 @@ class NumbaMatcher(Matcher):
         self._words = np.zeros(2**16, np.uint64)
         self._out = np.zeros(2**10, np.uint32)
 
-    def found(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    def found(self, batch: TextBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
         """One document after the other."""
         table = fold_table()
         documents, ngrams = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)]
@@ -196,10 +196,10 @@ def _numbers(index: NgramIndex) -> dict[int, int]:
     return {value: number for number, value in enumerate(index.arrays["hashes"].tolist())}
 
 
-def texts_batch(texts: Sequence[str]) -> Batch:
+def texts_batch(texts: Sequence[str]) -> TextBatch:
     """A batch of texts without ids and metadata, whose rows are their places."""
     encoded = [text.encode() for text in texts]
     starts = np.cumsum([0, *map(len, encoded)])
     rows = np.arange(len(texts), dtype=np.uint32)
     data = np.frombuffer(b"".join(encoded), np.uint8)
-    return Batch(data, starts, texts, rows, [""] * len(texts), [None] * len(texts))
+    return TextBatch(data, starts, texts, rows, [""] * len(texts), [None] * len(texts))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.errors import UserError
-from pipeline.data.curate.batch import Batch, ChunkOutput, Measurer
+from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 from pipeline.data.curate.decontamination.index import open_index
 from pipeline.data.curate.decontamination.matching import HIT, EngineName, open_matcher
 
@@ -42,7 +42,7 @@ class ContaminationMeasurer(Measurer):
         """The number of n-grams."""
         return [(CONTAMINATED, "<u4")]
 
-    def measure(self, batch: Batch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
+    def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Find the n-grams of each document."""
         hits = self._matcher.hits(batch)
         places = np.searchsorted(batch.rows, hits["row"])

@@ -13,7 +13,7 @@ from pipeline.data.curate.decontamination.index import NgramIndex, unchecked_ite
 from pipeline.data.curate.decontamination.items import PIECE
 from pipeline.data.curate.decontamination.matching import reference_ngrams
 from pipeline.data.curate.decontamination.measure import CONTAMINATED
-from pipeline.data.curate.rules.base import Ratio, Rule
+from pipeline.data.curate.rules.base import DocumentRule, Ratio
 
 RULE = "decontaminate"
 _KEY = "data.curate.decontaminate.max_ngrams"
@@ -22,7 +22,7 @@ _LISTED = 100
 _NOBODY = np.uint64(2**64 - 1)
 
 
-def contamination_rules(config: DecontaminateConfig | None) -> tuple[Rule, ...]:
+def contamination_rules(config: DecontaminateConfig | None) -> tuple[DocumentRule, ...]:
     """The rule that removes documents with items, if they are to be removed."""
     if config is None or config.action != "remove":
         return ()

@@ -30,7 +30,7 @@ from pipeline.data.curate.duplicates.leaders import (
 )
 from pipeline.data.curate.duplicates.rank import ABSENT, REMOVED, WINNER, rank_keys, read_ranks, read_rows
 from pipeline.data.curate.duplicates.signature import NO_VALUE, fewest_equal, signature_checks
-from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.jobs import CurationJob
 from pipeline.data.work.sorted_runs import DamagedResult, write_sections
 from pipeline.data.work.worker_pool import Progress
 
@@ -68,7 +68,7 @@ class ChooseSettings:
 
 
 @dataclass(frozen=True)
-class ChooseJob(Job):
+class ChooseJob(CurationJob):
     """The clusters of a file of `join`."""
 
     members: ResultFile
@@ -220,7 +220,7 @@ def choose_jobs(
     ranks: list[dict[str, Any]],
     settings: ChooseSettings,
     engine: Literal["numba", "python"],
-) -> list[Job]:
+) -> list[CurationJob]:
     """Jobs of the pass.
 
     Args:
@@ -234,7 +234,7 @@ def choose_jobs(
     compared = read_compared(chunks)
     hashes = [about["xxh3"] for receipt in ranks for about in receipt["files"].values()]
     common = value_hash([CHOOSE_VERSION, vars(settings), compared.names, hashes, compared.hashes(SIGNATURES)])
-    jobs: list[Job] = []
+    jobs: list[CurationJob] = []
     for number, file in enumerate(members):
         inputs = value_hash([common, file.xxh3])
         size = file.size // MEMBER.itemsize * (settings.values * 4 + MEMBER.itemsize)

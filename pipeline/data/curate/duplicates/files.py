@@ -12,7 +12,7 @@ import xxhash
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.jobs import CurationJob
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.work.sorted_runs import DamagedResult
 
@@ -51,7 +51,7 @@ class ResultFile:
         return np.frombuffer(data, dtype)
 
 
-def result_files(job: Job, receipt: dict[str, Any], made_by: str) -> list[ResultFile]:
+def result_files(job: CurationJob, receipt: dict[str, Any], made_by: str) -> list[ResultFile]:
     """Files of a receipt, by name."""
     return [
         ResultFile(job.folder / name, about["size"], about["xxh3"], made_by)
@@ -59,7 +59,7 @@ def result_files(job: Job, receipt: dict[str, Any], made_by: str) -> list[Result
     ]
 
 
-def finished(jobs: list[Job], made_by: str) -> list[dict[str, Any]]:
+def finished(jobs: list[CurationJob], made_by: str) -> list[dict[str, Any]]:
     """Receipts of jobs.
 
     Raises:

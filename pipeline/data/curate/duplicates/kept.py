@@ -13,7 +13,7 @@ from pipeline.common.hashing import value_hash
 from pipeline.data.curate.duplicates.compared import read_compared
 from pipeline.data.curate.duplicates.files import DECISION, ResultFile
 from pipeline.data.curate.duplicates.rank import GOOD, rank_file, rank_type
-from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.jobs import CurationJob
 from pipeline.data.datasets.indexed import numbered
 from pipeline.data.work.sorted_runs import SectionFile, write_sections
 from pipeline.data.work.worker_pool import Progress
@@ -48,7 +48,7 @@ def read_section(folder: Path, files: list[str], dtype: np.dtype[Any], made_by: 
 
 
 @dataclass(frozen=True)
-class KeptJob(Job):
+class KeptJob(CurationJob):
     """The kept documents of a chunk.
 
     Attributes:
@@ -97,7 +97,7 @@ def kept_jobs(
     keep: tuple[str, ...],
     ranks: list[dict[str, Any]],
     chosen: list[dict[str, Any]],
-) -> list[Job]:
+) -> list[CurationJob]:
     """Jobs of the pass, one per chunk of the scope.
 
     Args:
@@ -116,7 +116,7 @@ def kept_jobs(
 
         folder.mkdir(parents=True, exist_ok=True)
         storage.put(path, names.encode())
-    jobs: list[Job] = []
+    jobs: list[CurationJob] = []
     for place, each in enumerate(compared.chunks[: compared.own_chunks]):
         (rank,) = ranks[place]["files"].values()
         inputs = value_hash([KEPT_VERSION, each.base, each.chunk.records, rank["xxh3"], hashes])

@@ -17,7 +17,7 @@ from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.curate.duplicates.kept import read_kept
 from pipeline.data.curate.duplicates.kinds import RUN_TYPES
 from pipeline.data.curate.duplicates.match import MAX_SHOWN, ROW_BYTES
-from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.jobs import CurationJob
 from pipeline.data.work.sorted_runs import RunFile, bucket_count, bucket_range, write_sections
 from pipeline.data.work.worker_pool import Progress
 
@@ -32,7 +32,7 @@ def sorted_lines(lines: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class LinesJob(Job):
+class LinesJob(CurationJob):
     """A range of hashes of lines.
 
     Attributes:
@@ -121,7 +121,7 @@ class LinesJob(Job):
 
 def line_jobs(
     folder: Path, chunks: Path, settings: LinesConfig, kept: list[dict[str, Any]], bucket_bytes: int
-) -> list[Job]:
+) -> list[CurationJob]:
     """Jobs of the pass.
 
     Args:

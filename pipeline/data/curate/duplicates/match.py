@@ -14,7 +14,7 @@ from pipeline.data.curate.duplicates.compared import Compared, read_compared
 from pipeline.data.curate.duplicates.files import EDGE, write_array
 from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.curate.duplicates.kinds import RUN_TYPES, Kind
-from pipeline.data.curate.jobs import Job
+from pipeline.data.curate.jobs import CurationJob
 from pipeline.data.work.sorted_runs import RunFile, bucket_count, bucket_range
 from pipeline.data.work.worker_pool import Progress
 
@@ -27,7 +27,7 @@ ROW_BYTES: dict[Kind, int] = {"exact": 56, "url": 56, "bands": 48, "lines": 48}
 
 
 @dataclass(frozen=True)
-class MatchJob(Job):
+class MatchJob(CurationJob):
     """A range of the hashes of one kind over all chunks."""
 
     kind: Kind
@@ -106,7 +106,7 @@ def _sorted_edges(found: npt.NDArray[np.uint64], heads: npt.NDArray[np.uint64]) 
 
 def match_bucket_jobs(
     folder: Path, chunks: Path, kinds: tuple[Kind, ...], settings: dict[str, Any], bucket_bytes: int
-) -> list[Job]:
+) -> list[CurationJob]:
     """Jobs of the pass.
 
     Args:
@@ -117,7 +117,7 @@ def match_bucket_jobs(
         bucket_bytes: memory of a bucket, which decides how many there are.
     """
     compared = read_compared(chunks)
-    jobs: list[Job] = []
+    jobs: list[CurationJob] = []
     for kind in kinds:
         size = sum(each.size(kind) for each in compared.chunks)
         buckets = bucket_count(size // RUN_TYPES[kind].itemsize, ROW_BYTES[kind], bucket_bytes)

@@ -11,7 +11,7 @@ import orjson
 import xxhash
 
 from pipeline.config.curate import DuplicatesConfig
-from pipeline.data.curate.batch import Batch, ChunkOutput, Measurer
+from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 from pipeline.data.curate.duplicates.dates import DATE_VERSION, seconds
 from pipeline.data.curate.duplicates.kinds import CHECK_COLUMN, RUN_TYPES, SIGNATURES, Kind, date_column, date_keys
 from pipeline.data.curate.duplicates.line_text import LINES_VERSION, hashed_lines
@@ -68,7 +68,7 @@ class DuplicateMeasurer(Measurer):
         dates = [(date_column(key), "<u8") for key in self._dates]
         return [*([(CHECK_COLUMN, "<u4")] if self._settings.near else []), *dates]
 
-    def measure(self, batch: Batch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
+    def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         if self._signer is not None and self._settings.near is not None:
             self._near(self._signer, self._settings.near.bands, batch, table, output)
         if self._settings.exact is not None:
@@ -79,7 +79,7 @@ class DuplicateMeasurer(Measurer):
         if self._settings.lines is not None:
             _add_lines(batch, self._settings.lines.min_bytes, output)
 
-    def _near(self, signer: Signer, bands: int, batch: Batch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
+    def _near(self, signer: Signer, bands: int, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         signatures = signer.sign(batch)
         output.append(SIGNATURES, signatures)
         table[CHECK_COLUMN] = signature_checks(signatures)
@@ -90,7 +90,7 @@ class DuplicateMeasurer(Measurer):
         records["row"] = np.repeat(batch.rows[signed], bands)
         output.add_run("bands", records)
 
-    def _metadata(self, batch: Batch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
+    def _metadata(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         objects = [orjson.loads(each) if each else {} for each in batch.metadata]
         objects = [each if isinstance(each, dict) else {} for each in objects]
         for key in self._dates:
@@ -101,12 +101,12 @@ class DuplicateMeasurer(Measurer):
             _add_hashes("url", [url.encode("utf-8", "surrogatepass") for url in urls], batch, output)
 
 
-def _texts(batch: Batch) -> list[bytes]:
+def _texts(batch: TextBatch) -> list[bytes]:
     data = batch.data.tobytes()
     return [data[low:high] for low, high in itertools.pairwise(batch.starts.tolist())]
 
 
-def _bare(batch: Batch, raw: list[bytes]) -> list[bytes]:
+def _bare(batch: TextBatch, raw: list[bytes]) -> list[bytes]:
     """Words of each text; the text itself where it has none, so that those are not all equal."""
     found: list[bytes] = []
     first = 0
@@ -117,7 +117,7 @@ def _bare(batch: Batch, raw: list[bytes]) -> list[bytes]:
     return [bare or text for bare, text in zip(found, raw, strict=True)]
 
 
-def _add_hashes(kind: Kind, values: list[bytes], batch: Batch, output: ChunkOutput) -> None:
+def _add_hashes(kind: Kind, values: list[bytes], batch: TextBatch, output: ChunkOutput) -> None:
     """Add the 128-bit hashes of what is not empty to a run."""
     present = [place for place, value in enumerate(values) if len(value)]
     records = np.zeros(len(present), RUN_TYPES[kind])
@@ -128,7 +128,7 @@ def _add_hashes(kind: Kind, values: list[bytes], batch: Batch, output: ChunkOutp
     output.add_run(kind, records)
 
 
-def _add_lines(batch: Batch, min_bytes: int, output: ChunkOutput) -> None:
+def _add_lines(batch: TextBatch, min_bytes: int, output: ChunkOutput) -> None:
     hashes: list[int] = []
     numbers: list[int] = []
     counts = []

@@ -37,8 +37,8 @@ from pipeline.data.curate.duplicates.lines import LINE, line_jobs, sorted_lines
 from pipeline.data.curate.duplicates.match import MatchJob, match_bucket_jobs
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.rank import OpenTable, rank_jobs
-from pipeline.data.curate.jobs import Job
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import Chunk, Scope
 
 CHOSEN = np.dtype([("row", "<u4"), ("rule", "<u2"), ("kept", "<u8"), ("value", "<f4")])
@@ -64,7 +64,7 @@ class DuplicatePasses:
 
     scope: Scope
     settings: DuplicatesConfig
-    rules: tuple[tuple[Rule, ...], ...]
+    rules: tuple[tuple[DocumentRule, ...], ...]
     open_table: OpenTable
     choices: Path
     seed: int
@@ -82,7 +82,7 @@ class DuplicatePasses:
         """Names by the number that documents have in `kept`: sources of the scope, then folders of `against`."""
         return (*self.scope.sources, *(str(each.folder) for each in self.against))
 
-    def jobs(self, name: PassName) -> list[Job]:
+    def jobs(self, name: PassName) -> list[CurationJob]:
         """Jobs of a pass. Those of the passes before it must be done, but for `match` and `rank`.
 
         Raises:

@@ -16,8 +16,8 @@ from pipeline.data.curate.duplicates.files import ResultFile, write_array
 from pipeline.data.curate.duplicates.kinds import CHECK_COLUMN, SIGNATURES, date_column
 from pipeline.data.curate.duplicates.signature import signature_checks
 from pipeline.data.curate.files import MEASURES, VERDICT
-from pipeline.data.curate.jobs import Job
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import Chunk
 from pipeline.data.datasets.indexed import numbered
 from pipeline.data.work.sorted_runs import DamagedResult
@@ -58,12 +58,12 @@ def row_checks(records: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
 
 
 @dataclass(frozen=True)
-class RankJob(Job):
+class RankJob(CurationJob):
     """The ranks of a chunk."""
 
     place: int
     chunks: Path
-    rules: tuple[tuple[Rule, ...], ...]
+    rules: tuple[tuple[DocumentRule, ...], ...]
     open_table: OpenTable
     keep: tuple[str, ...]
 
@@ -212,10 +212,10 @@ def _keep_key(
 def rank_jobs(
     folder: Path,
     chunks: Path,
-    rules: tuple[tuple[Rule, ...], ...],
+    rules: tuple[tuple[DocumentRule, ...], ...],
     open_table: OpenTable,
     keep: tuple[str, ...],
-) -> list[Job]:
+) -> list[CurationJob]:
     """Jobs of the pass.
 
     Args:
@@ -226,7 +226,7 @@ def rank_jobs(
         keep: `data.curate.duplicates.keep`.
     """
     compared = read_compared(chunks)
-    jobs: list[Job] = []
+    jobs: list[CurationJob] = []
     for place, each in enumerate(compared.chunks):
         own = rules[each.chunk.source] if each.verdicts is None else ()
         hashes = [each.chunk.hashes.get(name) for name in (MEASURES, "verdicts", "signatures")]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.hashing import key, mix
-from pipeline.data.curate.batch import Batch, ChunkOutput, Measurer
+from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 from pipeline.data.curate.measures import engine_choice, reference
 from pipeline.data.curate.measures.engine_choice import CounterEngineName, CountersDiffer
 
@@ -70,7 +70,7 @@ class CounterMeasurer(Measurer):
     def columns(self) -> list[tuple[str, str]]:
         return [(name, "<u4") for name in COUNTERS]
 
-    def measure(self, batch: Batch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
+    def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Count, and compare a keyed sample of each chunk with the reference.
 
         Raises:
@@ -83,7 +83,7 @@ class CounterMeasurer(Measurer):
         for name in COUNTERS:
             table[name] = counts[name]
 
-    def _verify(self, batch: Batch, counts: dict[str, npt.NDArray[np.uint32]]) -> None:
+    def _verify(self, batch: TextBatch, counts: dict[str, npt.NDArray[np.uint32]]) -> None:
         for place in self._sample(batch):
             expected = reference.count(batch.texts[place])
             found = {name: int(values[place]) for name, values in counts.items()}
@@ -93,7 +93,7 @@ class CounterMeasurer(Measurer):
                     self.engine.name, name, found[name], expected[name], batch.ids[place], int(batch.rows[place])
                 )
 
-    def _sample(self, batch: Batch) -> Sequence[int]:
+    def _sample(self, batch: TextBatch) -> Sequence[int]:
         """Places of documents in a batch, chosen by key; at least one of a chunk's first batch."""
         first = int(batch.rows[0])
         begins, self._last_row = first <= self._last_row or self._last_row < 0, int(batch.rows[-1])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.errors import UserError, install_extra
-from pipeline.data.curate.batch import Batch
+from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.compiled import has_numba
 from pipeline.data.curate.measures import hard_texts, python_counters, reference
 from pipeline.data.sources.records import printable
@@ -28,7 +28,7 @@ class CounterEngine(Protocol):
 
     name: str
 
-    def count(self, batch: Batch) -> Counts:
+    def count(self, batch: TextBatch) -> Counts:
         """Counters of documents."""
 
 
@@ -64,7 +64,7 @@ class _Numba:
         self._module = numba_counters
         self._own = numba_counters.scratch()
 
-    def count(self, batch: Batch) -> Counts:
+    def count(self, batch: TextBatch) -> Counts:
         counts = self._module.count_batch(batch.data, batch.starts, self._own)
         named = dict(zip(self._module.NAMES, counts.T, strict=True))
         named["line_characters"] = named["characters"] - named["newlines"]
@@ -76,7 +76,7 @@ class _Python:
 
     name = "python"
 
-    def count(self, batch: Batch) -> Counts:
+    def count(self, batch: TextBatch) -> Counts:
         counts = [python_counters.count(text) for text in batch.texts]
         return {name: np.array([each[name] for each in counts], np.uint32) for name in counts[0]} if counts else {}
 
@@ -132,10 +132,10 @@ def check(engine: CounterEngine) -> str:
     return ""
 
 
-def as_batch(texts: list[str]) -> Batch:
+def as_batch(texts: list[str]) -> TextBatch:
     """A batch of texts whose ids are their numbers."""
     encoded = [text.encode() for text in texts]
     starts = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
     data = np.frombuffer(b"".join(encoded), np.uint8)
     rows = np.arange(len(texts), dtype=np.uint32)
-    return Batch(data, starts, texts, rows, list(map(str, range(len(texts)))), [None] * len(texts))
+    return TextBatch(data, starts, texts, rows, list(map(str, range(len(texts)))), [None] * len(texts))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pipeline.common.errors import UserError
 from pipeline.config.curate import ClassifierConfig, LanguageConfig
-from pipeline.data.curate.batch import Batch, ChunkOutput, Measurer
+from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 from pipeline.data.curate.models.fasttext_file import ModelFile, read_model_file
 from pipeline.data.curate.models.predict import Predictor, fasttext_version
 
@@ -109,7 +109,7 @@ class LanguageMeasurer(Measurer):
         """The number of the label and the score."""
         return [("language", "<u2"), ("language_score", "<u2")]
 
-    def measure(self, batch: Batch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
+    def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Predict each text."""
         found = [self._predictor.best(text) for text in batch.texts]
         table["language"] = [self._numbers[label] for label, _ in found]
@@ -140,7 +140,7 @@ class ClassifierMeasurer(Measurer):
         """The score."""
         return [(self._column, "<u2")]
 
-    def measure(self, batch: Batch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
+    def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Predict each text."""
         table[self._column] = np.array(self._predictor.scores(batch.texts, self._label), np.uint16)
 

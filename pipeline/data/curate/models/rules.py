@@ -12,11 +12,11 @@ import numpy.typing as npt
 from pipeline.config.curate import ClassifierConfig, LanguageConfig
 from pipeline.data.curate.models.measure import LANGUAGE_KEY, classifier_key, score_column
 from pipeline.data.curate.models.predict import ONE
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.base import DocumentRule
 
 
 @dataclass(frozen=True)
-class ScoreRule(Rule):
+class ScoreRule(DocumentRule):
     """A rule over a stored score, whose values are from 0 to 1.
 
     Attributes:
@@ -46,7 +46,7 @@ class LanguageRule(ScoreRule):
         return other | super().fires(table)
 
 
-def language_rules(config: LanguageConfig | None, labels: Sequence[str]) -> tuple[Rule, ...]:
+def language_rules(config: LanguageConfig | None, labels: Sequence[str]) -> tuple[DocumentRule, ...]:
     """The rule of the language, if languages are chosen.
 
     Args:
@@ -61,9 +61,9 @@ def language_rules(config: LanguageConfig | None, labels: Sequence[str]) -> tupl
     return (LanguageRule("language", key, config.min_score, "min", about, "language_score", kept),)
 
 
-def classifier_rules(configs: Sequence[ClassifierConfig]) -> tuple[Rule, ...]:
+def classifier_rules(configs: Sequence[ClassifierConfig]) -> tuple[DocumentRule, ...]:
     """Rules of scores that have a bound."""
-    rules: list[Rule] = []
+    rules: list[DocumentRule] = []
     for number, config in enumerate(configs):
         key, column, about = classifier_key(number), score_column(config.name), f"score of {config.name}"
         name = f"classifiers.{config.name}"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from pipeline.data.curate.batch import Batch, ChunkOutput, Measurer
+from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 from pipeline.data.curate.report.statistics import Groups
 
 DOMAINS = "domains"
@@ -44,7 +44,7 @@ class DomainMeasurer(Measurer):
     def columns(self) -> list[tuple[str, str]]:
         return [("domain", "u1")]
 
-    def measure(self, batch: Batch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
+    def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         hosts = [self._host(metadata) for metadata in batch.metadata]
         table["domain"] = [len(host) for host in hosts]
         output.append(DOMAINS, np.frombuffer(b"".join(hosts), np.uint8))

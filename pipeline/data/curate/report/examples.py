@@ -34,7 +34,7 @@ def is_early(seed: int, unit: int, chunk: int, chunks: int) -> bool:
     return key(seed, "chunks with examples", unit, chunk) % max(1, chunks // _CHUNKS) == 0
 
 
-class Sampler:
+class ExampleSampler:
     """Choice of examples in a chunk.
 
     Args:

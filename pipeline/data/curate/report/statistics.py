@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from pipeline.data.curate.files import EDITED, NOBODY, REJECTED
 from pipeline.data.curate.report.bins import BINS, Scale, bins, dense, scale_of, sparse
-from pipeline.data.curate.report.examples import MOST, Sampler, first_of
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.report.examples import MOST, ExampleSampler, first_of
+from pipeline.data.curate.rules.base import DocumentRule
 
 _BLOCK = 2**16
 _TOTALS = ("rows", "rejected", "documents", "bytes", "kept", "kept_bytes", "edited", "duplicates")
@@ -55,7 +55,7 @@ class JudgedChunk:
     unit: int
     first: int
     rules: Sequence[str]
-    local: Sequence[Rule]
+    local: Sequence[DocumentRule]
     table: npt.NDArray[Any]
     fires: npt.NDArray[np.bool_]
     verdicts: npt.NDArray[Any]
@@ -82,7 +82,7 @@ def chunk_statistics(chunk: JudgedChunk, seed: int, *, early: bool = True) -> di
     size = table["bytes"].astype(np.int64)
     fires = chunk.fires & documents
     number = fires.sum(axis=0, dtype=np.int64)
-    sampler = Sampler(seed, chunk.unit, chunk.first, early)
+    sampler = ExampleSampler(seed, chunk.unit, chunk.first, early)
     near = documents & np.isin(verdicts["rule"], [n for n, name in enumerate(chunk.rules, 1) if name == NEAR_RULE])
     rules, examples = [], []
     for place in range(len(chunk.rules)):
@@ -171,7 +171,7 @@ def _of_rule(
     place: int,
     documents: npt.NDArray[np.bool_],
     number: npt.NDArray[np.int64],
-    sampler: Sampler,
+    sampler: ExampleSampler,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Counts of a rule, and its examples.
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
+class DocumentRule(ABC):
     """A rule that removes documents by their measures.
 
     Attributes:
@@ -39,7 +39,7 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True)
-class Ratio(Rule):
+class Ratio(DocumentRule):
     """A rule over one column of counts, or over the ratio of two; 0 / 0 is 0.
 
     Attributes:

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.presets import EMPTY, EmptyRule
 
 _BLOCK = 2**14
 """Records at a time: a few MB, and temporary arrays of that size only."""
 
 
-def evaluate(rules: Sequence[Rule], table: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def evaluate(rules: Sequence[DocumentRule], table: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Rules that fire, each on its own.
 
     No rule fires for a rejected record, and `clean.empty` alone for a document that is empty after cleaning.
@@ -54,7 +54,7 @@ def fires_alone(fires: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 def first_values(
-    rules: Sequence[Rule], table: npt.NDArray[Any], first: npt.NDArray[np.uint16]
+    rules: Sequence[DocumentRule], table: npt.NDArray[Any], first: npt.NDArray[np.uint16]
 ) -> npt.NDArray[np.float32]:
     """Values of the rules that fire first; 0 where none does: float32 of shape (records,)."""
     values = np.zeros(len(table), np.float32)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pipeline.config.curate import CurateConfig, DuplicatesConfig
 from pipeline.data.curate.decontamination.rule import contamination_rules
 from pipeline.data.curate.models.rules import classifier_rules, language_rules
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.presets import empty_rule, preset_rules
 
 LINES_RULE = "duplicates.lines"
@@ -20,7 +20,7 @@ _KEY = "data.curate.duplicates"
 
 
 @dataclass(frozen=True)
-class ComparedRule(Rule):
+class ComparedRule(DocumentRule):
     """A rule of duplicates: its values come from comparing documents, not from the table."""
 
     def values(self, table: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -32,9 +32,9 @@ class ComparedRule(Rule):
         raise TypeError(f"{self.name} has no values in the table of measures")
 
 
-def compared_rules(duplicates: DuplicatesConfig) -> tuple[Rule, ...]:
+def compared_rules(duplicates: DuplicatesConfig) -> tuple[DocumentRule, ...]:
     """Rules of duplicates."""
-    rules: list[Rule] = []
+    rules: list[DocumentRule] = []
     if duplicates.exact is not None:
         rules.append(ComparedRule("duplicates.exact", f"{_KEY}.exact", 0, "max", "equal to a kept document"))
     if duplicates.url is not None:
@@ -49,7 +49,7 @@ def compared_rules(duplicates: DuplicatesConfig) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def local_rules(config: CurateConfig, source: str, settings: Mapping[str, Any]) -> tuple[Rule, ...]:
+def local_rules(config: CurateConfig, source: str, settings: Mapping[str, Any]) -> tuple[DocumentRule, ...]:
     """Rules over the measures of a document alone.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.curate_rules import RulesConfig
-from pipeline.data.curate.rules.base import Ratio, Rule
+from pipeline.data.curate.rules.base import DocumentRule, Ratio
 
 EMPTY = 2
 """`state` of a document of which cleaning leaves nothing."""
@@ -90,7 +90,7 @@ MEASURES: dict[str, dict[str, Measure]] = {
 
 
 @dataclass(frozen=True)
-class EmptyRule(Rule):
+class EmptyRule(DocumentRule):
     """The rule that removes documents of which cleaning leaves nothing. Presets do not look at those."""
 
     def values(self, table: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -103,14 +103,14 @@ def empty_rule(key: str) -> EmptyRule:
     return EmptyRule("clean.empty", key, 0, "max", "empty after edits")
 
 
-def preset_rules(rules: RulesConfig, key: str) -> tuple[Rule, ...]:
+def preset_rules(rules: RulesConfig, key: str) -> tuple[DocumentRule, ...]:
     """Rules of presets, in their order: by preset, then by bound.
 
     Args:
         rules: presets and their bounds; those that are null have no rule.
         key: of the section, `data.curate.rules` say.
     """
-    found: list[Rule] = []
+    found: list[DocumentRule] = []
     for preset, measures in MEASURES.items():
         section = getattr(rules, preset)
         for name in measures if section is not None else ():
@@ -120,7 +120,7 @@ def preset_rules(rules: RulesConfig, key: str) -> tuple[Rule, ...]:
     return tuple(found)
 
 
-def _rule(preset: str, name: str, bound: float, key: str) -> Rule:
+def _rule(preset: str, name: str, bound: float, key: str) -> DocumentRule:
     measure = MEASURES[preset][name]
     keeps: Literal["min", "max"] = "min" if name.startswith("min_") else "max"
     return Ratio(f"{preset}.{name}", key, bound, keeps, measure.about, measure.numerator, measure.denominator)

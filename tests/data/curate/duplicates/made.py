@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from pipeline.common.hashing import file_hash
 from pipeline.config.curate import DuplicatesConfig, NearConfig
-from pipeline.data.curate.batch import Batch
+from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.duplicates.against import FinishedCuration
 from pipeline.data.curate.duplicates.measure import DuplicateMeasurer
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
 from pipeline.data.curate.duplicates.signatures.signer import text_batch
 from pipeline.data.curate.files import MEASURES, measured_file
-from pipeline.data.curate.rules.base import Ratio, Rule
+from pipeline.data.curate.rules.base import DocumentRule, Ratio
 from pipeline.data.curate.scope import Chunk, Scope
 from pipeline.data.work.sorted_runs import RunWriter
 
@@ -49,7 +49,7 @@ class Output:
         raise NotImplementedError
 
 
-def batches(texts: Sequence[str | None], metadata: Sequence[bytes | None], size: int) -> list[Batch]:
+def batches(texts: Sequence[str | None], metadata: Sequence[bytes | None], size: int) -> list[TextBatch]:
     """Batches of documents; a row without a text is a rejected record."""
     rows = [row for row, text in enumerate(texts) if text is not None]
     found = []
@@ -58,7 +58,7 @@ def batches(texts: Sequence[str | None], metadata: Sequence[bytes | None], size:
         batch = text_batch([text for row in some if (text := texts[row]) is not None])
         kept = [metadata[row] if metadata else None for row in some]
         numbers = np.array(some, np.uint32)
-        found.append(Batch(batch.data, batch.starts, batch.texts, numbers, batch.ids, kept))
+        found.append(TextBatch(batch.data, batch.starts, batch.texts, numbers, batch.ids, kept))
     return found
 
 
@@ -129,7 +129,7 @@ def measure_chunk(
     return Chunk(curation, source, unit, number, first, len(texts), hashes, sizes)
 
 
-def bad_rule() -> Rule:
+def bad_rule() -> DocumentRule:
     """A rule that removes the rows that were said to be bad."""
     return Ratio("bad", "rules.bad", 0, "max", "bad", numerator="bad")
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from pipeline.data.curate.files import EDITED, FIRES_ALONE, NOBODY, REJECTED, VERDICT
 from pipeline.data.curate.report.statistics import Groups, JudgedChunk
-from pipeline.data.curate.rules.base import Ratio, Rule
+from pipeline.data.curate.rules.base import DocumentRule, Ratio
 from pipeline.data.curate.scope import document
 
-LOCAL: tuple[Rule, ...] = (
+LOCAL: tuple[DocumentRule, ...] = (
     Ratio("clean.empty", "data.curate.clean", 1, "min", "bytes", numerator="bytes"),
     Ratio("gopher_quality.min_words", "data.curate.rules.gopher_quality.min_words", 50, "min", "words", "words"),
     Ratio("gopher_quality.max_words", "data.curate.rules.gopher_quality.max_words", 400, "max", "words", "words"),

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from pipeline.data.curate.batch import Batch
+from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.report.domains import DOMAINS, DomainMeasurer, address_key, domain_groups, domain_of
 
 
@@ -52,7 +52,7 @@ def test_stored_and_read() -> None:
     given = ["http://a.example/1", None, "http://ü.example", "http://a.example/2", "nothing here"]
     metadata = [None if url is None else orjson.dumps({"url": url}) for url in given]
     table = np.zeros(len(given) + 1, measurer.columns)
-    batch = Batch(np.zeros(0, np.uint8), np.zeros(0, np.int64), [], np.zeros(0, np.uint32), [], metadata)
+    batch = TextBatch(np.zeros(0, np.uint8), np.zeros(0, np.int64), [], np.zeros(0, np.uint32), [], metadata)
     measurer.measure(batch, table[:5], output)
     codes, names = domain_groups(table, output.files[DOMAINS])
     assert [names[code] if code >= 0 else "" for code in codes] == ["a.example", "", "ü.example", "a.example", "", ""]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.config.curate_rules import RulesConfig
 from pipeline.data.curate.measures import reference
 from pipeline.data.curate.measures.counters import COUNTERS
-from pipeline.data.curate.rules.base import Rule
+from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.evaluate import evaluate
 from pipeline.data.curate.rules.presets import MEASURES, preset_rules
 
@@ -30,7 +30,7 @@ def table(texts: Sequence[str]) -> np.ndarray:
     return records
 
 
-def fired(text: str, rules: Sequence[Rule] = RULES) -> set[str]:
+def fired(text: str, rules: Sequence[DocumentRule] = RULES) -> set[str]:
     fires = evaluate(rules, table([text]))[:, 0]
     return {rule.name for rule, fire in zip(rules, fires, strict=True) if fire}
 
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_rules_at_their_bounds(rule: Rule) -> None:
+def test_rules_at_their_bounds(rule: DocumentRule) -> None:
     at, beyond = CASES[rule.name]
     records = table([at, beyond])
     assert rule.values(records[:1]).tolist() == [rule.bound]

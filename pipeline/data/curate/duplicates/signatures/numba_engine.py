@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.curate.batch import Batch
+from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.compiled import njit
 from pipeline.data.curate.duplicates.normalize import ALONE, DROPPED, SEPARATOR, folding_table
 from pipeline.data.curate.duplicates.signature import LETTER, NO_VALUE, PLACE, SHINGLE, WORD, permutations
@@ -137,7 +137,7 @@ class NumbaSigner:
         self._size = size
         self._values = values
 
-    def sign(self, batch: Batch) -> npt.NDArray[np.uint32]:
+    def sign(self, batch: TextBatch) -> npt.NDArray[np.uint32]:
         """Signatures, uint32 of shape (documents, values)."""
         found = np.full((len(batch.rows), self._values), NO_VALUE, np.uint32)
         _sign(batch.data, batch.starts, folding_table(), self._size, *permutations(self._values), found)

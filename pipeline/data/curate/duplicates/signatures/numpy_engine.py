@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.hashing import mix
-from pipeline.data.curate.batch import Batch
+from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.duplicates.normalize import split_words
 from pipeline.data.curate.duplicates.signature import (
     LETTER,
@@ -40,7 +40,7 @@ class NumpySigner:
         self._letter_powers = powers(LETTER, 256)
         self._place_powers = powers(PLACE, size)
 
-    def sign(self, batch: Batch) -> npt.NDArray[np.uint32]:
+    def sign(self, batch: TextBatch) -> npt.NDArray[np.uint32]:
         """Signatures, uint32 of shape (documents, values)."""
         found = np.full((len(batch.rows), self._values), NO_VALUE, np.uint32)
         for first, end in _blocks(batch.starts):

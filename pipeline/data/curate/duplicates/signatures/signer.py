@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.errors import MachineError
-from pipeline.data.curate.batch import Batch
+from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.duplicates.signature import reference_signature
 from pipeline.data.curate.duplicates.signatures.numpy_engine import NumpySigner
 
@@ -27,7 +27,7 @@ _HARD = (
 class Signer(Protocol):
     """Makes signatures."""
 
-    def sign(self, batch: Batch) -> npt.NDArray[np.uint32]:
+    def sign(self, batch: TextBatch) -> npt.NDArray[np.uint32]:
         """Signatures, uint32 of shape (documents, values); those of a text without words are all `NO_VALUE`."""
 
 
@@ -65,10 +65,10 @@ def _reference(size: int, values: int) -> npt.NDArray[np.uint32]:
     return np.array([reference_signature(text, size, values) for text in _HARD], np.uint32)
 
 
-def text_batch(texts: Sequence[str]) -> Batch:
+def text_batch(texts: Sequence[str]) -> TextBatch:
     """Batch of texts alone."""
     raw = [text.encode("utf-8", "surrogatepass") for text in texts]
     starts = np.append(0, np.cumsum([len(each) for each in raw], dtype=np.int64))
     data = np.frombuffer(b"".join(raw), np.uint8)
     rows = np.arange(len(raw), dtype=np.uint32)
-    return Batch(data, starts, texts, rows, [""] * len(raw), [None] * len(raw))
+    return TextBatch(data, starts, texts, rows, [""] * len(raw), [None] * len(raw))
