@@ -29,7 +29,7 @@ import numpy as np
 
 from pipeline.common.format import counted
 from pipeline.common.hashing import file_hash
-from pipeline.config.curate import CurateConfig, DuplicatesConfig, NearConfig
+from pipeline.config.curation.curate import CurateConfig, DuplicatesConfig, NearConfig
 from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.duplicates.files import EDGE, MEMBER
 from pipeline.data.curate.duplicates.join import vertex_bytes

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.curate import ClassifierConfig, CleanConfig, LanguageConfig, PiiConfig
+from pipeline.config.curation.curate import ClassifierConfig, CleanConfig, LanguageConfig, PiiConfig
 from pipeline.data.curate.batch import BATCH_BYTES, TextBatch
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.decontamination.index import INDEX_FILE, ITEMS_FILE, build_index, open_index

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.curate_rules import RulesConfig
+from pipeline.config.curation.rules import RulesConfig
 from pipeline.data.curate.batch import BATCH_BYTES, TextBatch
 from pipeline.data.curate.cleaning.lines import clean_lines
 from pipeline.data.curate.measures.counters import CounterMeasurer

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
 from pipeline.config.blend import Slice
-from pipeline.config.curate import CurateConfig
+from pipeline.config.curation.curate import CurateConfig
 
 
 class HubConfig(Section):

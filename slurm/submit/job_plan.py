@@ -240,7 +240,7 @@ def _curation(
     config: Config, site: SiteConfig, backend: Backend, units: int | None, after: tuple[Dependency, ...]
 ) -> list[PlannedJob]:
     """A job for each pass, and one that finishes."""
-    from pipeline.data.curate.pass_names import ONE_JOB, pass_names
+    from pipeline.data.curate.passes.names import ONE_JOB, pass_names
 
     assert config.data.curate is not None, "the command refuses a run without it"
     resources, name = resources_of(config, site, "curate"), job_name(config, "decide")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import UserError
-from pipeline.config.curate import CurateConfig
+from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.files import curate_folder

@@ -12,8 +12,8 @@ from pipeline.common.console import warn
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import CurationPlan, unit_source
 from pipeline.data.curate.measure_unit import MeasureContext, MeasureJob, chunk_stands, make_measure
-from pipeline.data.curate.pass_names import MEASURE
-from pipeline.data.curate.run_passes import JobOutcome
+from pipeline.data.curate.passes.names import MEASURE
+from pipeline.data.curate.passes.run import JobOutcome
 from pipeline.data.sources.records import START
 from pipeline.data.work.job_run import Busy, JobRun
 from pipeline.data.work.progress import ProgressLine

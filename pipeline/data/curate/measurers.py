@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeline.common.errors import UserError
-from pipeline.config.curate import CurateConfig
+from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.batch import Measurer

@@ -21,14 +21,14 @@ from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, plan_sources, unit_source
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
-from pipeline.data.curate.finish import ReadTexts, SourceCuration, finish_source
-from pipeline.data.curate.jobs import CurationJob
 from pipeline.data.curate.measure_units import measure_units, missing_units
 from pipeline.data.curate.measurers import Measuring, choose_engine, items_folder
-from pipeline.data.curate.pass_names import MEASURE
-from pipeline.data.curate.passes import ScopePasses, ScopePlan, make_scopes
+from pipeline.data.curate.passes.finish import ReadTexts, SourceCuration, finish_source
+from pipeline.data.curate.passes.jobs import CurationJob
+from pipeline.data.curate.passes.names import MEASURE
+from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, make_scopes
+from pipeline.data.curate.passes.run import JobOutcome, run_jobs
 from pipeline.data.curate.results.summary import print_summary
-from pipeline.data.curate.run_passes import JobOutcome, run_jobs
 from pipeline.data.work.bad_input import BadInput
 from pipeline.data.work.freezing import freeze_alone
 from pipeline.data.work.leases import LEASES, sweep

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.common.errors import UserError
-from pipeline.config.curate import CleanConfig, CurateConfig
+from pipeline.config.curation.curate import CleanConfig, CurateConfig
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.provenance.source_location import Origins

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.curate import CleanConfig
+from pipeline.config.curation.curate import CleanConfig
 from pipeline.data.curate.cleaning.mojibake import mojibake_settings, open_mojibake
 from pipeline.data.curate.cleaning.pii import MaskedSpan, apply_masks, find_masked, masked_kinds, pii_settings
 

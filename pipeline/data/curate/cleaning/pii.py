@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.hashing import key
-from pipeline.config.curate import PiiConfig
+from pipeline.config.curation.curate import PiiConfig
 from pipeline.data.curate.cleaning.patterns import FINDERS
 
 _VERSION = 1

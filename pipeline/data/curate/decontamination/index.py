@@ -22,7 +22,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
 from pipeline.common.mapped_file import map_file
-from pipeline.config.curate import DecontaminateConfig
+from pipeline.config.curation.curate import DecontaminateConfig
 from pipeline.data.curate.decontamination.items import KEY, PIECE, EvalItem, all_items, item_at, read_items, write_items
 from pipeline.data.curate.decontamination.numpy_engine import ngram_hashes, word_hashes
 from pipeline.data.curate.decontamination.words import find_words, word_settings

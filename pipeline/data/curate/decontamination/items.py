@@ -11,7 +11,7 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.config.curate import DecontaminateConfig
+from pipeline.config.curation.curate import DecontaminateConfig
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.sources.globs import find_files
 

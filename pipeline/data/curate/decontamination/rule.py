@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.curate import DecontaminateConfig
+from pipeline.config.curation.curate import DecontaminateConfig
 from pipeline.data.curate.decontamination.index import NgramIndex, unchecked_items
 from pipeline.data.curate.decontamination.items import PIECE
 from pipeline.data.curate.decontamination.matching import reference_ngrams

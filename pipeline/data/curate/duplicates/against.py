@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.config.curate import DuplicatesConfig
+from pipeline.config.curation.curate import DuplicatesConfig
 from pipeline.data.curate.duplicates.compared import ComparedChunk
 from pipeline.data.curate.duplicates.kinds import SIGNATURES, kinds_of
 from pipeline.data.curate.duplicates.measure import duplicate_settings

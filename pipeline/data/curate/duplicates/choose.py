@@ -30,7 +30,7 @@ from pipeline.data.curate.duplicates.leaders import (
 )
 from pipeline.data.curate.duplicates.rank import ABSENT, REMOVED, WINNER, rank_keys, read_ranks, read_rows
 from pipeline.data.curate.duplicates.signature import NO_VALUE, fewest_equal, signature_checks
-from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.work.sorted_runs import DamagedResult, write_sections
 from pipeline.data.work.worker_pool import Progress
 

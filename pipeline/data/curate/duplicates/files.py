@@ -12,7 +12,7 @@ import xxhash
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.work.sorted_runs import DamagedResult
 

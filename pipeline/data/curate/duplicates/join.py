@@ -15,7 +15,7 @@ from pipeline.common.errors import MachineError
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.duplicates.components.vectorized import make_components
 from pipeline.data.curate.duplicates.files import EDGE, MEMBER, ResultFile, write_array
-from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.work.worker_pool import Progress
 

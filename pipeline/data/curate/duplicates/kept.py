@@ -13,7 +13,7 @@ from pipeline.common.hashing import value_hash
 from pipeline.data.curate.duplicates.compared import read_compared
 from pipeline.data.curate.duplicates.files import DECISION, ResultFile
 from pipeline.data.curate.duplicates.rank import GOOD, rank_file, rank_type
-from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.datasets.indexed import numbered
 from pipeline.data.work.sorted_runs import SectionFile, write_sections
 from pipeline.data.work.worker_pool import Progress

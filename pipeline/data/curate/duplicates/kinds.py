@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.config.curate import DuplicatesConfig
+from pipeline.config.curation.curate import DuplicatesConfig
 
 Kind = Literal["exact", "url", "bands", "lines"]
 RUN_TYPES: dict[Kind, np.dtype[np.void]] = {

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.hashing import value_hash
-from pipeline.config.curate import LinesConfig
+from pipeline.config.curation.curate import LinesConfig
 from pipeline.data.curate.duplicates.compared import Compared, read_compared
 from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.curate.duplicates.kept import read_kept
 from pipeline.data.curate.duplicates.kinds import RUN_TYPES
 from pipeline.data.curate.duplicates.match import MAX_SHOWN, ROW_BYTES
-from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.work.sorted_runs import RunFile, bucket_count, bucket_range, write_sections
 from pipeline.data.work.worker_pool import Progress
 

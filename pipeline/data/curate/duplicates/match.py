@@ -14,7 +14,7 @@ from pipeline.data.curate.duplicates.compared import Compared, read_compared
 from pipeline.data.curate.duplicates.files import EDGE, write_array
 from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.curate.duplicates.kinds import RUN_TYPES, Kind
-from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.work.sorted_runs import RunFile, bucket_count, bucket_range
 from pipeline.data.work.worker_pool import Progress
 

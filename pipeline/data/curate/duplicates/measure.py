@@ -10,7 +10,7 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from pipeline.config.curate import DuplicatesConfig
+from pipeline.config.curation.curate import DuplicatesConfig
 from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 from pipeline.data.curate.duplicates.dates import DATE_VERSION, seconds
 from pipeline.data.curate.duplicates.kinds import CHECK_COLUMN, RUN_TYPES, SIGNATURES, Kind, date_column, date_keys

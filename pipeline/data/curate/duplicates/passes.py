@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.curate import DuplicatesConfig
+from pipeline.config.curation.curate import DuplicatesConfig
 from pipeline.data.curate.duplicates.against import FinishedCuration
 from pipeline.data.curate.duplicates.choose import ChooseSettings, choose_jobs
 from pipeline.data.curate.duplicates.compared import ComparedChunk, read_compared, write_compared
@@ -37,7 +37,7 @@ from pipeline.data.curate.duplicates.lines import LINE, line_jobs, sorted_lines
 from pipeline.data.curate.duplicates.match import MatchJob, match_bucket_jobs
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.rank import OpenTable, rank_jobs
-from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import Chunk, Scope
 

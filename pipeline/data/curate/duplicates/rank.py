@@ -16,7 +16,7 @@ from pipeline.data.curate.duplicates.files import ResultFile, write_array
 from pipeline.data.curate.duplicates.kinds import CHECK_COLUMN, SIGNATURES, date_column
 from pipeline.data.curate.duplicates.signature import signature_checks
 from pipeline.data.curate.files import MEASURES, VERDICT
-from pipeline.data.curate.jobs import CurationJob
+from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import Chunk
 from pipeline.data.datasets.indexed import numbered

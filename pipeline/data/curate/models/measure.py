@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.errors import UserError
-from pipeline.config.curate import ClassifierConfig, LanguageConfig
+from pipeline.config.curation.curate import ClassifierConfig, LanguageConfig
 from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 from pipeline.data.curate.models.fasttext_file import ModelFile, read_model_file
 from pipeline.data.curate.models.predict import Predictor, fasttext_version

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.curate import ClassifierConfig, LanguageConfig
+from pipeline.config.curation.curate import ClassifierConfig, LanguageConfig
 from pipeline.data.curate.models.measure import LANGUAGE_KEY, classifier_key, score_column
 from pipeline.data.curate.models.predict import ONE
 from pipeline.data.curate.rules.base import DocumentRule

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
-from pipeline.config.curate import CleanConfig, CurateConfig
+from pipeline.config.curation.curate import CleanConfig, CurateConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.curation_plan import CurationPlan
 from pipeline.data.curate.duplicates.line_text import remove_lines
 from pipeline.data.curate.files import CURATION_FILE, curate_folder, decisions_folder
-from pipeline.data.curate.passes import make_scopes
+from pipeline.data.curate.passes.of_scope import make_scopes
 from pipeline.data.curate.verdicts import Curation, UnitVerdicts, find_curation, read_decisions
 from pipeline.data.sources.records import Document
 from pipeline.data.work.frozen_plan import setting_differences

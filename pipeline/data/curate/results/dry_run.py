@@ -8,14 +8,14 @@ from rich.table import Table
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, size
-from pipeline.config.curate import CurateConfig
+from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, make_curation_plan
 from pipeline.data.curate.decontamination.index import INDEX_FILE
 from pipeline.data.curate.duplicates.kinds import kinds_of
 from pipeline.data.curate.files import curate_folder
 from pipeline.data.curate.measurers import items_folder, measure_settings
-from pipeline.data.curate.passes import make_scopes
+from pipeline.data.curate.passes.of_scope import make_scopes
 from pipeline.data.curate.results.status import read_progress
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.work.frozen_plan import is_begun

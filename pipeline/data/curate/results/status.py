@@ -17,7 +17,7 @@ from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import curate_config, plan_sources
 from pipeline.data.curate.files import CURATE, curate_folder
 from pipeline.data.curate.measurers import Measuring
-from pipeline.data.curate.passes import ScopePasses, make_scopes
+from pipeline.data.curate.passes.of_scope import ScopePasses, make_scopes
 from pipeline.data.curate.verdicts import find_curation
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from pipeline.common.console import Console, say, warn
 from pipeline.common.format import counted, percent
-from pipeline.data.curate.finish import SourceCuration
+from pipeline.data.curate.passes.finish import SourceCuration
 
 _MANY = 10**6
 """Documents from which on a comparison that finds nothing is suspect."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pipeline.common.storage import put
-from pipeline.config.curate_rules import RulesConfig
+from pipeline.config.curation.rules import RulesConfig
 from pipeline.data.curate.measures.counters import COUNTERS
 from pipeline.data.curate.rules.presets import MEASURES, preset_rules
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.curate import CurateConfig, DuplicatesConfig
+from pipeline.config.curation.curate import CurateConfig, DuplicatesConfig
 from pipeline.data.curate.decontamination.rule import contamination_rules
 from pipeline.data.curate.models.rules import classifier_rules, language_rules
 from pipeline.data.curate.rules.base import DocumentRule

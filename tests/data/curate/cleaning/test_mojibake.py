@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
-from pipeline.config.curate import CleanConfig
+from pipeline.config.curation.curate import CleanConfig
 from pipeline.data.curate.cleaning import mojibake
 from pipeline.data.curate.cleaning.clean import Cleaner
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.curate import CleanConfig, PiiConfig
+from pipeline.config.curation.curate import CleanConfig, PiiConfig
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.cleaning.patterns import FINDERS
 from pipeline.data.curate.cleaning.pii import apply_masks, find_masked, mask_of

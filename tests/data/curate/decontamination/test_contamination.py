@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.config.curate import DecontaminateConfig
+from pipeline.config.curation.curate import DecontaminateConfig
 from pipeline.data.curate.decontamination.index import (
     INDEX_FILE,
     NgramIndex,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.hashing import file_hash
-from pipeline.config.curate import DuplicatesConfig, NearConfig
+from pipeline.config.curation.curate import DuplicatesConfig, NearConfig
 from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.duplicates.against import FinishedCuration
 from pipeline.data.curate.duplicates.measure import DuplicateMeasurer

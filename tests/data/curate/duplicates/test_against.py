@@ -11,7 +11,7 @@ import pytest
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
-from pipeline.config.curate import DuplicatesConfig, NearConfig
+from pipeline.config.curation.curate import DuplicatesConfig, NearConfig
 from pipeline.data.curate.duplicates.against import FinishedCuration, read_curation
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses

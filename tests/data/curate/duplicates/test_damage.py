@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config.curate import DuplicatesConfig, LinesConfig, NearConfig
+from pipeline.config.curation.curate import DuplicatesConfig, LinesConfig, NearConfig
 from pipeline.data.curate.duplicates.kinds import SIGNATURES
 from pipeline.data.curate.duplicates.passes import DuplicatePasses, PassName
 from pipeline.data.curate.files import measured_file

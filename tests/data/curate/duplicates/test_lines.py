@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.curate import DuplicatesConfig, LinesConfig
+from pipeline.config.curation.curate import DuplicatesConfig, LinesConfig
 from pipeline.data.curate.duplicates.line_text import hashed_lines, remove_lines
 from tests.data.curate.duplicates.made import make_passes, make_scope, removed, run_all, without_receipts
 

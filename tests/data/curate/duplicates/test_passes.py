@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config.curate import DuplicatesConfig, NearConfig
+from pipeline.config.curation.curate import DuplicatesConfig, NearConfig
 from pipeline.data.curate.duplicates.passes import EXACT, NEAR, URL, DuplicatePasses
 from pipeline.data.curate.duplicates.rank import rank_keys, rank_type
 from pipeline.data.curate.duplicates.signature import fewest_equal, reference_signature

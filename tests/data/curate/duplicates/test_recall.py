@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config.curate import DuplicatesConfig, NearConfig
+from pipeline.config.curation.curate import DuplicatesConfig, NearConfig
 from pipeline.data.curate.duplicates.files import EDGE
 from tests.data.curate.duplicates.made import (
     Engine,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.config.curate import ClassifierConfig, LanguageConfig
+from pipeline.config.curation.curate import ClassifierConfig, LanguageConfig
 from pipeline.data.curate.decontamination.matching import texts_batch
 from pipeline.data.curate.models import predict
 from pipeline.data.curate.models.fasttext_file import read_model_file

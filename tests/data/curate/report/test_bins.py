@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.config.curate_rules import RulesConfig
+from pipeline.config.curation.rules import RulesConfig
 from pipeline.data.curate.report.bins import BINS, Scale, bins, dense, edges, kept_at, scale_of, sparse
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.config.curate_rules import RulesConfig
+from pipeline.config.curation.rules import RulesConfig
 from pipeline.data.curate.measures.counters import COUNTERS
 from pipeline.data.curate.rules import evaluate as module
 from pipeline.data.curate.rules.evaluate import evaluate, fires_alone, first_fires, first_values

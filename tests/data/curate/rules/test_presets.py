@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.curate_rules import RulesConfig
+from pipeline.config.curation.rules import RulesConfig
 from pipeline.data.curate.measures import reference
 from pipeline.data.curate.measures.counters import COUNTERS
 from pipeline.data.curate.rules.base import DocumentRule

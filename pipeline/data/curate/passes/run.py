@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.config.root import Config
-from pipeline.data.curate.jobs import CurationJob, SharedJob
+from pipeline.data.curate.passes.jobs import CurationJob, SharedJob
 from pipeline.data.work.job_run import Busy, JobRun
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine

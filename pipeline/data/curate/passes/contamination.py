@@ -22,8 +22,8 @@ from pipeline.data.curate.decontamination.rule import (
     count_documents,
     fill_contamination,
 )
-from pipeline.data.curate.jobs import SharedJob
-from pipeline.data.curate.pass_names import CONTAMINATION_PASS
+from pipeline.data.curate.passes.jobs import SharedJob
+from pipeline.data.curate.passes.names import CONTAMINATION_PASS
 from pipeline.data.curate.scope import Chunk, document
 from pipeline.data.curate.table import chunk_path, open_table, read_array
 from pipeline.data.datasets.indexed import HashedFile

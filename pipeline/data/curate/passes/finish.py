@@ -12,8 +12,8 @@ from typing import Any
 from pipeline.common import storage
 from pipeline.data.curate.duplicates.files import finished
 from pipeline.data.curate.files import CURATION_FILE, verdicts_file
-from pipeline.data.curate.pass_names import DECIDE
-from pipeline.data.curate.passes import ScopePasses
+from pipeline.data.curate.passes.names import DECIDE
+from pipeline.data.curate.passes.of_scope import ScopePasses
 from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.report.clusters import VerdictFile
 from pipeline.data.curate.report.write import REPORT_HTML, write_report

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section
-from pipeline.config.curate_rules import RulesConfig
+from pipeline.config.curation.rules import RulesConfig
 
 
 class PiiConfig(Section):

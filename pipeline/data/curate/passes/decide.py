@@ -16,7 +16,7 @@ from pipeline.data.curate.chunk_writer import BAD_RECORD
 from pipeline.data.curate.duplicates.lines import LINE
 from pipeline.data.curate.duplicates.passes import RULE_NAMES
 from pipeline.data.curate.files import EDITED, FIRES_ALONE, NOBODY, REJECTED, VERDICT, verdicts_file
-from pipeline.data.curate.jobs import SharedJob
+from pipeline.data.curate.passes.jobs import SharedJob
 from pipeline.data.curate.report.domains import DOMAINS, domain_groups
 from pipeline.data.curate.report.examples import is_early
 from pipeline.data.curate.report.statistics import Groups, JudgedChunk, chunk_statistics

@@ -11,15 +11,9 @@ from typing import Any, cast
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
-from pipeline.config.curate import CurateConfig
+from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.root import Config
-from pipeline.data.curate.contamination_pass import (
-    ContaminationJob,
-    TableOpener,
-    contamination_job,
-)
 from pipeline.data.curate.curation_plan import CurationPlan, check_scope
-from pipeline.data.curate.decide import DecideJob, Decider, decide_jobs
 from pipeline.data.curate.decontamination.index import INDEX_FILE
 from pipeline.data.curate.duplicates import against
 from pipeline.data.curate.duplicates.files import finished
@@ -27,9 +21,15 @@ from pipeline.data.curate.duplicates.kinds import PassName
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
 from pipeline.data.curate.files import CURATE, decisions_folder
-from pipeline.data.curate.jobs import CurationJob
 from pipeline.data.curate.measurers import LANGUAGE, Measuring, items_folder
-from pipeline.data.curate.pass_names import CONTAMINATION_PASS, DECIDE
+from pipeline.data.curate.passes.contamination import (
+    ContaminationJob,
+    TableOpener,
+    contamination_job,
+)
+from pipeline.data.curate.passes.decide import DecideJob, Decider, decide_jobs
+from pipeline.data.curate.passes.jobs import CurationJob
+from pipeline.data.curate.passes.names import CONTAMINATION_PASS, DECIDE
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.of_run import compared_rules, local_rules
 from pipeline.data.curate.scope import Chunk, Scope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.curate import CurateConfig
+from pipeline.config.curation.curate import CurateConfig
 from pipeline.data.curate.duplicates.kinds import pass_names as compared_passes
 
 MEASURE, CONTAMINATION_PASS, DECIDE = "measure", "contamination", "decide"
