@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.data.preprocess import source_plan as plan_module
+from pipeline.data.work import frozen_plan as plan_module
 from pipeline.data.preprocess import stage
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_folder
 from pipeline.data.preprocess.source_plan import make_plan, source_job
