@@ -49,5 +49,5 @@ def _warnings(source: SourceCuration) -> Iterator[str]:
         most = max(source.removed, key=lambda rule: source.removed[rule])
         yield f"{source.name}: no document is kept; {most} alone removes {source.removed[most]:,} of them"
     for rule, count in source.removed.items():
-        if rule.startswith("duplicates.") and not count and source.documents >= _MANY:
+        if rule.startswith("duplicates.") and not count and source.kept >= _MANY:
             yield f"{source.name}: {rule} found nothing in {source.documents:,} documents; is this the right text?"
