@@ -8,13 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.data.work import frozen_plan as plan_module
 from pipeline.data.preprocess import stage
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_folder
 from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.work import frozen_plan as plan_module
 from pipeline.data.work.leases import LeaseWatch, take
 from pipeline.data.work.units import find_source_files
 from tests.data.runs import make_config, tree, write_jsonl
