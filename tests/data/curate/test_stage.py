@@ -194,8 +194,9 @@ class TestRefused:
         config, _, _ = done
         settings = everything(corpus)
         settings["rules"]["gopher_quality"]["min_words"] = 60
-        with pytest.raises(UserError, match="rules: "):
+        with pytest.raises(UserError, match=r"rule gopher_quality\.min_words: 5 then, 60 now") as caught:
             preprocess(curate_config(config.run.dir.parent, corpus, settings))
+        assert "max_top_2_grams" not in str(caught.value)  # which is the same
 
     def test_a_dataset_of_other_decisions(self, corpus, tmp_path):
         config = curate_config(tmp_path, corpus, {"mode": "apply", "rules": {"gopher_quality": {"min_words": 5}}})
