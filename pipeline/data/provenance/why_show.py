@@ -191,7 +191,7 @@ class FoundNgram:
         places: how often it is there.
         text: as the document has it.
         items: `task` and `item` of the first items that have it.
-        common: true if so many documents have it that it removes nothing.
+        common: true if it is in more than `max_documents` documents, and so removes nothing.
     """
 
     start: int
