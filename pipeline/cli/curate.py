@@ -100,7 +100,12 @@ def _two(folders: list[Path]) -> tuple[Path, Path]:
     """Folders of the decisions to compare; of one folder, the active ones come first."""
     if len(folders) > 2:
         raise UserError("--compare: name one folder, or two")
-    return (folders[0].absolute().parent.parent, folders[0]) if len(folders) == 1 else (folders[0], folders[1])
+    if len(folders) == 2:
+        return folders[0], folders[1]
+    folder = folders[0].absolute()
+    if folder.parent.name != "decisions":
+        raise UserError(f"--compare: {folder} has no decisions; name SOURCE/curate/decisions/HASH, or two folders")
+    return folder.parent.parent, folder
 
 
 def _format(name: str) -> Literal["jsonl", "parquet"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section
 from pipeline.config.curation.rules import RulesConfig
@@ -108,6 +108,15 @@ class DuplicatesConfig(Section):
     keep: list[str] = Field(default_factory=lambda: ["source", "longest"])
     """Which document of several is kept; the next entry decides where the one before is equal. `source`: the first in
     the scope's list. `longest`, `shortest`. `newest:KEY`, `oldest:KEY`: by a date in `metadata`. Then a keyed hash."""
+
+    @field_validator("keep")
+    @classmethod
+    def _orders(cls, keep: list[str]) -> list[str]:
+        for each in keep:
+            order, colon, key = each.partition(":")
+            if not (key if order in ("newest", "oldest") else order in ("source", "longest", "shortest") and not colon):
+                raise ValueError(f"{each!r} is not source, longest, shortest, newest:KEY or oldest:KEY")
+        return keep
 
 
 class DecontaminateConfig(Section):

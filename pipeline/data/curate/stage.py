@@ -26,7 +26,7 @@ from pipeline.data.curate.measurers import Measuring, choose_engine, items_folde
 from pipeline.data.curate.passes.finish import ReadTexts, SourceCuration, finish_source
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.names import MEASURE
-from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, make_scopes
+from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, check_against, make_scopes
 from pipeline.data.curate.passes.run import JobOutcome, run_jobs
 from pipeline.data.curate.results.summary import print_summary
 from pipeline.data.work.bad_input import BadInput
@@ -71,6 +71,7 @@ def curate(
     console = Console()
     curate_config(config)
     sources = find_source_files(config)
+    check_against(curate_config(config))
     with reading(config, sources):
         if dry_run:
             from pipeline.data.curate.results.dry_run import print_dry_run

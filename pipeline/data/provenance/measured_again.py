@@ -15,9 +15,11 @@ from pipeline.common import storage
 from pipeline.config.root import Config
 from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.chunk_writer import DOCUMENT, EMPTY_DOCUMENT
+from pipeline.data.curate.decontamination.index import INDEX_FILE, open_index
+from pipeline.data.curate.decontamination.rule import matches
 from pipeline.data.curate.duplicates.signature import shingle_hashes
 from pipeline.data.curate.files import MEASURES, measured_file
-from pipeline.data.curate.measurers import Measuring, measure_settings
+from pipeline.data.curate.measurers import Measuring, items_folder, measure_settings
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.of_run import local_rules
 from pipeline.data.datasets.files import PLAN_FILE
@@ -97,6 +99,17 @@ class Remeasurer:
             return ["data.sources"]
         now = measure_settings(self._config, self._sources[self._source])
         return sorted(name for name, value in now.items() if self.settings.get(name) != value)
+
+    def ngrams(self, text: str, common: npt.NDArray[np.bool_] | None) -> list[dict[str, Any]]:
+        """N-grams of evaluations in an edited text, as `matches` gives them; none if they are not looked for.
+
+        Args:
+            text: of a document.
+            common: n-grams that are common text.
+        """
+        if self._curate.decontaminate is None:
+            return []
+        return matches(open_index(items_folder(self._config) / INDEX_FILE), text, common)
 
     @cached_property
     def rules(self) -> tuple[DocumentRule, ...]:

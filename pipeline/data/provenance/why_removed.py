@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.config.root import Config
-from pipeline.data.curate.files import FIRES_ALONE, NOBODY, curate_folder, verdicts_file
+from pipeline.data.curate.decontamination.measure import CONTAMINATED
+from pipeline.data.curate.decontamination.rule import RULE as CONTAMINATION_RULE
+from pipeline.data.curate.files import CURATE, FIRES_ALONE, NOBODY, curate_folder, verdicts_file
+from pipeline.data.curate.passes.contamination import common_of
 from pipeline.data.curate.report.clusters import VerdictFile, members_of
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import document as document_number
@@ -22,7 +27,7 @@ from pipeline.data.curate.verdicts import Curation, Verdict, read_curation
 from pipeline.data.provenance.measured_again import Measured, Remeasurer
 from pipeline.data.provenance.run import Say
 from pipeline.data.provenance.source_location import Key, Origins
-from pipeline.data.provenance.why_show import ClusterMember, Edits, FiredRule, KeptDocument, Recheck, Why
+from pipeline.data.provenance.why_show import ClusterMember, Edits, FiredRule, FoundNgram, KeptDocument, Recheck, Why
 from pipeline.data.sources.records import Document
 
 _KEY = re.compile(r"(?P<unit>[0-9]{1,9}):(?P<row>[0-9]{1,12})")
@@ -144,6 +149,9 @@ class CurationView:
         unit, row = key
         self._notes = []
         verdicts = self._curation.read(unit)
+        if unit not in self._curation.chunks:
+            units = counted(len(self._curation.chunks), "unit")
+            raise UserError(f"--document: the source has {units}, counted from 0, so it has no unit {unit}")
         if not 0 <= row < verdicts.rows:
             raise UserError(f"--document: unit {unit} has {verdicts.rows:,} rows, so it has no row {row}")
         verdict, record = verdicts.verdict(row), verdicts.record(row)
@@ -151,7 +159,8 @@ class CurationView:
         document = self._read(self._origins, key)
         measured = self._measured(document) if document is not None and rejected is None and verify else None
         kept = self._kept(verdict.kept, measured, text=text)
-        fired, values = self._fired(key, verdict, measured)
+        ngrams = self._ngrams(document) if rejected is None else []
+        fired, values = self._fired(key, verdict, measured, ngrams)
         return Why(
             source=self._source,
             unit=unit,
@@ -160,16 +169,19 @@ class CurationView:
             id=document.id if document is not None else None,
             mode=self._curation.about["mode"],
             rejected=rejected,
-            first=fired[0] if fired else None,
-            others=fired[1:],
+            first=fired[0] if verdict.rule is not None else None,
+            others=fired[verdict.rule is not None :],
             alone=bool(int(record["flags"]) & FIRES_ALONE),
             known=bool(values),
-            language=self._language(key, measured),
+            language=self._language(key, measured) if rejected is None else None,
             scores={name: value for name, value in values.items() if name.startswith("classifiers.")},
             kept=kept,
             members=list(self._members(key, verdict)) if cluster else None,
+            ngrams=ngrams,
             edits=self._edits(document, measured, verdicts.lines(row)),
-            checks=list(self._checks(key, verdict, document, measured, kept)) if measured is not None else [],
+            checks=list(self._checks(key, verdict, document, measured, kept, ngrams))
+            if measured is not None and document is not None
+            else [],
             text=(measured.texts[0] if measured is not None else document.text) if text and document else None,
             notes=self._notes,
         )
@@ -193,6 +205,24 @@ class CurationView:
         return self._again.measure(documents)
 
     @cached_property
+    def _common(self) -> npt.NDArray[np.bool_] | None:
+        """N-grams of evaluations that are common text, and remove nothing."""
+        return common_of(self._config.data_dir / CURATE / self._curation.about["scope"], self._curation.about)
+
+    def _ngrams(self, document: Document | None) -> list[FoundNgram]:
+        """N-grams of evaluations in a document, each once, in the order of its text."""
+        if document is None or self._again.differences:
+            return []
+        found: dict[int, FoundNgram] = {}
+        for each in self._again.ngrams(self._again.clean(document.text), self._common):
+            number = each.pop("ngram")
+            before = found.get(number)
+            found[number] = (
+                FoundNgram(**each, places=1) if before is None else replace(before, places=before.places + 1)
+            )
+        return list(found.values())
+
+    @cached_property
     def _about(self) -> dict[str, Mapping[str, Any]]:
         """Rules of the decisions by name."""
         return {rule["name"]: rule for rule in self._curation.about["rules"]}
@@ -211,9 +241,14 @@ class CurationView:
             elif not name.startswith("duplicates."):
                 self._notes.append(f"{about['key']} is not in the run file any more, so {name} is not evaluated")
 
-    def _fired(self, key: Key, verdict: Verdict, measured: Measured | None) -> tuple[list[FiredRule], dict[str, float]]:
+    def _fired(
+        self, key: Key, verdict: Verdict, measured: Measured | None, ngrams: list[FoundNgram]
+    ) -> tuple[list[FiredRule], dict[str, float]]:
         """Rules that fire, the one of the verdict first; and the values of all rules over measures."""
         table = self._table(key, measured)
+        if table is not None and CONTAMINATED in (table.dtype.names or ()):
+            table = table.copy()
+            table[CONTAMINATED] = _uncommon(ngrams)  # all of them are stored
         values: dict[str, float] = {}
         fired: list[FiredRule] = []
         if table is not None and not verdict.is_rejected:
@@ -293,7 +328,13 @@ class CurationView:
         return Edits.of(document.text, measured.texts[0], lines)
 
     def _checks(
-        self, key: Key, verdict: Verdict, document: Document | None, measured: Measured, kept: KeptDocument | None
+        self,
+        key: Key,
+        verdict: Verdict,
+        document: Document,
+        measured: Measured,
+        kept: KeptDocument | None,
+        ngrams: list[FoundNgram],
     ) -> Iterator[Recheck]:
         """Comparisons of what is stored with what the source files give."""
         at = self._origins.chunk_of(key)
@@ -304,10 +345,14 @@ class CurationView:
             again = f"{count} columns equal" if not names else f"{', '.join(names)} differ"
             yield Recheck("measures", f"{count} columns", again, not names)
         rule = next((each for each in self._rules() if each.name == verdict.rule), None)
-        if rule is not None and rule.name != "decontaminate":  # it does not count n-grams that are common
+        if rule is not None and rule.name == CONTAMINATION_RULE:
+            count = _uncommon(ngrams)
+            if self._common is not None:
+                yield Recheck(rule.name, f"{verdict.value:.0f}", f"{count}", verdict.value == count)
+        elif rule is not None:
             again_value = float(np.float32(rule.values(measured.table)[0]))
             yield Recheck(rule.name, f"{verdict.value:.6g}", f"{again_value:.6g}", _near(verdict.value, again_value))
-        if document is not None and kept is not None and kept.document is not None:
+        if kept is not None and kept.document is not None:
             yield from self._similarity(verdict, document, kept.document)
 
     def _similarity(self, verdict: Verdict, document: Document, kept: Document) -> Iterator[Recheck]:
@@ -334,6 +379,10 @@ def verdict_files(curation: Curation) -> Iterator[VerdictFile]:
             file = VerdictFile(path, unit, first)
             first += len(file.read())
             yield file
+
+
+def _uncommon(ngrams: list[FoundNgram]) -> int:
+    return sum(not each.common for each in ngrams)
 
 
 def _near(stored: float, again: float) -> bool:

@@ -49,13 +49,17 @@ class FiredRule:
             return f"{self.name}: all of its lines are in other documents ({self.key})"
         if self.name.startswith("duplicates."):
             return f"{self.name}: similarity {self.value:.4g}"
+        if self._is_within:
+            return f"{self.name}: another one, with score {figure(self.value)} ({self.key.rpartition('.')[0]}.keep)"
         sign = "at least" if self.keeps == "min" else "at most"
         return f"{self.name}: {self.about} {figure(self.value)}, kept if {sign} {figure(self.bound)} ({self.key})"
 
     def to_keep(self) -> str:
         """The change of the run file under which this rule would keep the document."""
+        if self.name == "duplicates.near" and self.value < 1:
+            return f"{self.key} at least {math.floor(self.value * 1e4 + 1) / 1e4:.4f}"
         if self.name == "duplicates.near":
-            return f"{self.key} above {self.value:.4f}"
+            return f"{self.key.rpartition('.')[0]}: null"
         if self.name.startswith("duplicates."):
             return f"{self.key}: null"
         if self.name == "clean.empty":
@@ -178,6 +182,31 @@ class Edits:
 
 
 @dataclass(frozen=True)
+class FoundNgram:
+    """N-gram of evaluations in a document.
+
+    Attributes:
+        start: of its first place, in characters of the edited text.
+        end: of the same.
+        places: how often it is there.
+        text: as the document has it.
+        items: `task` and `item` of the first items that have it.
+        common: true if it is in more than `max_documents` documents, and so removes nothing.
+    """
+
+    start: int
+    end: int
+    places: int
+    text: str
+    items: list[dict[str, str]]
+    common: bool
+
+    def __str__(self) -> str:
+        items = ", ".join(f"{printable(each['task'])} item {printable(each['item'])}" for each in self.items)
+        return f"{_short(self.text)}: {items}{'; common text, which does not count' if self.common else ''}"
+
+
+@dataclass(frozen=True)
 class Recheck:
     """Something stored, beside what the source files give."""
 
@@ -204,6 +233,7 @@ class Why:
         scores: of classifiers with a bound.
         kept: the document that it is a duplicate of.
         members: of its cluster, if they were asked for.
+        ngrams: of evaluations that are in it, if they were looked for.
         edits: of its text, if that could be read.
         checks: comparisons with the source files.
         text: as it was measured, if it was asked for.
@@ -225,6 +255,7 @@ class Why:
     scores: dict[str, float]
     kept: KeptDocument | None
     members: list[ClusterMember] | None
+    ngrams: list[FoundNgram]
     edits: Edits | None
     checks: list[Recheck]
     text: str | None
@@ -259,6 +290,7 @@ class Why:
             "scores": self.scores,
             "kept": None if self.kept is None else self.kept.json,
             "members": None if self.members is None else [vars(each) for each in self.members],
+            "ngrams": [vars(each) for each in self.ngrams],
             "edits": None if self.edits is None else self.edits.json,
             "checks": [vars(check) for check in self.checks],
             "agrees": self.agrees if self.checks else None,
@@ -268,7 +300,7 @@ class Why:
 
     def lines(self) -> Iterator[str]:
         """For people."""
-        id = f", id {printable(self.id)}" if self.id is not None else ""
+        id = f", id {printable(self.id)}" if self.id else ""
         yield f"{self.source} {self.unit}:{self.row}: {printable(str(self.origin))}{id}"
         yield from self._verdict()
         if self.language is not None:
@@ -281,6 +313,9 @@ class Why:
         if self.members is not None:
             yield f"cluster: {counted(len(self.members), 'document')} removed for the kept one"
             yield from (f"  {line}" for line in _some([str(each) for each in self.members]))
+        if self.ngrams:
+            yield f"{counted(len(self.ngrams), 'n-gram')} of evaluations:"
+            yield from (f"  {line}" for line in _some([str(each) for each in self.ngrams]))
         if self.edits is not None and (edits := list(self.edits.lines())):
             yield "edits of the text:"
             yield from (f"  {line}" for line in edits)

@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
+from pipeline.config.curation.curate import DuplicatesConfig
 from pipeline.data.curate.files import NOBODY
 from pipeline.data.curate.results.export import export
 from pipeline.data.curate.scope import place
@@ -193,8 +194,9 @@ class TestRefused:
         config, _, _ = done
         settings = everything(corpus)
         settings["rules"]["gopher_quality"]["min_words"] = 60
-        with pytest.raises(UserError, match="rules: "):
+        with pytest.raises(UserError, match=r"rule gopher_quality\.min_words: 5 then, 60 now") as caught:
             preprocess(curate_config(config.run.dir.parent, corpus, settings))
+        assert "max_top_2_grams" not in str(caught.value)  # which is the same
 
     def test_a_dataset_of_other_decisions(self, corpus, tmp_path):
         config = curate_config(tmp_path, corpus, {"mode": "apply", "rules": {"gopher_quality": {"min_words": 5}}})
@@ -209,6 +211,18 @@ class TestRefused:
         config = curate_config(tmp_path, corpus, preprocess={"max_error_rate": 0.001})
         with pytest.raises(UserError, match="max_error_rate"):
             curate(config)
+
+    @pytest.mark.parametrize("dry_run", [True, False])
+    def test_against_a_folder_that_is_no_curation(self, corpus, tmp_path, dry_run):
+        config = curate_config(tmp_path, corpus, {"against": [str(tmp_path)], "duplicates": {"exact": "text"}})
+        with pytest.raises(UserError, match=r"data\.curate\.against: .* is not a finished curation"):
+            curate(config, dry_run=dry_run)
+        assert not (config.data_dir / "a").exists()  # nothing was measured in vain
+
+    @pytest.mark.parametrize("keep", ["biggest", "newest", "newest:", "longest:url"])
+    def test_an_order_that_does_not_exist(self, keep):
+        with pytest.raises(ValueError, match="newest:KEY"):
+            DuplicatesConfig(keep=[keep])
 
     def test_a_key_that_is_not_kept(self, corpus, tmp_path):
         settings = everything(corpus)

@@ -65,9 +65,20 @@ def run_file(root: Path, lines: list[bytes], changes: dict[str, Any] | None = No
     return file
 
 
-def curated_config(root: Path, changes: dict[str, Any] | None = None, footer: str = "") -> Config:
-    """A run whose source has `records`, those that are good with a footer, a blank line and a broken one."""
-    found = [each | {"text": each["text"] + footer * each["id"].startswith("good")} for each in records()]
+def records_with(words: str, id: str) -> list[dict[str, Any]]:
+    """`records`, one of them with more words."""
+    return [each | {"text": f"{each['text']}\nThe {words}."} if each["id"] == id else each for each in records()]
+
+
+def curated_config(
+    root: Path,
+    changes: dict[str, Any] | None = None,
+    footer: str = "",
+    documents: list[dict[str, Any]] | None = None,
+) -> Config:
+    """A run whose source has `records` or others, the good ones with a footer, a blank line and a broken one."""
+    chosen = records() if documents is None else documents
+    found = [each | {"text": each["text"] + footer * each["id"].startswith("good")} for each in chosen]
     lines = [
         orjson.dumps(record | {"url": f"https://www.{number % 3}.example/x"}) for number, record in enumerate(found)
     ]

@@ -21,7 +21,7 @@ from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.why_removed import CurationView, removed_note, why
 from pipeline.data.provenance.why_show import Edits, FiredRule, Why
-from tests.data.provenance.curated import curated_config, records
+from tests.data.provenance.curated import curated_config, records, records_with
 
 RULES = {
     "short": "gopher_quality.min_words",
@@ -277,3 +277,61 @@ def test_edits_are_found_line_by_line() -> None:
     assert edits.removed == [(2, "two"), (5, "five")] and edits.changed == [(4, "four@x", "four<m>")]
     assert edits.repeated == [(3, "four<m>")]
     assert edits.json["repeated"] == [{"line": 3, "text": "four<m>"}]
+
+
+ITEM = "seven brave sailors counted nine golden lanterns while the tired captain slept beside his broken compass"
+FOOTER = "\nAll rights of this page and of all the texts in it are reserved by the owners of it."
+
+
+@pytest.fixture(scope="module")
+def contaminated(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Documents with items of evaluations, one of which is common text."""
+    root = tmp_path_factory.mktemp("contaminated")
+    (root / "items.txt").write_text(f"{ITEM}{FOOTER}\n")
+    items = {"files": [str(root / "items.txt")], "max_documents": 5}
+    found = records_with(ITEM, "good-1")
+    config = curated_config(root, {"decontaminate": items, "duplicates": {}}, FOOTER, found)
+    curate(config)
+    return config
+
+
+class TestContamination:
+    def test_ngrams_and_items_of_a_removed_document(self, contaminated: Config) -> None:
+        found = ask(contaminated, "good-1")
+        assert found.first is not None and found.first.name == "decontaminate"
+        counted = [each for each in found.ngrams if not each.common]
+        assert len(counted) == found.first.value == len(ITEM.split()) - 12
+        assert all(each.items == [{"task": "items.txt", "item": "1"}] and each.text in ITEM for each in counted)
+        common = [each for each in found.ngrams if each.common]
+        assert {each.items[0]["item"] for each in common} == {"2"}
+        assert any(check.name == "decontaminate" for check in found.checks) and found.agrees
+        assert "items.txt item 1" in "\n".join(found.lines())
+        assert found.json["ngrams"][0].keys() == {"start", "end", "places", "text", "items", "common"}
+
+    def test_common_text_keeps_a_document(self, contaminated: Config) -> None:
+        found = ask(contaminated, "good-2")
+        assert found.state == "kept" and not found.others
+        assert found.ngrams and all(each.common for each in found.ngrams)
+
+
+def test_a_rejected_record_has_no_language(curated: Config) -> None:
+    found = next(each for each in (ask(curated, f"0:{row}") for row in range(12)) if each.state == "rejected")
+    assert found.language is None and ", id" not in next(found.lines())
+
+
+def test_a_unit_that_does_not_exist(curated: Config) -> None:
+    with pytest.raises(UserError, match="no unit 77"):
+        ask(curated, "77:0")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.875, "d.near.min_similarity at least 0.8751"),
+        (102 / 112, "d.near.min_similarity at least 0.9108"),
+        (1, "d.near: null"),
+    ],
+)
+def test_a_bound_above_a_similarity(value: float, expected: str) -> None:
+    rule = FiredRule("duplicates.near", "d.near.min_similarity", value, 0.7, "max", "similarity")
+    assert rule.to_keep() == expected

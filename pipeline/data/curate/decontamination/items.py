@@ -97,7 +97,11 @@ def all_items(config: DecontaminateConfig, folder: Path) -> Iterator[EvalItem]:
     if config.tasks:
         yield from _task_items(config, folder / TASK_ITEMS)
     for number, pattern in enumerate(config.files):
-        for file in find_files([pattern], [], f"{KEY}.files.{number}"):
+        try:
+            found = find_files([pattern], [], f"{KEY}.files.{number}")
+        except UserError as error:
+            raise UserError(str(error).replace(f".{number}.paths:", ":", 1)) from None  # it knows sources
+        for file in found:
             yield from file_items(Path(file.path), file.name)
 
 

@@ -181,19 +181,16 @@ def reference_ngrams(index: NgramIndex, text: str) -> list[tuple[int, int, int]]
     """
     words = find_words(text)
     hashes = [word_hash(word.codes) for word in words]
-    numbers = _numbers(index)
+    known = index.arrays["hashes"]
     found = []
     for place in range(len(words)):
         for length in index.ngram_lengths.tolist():
             if place + length <= len(words):
-                number = numbers.get(ngram_hash(hashes[place : place + length]))
-                if number is not None:
+                wanted = np.uint64(ngram_hash(hashes[place : place + length]))
+                number = int(np.searchsorted(known, wanted))  # a dict of millions takes longer than a document
+                if number < len(known) and known[number] == wanted:
                     found.append((number, words[place].start, words[place + length - 1].end))
     return found
-
-
-def _numbers(index: NgramIndex) -> dict[int, int]:
-    return {value: number for number, value in enumerate(index.arrays["hashes"].tolist())}
 
 
 def texts_batch(texts: Sequence[str]) -> TextBatch:

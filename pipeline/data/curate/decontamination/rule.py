@@ -179,7 +179,9 @@ class TouchedItems:
 
 
 def matches(index: NgramIndex, text: str, common: npt.NDArray[np.bool_] | None = None) -> list[dict[str, Any]]:
-    """N-grams of items in one document, in its order, for reports: `start`, `end`, `text`, `items`, `common`.
+    """N-grams of items in one document, in its order, for reports.
+
+    Each has `ngram` (its number), `start`, `end`, `text`, `items` and `common`.
 
     Args:
         index: of items.
@@ -191,6 +193,7 @@ def matches(index: NgramIndex, text: str, common: npt.NDArray[np.bool_] | None =
         items = [index.item(number) for number in index.items_of(ngram)[:_EXAMPLES].tolist()]
         found.append(
             {
+                "ngram": ngram,
                 "start": start,
                 "end": end,
                 "text": text[start:end],

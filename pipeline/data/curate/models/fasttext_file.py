@@ -62,7 +62,7 @@ def read_model_file(path: Path, key: str) -> ModelFile:
             labels = _labels(file, size)
         return ModelFile(path, f"{file_hash(path):016x}", tuple(sorted(labels)))
     except OSError as error:
-        raise UserError(f"{key}: {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{key}: {path} cannot be read: {error.strerror}; name a model file of yours") from error
     except (ValueError, struct.error) as error:
         if isinstance(error, UserError):
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -119,3 +119,17 @@ class TableOpener:
 @lru_cache(maxsize=1)
 def _common(path: Path, xxh3: str, max_documents: int) -> npt.NDArray[np.bool_]:
     return common_ngrams(np.array(read_array(path, _COUNTS, xxh3, CONTAMINATION_PASS)), max_documents)
+
+
+def common_of(folder: Path, about: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
+    """N-grams that are common text by decisions: bool of shape (n-grams,); None if that is not stored any more.
+
+    Args:
+        folder: of the scope.
+        about: content of `curation.json`.
+    """
+    settings = about["settings"].get("data.curate.decontaminate")
+    path = folder / CONTAMINATION_PASS / str(about.get("contamination"))
+    if settings is None or not path.is_file():
+        return None
+    return common_ngrams(np.fromfile(path, _COUNTS), settings["max_documents"])

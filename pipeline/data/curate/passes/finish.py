@@ -89,6 +89,8 @@ def finish_source(
         "removed": {rule.name: removed[rule.name] for rule in rules},
         "verdicts": verdicts,
     }
+    if passes.contamination is not None:
+        about["contamination"] = passes.contamination.counts.name  # `data why` tells common n-grams by it
     content = storage.json_bytes(about)
     if put_changed(decisions / CURATION_FILE, content) or not (decisions / REPORT_HTML).is_file():
         chunks = [job.chunk for job in jobs]

@@ -122,6 +122,16 @@ def against_hashes(curate: CurateConfig) -> dict[str, str]:
     return {str(path): value_hash(read_curation(path).about) for path in map(Path, curate.against)}
 
 
+def check_against(curate: CurateConfig) -> None:
+    """Refuse entries of `against` that cannot be compared with, before hours of measuring.
+
+    Raises:
+        UserError: a folder is not a finished curation, or was measured in another way.
+    """
+    for path in curate.against:
+        against.read_curation(Path(path), curate.duplicates, finished_chunks)
+
+
 class ScopePasses:
     """Passes over a scope all of whose chunks are measured.
 

@@ -139,7 +139,7 @@ def _what_if(
         for at in near
         if all_edges[at] != bound
     ]
-    beyond = counts["fires"] - counts["otherwise"]
+    beyond = counts["fires"] - counts["otherwise"]  # those removed otherwise are in no histogram
     now = {"bound": bound, "kept": statistics["kept"], "passes": measured - beyond}
     off = {"bound": None, "kept": sum(counts["free"][1]), "passes": measured}
     return [*sorted([*rows, now], key=lambda row: row["bound"]), off]

@@ -28,7 +28,7 @@ def contamination(found: Mapping[str, Any] | None, sources: Sequence[str]) -> It
     )
     of_tasks = ("task", "items", "long enough", "touched", "documents")
     short = found["too_short"]["items"]
-    words = f"{counted(short, 'item')} are too short to be looked for." if short else ""
+    words = f"{counted(short, 'item')} too short to be looked for." if short else ""
     yield section("Contamination by task", Table(of_tasks, tasks, 1), words)
     items = tuple(_item(item, sources) for item in found["items"][:_ROWS])
     if items:

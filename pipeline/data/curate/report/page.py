@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from pipeline import __version__
-from pipeline.common.format import percent, size
+from pipeline.common.format import counted, percent, size
 from pipeline.common.page.html import Fact, Table, document, escaped, section, table, tile
 from pipeline.common.page.words import figure, si
 from pipeline.data.curate.report.bins import dense
@@ -90,7 +90,7 @@ def _head(report: Mapping[str, Any]) -> Iterator[str]:
         Fact("removed" if not observes else "would be removed", f"{removed:,}", share(removed, funnel["documents"])),
         Fact("duplicates", f"{funnel['duplicates']:,}", "that name a kept document"),
         Fact("edited", f"{funnel['edited']:,}", "kept documents whose text is changed"),
-        Fact("rejected", f"{funnel['rejected']:,}", f"of {funnel['rows']:,} records: no documents"),
+        Fact("rejected", f"{funnel['rejected']:,}", f"of {funnel['rows']:,} records"),
     ]
     yield f"<dl class='tiles'>{''.join(map(tile, facts))}</dl></header>"
 
@@ -173,10 +173,13 @@ def _figure(rule: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         for row in rule["what_if"]
     )
     figures = Table(("bound", "kept", "share", "change", "passes this rule"), rows, 1)
+    beyond, other = rule["fires"] - rule["otherwise"], rule["otherwise"]
+    words = f"{counted(beyond, 'document')} ({share(beyond, total)}) beyond"
+    if other:
+        words += f"; {other:,} more ({share(other, total)}) in another language are not shown"
     return (
         f"<figure><figcaption><h3>{_breakable(rule['name'])}</h3></figcaption>"
-        f"<p class='note'>{escaped(rule['about'])}: keeps {_bound(rule)}; {rule['fires']:,} documents "
-        f"({share(rule['fires'], total)}) are beyond</p>{drawn}"
+        f"<p class='note'>{escaped(rule['about'])}: keeps {_bound(rule)}; {words}</p>{drawn}"
         f"<details><summary>What if the bound were another one</summary>{table(figures)}"
         "<p class='note'>Duplicates stay those of the present bounds: a removed keeper would be replaced.</p>"
         "</details></figure>"

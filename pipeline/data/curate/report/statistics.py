@@ -177,7 +177,8 @@ def _of_rule(
 
     `fires`: documents it removes; `first`: those whose verdict names it, of `first_bytes` bytes; `alone`: those that
     no other rule removes; `otherwise`: those that it removes for another reason than its bound. Histograms of its
-    values: `all` documents with text, and `free` ones, whose fate is the bound's alone: no other rule removes them.
+    values, without those removed otherwise: `all` documents with text, and `free` ones, whose fate is the bound's
+    alone: no other rule removes them.
     """
     fires = chunk.fires[place] & documents
     first = documents & (chunk.verdicts["rule"] == place + 1)
@@ -203,7 +204,7 @@ def _of_rule(
         other, measured = fires & ~beyond, chunk.table["state"] == 0
         free = measured & alone & ~other
         counts["otherwise"] = int(other.sum())
-        counts["all"] = sparse(_histogram(values[measured], scale, rule.keeps))
+        counts["all"] = sparse(_histogram(values[measured & ~other], scale, rule.keeps))
         counts["free"] = sparse(_histogram(values[free], scale, rule.keeps))
         for kind, side in (("inside", free & ~beyond), ("beyond", free & beyond)):
             rows = np.flatnonzero(side)

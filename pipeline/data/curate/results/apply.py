@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
@@ -169,4 +170,16 @@ def _differences(plan: CurationPlan, settings: Mapping[str, object], active: Cur
             return [f"there is no plan in {plan.folder}"]
     if active.about["decide_hash"] == value_hash(settings):
         return []
-    return setting_differences(active.about["settings"], dict(settings)) or ["other settings"]
+    return setting_differences(_by_rule(active.about["settings"]), _by_rule(settings)) or ["other settings"]
+
+
+def _by_rule(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of decisions with a key for each rule, so that a message names those alone that differ."""
+    found = {name: value for name, value in settings.items() if name not in ("rules", "scope")}
+    found |= {f"rule {name}": bound for name, bound, _ in settings["rules"]}
+    scope = settings.get("scope", {})
+    found |= {f"scope {name}": value for name, value in scope.items() if name != "rules"}
+    for place, rules in enumerate(scope.get("rules", ())):
+        others = [rule for rule in rules if rule not in settings["rules"]]
+        found |= {f"rule {name} of source {place + 1} in the scope": bound for name, bound, _ in others}
+    return found

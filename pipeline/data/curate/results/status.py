@@ -77,7 +77,8 @@ def print_status(console: Console, config: Config, words: str) -> None:
         units = f"{each.done:,}/{counted(each.units, 'unit')}" if each.units else each.problem or "not planned"
         table.add_row(each.name, units, size(each.bytes_done), share, rate, left)
     console.print(table)
-    _print_passes(console, config, {each.name for each in found if each.is_complete})
+    complete = _print_passes(console, config, {each.name for each in found if each.is_complete})
+    complete = complete and all(each.is_complete for each in found)
     workers = [worker for each in found for worker in each.workers] + _working(config.data_dir / CURATE)
     say(console, f"at work: {', '.join(workers)}" if workers else "nobody is at work")
     for each in found:
@@ -85,20 +86,28 @@ def print_status(console: Console, config: Config, words: str) -> None:
         if active is not None:
             kept, documents = active.about["kept"], active.about["documents"]
             say(console, f"{each.name}: {kept:,} of {counted(documents, 'document')} kept, by {active.decisions}")
-    if not workers:
+    if not workers and not complete:
         say(console, f"`pipeline curate {words}` does what is missing")
 
 
-def _print_passes(console: Console, config: Config, measured: set[str]) -> None:
-    """Print the jobs of the passes of each scope whose sources are measured."""
+def _print_passes(console: Console, config: Config, measured: set[str]) -> bool:
+    """Print the jobs of the passes of each scope whose sources are measured. True if their decisions are active."""
+    if not measured:
+        return False
+    complete = True
     try:
         plans = [plan for plan in plan_sources(config, find_source_files(config)) if plan.name in measured]
         of_run = {plan.name: plan.settings for plan in plans}
         for scope in make_scopes(config, plans) if len(of_run) == len(measured) and of_run else ():
             receipts = [Receipts(plan.folder) for plan in scope.plans]
+            for number, plan in enumerate(scope.plans):
+                active = find_curation(plan.folder)
+                complete &= active is not None and active.about["decide_hash"] == scope.decide_hash(number)
             _print_scope(console, ScopePasses(scope, receipts, Measuring(config, of_run, "python")))
     except (UserError, KeyError) as error:
         say(console, f"passes: {error}")
+        return False
+    return complete
 
 
 def _print_scope(console: Console, passes: ScopePasses) -> None:

@@ -267,7 +267,7 @@ def test_files_without_items_are_refused(name: str, content: bytes, message: str
 
 
 def test_a_glob_without_files_and_tasks_without_items_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="matches no file"):
+    with pytest.raises(UserError, match=r"^data\.curate\.decontaminate\.files: .* matches no file"):
         prepare_index(DecontaminateConfig(files=[str(tmp_path / "*.txt")]), tmp_path)
     with pytest.raises(UserError, match=r"task_items\.jsonl is missing"):
         prepare_index(DecontaminateConfig(tasks=["lambada"]), tmp_path)

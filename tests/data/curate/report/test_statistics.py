@@ -124,6 +124,7 @@ def test_a_rule_may_remove_for_another_reason_than_its_bound() -> None:
     of = chunk_statistics(chunk, SEED)["rules"][5]
     values = LOCAL[5].values(chunk.table)
     assert of["otherwise"] == (chunk.fires[5] & (values <= LOCAL[5].bound)).sum() > 0
+    assert dense(of["all"]).sum() == (chunk.table["state"] == 0).sum() - of["otherwise"]
     others = np.delete(chunk.fires, 5, axis=0).any(axis=0) | (chunk.table["state"] != 0)
     assert dense(of["free"]).sum() == (~others & ~(chunk.fires[5] & (values <= LOCAL[5].bound))).sum()
 

@@ -6,6 +6,7 @@ from collections import Counter
 import pyarrow.parquet
 import pytest
 
+from pipeline.cli.curate import _two
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config import Config
@@ -84,6 +85,12 @@ def test_what_if_refuses_other_measures(config, corpus):
         what_if(config, changed, Console(quiet=True), listed=False)
 
 
+@pytest.mark.parametrize("folder", ["nowhere", "a/curate"])
+def test_compare_names_the_folder_that_has_no_decisions(config, folder):
+    with pytest.raises(UserError, match=f"--compare: .*{folder} has no decisions"):
+        _two([config.data_dir / folder])
+
+
 def test_compare_refuses_other_sources(config):
     folder = config.data_dir
     with pytest.raises(UserError, match="other documents"):
@@ -115,13 +122,14 @@ def test_status_and_dry_run_change_nothing(config, corpus, tmp_path, capsys):
     before = tree(config.data_dir)
     print_status(Console(), config, "run.yaml")
     said = capsys.readouterr().out
-    assert "web: decide" in said and "documents kept" in said
+    assert "web: decide" in said and "documents kept" in said and "what is missing" not in said
     curate(config, dry_run=True)
     assert tree(config.data_dir) == before
     new = curate_config(tmp_path, corpus)
     print_status(Console(), new, "run.yaml")
     curate(new, dry_run=True)
-    assert "not planned" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not planned" in said and "what is missing" in said and "passes:" not in said
     assert not new.data_dir.exists()
 
 
