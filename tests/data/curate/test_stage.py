@@ -322,6 +322,20 @@ class TestDamage:
         measured = {name: data for name, data in before.items() if "/measured/" in name}
         assert {name: data for name, data in tree(config.data_dir).items() if name in measured} == measured
 
+    @pytest.mark.parametrize("suffix", ["verdicts", "lines"])
+    def test_flipped_bytes_of_verdicts_are_found_though_nothing_is_missing(self, config, suffix, capsys):
+        before = results(config)
+        path = max(
+            (config.data_dir / "a" / "curate" / "decisions").rglob(f"*.{suffix}"), key=lambda p: p.stat().st_size
+        )
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        capsys.readouterr()
+        curate(config)
+        assert "pass 'decide'" in capsys.readouterr().out.replace("\n", " ")
+        assert results(config) == before
+
     def test_preprocess_refuses_damaged_verdicts(self, config):
         import shutil
 
@@ -334,6 +348,5 @@ class TestDamage:
         path.write_bytes(data)
         with pytest.raises(UserError, match="decide"):
             preprocess(config)
-        path.unlink()
         curate(config)
         preprocess(config)
