@@ -350,3 +350,22 @@ class TestDamage:
             preprocess(config)
         curate(config)
         preprocess(config)
+
+
+def test_documents_that_changed_since_they_were_measured_get_no_verdicts(corpus, tmp_path):
+    """The file has the same size, so the plan is the same; whoever applies decisions reads other bytes."""
+    import shutil
+
+    copied = shutil.copytree(corpus, tmp_path / "corpus")
+    config = curate_config(tmp_path, copied)
+    curate(config)
+    path = copied / "a.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[1], lines[0], *lines[2:]]))
+    with pytest.raises(UserError, match="changed since `pipeline curate` measured it"):
+        preprocess(config)
+    with pytest.raises(UserError, match="changed since `pipeline curate` measured it"):
+        export(config, tmp_path / "exported", "jsonl", Console(quiet=True))
+    path.write_bytes(b"".join(lines))
+    preprocess(config)
+    export(config, tmp_path / "exported", "jsonl", Console(quiet=True))
