@@ -154,7 +154,12 @@ class CurationStage:
             activate: whether they are to hold from now on.
         """
         stalled = 0
-        while (step := self._step(waits=True)) is not None:
+        while True:
+            if (step := self._step(waits=True)) is None:
+                try:
+                    return self._finish(activate=activate)
+                except DamagedResult as error:
+                    step = self._remove(error)
             self._made += step.outcome.made
             stalled = 0 if step.outcome.made else stalled + 1
             if stalled > _ROUNDS:
@@ -162,12 +167,20 @@ class CurationStage:
                     f"jobs of {step.name} are made and removed repeatedly; is another command running with other "
                     "settings?"
                 )
+
+    def _finish(self, *, activate: bool) -> list[SourceCuration]:
         found = []
         for passes in self._passes():
             for number in range(len(passes.plan.plans)):
                 mode, read_texts = self._curate.mode, self._read_texts
                 found.append(finish_source(passes, number, mode, read_texts, activate=activate))
         return sorted(found, key=lambda each: each.name)
+
+    def _remove(self, error: DamagedResult) -> _Step:
+        """Remove a damaged file, so that its job is missing again."""
+        warn(self._console, f"{error}; it is made again")
+        error.path.unlink(missing_ok=True)
+        return _Step(error.made_by, JobOutcome())
 
     def make_units(self) -> CurationReport:
         """Do free jobs of the first pass that is not complete, beside other commands that do the same."""
@@ -187,9 +200,7 @@ class CurationStage:
         try:
             step = self._measure(waits=waits) or self._behind(waits=waits)
         except DamagedResult as error:
-            warn(self._console, f"{error}; it is made again")
-            error.path.unlink(missing_ok=True)
-            return _Step(error.made_by, JobOutcome())
+            return self._remove(error)
         if step is not None and step.outcome.failed:
             failed = step.outcome.failed
             lines = "".join(f"  {job}: {how}\n" for job, how in failed)

@@ -275,7 +275,11 @@ class _TokenizedUnit(ChunkedUnit):
             self._advance(reader.bytes_read - reported)
             self._refuse_condemned()
             earlier = self._earlier_receipt(chunk, reader.input_hash)
-            receipt = self._receipt(chunk, start, reader, reader.bytes_read - begun, rejected, last=last) | {
+            receipt = self._receipt(chunk, start, reader, reader.bytes_read - begun, rejected, last=last)
+            if curation is not None:
+                curation.check_chunk(unit, receipt)
+                receipt["curated"] = dict(curated)
+            receipt |= {
                 "engine": self._engine.name,
                 "checked": checked,
                 "splits": {
@@ -285,8 +289,6 @@ class _TokenizedUnit(ChunkedUnit):
                     for name, writer in zip(source.splits.names, writers, strict=True)
                 },
             }
-            if curation is not None:
-                receipt["curated"] = dict(curated)
             if rejects.size:
                 rejects.commit()
             storage.put_json(receipt_path(source.folder, unit.index, chunk), receipt)

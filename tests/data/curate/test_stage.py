@@ -336,6 +336,20 @@ class TestDamage:
         measured = {name: data for name, data in before.items() if "/measured/" in name}
         assert {name: data for name, data in tree(config.data_dir).items() if name in measured} == measured
 
+    @pytest.mark.parametrize("suffix", ["verdicts", "lines"])
+    def test_flipped_bytes_of_verdicts_are_found_though_nothing_is_missing(self, config, suffix, capsys):
+        before = results(config)
+        path = max(
+            (config.data_dir / "a" / "curate" / "decisions").rglob(f"*.{suffix}"), key=lambda p: p.stat().st_size
+        )
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        capsys.readouterr()
+        curate(config)
+        assert "pass 'decide'" in capsys.readouterr().out.replace("\n", " ")
+        assert results(config) == before
+
     def test_preprocess_refuses_damaged_verdicts(self, config):
         import shutil
 
@@ -348,6 +362,24 @@ class TestDamage:
         path.write_bytes(data)
         with pytest.raises(UserError, match="decide"):
             preprocess(config)
-        path.unlink()
         curate(config)
         preprocess(config)
+
+
+def test_documents_that_changed_since_they_were_measured_get_no_verdicts(corpus, tmp_path):
+    """The file has the same size, so the plan is the same; whoever applies decisions reads other bytes."""
+    import shutil
+
+    copied = shutil.copytree(corpus, tmp_path / "corpus")
+    config = curate_config(tmp_path, copied)
+    curate(config)
+    path = copied / "a.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[1], lines[0], *lines[2:]]))
+    with pytest.raises(UserError, match="changed since `pipeline curate` measured it"):
+        preprocess(config)
+    with pytest.raises(UserError, match="changed since `pipeline curate` measured it"):
+        export(config, tmp_path / "exported", "jsonl", Console(quiet=True))
+    path.write_bytes(b"".join(lines))
+    preprocess(config)
+    export(config, tmp_path / "exported", "jsonl", Console(quiet=True))

@@ -16,12 +16,11 @@ from pipeline.data.curate.passes.names import DECIDE
 from pipeline.data.curate.passes.of_scope import ScopePasses
 from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.report.clusters import VerdictFile
-from pipeline.data.curate.report.write import REPORT_HTML, write_report
+from pipeline.data.curate.report.write import REPORT_HTML, REPORT_JSON, write_report
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.table import check_result
 from pipeline.data.curate.verdicts import STATISTICS_SUFFIX, Curation
 from pipeline.data.work.bad_input import put_changed
-from pipeline.data.work.sorted_runs import DamagedResult
 
 
 @dataclass
@@ -61,6 +60,7 @@ def finish_source(
 
     Raises:
         UserError: a job of `decide` has no receipt.
+        DamagedResult: a file of it is not as it was written.
     """
     plan, decisions = passes.plan.plans[number], passes.plan.decisions(number)
     jobs = passes.decide_jobs(number)
@@ -75,6 +75,8 @@ def finish_source(
         hashes = {name: about["xxh3"] for name, about in receipt["files"].items()}
         verdicts |= {name: each for name, each in hashes.items() if not name.endswith(STATISTICS_SUFFIX)}
         statistics |= {name: each for name, each in hashes.items() if name.endswith(STATISTICS_SUFFIX)}
+    for name, xxh3 in verdicts.items():
+        check_result(decisions / name, xxh3, DECIDE)  # receipts are found by the sizes of their files alone
     rules = (*passes.plan.rules[number], *passes.plan.compared)
     about: dict[str, Any] = {
         "source": plan.name,
@@ -92,7 +94,9 @@ def finish_source(
     if passes.contamination is not None:
         about["contamination"] = passes.contamination.counts.name  # `data why` tells common n-grams by it
     content = storage.json_bytes(about)
-    if put_changed(decisions / CURATION_FILE, content) or not (decisions / REPORT_HTML).is_file():
+    if put_changed(decisions / CURATION_FILE, content) or not all(
+        (decisions / name).is_file() for name in (REPORT_JSON, REPORT_HTML)
+    ):
         chunks = [job.chunk for job in jobs]
         contamination = passes.contamination
         write_report(
@@ -112,13 +116,9 @@ def _statistics(path: Path, xxh3: str) -> dict[str, Any]:
     """Statistics of a chunk.
 
     Raises:
-        DamagedResult: they are not those that were written; the file is removed, so that the next run makes it again.
+        DamagedResult: they are not those that were written.
     """
-    try:
-        check_result(path, xxh3, DECIDE)
-    except DamagedResult:
-        path.unlink(missing_ok=True)
-        raise
+    check_result(path, xxh3, DECIDE)
     found: dict[str, Any] = storage.get_json(path)
     return found
 

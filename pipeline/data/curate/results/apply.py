@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from pipeline.data.curate.duplicates.line_text import remove_lines
 from pipeline.data.curate.files import CURATION_FILE, curate_folder, decisions_folder
 from pipeline.data.curate.passes.of_scope import make_scopes
 from pipeline.data.curate.verdicts import Curation, UnitVerdicts, find_curation, read_decisions
-from pipeline.data.sources.records import Document
+from pipeline.data.datasets.files import receipt_path
+from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.records import Document, Unit
 from pipeline.data.work.frozen_plan import setting_differences
+from pipeline.data.work.receipts import read_receipt
 from pipeline.data.work.units import SourceFiles
 
 
@@ -52,7 +55,15 @@ class AppliedCuration:
             raise UserError(
                 f"{curation.decisions / CURATION_FILE} was written again since this command began; start it again"
             )
-        return UnitCuration(curation.read(unit), _open_cleaner(self.clean.model_dump_json(), self.seed))
+        cleaner = _open_cleaner(self.clean.model_dump_json(), self.seed)
+        return UnitCuration(curation.read(unit), cleaner, partial(self._receipt, unit))
+
+    def _receipt(self, unit: int, chunk: int) -> Any:
+        receipt = read_receipt(self.folder, unit, chunk)
+        if receipt is None:
+            path = receipt_path(self.folder, unit, chunk)
+            raise UserError(f"{path} is missing or damaged; run `pipeline curate RUN.yaml`, which makes it again")
+        return receipt
 
 
 class UnitCuration:
@@ -61,11 +72,43 @@ class UnitCuration:
     Args:
         verdicts: of its rows.
         cleaner: edits of the text.
+        receipt: finds the receipt of a chunk that was measured.
     """
 
-    def __init__(self, verdicts: UnitVerdicts, cleaner: Cleaner) -> None:
+    def __init__(self, verdicts: UnitVerdicts, cleaner: Cleaner, receipt: Callable[[int], Any]) -> None:
         self._verdicts = verdicts
         self._cleaner = cleaner
+        self._receipt = receipt
+
+    def check_chunk(self, unit: Unit, chunk: Mapping[str, Any]) -> None:
+        """Compare the input of a chunk with what was measured: a file of the same size may have other documents.
+
+        Args:
+            unit: whose chunk it is.
+            chunk: its receipt in another stage, which cuts units in the same way.
+
+        Raises:
+            UserError: it is another one.
+        """
+        measured = self._receipt(chunk["link"])
+        if measured.get("dropped", []) != chunk["dropped"]:
+            return  # it is read again without damaged files
+        _check_input(unit, measured, chunk["input"]["hash"])
+
+    def checked(self, unit: Unit, reader: UnitReader) -> Iterator[Document]:
+        """Documents of a unit; at the end of each chunk its input is compared with what was measured.
+
+        Raises:
+            UserError: it is another one.
+        """
+        chunk, measured = 0, self._receipt(0)
+        for document in reader:
+            yield document
+            if not measured["last"] and reader.position == tuple(measured["next"]):
+                _check_input(unit, measured, reader.input_hash)
+                reader.count_anew()
+                chunk, measured = chunk + 1, self._receipt(chunk + 1)
+        _check_input(unit, measured, reader.input_hash)
 
     def apply(self, document: Document) -> str | None:
         """The rule that removed a document; else it is edited if it is to be, and None.
@@ -85,6 +128,14 @@ class UnitCuration:
                 text = remove_lines(text, lines)
             document.text, document.edited = text, True
         return found.rule
+
+
+def _check_input(unit: Unit, measured: Mapping[str, Any], input_hash: str) -> None:
+    if measured["input"]["hash"] != input_hash:
+        raise UserError(
+            f"the input of {unit} changed since `pipeline curate` measured it, so the decisions are not about these "
+            "documents; restore the files, or remove the folder `curate` of the source and run `pipeline curate` again"
+        )
 
 
 @lru_cache(maxsize=8)

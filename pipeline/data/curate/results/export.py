@@ -114,7 +114,7 @@ def export_unit(job: ExportJob, progress: Progress) -> int:
     reported = documents = 0
     writer: _Writer = _JsonLines(job.path) if job.form == "jsonl" else _Parquet(job.path)
     with writer:
-        for document in reader:
+        for document in curation.checked(job.unit, reader):
             raw = document.text.encode()
             if job.source.reason_against(document, raw) is None and curation.apply(document) is None:
                 writer.add(_record(job.unit, document))
