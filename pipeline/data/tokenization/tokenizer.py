@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 SPECIAL_FILE = "special_tokens.json"
+LONGEST_WORD = 1024
+"""Characters without whitespace that a tokenizer is trained on as one word: the time grows with the square of these."""
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}(?=\S)")
 _CACHED_WORDS = 10_000
 """The size of the library's own cache."""
 
@@ -48,6 +52,17 @@ SPLIT = (
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The dtype that writers choose: u16 below 65,500 ids, i32 otherwise (the rule of Megatron-LM)."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def short_words(texts: Iterable[str]) -> Iterator[str]:
+    """Texts to train on, cut within words longer than `LONGEST_WORD`: there is nothing to learn in them."""
+    for text in texts:
+        begin = 0
+        if max(map(len, text.split()), default=0) > LONGEST_WORD:
+            for found in _LONG_WORD.finditer(text):
+                yield text[begin : found.end()]
+                begin = found.end()
+        yield text[begin:]
 
 
 class Tokenizer:
@@ -124,7 +139,7 @@ class Tokenizer:
         All 256 bytes are in the alphabet: every text can be encoded, and decoding gives it back.
 
         Args:
-            texts: the documents of the sample; their order does not matter.
+            texts: the documents of the sample; their order does not matter. Longer words than `LONGEST_WORD` are cut.
             config: with `train`; special tokens get the first ids, `end_of_document` is 0.
         """
         assert config.train is not None
@@ -149,7 +164,7 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        engine.train_from_iterator(texts, trainer)
+        engine.train_from_iterator(short_words(texts), trainer)
         return cls(engine, config.end_of_document, config.special_tokens, config.allow_special)
 
     @classmethod

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.tokenization.tokenizer import Tokenizer, short_words
 
 TEXTS = ["def f(x):\n    return x + 1\n", "don't STOP 12345 漢字 <|endoftext|>", "ünï \r\n\r\n\t  x" * 5] * 20
 
@@ -289,3 +289,16 @@ def test_special_tokens_of_another_kind_are_refused(key: str, value: object, tmp
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(UserError, match=r"special_tokens\.json is damaged"):
         Tokenizer.open(tmp_path)
+
+
+def test_training_cuts_long_words():
+    texts = ["", " a b\n\nc  ", "x" * 1024 + " y"]
+    assert list(short_words(texts)) == texts
+    long = " a " + "x" * 3000 + " b"
+    pieces = list(short_words([long]))
+    assert "".join(pieces) == long
+    assert max(len(word) for piece in pieces for word in piece.split()) == 1024
+    # Without the cut this takes hours: the trainer's time grows with the square of a word's length.
+    config = TokenizerConfig(train={"vocab_size": 300})
+    # The bytes, the end of a document, and a's in powers of two up to 1,024.
+    assert Tokenizer.train(iter(["a" * 2**21, "b c"]), config).vocab_size == 256 + 1 + 10

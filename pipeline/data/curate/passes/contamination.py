@@ -82,8 +82,8 @@ def contamination_job(folder: Path, chunks: Sequence[Chunk], index: Path, max_do
         index: of the items.
         max_documents: documents from which on an n-gram is common text.
     """
-    # The same n-gram has another number in another index, and so other hits.
-    inputs = value_hash([max_documents, [[c.source, c.unit, c.first, c.hashes[HITS]] for c in chunks]])
+    chunk_hits = [[c.source, c.unit, c.first, c.hashes[HITS]] for c in chunks]
+    inputs = value_hash([max_documents, open_index(index).hash, chunk_hits])
     size = sum(chunk.sizes[HITS] for chunk in chunks)
     name = f"contamination-{inputs[:16]}"
     return ContaminationJob(folder / CONTAMINATION_PASS, name, inputs, size, index, max_documents)
