@@ -1,7 +1,9 @@
-"""`pipeline curate` that notes the wall time and CPU time of each pass: `curate_command.py NOTES ARGUMENTS...`
+"""`pipeline curate` with times by pass.
 
-NOTES gets a JSON line for each pass, with the time of this process and of its workers, one for the whole command, and one
-whenever a file of texts is opened.
+    python benchmarks/curate_command.py NOTES curate RUN.yaml ...
+
+NOTES gets a JSON line for each pass, with the wall time and the CPU time of this process and of its workers, one for
+the whole command, and one whenever a file of texts is opened.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 Documents are pieces of 300 to 1,500 characters of the text that the machine has (or of the files in FOLDER); once that
 is used up, lines of it in another order. An eighth are copies of an earlier one, exact or with some words changed. They
 are in compressed JSON Lines. All rules, exact and near duplicates, lines, and contamination by a file of items are
-asked for, with two workers. With a tokenizer, `pipeline preprocess` then applies the verdicts. The folder is removed at the end, unless `--keep` is given.
+asked for, with two workers. With a tokenizer, `pipeline preprocess` then applies the verdicts. The folder is removed at
+the end, unless `--keep` is given.
 """
 
 from __future__ import annotations

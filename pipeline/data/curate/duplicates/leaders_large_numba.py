@@ -1,4 +1,4 @@
-"""Leaders of one large cluster, compiled: `leaders.LargeCluster`, with tables of numbers in place of its dictionaries."""
+"""Leaders of one large cluster, compiled: `leaders.LargeCluster` with tables of numbers for its dictionaries."""
 
 from __future__ import annotations
 
