@@ -36,7 +36,7 @@ def _empty_table(size: int) -> Table:
 
 @njit
 def _find(keys: Any, firsts: Any, key: Any) -> int:
-    """Where a key is in a table, or where it goes."""
+    """Place of a key in a table, or the free place where it goes."""
     most = np.uint64(len(keys) - 1)
     spread = key * _SPREAD
     place = (spread >> _SHIFT) & most
@@ -170,7 +170,7 @@ class _LargeCluster:
         return choice
 
     def _make_room(self, documents: int) -> None:
-        """Room for so many more leaders."""
+        """Make room for more leaders."""
         for number, more in enumerate((documents, documents, documents * self._bands)):
             need = 2 * (int(self._counts[number]) + more)
             old = self._tables[number]
