@@ -1,6 +1,7 @@
 """Duplicates of `pipeline curate` beside datatrove, and the layout of a very large corpus.
 
     python benchmarks/curate_duplicates.py compare --peer PYTHON --work /tmp/bench [--mb 8] [--runs 3]
+        [--texts JSONL]
     python benchmarks/curate_duplicates.py speed --work /tmp/bench [--mb 100]
     python benchmarks/curate_duplicates.py layout [--documents 1e10] [--chunks 40000]
 
@@ -87,12 +88,19 @@ def pieces() -> Iterator[str]:
                     yield text[start : start + PIECE]
 
 
-def corpus(size: int) -> list[str]:
+def read_texts(path: Path | None) -> Iterator[str]:
+    """Texts of JSON Lines, or of this machine."""
+    if path is None:
+        return pieces()
+    return (json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def corpus(size: int, found: Iterator[str]) -> list[str]:
     """Texts of about `size` bytes, of which an eighth are exact or near copies."""
     rng = np.random.default_rng(0)
     texts: list[str] = []
     total = 0
-    for text in pieces():
+    for text in found:
         texts.append(text)
         total += len(text)
         if rng.random() < 1 / 8:
@@ -183,7 +191,7 @@ def _batches(texts: list[str]) -> list[TextBatch]:
 def compare(options: argparse.Namespace) -> None:
     """Run both alternately."""
     options.work.mkdir(parents=True, exist_ok=True)
-    texts = corpus(int(options.mb * 1e6))
+    texts = corpus(int(options.mb * 1e6), read_texts(options.texts))
     batches = _batches(texts)
     size = sum(int(batch.starts[-1]) for batch in batches) / 1e6
     file, script = options.work / "texts.json", options.work / "peer.py"
@@ -216,7 +224,7 @@ def compare(options: argparse.Namespace) -> None:
 
 def speed(options: argparse.Namespace) -> None:
     """Rates of ours alone."""
-    batches = _batches(corpus(int(options.mb * 1e6)))
+    batches = _batches(corpus(int(options.mb * 1e6), pieces()))
     size = sum(int(batch.starts[-1]) for batch in batches) / 1e6
     documents = sum(len(batch.rows) for batch in batches)
     for engine in ("numba", "python"):
@@ -282,6 +290,7 @@ def main() -> None:
         if name == "compare":
             one.add_argument("--peer", required=True, help="Python with datatrove")
             one.add_argument("--runs", type=int, default=3)
+            one.add_argument("--texts", type=Path, help="JSON Lines with `text`, in place of the machine's text")
     large = commands.add_parser("layout")
     large.add_argument("--documents", type=float, default=1e10)
     large.add_argument("--chunks", type=float, default=40_000)

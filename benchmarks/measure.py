@@ -33,6 +33,8 @@ class Memory:
     worker_rss: float = 0.0
     main_pss: float = 0.0
     worker_pss: float = 0.0
+    all_pss: float = 0.0
+    """Of all processes together: what they share counts once."""
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Watch:
 
     def poll(self) -> None:
         for number in itertools.count():
+            together = 0.0
             for pid in _tree(self.root):
                 rss, pss = _value(pid, "status", "VmHWM:"), 0.0
                 if number % 4 == 0:
@@ -52,6 +55,8 @@ class Watch:
                 who = "main" if pid == self.root else "worker"
                 setattr(self.memory, f"{who}_rss", max(rss, getattr(self.memory, f"{who}_rss")))
                 setattr(self.memory, f"{who}_pss", max(pss, getattr(self.memory, f"{who}_pss")))
+                together += pss
+            self.memory.all_pss = max(together, self.memory.all_pss)
             if self.ended.wait(0.05):
                 return
 
@@ -138,6 +143,7 @@ def measure(command: list[str], cwd: Path, log: Path, patience: float, may_fail:
         "worker_rss_mb": round(memory.worker_rss or memory.main_rss),
         "worker_pss_mb": round(memory.worker_pss or memory.main_pss),
         "main_rss_mb": round(memory.main_rss),
+        "all_pss_mb": round(memory.all_pss),
         "others": round(others, 3),
         "quiet": others <= QUIET,
         **({"exit_code": code} if code else {}),

@@ -21,6 +21,7 @@ from pipeline.data.curate.duplicates.leaders import (
     MUST_LEAD,
     NEAR,
     URL,
+    ChooseLarge,
     ChooseSmall,
     LeaderChoice,
     Members,
@@ -161,10 +162,11 @@ class _Clusters:
         bounds = np.append(0, np.cumsum(sizes[sizes <= LARGE]))
         function = choose_small(self._job.engine)
         _put(total, where, function(self._load(where), bounds, settings.bands, settings.fewest), where)
+        large = choose_in_one(self._job.engine)
         for cluster in np.flatnonzero(sizes > LARGE).tolist():
             places = np.arange(self._bounds[cluster], self._bounds[cluster + 1])
             blocks = (self._load(places[low : low + _BLOCK]) for low in range(0, len(places), _BLOCK))
-            _put(total, places, choose_large(blocks, settings.bands, settings.fewest), places)
+            _put(total, places, large(blocks, settings.bands, settings.fewest), places)
         return total
 
     def _load(self, places: npt.NDArray[np.int64]) -> Members:
@@ -249,3 +251,12 @@ def choose_small(engine: Literal["numba", "python"]) -> ChooseSmall:
 
         return choose_compiled
     return choose_numpy
+
+
+def choose_in_one(engine: Literal["numba", "python"]) -> ChooseLarge:
+    """Function of an engine for a large cluster."""
+    if engine == "numba":
+        from pipeline.data.curate.duplicates.leaders_large_numba import choose_large_compiled
+
+        return choose_large_compiled
+    return choose_large

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,19 @@ def finished(jobs: list[CurationJob], made_by: str) -> list[dict[str, Any]]:
 
 def write_array(path: Path, records: npt.NDArray[Any]) -> HashedFile:
     """Write records; the file is not committed yet."""
+    return write_blocks(
+        path, (records[start : start + _WRITE_RECORDS] for start in range(0, len(records), _WRITE_RECORDS))
+    )
+
+
+def write_blocks(path: Path, blocks: Iterable[npt.NDArray[Any]]) -> HashedFile:
+    """Write records that are made block by block; the file is not committed yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = HashedFile(path)
     try:
         with storage.naming(path):
-            for start in range(0, len(records), _WRITE_RECORDS):
-                file.write(records[start : start + _WRITE_RECORDS].tobytes())
+            for block in blocks:
+                file.write(block.tobytes())
             file.file.close()  # a job may have more files than a process may hold open
     except BaseException:
         file.__exit__(None, None, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +14,14 @@ import numpy.typing as npt
 from pipeline.common.errors import MachineError
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.duplicates.components.vectorized import make_components
-from pipeline.data.curate.duplicates.files import EDGE, MEMBER, ResultFile, write_array
+from pipeline.data.curate.duplicates.files import EDGE, MEMBER, ResultFile, write_blocks
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.work.worker_pool import Progress
 
 JOIN_VERSION = 1
 _BLOCK = 2**22
+_WRITE = 2**16
 _MAX_VERTICES = 2**32 - 1
 Numbers = npt.NDArray[np.uint64]
 
@@ -101,14 +102,8 @@ class JoinJob(CurationJob):
         files: dict[str, HashedFile] = {}
         try:
             for number, (low, high) in enumerate(_cuts(sizes, self.members)):
-                places = (keys[low:high] & np.uint64(2**32 - 1)).astype(np.int64)
-                members = np.zeros(high - low, MEMBER)
-                members["root"] = vertices[(keys[low:high] >> np.uint64(32)).astype(np.int64)]
-                members["document"] = vertices[places]
-                for kind in ("exact", "url"):
-                    members[kind] = vertices[equal[kind][places]] if kind in equal else members["document"]
                 name = f"members/{number:05d}"
-                files[name] = write_array(self.folder / name, members)
+                files[name] = write_blocks(self.folder / name, _members(vertices, keys[low:high], equal))
             counts = {
                 "documents": len(vertices),
                 "clusters": len(sizes),
@@ -119,6 +114,19 @@ class JoinJob(CurationJob):
         finally:
             for file in files.values():
                 file.__exit__(None, None, None)
+
+
+def _members(vertices: Numbers, keys: Numbers, equal: dict[str, npt.NDArray[np.uint32]]) -> Iterator[npt.NDArray[Any]]:
+    """Records of sorted keys, in blocks: one component may have most of the documents."""
+    for start in range(0, len(keys), _WRITE):
+        block = keys[start : start + _WRITE]
+        places = (block & np.uint64(2**32 - 1)).astype(np.int64)
+        members = np.zeros(len(block), MEMBER)
+        members["root"] = vertices[(block >> np.uint64(32)).astype(np.int64)]
+        members["document"] = vertices[places]
+        for kind in ("exact", "url"):
+            members[kind] = vertices[equal[kind][places]] if kind in equal else members["document"]
+        yield members
 
 
 def _distinct(lists: list[Numbers]) -> Numbers:

@@ -7,7 +7,7 @@ alone, never on which others are in its cluster.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,6 +60,13 @@ class LeaderChoice:
     leader: Places
     rule: npt.NDArray[np.uint8]
     equal: npt.NDArray[np.uint16]
+
+
+class ChooseLarge(Protocol):
+    """Chooses in one cluster."""
+
+    def __call__(self, blocks: Iterable[Members], bands: int, fewest: int) -> LeaderChoice:
+        """Choose; see `choose_large`."""
 
 
 def empty_choice(documents: int) -> LeaderChoice:
@@ -195,7 +202,11 @@ def choose_large(blocks: Iterable[Members], bands: int, fewest: int) -> LeaderCh
         fewest: equal values from which on documents resemble each other.
     """
     cluster = LargeCluster(bands, fewest)
-    parts = [cluster.add(block) for block in blocks]
+    return join_choices([cluster.add(block) for block in blocks])
+
+
+def join_choices(parts: Sequence[LeaderChoice]) -> LeaderChoice:
+    """Outcome of all blocks."""
     return LeaderChoice(
         np.concatenate([part.leader for part in parts]),
         np.concatenate([part.rule for part in parts]),

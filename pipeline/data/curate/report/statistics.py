@@ -220,10 +220,12 @@ def _histogram(values: npt.NDArray[np.float64], scale: Scale, keeps: str) -> npt
 def _together(fires: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """Documents that rules i and j both remove, of shape (rules, rules)."""
     total = np.zeros((len(fires), len(fires)), np.int64)
+    every, fires = fires.sum(axis=1), fires[:, fires.sum(axis=0) > 1]
     for start in range(0, fires.shape[1], _BLOCK):
         # Sums of a block are whole numbers far below 2^24, which float32 has exactly.
         block = fires[:, start : start + _BLOCK].astype(np.float32)
         total += (block @ block.T).astype(np.int64)
+    np.fill_diagonal(total, every)
     return total
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from pipeline.data.curate.duplicates import choose, match
-from pipeline.data.curate.duplicates.choose import choose_small
+from pipeline.data.curate.duplicates.choose import choose_in_one, choose_small
 from pipeline.data.curate.duplicates.leaders import (
     CAN_LEAD,
     CANNOT_LEAD,
@@ -17,13 +18,13 @@ from pipeline.data.curate.duplicates.leaders import (
     NEAR,
     LeaderChoice,
     Members,
-    choose_large,
 )
 from pipeline.data.curate.duplicates.signature import NO_VALUE
 from tests.data.curate.duplicates.made import make_passes, make_scope, removed, run_all, without_receipts
 from tests.data.curate.duplicates.test_passes import SETTINGS, family_texts
 
 BANDS, ROWS = 4, 3
+ENGINES: tuple[Literal["numba", "python"], ...] = ("numba", "python")
 
 
 def _members(seed: int, count: int) -> Members:
@@ -60,11 +61,12 @@ def test_ways_to_choose_agree(seed: int) -> None:
     for block in (1, 7, 1000):
         for low, high in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
             blocks = [_part(members, start, min(start + block, high)) for start in range(low, high, block)]
-            part = choose_large(blocks, BANDS, 8)
-            leader = np.where(part.leader < 0, -1, part.leader + low)
-            assert leader.tolist() == found.leader[low:high].tolist()
-            assert part.rule.tolist() == found.rule[low:high].tolist()
-            assert part.equal.tolist() == found.equal[low:high].tolist()
+            for engine in ENGINES:
+                part = choose_in_one(engine)(blocks, BANDS, 8)
+                leader = np.where(part.leader < 0, -1, part.leader + low)
+                assert leader.tolist() == found.leader[low:high].tolist()
+                assert part.rule.tolist() == found.rule[low:high].tolist()
+                assert part.equal.tolist() == found.equal[low:high].tolist()
     assert (found.leader[members.roles == MUST_LEAD] < 0).all()
     leaders = found.leader[found.leader >= 0]
     assert (found.leader[leaders] < 0).all()
@@ -79,7 +81,21 @@ def test_without_signatures() -> None:
     found = choose_small("python")(bare, bounds, 0, 1)
     assert NEAR not in found.rule.tolist()
     assert _lists(choose_small("numba")(bare, bounds, 0, 1)) == _lists(found)
-    assert _lists(choose_large([bare], 0, 1)) == _lists(found)
+    for engine in ENGINES:
+        assert _lists(choose_in_one(engine)([bare], 0, 1)) == _lists(found)
+
+
+def test_tables_of_a_large_cluster_grow() -> None:
+    pytest.importorskip("numba")
+    members = _members(7, 6000)
+    # Few share a band, so most lead, and the tables of bands have to grow some times.
+    rng = np.random.default_rng(1)
+    members.signatures[members.signed] = rng.integers(0, 2**32 - 1, (int(members.signed.sum()), BANDS * ROWS))
+    members.signatures[3000:4000] = members.signatures[:1000]
+    blocks = [_part(members, low, low + 700) for low in range(0, 6000, 700)]
+    found = choose_in_one("python")(blocks, BANDS, 8)
+    assert _lists(choose_in_one("numba")(blocks, BANDS, 8)) == _lists(found)
+    assert (found.rule == NEAR).sum() > 100
 
 
 def test_large_clusters_give_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
