@@ -13,7 +13,7 @@ from pipeline.common.hashing import value_hash
 from pipeline.data.curate.duplicates.compared import Compared, read_compared
 from pipeline.data.curate.duplicates.files import DECISION, MEMBER, ResultFile
 from pipeline.data.curate.duplicates.kinds import CHECK_COLUMN, SIGNATURES
-from pipeline.data.curate.duplicates.leaders import (
+from pipeline.data.curate.duplicates.leaders.leader_choice import (
     CAN_LEAD,
     CANNOT_LEAD,
     EXACT,
@@ -247,7 +247,7 @@ def choose_jobs(
 def choose_small(engine: Literal["numba", "python"]) -> ChooseSmall:
     """Function of an engine; `python` uses NumPy."""
     if engine == "numba":
-        from pipeline.data.curate.duplicates.leaders_numba import choose_compiled
+        from pipeline.data.curate.duplicates.leaders.compiled import choose_compiled
 
         return choose_compiled
     return choose_numpy
@@ -256,7 +256,7 @@ def choose_small(engine: Literal["numba", "python"]) -> ChooseSmall:
 def choose_in_one(engine: Literal["numba", "python"]) -> ChooseLarge:
     """Function of an engine for a large cluster."""
     if engine == "numba":
-        from pipeline.data.curate.duplicates.leaders_large_numba import choose_large_compiled
+        from pipeline.data.curate.duplicates.leaders.large_compiled import choose_large_compiled
 
         return choose_large_compiled
     return choose_large

@@ -32,7 +32,7 @@ from pipeline.data.curate.duplicates.files import DECISION, MEMBER, ResultFile, 
 from pipeline.data.curate.duplicates.join import join_job
 from pipeline.data.curate.duplicates.kept import kept_jobs, read_section
 from pipeline.data.curate.duplicates.kinds import PassName, kinds_of, pass_names
-from pipeline.data.curate.duplicates.leaders import EXACT, NEAR, URL
+from pipeline.data.curate.duplicates.leaders.leader_choice import EXACT, NEAR, URL
 from pipeline.data.curate.duplicates.lines import LINE, line_jobs, sorted_lines
 from pipeline.data.curate.duplicates.match import MatchJob, match_bucket_jobs
 from pipeline.data.curate.duplicates.measure import duplicate_settings

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.data.curate.duplicates import choose, match
 from pipeline.data.curate.duplicates.choose import choose_in_one, choose_small
-from pipeline.data.curate.duplicates.leaders import (
+from pipeline.data.curate.duplicates.leaders.leader_choice import (
     CAN_LEAD,
     CANNOT_LEAD,
     EXACT,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.curate.compiled import njit
-from pipeline.data.curate.duplicates.leaders import (
+from pipeline.data.curate.duplicates.leaders.leader_choice import (
     CANNOT_LEAD,
     EXACT,
     MUST_LEAD,

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.curate.compiled import njit
-from pipeline.data.curate.duplicates.leaders import (
+from pipeline.data.curate.duplicates.leaders.compiled import equal_values, share_band
+from pipeline.data.curate.duplicates.leaders.leader_choice import (
     CANNOT_LEAD,
     EXACT,
     MUST_LEAD,
@@ -20,7 +21,6 @@ from pipeline.data.curate.duplicates.leaders import (
     empty_choice,
     join_choices,
 )
-from pipeline.data.curate.duplicates.leaders_numba import equal_values, share_band
 from pipeline.data.curate.duplicates.signature import band_hashes
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
