@@ -187,7 +187,7 @@ class TestRefused:
             curate(curate_config(config.run.dir.parent, corpus, settings))
 
     def test_preprocess_before_curate(self, corpus, tmp_path):
-        with pytest.raises(UserError, match="pipeline curate"):
+        with pytest.raises(UserError, match="there are no decisions in .*: run `pipeline curate"):
             preprocess(curate_config(tmp_path, corpus))
 
     def test_preprocess_with_other_bounds(self, done, corpus):

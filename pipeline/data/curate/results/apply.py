@@ -168,6 +168,13 @@ def applied_curations(config: Config, sources: list[SourceFiles]) -> dict[str, A
         return {}
     from pipeline.data.curate.curation_plan import plan_sources
 
+    # Before plans are made: these open models, and the items of evaluations that the command `curate` writes.
+    folders = [curate_folder(config.data_dir / found.source.name) for found in sources]
+    if missing := [folder for folder in folders if not (folder / CURATION_FILE).exists()]:
+        raise UserError(
+            f"data.curate.mode: apply, and there are no decisions in {', '.join(map(str, missing))}: run `pipeline "
+            "curate RUN.yaml` first; or set data.curate.mode: observe, with which preprocess keeps all documents"
+        )
     return decisions_of_run(config, plan_sources(config, sources))
 
 

@@ -86,7 +86,8 @@ def export(config: Config, folder: Path, form: ExportFormat, console: Console) -
         ):
             for documents in line.results(workers, jobs, "could not be exported"):
                 written += documents
-    say(console, f"wrote {counted(written, 'document')} in {counted(len(jobs), 'file')} below {folder}")
+    done = f"wrote {counted(written, 'document')} in {counted(len(jobs), 'file')}" if jobs else "nothing to do"
+    say(console, f"{done}: all kept documents are below {folder}")
     return written
 
 
