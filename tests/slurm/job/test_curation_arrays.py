@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config
+from pipeline.data.curate.passes.names import pass_names
 from pipeline.data.curate.stage import curate
 from pipeline.data.provenance.excerpts import excerpt_reader
 from slurm import jobs
@@ -17,6 +18,7 @@ from tests import tiny
 from tests.data.curate.runs import curate_config, results, write_corpus
 from tests.data.stage import left_behind, write_run_file
 from tests.slurm.job.test_preprocess_array import is_over, logs, nodes_of
+from tests.tiers import first
 from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
@@ -59,10 +61,13 @@ def test_arrays_give_the_same_bytes(cluster: DevCluster, corpus: Path, done: Con
     check_finished(config, done, send(config, tmp_path)[-1])
 
 
-def test_a_node_is_lost(cluster: DevCluster, corpus: Path, done: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", first(1, ["measure", "match", "join", "decide"], rest="slow"))
+def test_a_node_is_lost(name: str, cluster: DevCluster, corpus: Path, done: Config, tmp_path: Path) -> None:
     config = curate_config(tmp_path, corpus)
+    assert config.data.curate is not None
     sent = send(config, tmp_path)
-    node = next(iter(until(lambda: nodes_of(sent[0])).values()))
+    array = sent[list(pass_names(config.data.curate)).index(name)]
+    node = next(iter(until(lambda: nodes_of(array), seconds=300).values()))
     cluster.kill_node(node)
     try:
         check_finished(config, done, sent[-1])
