@@ -139,7 +139,10 @@ CLASSES = {
     "pipeline.config.objective": (),  # the run file's keys, by which fingerprints and reports are compared
     "pipeline.data.plan.build": ("DataPlan", "SliceRow", "SegmentRow", "ObjectiveRow", "PreviewRow"),
     "pipeline.data.datasets.manifest": ("Manifest", "TokenizerInfo"),
-    "pipeline.data.preprocess.tokenize_unit": (),  # Damage
+    "pipeline.data.work.unit_chunks": (),  # Damage
+    "pipeline.data.curate.results.show_differences": (),  # Changed
+    "pipeline.data.curate.results.differences": ("Changed",),
+    "pipeline.data.provenance.why_show": ("FiredRule", "ClusterMember", "FoundNgram", "Recheck"),
     "pipeline.data.sources.records": ("Damage",),
     "pipeline.data.preprocess.report": (),  # Counts
     "pipeline.data.work.receipt_totals": ("Counts",),
@@ -168,6 +171,10 @@ and the modules that write them, with a word on which."""
 WRITE_NOTHING = (
     "pipeline.config.load",  # the run file
     "pipeline.config.reference",
+    "pipeline.data.curate.duplicates.choose",  # hashes of settings, as the next three
+    "pipeline.data.curate.duplicates.compared",
+    "pipeline.data.curate.passes.of_scope",
+    "pipeline.data.curate.results.apply",
     "pipeline.data.loading.batch",
     "pipeline.eval.report.facts",
     "pipeline.train.checkpoint.dcp_metadata",

@@ -27,7 +27,7 @@ from pipeline.data.work.worker_count import worker_count
 from pipeline.data.work.worker_pool import Progress, Workers
 
 ExportFormat = Literal["jsonl", "parquet"]
-EXPORT_FILE = "export.json"
+EXPORT_FILE = "exported.json"
 """Beside the files: what they are of."""
 _BATCH = 1000
 _ADVANCE = 2**20
