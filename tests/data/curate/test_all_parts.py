@@ -72,6 +72,7 @@ def test_each_part_has_its_say(done):
     assert next(source for source in report.sources if source.name == "a").removed["language"] >= 10
 
 
+@pytest.mark.guard
 def test_engines_give_the_same_bytes(done, corpus, tmp_path):
     config, _ = done
     other = curate_config(tmp_path, corpus, all_parts(corpus) | {"engine": "python"})

@@ -231,6 +231,7 @@ class TestRefused:
             curate(curate_config(tmp_path, corpus, settings))
 
 
+@pytest.mark.guard
 def test_observe_changes_no_dataset(corpus, tmp_path):
     plain = curate_config(tmp_path / "plain", corpus)
     plain = plain.model_copy(update={"data": plain.data.model_copy(update={"curate": None})})
@@ -246,6 +247,7 @@ def test_observe_changes_no_dataset(corpus, tmp_path):
     assert datasets(observed) == datasets(plain)
 
 
+@pytest.mark.guard
 def test_splits_with_numbers_count_kept_documents(corpus, tmp_path):
     config = curate_config(tmp_path, corpus, splits={"heldout": "5 documents"})
     curate(config)
@@ -254,6 +256,7 @@ def test_splits_with_numbers_count_kept_documents(corpus, tmp_path):
     assert all(source.curated for source in report.sources)
 
 
+@pytest.mark.guard
 def test_units_does_one_pass_at_a_time(corpus, tmp_path):
     config = curate_config(tmp_path, corpus)
     passes = 0
@@ -266,11 +269,13 @@ def test_units_does_one_pass_at_a_time(corpus, tmp_path):
     assert results(config) == results_after(curate_config(tmp_path / "other", corpus))
 
 
+@pytest.mark.guard
 def test_number_of_workers_does_not_matter(done, corpus, tmp_path):
     config, _, _ = done
     assert results_after(curate_config(tmp_path, corpus, workers=2)) == results(config)
 
 
+@pytest.mark.guard
 def test_chunks_of_compressed_files(corpus, tmp_path):
     import gzip
 
