@@ -66,8 +66,7 @@ lint: install-dev
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
-	@$(BIN)/python -m pipeline.train.doc_tables docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md docs/objectives.md
-	@$(BIN)/python -m pipeline.data.curate.rules.doc_table docs/curation-rules.md
+	@$(BIN)/python -m pipeline.train.doc_tables docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md docs/objectives.md docs/curation-rules.md
 
 lock: install-dev
 	@$(BIN)/python requirements/lock.py $(UPGRADE)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipeline.common.markdown import table, with_tables
 from pipeline.common.storage import put
 from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
+from pipeline.data.curate.rules.doc_table import tables as curation
 from pipeline.data.loading.objectives.pictures import pictures
 from pipeline.train.huggingface.names import LAYER, Names, TensorRule
 from pipeline.train.huggingface.registry import FAMILIES
@@ -19,14 +21,13 @@ from pipeline.train.parallel.rules.layout import RULES, WARNINGS
 from pipeline.train.parallel.tested import OF_EXPERTS, TESTED, Combination
 from pipeline.train.resume import table as winners
 
-_END = "<!-- end -->"
 _P, _FEW, _MANY = 4, 8, 32
 """Ranks and micro-batches of the figures in the table of schedules."""
 
 
 def rules(all_of: Sequence[Rule]) -> str:
     """A table of rules."""
-    return _table(("keys", "rule"), ((", ".join(f"`{key}`" for key in rule.keys), rule.text) for rule in all_of))
+    return table(("keys", "rule"), ((", ".join(f"`{key}`" for key in rule.keys), rule.text) for rule in all_of))
 
 
 def schedules() -> str:
@@ -48,7 +49,7 @@ def schedules() -> str:
             )
         )
     head = ("schedule", "what it does", "stages per rank (v)", "micro-batches (m)", "bubble")
-    return _table((*head, f"p={_P}, m={_FEW} and {_MANY}", "kept", f"p={_P}, m={_MANY}"), rows)
+    return table((*head, f"p={_P}, m={_FEW} and {_MANY}", "kept", f"p={_P}, m={_MANY}"), rows)
 
 
 def tested() -> str:
@@ -65,13 +66,13 @@ def tested() -> str:
         )
         groups.setdefault(key, []).append(row)
     head = ("layout", "sequence_parallel", "weights after forward", "cp_method", "schedules")
-    return _table(head, ((*key, _schedules_of(rows)) for key, rows in groups.items()))
+    return table(head, ((*key, _schedules_of(rows)) for key, rows in groups.items()))
 
 
 def families() -> str:
     """A table of the families of Hugging Face's models."""
     rows = ((f"`{each.model_type}`", f"`{each.architecture}`", each.what) for each in FAMILIES.values())
-    return _table(("model_type", "class in transformers", "in `model:`"), rows)
+    return table(("model_type", "class in transformers", "in `model:`"), rows)
 
 
 def tensors() -> str:
@@ -112,7 +113,7 @@ def _tensors_of(names: Names) -> str:
         layers += names.of_depth("{n}", "{d}", names.layers[0])
     unlike = {(rule.theirs, rule.ours): rule for rule in layers}  # kinds of layers share parts
     rows = ((f"`{rule.theirs}`", ours(rule)) for rule in (*names.before, *unlike.values(), *names.behind))
-    return _table(("there", "here"), rows)
+    return table(("there", "here"), rows)
 
 
 def _schedules_of(rows: Sequence[Combination]) -> str:
@@ -126,11 +127,6 @@ def _schedules_of(rows: Sequence[Combination]) -> str:
     return "; ".join(words)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 def page(name: str, text: str) -> str:
     """A page of `docs/` with its tables replaced.
 
@@ -138,13 +134,7 @@ def page(name: str, text: str) -> str:
         name: Of its file.
         text: As it is now.
     """
-    for part, table in PAGES[name]().items():
-        begin = f"<!-- {part}: written by `make docs` -->"
-        before, marker, rest = text.partition(begin)
-        _, end, after = rest.partition(_END)
-        assert marker and end, f"the page has no lines {begin} and {_END}"
-        text = f"{before}{begin}\n\n{table.rstrip()}\n\n{end}{after}"
-    return text
+    return with_tables(text, PAGES[name]())
 
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
@@ -155,6 +145,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         "tested": tested(),
     },
     "objectives.md": pictures,
+    "curation-rules.md": curation,
     "checkpoints.md": lambda: {"winners": winners()},
     "huggingface.md": lambda: {"families": families(), "tensors": tensors()},
     "slurm.md": lambda: {"profile": keys(SiteConfig), "resources": keys(ResourcesConfig)},

@@ -48,7 +48,7 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: int = 0
-    """So many columns on the left are words; the others are numbers."""
+    """Number of columns on the left that are words; the others are numbers."""
     last_words: bool = False
     """True if the last column is words, too."""
 

@@ -28,7 +28,7 @@ _C4_POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies",
 REFINEDWEB_SHORT = 10
 """Words of the longest line in which phrases are looked for."""
 REFINEDWEB_WORDS = 20
-"""One word in so many may be in lines that go: 5 %."""
+"""One word in this many may be in lines that go: 5 %."""
 _COUNTED = (
     "likes?|shares?|comments?|retweets?|reposts?|quotes?|bookmarks?|upvotes?|downvotes?|downloads?|views?|followers?"
     "|replies|reply|votes?|points?|subscribers?|favou?rites?"

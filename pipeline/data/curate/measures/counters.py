@@ -44,7 +44,7 @@ COUNTERS = {
 }
 """Counters by name, which is that of their column, and what each counts. `reference.count` defines them."""
 SAMPLED = 1024
-"""One document of so many is counted by the reference, too."""
+"""One document in this many is counted by the reference, too."""
 SAMPLED_BYTES = 2**18
 """Longest document of the sample."""
 
