@@ -21,6 +21,8 @@ from pipeline.config.load import load
 from pipeline.config.model import LayerKindConfig, ModelConfig
 from pipeline.config.objective import FIM_SENTINELS, MixedObjectiveConfig, ObjectiveConfig
 from pipeline.config.schema import keys
+from tests.data.curate.models.fasttext_writer import write_model
+from tests.data.curate.runs import curate_config, everything, write_corpus
 from tests.eval.server.running import running
 from tests.tiny import write_run
 from tests.train.poison import INF, poison
@@ -147,7 +149,9 @@ def test_recording() -> None:
 
 @pytest.mark.guard
 def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.data.curate.stage import curate
     from pipeline.data.preprocess.stage import preprocess
+    from pipeline.data.provenance.excerpts import excerpt_reader
     from pipeline.eval.text import continue_prompt
     from pipeline.train.trainer import train
     from slurm.local.stages import run
@@ -176,8 +180,12 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for n, changes in enumerate(VARIANTS)
     ]
     served = load(tmp_path / "both.yaml", ["serve.port=0"])
+    curated, after = (_curated(tmp_path / name, against) for name, against in (("a", []), ("b", ["a"])))
     with record_reads() as reads:
         run(first)
+        for config in curated, after:
+            curate(config, read_texts=excerpt_reader(config.data.curate))
+            preprocess(config)
         continue_prompt(first)
         train(longer)
         train(warm)
@@ -197,6 +205,26 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     read |= {(ObjectiveConfig, name) for section, name in reads if section is MixedObjectiveConfig}
     unread = [key.path for key in keys(Config) if (key.section, key.name) not in read]
     assert unread == sorted(EXEMPT)
+
+
+def _curated(root: Path, against: list[str]) -> Config:
+    """A run with all parts of a curation."""
+    corpus = write_corpus(root)
+    model = root / "model.bin"
+    write_model(model, {"the": [1.0]}, {"__label__en": [1.0], "__label__fr": [-1.0]})
+    settings = everything(corpus)
+    settings["rules"] = {
+        "gopher_quality": {"min_words": 5},
+        "c4": {"min_sentences": 1},
+        "fineweb": {"max_duplicate_line_characters": None},
+    }
+    settings["clean"] |= {"mojibake": True, "lines": ["c4"]}
+    settings["language"] = {"model": str(model), "keep": ["en"]}
+    settings["by_source"]["a"] = {"gopher_repetition": {"max_top_4_grams": None}}
+    settings["classifiers"] = [{"name": "quality", "model": str(model), "label": "__label__fr", "max_score": 0.9}]
+    settings["mode"] = "observe" if against else "apply"
+    settings["against"] = [str(root.parent / name / "run" / "data" / "c" / "curate") for name in against]
+    return curate_config(root, corpus, settings)
 
 
 def _on_paper(config: Config) -> None:
