@@ -142,18 +142,24 @@ def checkpoint_average(
     steps: Annotated[
         str | None, typer.Option(metavar="A,B,C", help="Steps of the checkpoints.", show_default=False)
     ] = None,
-    last: Annotated[int | None, typer.Option(help="Number of latest checkpoints.", min=2)] = None,
+    last: Annotated[int | None, typer.Option(help="Number of latest checkpoints.", min=1)] = None,
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--with", metavar="RUN", help="A further run, of which as many are taken; can be repeated."),
+    ] = None,
     weights: Weights = "model",
     max_shard: MaxShard = None,
 ) -> None:
     """Write the mean of several checkpoints' weights as safetensors, like `export`."""
     _, checkpoints = _open(run, overrides)
+    further = [_open(other, None)[1] for other in others or ()]
     from pipeline.train.checkpoint.export import average
 
     echo(
         average(
             checkpoints,
             to,
+            others=further,
             steps=None if steps is None else _steps(steps),
             last=last,
             weights=weights,

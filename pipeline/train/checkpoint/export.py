@@ -60,6 +60,7 @@ def average(
     checkpoints: Checkpoints,
     to: Path,
     *,
+    others: Sequence[Checkpoints] = (),
     steps: Sequence[int] | None,
     last: int | None,
     weights: Weights,
@@ -71,8 +72,9 @@ def average(
     Args:
         checkpoints: of a run.
         to: as for `export`.
-        steps: of the checkpoints; or
-        last: number of latest checkpoints.
+        others: of further runs, from each of which as many are taken.
+        steps: of the checkpoints of each run; or
+        last: number of latest checkpoints of each run.
         weights: as for `export`.
         max_shard: as for `export`.
         console: as for `export`.
@@ -84,16 +86,34 @@ def average(
     free_folder(to)
     if (steps is None) == (last is None):
         raise UserError("name the checkpoints to average, with either --steps 1000,2000 or --last 5")
+    chosen = [each for run in (*others, checkpoints) for each in _chosen(run, steps, last)]
+    if len({each.path.resolve() for each in chosen}) < max(2, len(chosen)):
+        raise UserError(f"an average needs at least two different checkpoints, got {', '.join(_labels(chosen))}")
+    return _write(chosen, to, "average", weights, max_shard, console)
+
+
+def _chosen(run: Checkpoints, steps: Sequence[int] | None, last: int | None) -> list[Checkpoint]:
+    """The checkpoints of a run that an average is of, in order of their steps."""
     if last is not None:
-        there = checkpoints.all()
+        there = run.all()
         if last > len(there):
             have = ", ".join(str(each.step) for each in there) or "none"
-            raise UserError(f"--last is {last}, but there are {len(there)} checkpoints (steps there: {have})")
+            raise UserError(f"--last is {last}, but {run.folder} has {len(there)} checkpoints (steps there: {have})")
         steps = [each.step for each in there[-last:]]
     assert steps is not None, "one of them is given"
-    if len(steps) < 2 or len(set(steps)) < len(steps):
-        raise UserError(f"an average needs at least two different checkpoints, got {', '.join(map(str, steps))}")
-    return _write([checkpoints.at(step) for step in sorted(steps)], to, "average", weights, max_shard, console)
+    return [run.at(step) for step in sorted(steps)]
+
+
+def _runs(checkpoints: Sequence[Checkpoint]) -> list[Path]:
+    """Folders of the runs that checkpoints are of, in order; none where there is one run."""
+    runs = dict.fromkeys(each.path.parent.parent for each in checkpoints)
+    return list(runs) if len(runs) > 1 else []
+
+
+def _labels(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Steps of checkpoints, with their runs where these are several."""
+    several = _runs(checkpoints)
+    return [f"{each.path.parent.parent} {each.step}" if several else str(each.step) for each in checkpoints]
 
 
 START_TOKEN = "start_token"
@@ -140,7 +160,11 @@ def _write(
             {
                 "kind": kind,
                 "run": str(newest.path.parent.parent),
-                "checkpoints": [{"step": each.step, "fingerprint": each.fingerprint} for each in checkpoints],
+                "checkpoints": [
+                    {"step": each.step, "fingerprint": each.fingerprint}
+                    | ({"run": str(each.path.parent.parent)} if _runs(checkpoints) else {})
+                    for each in checkpoints
+                ],
                 "weights": weights,
                 "tokens": states[-1]["tokens"],
                 "positions": longest_windows(states[-1]["config"]),
@@ -150,7 +174,7 @@ def _write(
                 **({} if start is None else {START_TOKEN: start}),
             },
         )
-    steps = ", ".join(str(each.step) for each in checkpoints)
+    steps = ", ".join(_labels(checkpoints))
     what = "the moving average of the weights" if weights == "ema" else "the weights"
     mean = f"the mean of {what}" if len(checkpoints) > 1 else what
     return (
@@ -182,25 +206,20 @@ def _same_model(
 ) -> dict[str, Stored]:
     """The tensors that all of the checkpoints have."""
     tensors: dict[str, Stored] = {}
-    for checkpoint, state in zip(checkpoints, states, strict=True):
+    names = [each.path if _runs(checkpoints) else each.path.name for each in checkpoints]
+    for name, checkpoint, state in zip(names, checkpoints, states, strict=True):
         found = stored_weights(checkpoint, weights)
         if not found:
-            raise UserError(
-                f"{checkpoint.path.name} has no moving average of the weights (train.ema was not set); use "
-                "--weights model"
-            )
+            raise UserError(f"{name} has no moving average of the weights (train.ema was not set); use --weights model")
         for aspect in ("model", "tokenizer"):
             first, other = states[0]["fingerprints"][aspect], state["fingerprints"][aspect]
             if first != other:
-                name, old, new = differences(aspect, first, other)[0]
+                key, old, new = differences(aspect, first, other)[0]
                 raise UserError(
-                    f"{checkpoints[0].path.name} and {checkpoint.path.name} cannot be averaged: {name} is {old!r} in "
-                    f"the one and {new!r} in the other"
+                    f"{names[0]} and {name} cannot be averaged: {key} is {old!r} in the one and {new!r} in the other"
                 )
         if tensors and found != tensors:
-            raise UserError(
-                f"{checkpoints[0].path.name} and {checkpoint.path.name} cannot be averaged: their tensors differ"
-            )
+            raise UserError(f"{names[0]} and {name} cannot be averaged: their tensors differ")
         tensors = found
     return tensors
 

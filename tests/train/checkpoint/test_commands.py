@@ -355,6 +355,19 @@ def test_the_average_is_the_mean_in_double_precision(run: Path, call: Any, tmp_p
         assert [each["step"] for each in origin["checkpoints"]] == list(steps)
 
 
+def test_the_average_of_several_runs(run: Path, root: Path, call: Any, tmp_path: Path) -> None:
+    other = train(root, "soup", *OVERRIDES[:-1], "run.seed=2")
+    to = tmp_path / "soup"
+    assert call("average", run, "--with", other, "--to", to, "--last", 1)[0] == 0
+    theirs, of_runs = load_file(to / "model.safetensors"), [tensors(folder, 6) for folder in (run, other)]
+    for key, value in theirs.items():
+        mean = np.stack([each[key].numpy().astype(np.float64) for each in of_runs]).mean(axis=0)
+        assert np.array_equal(value.numpy(), mean.astype(np.float32))
+    origin = json.loads((to / "export.json").read_bytes())
+    assert origin["run"] == str(run)
+    assert [(each["run"], each["step"]) for each in origin["checkpoints"]] == [(str(other), 6), (str(run), 6)]
+
+
 def test_what_cannot_be_exported_is_said_and_leaves_nothing(run: Path, root: Path, tmp_path: Path) -> None:
     checkpoints, to = Checkpoints.of_run(run), tmp_path / "out"
 
@@ -367,7 +380,7 @@ def test_what_cannot_be_exported_is_said_and_leaves_nothing(run: Path, root: Pat
     refused("at least two", average, steps=[2], last=None)
     refused("at least two", average, steps=[2, 2], last=None)
     refused("either --steps", average, steps=[2, 4], last=2)
-    refused("--last is 4, but there are 3", average, steps=None, last=4)
+    refused("--last is 4, but .* has 3", average, steps=None, last=4)
     flip(folder(run, 4) / "__0_0.distcp", 5000)
     refused("step-00000004 is damaged", step=4)
     refused("step-00000004 is damaged", average, steps=None, last=3)
