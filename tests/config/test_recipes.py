@@ -134,7 +134,7 @@ def test_three_second_stages_of_one_model_are_averaged(tmp_path: Path) -> None:
     for seed in (42, 666):
         start = {"init_from": {"path": str(first.run.dir)}}
         tokenizer = {"path": str(first.data_dir / "tokenizer")}
-        run_file = {"run": {"dir": str(tmp_path / str(seed)), "seed": seed}, "train": start}
+        run_file: dict[str, Any] = {"run": {"dir": str(tmp_path / str(seed)), "seed": seed}, "train": start}
         seconds.append(tiny_form(tmp_path, "recipes/olmo2-1b-stage2", str(seed), **run_file, tokenizer=tokenizer))
         run(seconds[-1])
     one, other = (Checkpoints.of_run(each.run.dir) for each in seconds)
@@ -164,7 +164,10 @@ def test_a_published_model_is_trained_on(tmp_path: Path) -> None:
     first = tiny_form(tmp_path, "models/llama3-8b")
     run(first)
     to_hf(first.run.dir, tmp_path / "hf", console=QUIET)
-    start = {"train": {"init_from": {"hf": str(tmp_path / "hf")}}, "tokenizer": {"path": str(tmp_path / "hf")}}
+    start: dict[str, Any] = {
+        "train": {"init_from": {"hf": str(tmp_path / "hf")}},
+        "tokenizer": {"path": str(tmp_path / "hf")},
+    }
     config = tiny_form(tmp_path, "recipes/continued-pretraining", **start)
     run(config)
     losses = [[row["loss"] for row in read_metrics(each.run.dir) if "loss" in row] for each in (first, config)]
@@ -179,7 +182,7 @@ def test_windows_grow_in_phases(tmp_path: Path) -> None:
         {"until": "4 steps", "slices": {"books": [0, 0.6]}},
         {"sequence_length": 128, "batch_size": 1, "micro_batch_size": 1, "slices": {"books": [0.6, 1]}},
     ]
-    start = {"train": {"init_from": {"path": str(first.run.dir)}}, "blend": {"phases": phases}}
+    start: dict[str, Any] = {"train": {"init_from": {"path": str(first.run.dir)}}, "blend": {"phases": phases}}
     config = tiny_form(tmp_path, "recipes/long-context", tokenizer={"path": str(first.data_dir / "tokenizer")}, **start)
     run(config)
     assert len(rates(config)) == 8
