@@ -188,6 +188,14 @@ class Config(Section):
         return self
 
     @property
+    def pack_lengths(self) -> list[int]:
+        """Sequence lengths that packs are needed of, ascending; none with `data.loader.packing: windows`."""
+        if self.data.loader.packing == "windows":
+            return []
+        of_phases = (phase.sequence_length for phase in self.blend.phases)
+        return sorted({self.train.sequence_length, *(length for length in of_phases if length is not None)})
+
+    @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest window that the run reads; validation and evaluation have train.sequence_length."""
         return max([self.train.sequence_length, *(phase.sequence_length or 0 for phase in self.blend.phases)])
