@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pipeline.common.compiled import njit
 
 
-def place_compiled(sizes: npt.NDArray[np.int64], length: int) -> IntArray:
+def place_compiled(sizes: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
     """The pack of each chunk, as `best_fit.place` gives it."""
     result: npt.NDArray[np.int64] = _place(np.ascontiguousarray(sizes, np.int64), length)
     return result
