@@ -84,9 +84,13 @@ def hash_of(identity: dict[str, Any]) -> str:
     return value_hash(identity)
 
 
-def make_packer() -> Callable[[PackJob, Progress], BlockReceipt]:
-    """In a worker process: the function that runs a `PackJob`."""
-    return partial(pack_block, quickest())
+def make_packer(documents: int) -> Callable[[PackJob, Progress], BlockReceipt]:
+    """In a worker process: the function that runs a `PackJob`.
+
+    Args:
+        documents: that the worker will pack, about.
+    """
+    return partial(pack_block, quickest(documents))
 
 
 def pack_block(engine: Place, job: PackJob, progress: Progress) -> BlockReceipt:

@@ -155,15 +155,17 @@ class Packing:
         if not jobs:
             return
         total = sum(job.bytes for job in jobs)
+        workers = min(workers, len(jobs))
+        each = sum(job.documents[1] - job.documents[0] for job in jobs) // workers
         what = f"packing {self.dataset.folder} for {self.length:,} tokens:"
         with ProgressLine(console, total, len(jobs), before, what, "block") as line:
-            if min(workers, len(jobs)) == 1:
-                run = make_packer()
+            if workers == 1:
+                run = make_packer(each)
                 for job in jobs:
                     run(job, line.advance)
                     line.unit_done(0)
                 return
-            with Workers[PackJob, BlockReceipt](make_packer, (), min(workers, len(jobs))) as pool:
+            with Workers[PackJob, BlockReceipt](make_packer, (each,), workers) as pool:
                 for _ in line.results(pool, jobs, f"failed {ATTEMPTS} times"):
                     pass
 
