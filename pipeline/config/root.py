@@ -192,8 +192,8 @@ class Config(Section):
         """Sequence lengths that packs are needed of, ascending; none with `data.loader.packing: windows`."""
         if self.data.loader.packing == "windows":
             return []
-        of_phases = (phase.sequence_length for phase in self.blend.phases)
-        return sorted({self.train.sequence_length, *(length for length in of_phases if length is not None)})
+        whole = self.train.sequence_length
+        return sorted({phase.sequence_length or whole for phase in self.blend.phases} or {whole})
 
     @property
     def max_sequence_length(self) -> int:

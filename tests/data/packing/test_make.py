@@ -80,10 +80,10 @@ def test_damage_is_found_and_repaired(folder, name):
     assert len(found.problems) == 1 and f"data pack {folder} --length {LENGTH}" in found.repairs[0]
     if name != "block":  # has its size
         with pytest.raises(UserError, match=f"data pack {folder} --length {LENGTH}"):
-            check_packs(Dataset.open(folder), LENGTH)
+            check_packs({"s": Dataset.open(folder)}, [LENGTH])
     assert make(folder, hashes=True) == made
     assert not verify_packs(folder).problems
-    check_packs(Dataset.open(folder), LENGTH)
+    check_packs({"s": Dataset.open(folder)}, [LENGTH])
 
 
 @pytest.mark.parametrize("read", ["mmap", "pread"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,20 +31,26 @@ from pipeline.data.datasets.packing.files import (
 from pipeline.data.datasets.validate import file_sizes
 
 
-def check_packs(dataset: Dataset, length: int) -> None:
-    """Check that the files of a dataset's packs are there with their sizes. Reads none but the index.
+def check_packs(datasets: Mapping[str, Dataset], lengths: Sequence[int]) -> None:
+    """Check that the packs of datasets are there with their sizes, before training. Reads the indices alone.
+
+    Args:
+        datasets: by source.
+        lengths: sequence lengths.
 
     Raises:
-        UserError: one is missing or has another size; the message names the command that makes it again.
+        UserError: a file is missing or has another size; the message names the command that makes it again.
     """
-    index = read_index(dataset.folder, dataset.fingerprint, length)
-    read_groups(dataset.folder, index)
-    folder = packs_folder(dataset.folder, length)
-    paths = [str(block_path(folder, block)) for block in range(len(index.blocks))]
-    for path, found, listed in zip(paths, file_sizes(paths).tolist(), index.blocks, strict=True):
-        if found != listed.size:
-            what = "is missing" if found < 0 else f"has {found:,} bytes instead of {listed.size:,}"
-            raise UserError(f"{path} {what}; run {pack_command(dataset.folder, length)}")
+    for dataset in datasets.values():
+        for length in lengths:
+            index = read_index(dataset.folder, dataset.fingerprint, length)
+            read_groups(dataset.folder, index)
+            folder = packs_folder(dataset.folder, length)
+            paths = [str(block_path(folder, block)) for block in range(len(index.blocks))]
+            for path, found, listed in zip(paths, file_sizes(paths).tolist(), index.blocks, strict=True):
+                if found != listed.size:
+                    what = "is missing" if found < 0 else f"has {found:,} bytes instead of {listed.size:,}"
+                    raise UserError(f"{path} {what}; run {pack_command(dataset.folder, length)}")
 
 
 @dataclass
