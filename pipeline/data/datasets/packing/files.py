@@ -22,9 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.hashing import file_hash
 from pipeline.common.mapped_file import map_file
 from pipeline.common.retry import retried
-from pipeline.data.datasets.dataset import READ_AT_ONCE, Dataset, ReadBy
+from pipeline.data.datasets.dataset import READ_AT_ONCE, Dataset
 from pipeline.data.datasets.indexed import Descriptor, numbered
 from pipeline.data.datasets.packing import blocks
 from pipeline.data.datasets.packing.best_fit import IntArray
@@ -185,12 +186,26 @@ def read_groups(dataset: Path, index: PackIndex) -> IntArray:
     return np.frombuffer(data, "<u8").astype(np.int64)
 
 
+def file_hashes(dataset: Path, fingerprint: str, length: int) -> dict[str, int]:
+    """xxh3-64 of all files that readers of packs need, by their names in the folder of the packs.
+
+    Raises:
+        UserError: the packs were not made, or the index is damaged.
+    """
+    folder = packs_folder(dataset, length)
+    index = read_index(dataset, fingerprint, length)
+    hashes = {INDEX_FILE: file_hash(folder / INDEX_FILE), GROUPS_FILE: int(index.groups.xxh3, 16)}
+    for number, listed in enumerate(index.blocks):
+        hashes[str(block_path(folder, number).relative_to(folder))] = int(listed.xxh3, 16)
+    return hashes
+
+
 class PackFiles:
     """The packs of a dataset on disk. Opening reads 8 bytes for each group; blocks are opened when touched."""
 
     def __init__(self, dataset: Dataset, index: PackIndex, groups: IntArray) -> None:
         self.index = index
-        self._dataset = dataset
+        self.dataset = dataset
         self._groups = groups
 
     @classmethod
@@ -217,10 +232,10 @@ class PackFiles:
         return found
 
     def _block(self, number: int) -> Block:
-        folder = packs_folder(self._dataset.folder, self.index.length)
-        opened = _mapped_block if self._dataset.read_by == "mmap" else _pread_block
+        folder = packs_folder(self.dataset.folder, self.index.length)
+        opened = _mapped_block if self.dataset.read_by == "mmap" else _pread_block
         return opened(
-            block_path(folder, number), self.index.blocks[number].size, self._dataset.folder, self.index.length
+            block_path(folder, number), self.index.blocks[number].size, self.dataset.folder, self.index.length
         )
 
 
@@ -245,15 +260,15 @@ def _open_block(read: ReadBy, path: Path, size: int, dataset: Path, length: int)
     behind = _HEADER.size + (packs + 2) // 2 * 8
     if found != size or magic != _MAGIC or size != behind + 8 * chunks:
         raise UserError(f"{path} is truncated or damaged; make it again with {command}")
-    if read == "pread":
+    if files.dataset.read_by == "pread":
         return Block(_NumbersInFile(path, "<u4", _HEADER.size), _NumbersInFile(path, "<u8", behind))
     data = map_file(file.number, size)
     begins: npt.NDArray[Any] = np.frombuffer(data, "<u4", packs + 1, _HEADER.size)
     return Block(NumbersInMemory(begins), NumbersInMemory(np.frombuffer(data, "<u8", chunks, behind)))
 
 
-_mapped_block = lru_cache(maxsize=_MAPPED_AT_ONCE)(partial(_open_block, "mmap"))
-_pread_block = lru_cache(maxsize=max(8, READ_AT_ONCE // 4))(partial(_open_block, "pread"))
+_mapped_block = lru_cache(maxsize=_MAPPED_AT_ONCE)(_open_block)
+_pread_block = lru_cache(maxsize=max(8, READ_AT_ONCE // 4))(_open_block)
 
 
 class _NumbersInFile:
