@@ -232,24 +232,13 @@ class PackFiles:
         return found
 
     def _block(self, number: int) -> Block:
-        folder = packs_folder(self.dataset.folder, self.index.length)
-        opened = _mapped_block if self.dataset.read_by == "mmap" else _pread_block
-        return opened(
-            block_path(folder, number), self.index.blocks[number].size, self.dataset.folder, self.index.length
-        )
+        return _mapped_block(self, number) if self.dataset.read_by == "mmap" else _pread_block(self, number)
 
 
-def _open_block(read: ReadBy, path: Path, size: int, dataset: Path, length: int) -> Block:
-    """A block of the packs of a dataset.
-
-    Args:
-        read: how it is read.
-        path: of the file.
-        size: that it should have.
-        dataset: folder, for messages.
-        length: L, for messages.
-    """
-    command = pack_command(dataset, length)
+def _open_block(files: PackFiles, number: int) -> Block:
+    """A block, compared with what the index says of it."""
+    folder, length, size = files.dataset.folder, files.index.length, files.index.blocks[number].size
+    path, command = block_path(packs_folder(folder, length), number), pack_command(folder, length)
     try:
         file = retried(lambda: Descriptor(path), path, "opening it")
     except FileNotFoundError:
