@@ -59,7 +59,7 @@ class PackingState:
     index: PackIndex | None
 
 
-class Packing:
+class PackMaker:
     """The packs of a dataset for one length, and making them.
 
     Args:

@@ -16,7 +16,7 @@ from pipeline.data.datasets.packing import blocks
 from pipeline.data.datasets.packing.files import block_path, packs_folder
 from pipeline.data.datasets.packing.packs import Packs
 from pipeline.data.datasets.packing.verify import check_packs, verify_packs
-from pipeline.data.packing.make import Packing
+from pipeline.data.packing.make import PackMaker
 from tests.data.datasets.packing.made import some_lengths, write_lengths
 from tests.data.runs import tree
 
@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 
 def make(folder: Path, workers: int = 1, hashes: bool = False) -> dict[str, bytes]:
-    Packing(Dataset.open(folder), LENGTH).make(Console(quiet=True), workers, hashes=hashes)
+    PackMaker(Dataset.open(folder), LENGTH).make(Console(quiet=True), workers, hashes=hashes)
     return tree(packs_folder(folder, LENGTH))
 
 
@@ -113,7 +113,7 @@ def test_lengths_that_were_not_made(folder):
     with pytest.raises(UserError, match=f"data pack {folder} --length 32`"):
         Packs.open(Dataset.open(folder), 32)
     with pytest.raises(UserError):
-        Packing(Dataset.open(folder), 0)
+        PackMaker(Dataset.open(folder), 0)
 
 
 @pytest.mark.guard
@@ -131,7 +131,7 @@ from pipeline.common.console import Console
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.packing import blocks
 from pipeline.data.packing import job
-from pipeline.data.packing.make import Packing
+from pipeline.data.packing.make import PackMaker
 
 blocks.GROUP, blocks.BLOCK = 20, 60
 put = job.storage.put_json
@@ -143,7 +143,7 @@ def slow(path, value):  # the file of the block is there; its receipt is not
 
 
 job.storage.put_json = slow
-Packing(Dataset.open(Path(sys.argv[1])), int(sys.argv[2])).make(Console(quiet=True), int(sys.argv[3]))
+PackMaker(Dataset.open(Path(sys.argv[1])), int(sys.argv[2])).make(Console(quiet=True), int(sys.argv[3]))
 """
 
 
