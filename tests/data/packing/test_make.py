@@ -1,6 +1,7 @@
 """Packs on disk: equal bytes however they are made, and made again where they are damaged."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,12 +62,21 @@ def test_only_the_folder_of_packs_is_written(folder):
     assert {path: path.stat().st_mtime_ns for path in packs_folder(folder, LENGTH).rglob("*")} == times
 
 
+def change_index(packs: Path, old: str, new: str) -> None:
+    """Change the first value behind `old`, which stays as long."""
+    text = (packs / "packs.json").read_text()
+    before, after = text.replace(" ", "").split(old, 1)
+    (packs / "packs.json").write_text(before + new + after[len(new) - len(old) :])
+
+
 DAMAGES = {
     "block": lambda packs: damage(block_path(packs, 1)),
     "cut": lambda packs: os.truncate(block_path(packs, 1), 40),
     "gone": lambda packs: block_path(packs, 3).unlink(),
     "groups": lambda packs: damage(packs / "groups.bin"),
     "index": lambda packs: (packs / "packs.json").write_bytes(b"{"),
+    "hash": lambda packs: change_index(packs, '"xxh3":"', '"xxh3":"0'),
+    "totals": lambda packs: change_index(packs, '"cut":', '"cut":1'),
     "no index": lambda packs: (packs / "packs.json").unlink(),
 }
 
@@ -78,7 +88,7 @@ def test_damage_is_found_and_repaired(folder, name):
     DAMAGES[name](packs_folder(folder, LENGTH))
     found = verify_packs(folder)
     assert len(found.problems) == 1 and f"data pack {folder} --length {LENGTH}" in found.repairs[0]
-    if name != "block":  # has its size
+    if name not in ("block", "hash", "totals"):  # sizes tell
         with pytest.raises(UserError, match=f"data pack {folder} --length {LENGTH}"):
             check_packs({"s": Dataset.open(folder)}, [LENGTH])
     assert make(folder, hashes=True) == made
@@ -106,6 +116,13 @@ def test_packs_of_another_dataset(folder, tmp_path):
         Packs.open(Dataset.open(other), LENGTH)
     assert len(verify_packs(other).problems) == 1
     assert make(other) == expected
+
+
+def test_finished_packs_need_no_receipts(folder):
+    made = make(folder)
+    shutil.rmtree(packs_folder(folder, LENGTH) / "receipts")
+    assert PackMaker(Dataset.open(folder), LENGTH).state().index is not None
+    assert make(folder, hashes=True) == made
 
 
 def test_lengths_that_were_not_made(folder):
@@ -167,4 +184,4 @@ def test_killed(folder, tmp_path, workers):
     done = {path: path.stat().st_mtime_ns for path in (packs / "receipts").rglob("*.json")}
     assert make(folder) == expected
     assert {path: path.stat().st_mtime_ns for path in done} == done
-    assert {path.name for path in packs.iterdir()} == {"blocks", "receipts", "groups.bin", "packs.json"}
+    assert {path.name for path in packs.iterdir()} == {"blocks", "receipts", "groups.bin", "packs.json", "leases"}
