@@ -13,6 +13,7 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.datasets.packing.blocks import check_length
 from pipeline.data.datasets.packing.verify import check_packs
 from pipeline.data.packing.command import plan_in_words
 from pipeline.data.packing.make import PackMaker, packs_in_words
@@ -20,11 +21,20 @@ from pipeline.data.work.worker_count import worker_count
 
 
 class PackPass:
-    """The packs of a run; without `data.loader.packing: best_fit` all of it does nothing."""
+    """The packs of a run; without `data.loader.packing: best_fit` all of it does nothing.
+
+    Args:
+        config: the run.
+
+    Raises:
+        UserError: packs cannot have a sequence length of the run.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._lengths = config.pack_lengths
+        for length in self._lengths:
+            check_length(length)
 
     def run(self, source: str, console: Console) -> None:
         """Make what is missing of the packs of a source, which is finished.

@@ -62,6 +62,11 @@ def test_made_by_the_stage(config, capsys):
     assert tree(config.data_dir) == after
 
 
+def test_a_length_that_packs_cannot_have(config):
+    with pytest.raises(UserError, match="packs have 1 to 4,194,303 tokens"):
+        preprocess(best_fit(config, 2**22))
+
+
 def test_training_does_not_begin_with_damaged_packs(config):
     config = best_fit(config, 16)
     preprocess(config)
