@@ -188,6 +188,14 @@ class Config(Section):
         return self
 
     @property
+    def pack_lengths(self) -> list[int]:
+        """Sequence lengths that packs are needed of, ascending; none with `data.loader.packing: windows`."""
+        if self.data.loader.packing == "windows":
+            return []
+        whole = self.train.sequence_length
+        return sorted({phase.sequence_length or whole for phase in self.blend.phases} or {whole})
+
+    @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest window that the run reads; validation and evaluation have train.sequence_length."""
         return max([self.train.sequence_length, *(phase.sequence_length or 0 for phase in self.blend.phases)])

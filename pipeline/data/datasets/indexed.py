@@ -208,7 +208,7 @@ class _Loaded(_Mapped):
         self.size = len(self._bytes)
 
 
-class _Descriptor:
+class Descriptor:
     """A file that stays open as long as somebody holds this, like another thread in the middle of a read."""
 
     def __init__(self, path: Path) -> None:
@@ -345,6 +345,15 @@ class IndexedPart(TokenRanges):
         sequence = int(self.bounds[document])
         return self.tokens if sequence == self.sequences else int(self.pointers[sequence]) // self.dtype.itemsize
 
+    def starts_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`document_start` of many documents at once."""
+        sequences = self.bounds[documents]
+        offsets = np.full(len(documents), self.tokens * self.dtype.itemsize, np.int64)
+        inside = sequences < self.sequences
+        offsets[inside] = self.pointers[sequences[inside]]
+        starts: npt.NDArray[np.int64] = offsets // self.dtype.itemsize
+        return starts
+
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
         self.check_range(token, 1)
@@ -407,7 +416,7 @@ class PreadPart(IndexedPart):
         return _Loaded(self.idx_path)
 
     def _open_tokens(self) -> int:
-        self._file = _Descriptor(self.bin_path)
+        self._file = Descriptor(self.bin_path)
         return os.fstat(self._file.number).st_size
 
     def _connect(self) -> None:
