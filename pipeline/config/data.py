@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
-from pipeline.config.blend import Slice
+from pipeline.config.blend import Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
 
 
@@ -142,6 +142,9 @@ class LoaderConfig(Section):
     """`pread` for file systems on which mapping files is slow or fails: errors can be retried there."""
     prefetch: int = Field(default=2, ge=1)
     """Steps that are read ahead; of small ones more."""
+    packing: Packing = "windows"
+    """Samples of training. `windows`: pieces of one long text, each token a target at most once per epoch. `best_fit`:
+    packs of whole documents, of which only those longer than the sequence length are cut."""
 
 
 class DataConfig(Section):
