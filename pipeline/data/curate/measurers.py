@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline.common.compiled import has_numba
 from pipeline.common.errors import UserError
 from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.data import SourceConfig
@@ -16,7 +17,6 @@ from pipeline.config.root import Config
 from pipeline.data.curate.batch import Measurer
 from pipeline.data.curate.chunk_writer import FIXED_COLUMNS
 from pipeline.data.curate.cleaning.clean import Cleaner
-from pipeline.data.curate.compiled import has_numba
 from pipeline.data.curate.decontamination.index import INDEX_FILE, index_settings
 from pipeline.data.curate.decontamination.measure import ContaminationMeasurer
 from pipeline.data.curate.duplicates.kinds import date_keys

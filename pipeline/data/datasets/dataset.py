@@ -174,6 +174,21 @@ class Dataset(TokenRanges):
         index = self._index_of_document(document)
         return self._token_view[index] + self._part(self, index).document_start(document - self._document_view[index])
 
+    def starts_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`document_start` of many documents at once, in any order.
+
+        Args:
+            documents: numbers in [0, documents].
+        """
+        part = np.minimum(self._document_starts.searchsorted(documents, side="right"), len(self._names)) - 1
+        starts = np.zeros(len(documents), np.int64)
+        by_part = np.argsort(part, kind="stable")
+        numbers, firsts = np.unique(part[by_part], return_index=True)
+        for number, chosen in zip(numbers.tolist(), np.split(by_part, firsts[1:]), strict=True) if part.size else ():
+            local = documents[chosen] - self._document_starts[number]
+            starts[chosen] = self._part(self, number).starts_of(local) + self._token_starts[number]
+        return starts
+
     def pieces(self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Pieces:
         """The pieces of ranges, which all lie within the dataset. The pieces of a range are in its order.
 
@@ -323,6 +338,10 @@ class TokenSource(Protocol):
         """Offset of a document's first token; of the document after the last one, the number of tokens."""
         ...
 
+    def starts_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`document_start` of many documents at once, in any order."""
+        ...
+
     def pieces(self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Pieces:
         """The pieces of ranges [start, start + count), cut where parts of the dataset end."""
         ...
@@ -366,6 +385,11 @@ class Slice:
     def document_start(self, document: int) -> int:
         """The token of the slice at which a document begins; those outside begin at its ends and have no tokens."""
         return min(max(self._dataset.document_start(document) - self._base, 0), self.tokens)
+
+    def starts_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`document_start` of many documents at once, in any order."""
+        starts: npt.NDArray[np.int64] = np.clip(self._dataset.starts_of(documents) - self._base, 0, self.tokens)
+        return starts
 
     def pieces(self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Pieces:
         """The pieces of ranges that lie within the slice."""

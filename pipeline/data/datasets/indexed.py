@@ -345,6 +345,15 @@ class IndexedPart(TokenRanges):
         sequence = int(self.bounds[document])
         return self.tokens if sequence == self.sequences else int(self.pointers[sequence]) // self.dtype.itemsize
 
+    def starts_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`document_start` of many documents at once."""
+        sequences = self.bounds[documents]
+        offsets = np.full(len(documents), self.tokens * self.dtype.itemsize, np.int64)
+        inside = sequences < self.sequences
+        offsets[inside] = self.pointers[sequences[inside]]
+        starts: npt.NDArray[np.int64] = offsets // self.dtype.itemsize
+        return starts
+
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
         self.check_range(token, 1)

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.common.compiled import has_numba
 from pipeline.common.errors import UserError, install_extra
 from pipeline.data.curate.batch import TextBatch
-from pipeline.data.curate.compiled import has_numba
 from pipeline.data.curate.decontamination.index import NgramIndex
 from pipeline.data.curate.decontamination.numpy_engine import Hashes, ngram_hashes, window_hashes, word_hashes
 from pipeline.data.curate.decontamination.words import find_words, fold_table, ngram_hash, word_hash

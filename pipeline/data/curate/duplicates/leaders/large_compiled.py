@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.curate.compiled import njit
+from pipeline.common.compiled import njit
 from pipeline.data.curate.duplicates.leaders.compiled import equal_values, share_band
 from pipeline.data.curate.duplicates.leaders.leader_choice import (
     CANNOT_LEAD,

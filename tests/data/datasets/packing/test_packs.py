@@ -1,0 +1,102 @@
+"""Packs of a dataset, compared with best-fit decreasing over lists, and every token counted."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from pipeline.common.errors import UserError
+from pipeline.data.datasets.dataset import Dataset, Slice
+from pipeline.data.datasets.packing import best_fit, packs
+from pipeline.data.datasets.packing.packs import Packs
+from tests.data.datasets.packing.made import reference, write_lengths
+
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    """Documents of all sizes: empty ones, of one token, as long as a pack, of several, and many small ones."""
+    chance = np.random.default_rng(1)
+    found = np.concatenate([chance.integers(0, 3 * LENGTH, 60), chance.integers(1, LENGTH, 120), [0, 1, 64, 65, 128]])
+    return chance.permutation(found).tolist()
+
+
+@pytest.fixture
+def dataset(lengths, tmp_path, monkeypatch):
+    monkeypatch.setattr(packs, "GROUP", 20)
+    monkeypatch.setattr(packs, "BLOCK", 60)
+    return Dataset.open(write_lengths(tmp_path / "s" / "train", lengths))
+
+
+def as_lists(found, asked=None):
+    """The packs as lists of (document, first token, tokens)."""
+    asked = np.arange(found.count) if asked is None else asked
+    result = [[] for _ in asked]
+    for index, *chunk in zip(*(each.tolist() for each in found.chunks(asked)), strict=True):
+        result[index].append(tuple(chunk))
+    return result
+
+
+@pytest.mark.parametrize("engine", [best_fit.place, best_fit.quickest()])
+def test_as_over_lists(engine):
+    chance = np.random.default_rng(0)
+    for length in (1, 2, 7, 63, 64, 65, 130):
+        for count in (0, 1, 2, 40):
+            lengths = chance.integers(0, 3 * length + 1, count)
+            found = best_fit.packed(lengths, length, engine)
+            document, piece, tokens = (each.tolist() for each in found.chunks)
+            chunks = list(zip(document, [number * length for number in piece], tokens, strict=True))
+            bounds = found.begins.tolist()
+            got = [chunks[first:end] for first, end in itertools.pairwise(bounds)]
+            assert got == reference(lengths.tolist(), length, group=count + 1)
+
+
+def test_every_token_once(dataset, lengths):
+    found = Packs.made(dataset, LENGTH)
+    assert as_lists(found) == reference(lengths, LENGTH, group=20)
+    seen = Counter(
+        (document, token)
+        for pack in as_lists(found)
+        for document, first, tokens in pack
+        for token in range(first, first + tokens)
+    )
+    assert seen == Counter((document, token) for document, length in enumerate(lengths) for token in range(length))
+    targets = found.targets(np.arange(found.count))
+    assert targets.max() <= LENGTH and targets.sum() == found.tokens == sum(lengths)
+
+
+def test_in_any_order(dataset):
+    found = Packs.made(dataset, LENGTH)
+    asked = np.random.default_rng(2).integers(0, found.count, 50)
+    everything = as_lists(found)
+    assert as_lists(found, asked) == [everything[pack] for pack in asked]
+    assert found.targets(asked).tolist() == [sum(c[2] for c in everything[pack]) for pack in asked]
+    assert len(found.chunks(asked[:0])[0]) == len(found.targets(asked[:0])) == 0
+    for outside in (-1, found.count):
+        with pytest.raises(IndexError):
+            found.chunks(np.array([0, outside]))
+
+
+@pytest.mark.parametrize("first, end", [(0, 185), (20, 80), (3, 9), (19, 21), (5, 150), (60, 61), (40, 40)])
+def test_slices(dataset, lengths, first, end):
+    found = Packs.open(dataset, LENGTH, (first, end))
+    everything = as_lists(found)
+    assert (
+        everything
+        == reference(lengths, LENGTH, 20, first, end)
+        == as_lists(Packs.made(Slice(dataset, first, end), LENGTH))
+    )
+    assert found.tokens == sum(lengths[first:end])
+    for document in range(185):
+        expected = sorted((c[1], pack) for pack, chunks in enumerate(everything) for c in chunks if c[0] == document)
+        assert found.packs_of(document).tolist() == [pack for _, pack in expected]
+
+
+def test_too_long(dataset, monkeypatch):
+    with pytest.raises(UserError):
+        Packs.made(dataset, 1 << 22)
+    monkeypatch.setattr(packs, "PIECE_BITS", 7)
+    with pytest.raises(UserError):
+        Packs.made(dataset, 1)
