@@ -31,9 +31,10 @@ from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.loading.skip_masks import Masks, Ranges, arranged_window, without
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located, Lookup, RankSamples
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import micro_batch_size, plan_journal
 from pipeline.data.order.sampler import Sampler
-from pipeline.data.order.windows import Instances, windows_of
+from pipeline.data.order.windows import Instances
 
 _MAX_POSITIONS = 2**31 - 1
 """Positions of a micro-batch at most: `Batch.starts` is int32."""
@@ -90,7 +91,7 @@ class Loader:
             RankSamples(segment.batch_size, micro, dp_rank, dp_size)
             for segment, micro in zip(journal.segments, micro_batch_size, strict=True)
         ]
-        self._sampler = Sampler(journal, [{name: i.count for name, i in by_name.items()} for by_name in instances])
+        self._sampler = Sampler(journal)
         self._ahead = ahead
         # By segment, whether as many targets count in each window; else they are counted, in the global batch.
         self._fixed = [
@@ -128,7 +129,7 @@ class Loader:
 
     def tokens_by_source(self, step: int) -> dict[str, int]:
         """Targets drawn from each source by all steps before `step`, masked ones included; in closed form."""
-        return self._sampler.targets(step)
+        return self._sampler.slots(step)
 
     def epochs_by_source(self, step: int) -> dict[str, float]:
         """`tokens_by_source` over each source's tokens: those of the slices that it has been read from so far."""
@@ -136,7 +137,7 @@ class Loader:
         for segment, _ in self.journal.drawn(step):
             for name, state in segment.sources.items():
                 tokens[name][state.documents] = state.tokens
-        drawn = self._sampler.targets(step)
+        drawn = self._sampler.slots(step)
         return {name: drawn[name] / max(1, sum(tokens[name].values())) for name in self.names}
 
     def describe(self, step: int) -> list[dict[str, Any]]:
@@ -378,7 +379,7 @@ def open_loader(
             )
     return Loader(
         journal,
-        windows_of(journal, datasets),
+        instances_of(journal, datasets),
         make_objectives(config, journal, datasets),
         dp_rank=dp_rank,
         dp_size=dp_size,

@@ -166,7 +166,14 @@ def _goes_on(one: Segment, two: Segment) -> bool:
         return False
     counts = dict(zip(one.sources, one.order().counts(samples), strict=True))
     return one.sources.keys() == two.sources.keys() and all(
-        (old.tokens, old.documents, old.packs, old.weight, old.stops, old.cap if old.cap is None else old.cap - counts[name])
+        (
+            old.tokens,
+            old.documents,
+            old.packs,
+            old.weight,
+            old.stops,
+            old.cap if old.cap is None else old.cap - counts[name],
+        )
         == (new.tokens, new.documents, new.packs, new.weight, new.stops, new.cap)
         for name, old in one.sources.items()
         for new in [two.sources[name]]
@@ -304,9 +311,7 @@ class _Planner:
             cause = f"temperature {temperature:g} makes weights too different: " if temperature != 1 else ""
             raise UserError(f"{where}: {cause}{error}{', or set a higher temperature' if cause else ''}") from None
 
-    def _open(
-        self, texts: Mapping[str, _Text], weights: Mapping[str, int], size: int, length: int
-    ) -> Segment:
+    def _open(self, texts: Mapping[str, _Text], weights: Mapping[str, int], size: int, length: int) -> Segment:
         """The segment that begins here."""
         sources = {}
         for name, weight in weights.items():

@@ -145,7 +145,7 @@ def last_window_step(sampler: Sampler, name: str, segment: int) -> int:
     journal = sampler.journal
     state = journal.segments[segment].sources[name]
     assert state.cap
-    epochs, position = divmod(state.cursor + state.cap - 1, journal.segments[segment].windows[name])
+    epochs, position = divmod(state.cursor + state.cap - 1, journal.segments[segment].epoch_samples[name])
     (sample,) = sampler.find(name, segment, state.lap + epochs, np.array([position]))
     return journal.step_of(int(sample))
 

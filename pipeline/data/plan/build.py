@@ -223,7 +223,7 @@ def make_data_plan(
     """
     sized = open_sized(config, parse_assumed(config, assume))
     journal, done = planned_journal(config, sized)
-    sampler = Sampler.of_windows(journal)
+    sampler = Sampler(journal)
     length = run_length(config, sampler)
     if length.steps == 0:
         raise UserError(f"the run has no step ({length.reason}); give it at least one")
@@ -324,7 +324,7 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
     done = max(checkpoints)
     saved = saved_journal(config.run.dir, storage.get_json(checkpoints[done] / CHECKPOINT_STATE)["journal"], done)
     journal = plan_journal(config, sized, saved)
-    check_end(Sampler.of_windows(journal), done)
+    check_end(Sampler(journal), done)
     return journal.going_on(saved, done), done
 
 

@@ -384,7 +384,7 @@ class _Search:
         """Find the document in the epochs of a segment, up to step `stop`; returns why there is none, empty if any."""
         run, state = self._run, segment.sources[self._source]
         windows = run.windows[number][self._source]
-        before, after = (run.sampler.targets(step)[self._source] for step in (segment.first_step, stop))
+        before, after = (run.sampler.slots(step)[self._source] for step in (segment.first_step, stop))
         drawn = (after - before) // segment.sequence_length
         # A segment that goes on with the epoch, or closes it, says another reason.
         why = f"not drawn by step {stop:,}, " + (

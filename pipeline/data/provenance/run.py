@@ -25,11 +25,12 @@ from pipeline.data.loading.objectives.base import Objective
 from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.journal_file import read_journal
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import RunLength, run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Skip
-from pipeline.data.order.windows import Span, Windows, windows_of
+from pipeline.data.order.windows import Span, Windows
 from pipeline.data.provenance.adopted_location import AdoptedOrigins, open_origins
 from pipeline.data.provenance.document_search import hash_of_id
 from pipeline.data.provenance.source_location import Origin, Origins
@@ -354,8 +355,8 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
     path = RunFiles(folder).journal
 
     def opened(journal: Journal, done: int, warnings: Sequence[str], about: Sequence[str] = ()) -> RunView:
-        windows = windows_of(journal, datasets)
-        return RunView(config, folder, journal, warnings, about, datasets, windows, Sampler.of_windows(journal), done)
+        windows = instances_of(journal, datasets)
+        return RunView(config, folder, journal, warnings, about, datasets, windows, Sampler(journal), done)
 
     done = _steps_done(folder)
     if not path.exists():
@@ -393,7 +394,7 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
 
 def _check_end(journal: Journal, done: int) -> None:
     """Refuse a plan that ends before the steps that are done: what lies behind an end is not planned."""
-    end = Sampler.of_windows(journal).end()
+    end = Sampler(journal).end()
     if end is not None and end.step < done:
         raise UserError(
             f"{counted(done, 'step')} are done, but the run file now ends the run after {end.step:,}: {end.reason}"

@@ -69,7 +69,7 @@ def of_reference(run):
 
 
 def sampler_of(journal):
-    return Sampler(journal, [segment.windows for segment in journal.segments])
+    return Sampler(journal)
 
 
 def rows(journal, sampler, steps):
@@ -168,7 +168,7 @@ def test_equal_to_the_enumeration_phase_by_phase(run):
         for sample in expected:
             if sample.step < step:
                 total[sample.source] += journal.segments[journal.segment_number(sample.step)].sequence_length
-        assert sampler.targets(step) == total
+        assert sampler.slots(step) == total
         assert sum(total.values()) == journal.tokens(step)
 
 
@@ -257,7 +257,7 @@ def test_each_lap_has_every_window_once_and_limits_are_exact(run):
     texts = {}
     for segment, _ in journal.drawn(last):
         for name, source in segment.sources.items():
-            texts.setdefault(name, []).append((source.documents, segment.sequence_length, segment.windows[name]))
+            texts.setdefault(name, []).append((source.documents, segment.sequence_length, segment.epoch_samples[name]))
     for name, seen in texts.items():
         if len(set(seen)) == 1:
             laps = sorted(lap for source, lap in places if source == name)
@@ -497,7 +497,7 @@ def test_an_exhausted_source_gets_more_from_another_slice():
     journal = plan(phases, sources)
     one, two, three = (segment.sources["a"] for segment in journal.segments)
     assert (one.cap, two.cap, three.cap) == (6, 0, 6)
-    assert sampler_of(journal).targets(12)["a"] == 48
+    assert sampler_of(journal).slots(12)["a"] == 48
     assert two.weight == one.weight  # the others go on as if the phase had not ended
     assert three.offset == keyed_offset(1, "a")
     assert (three.documents, three.lap, three.cursor) == ((5, 10), 1, 0)
@@ -518,7 +518,7 @@ def test_a_run_in_which_nothing_is_left_ends():
     with pytest.raises(UserError, match="step 1,001"):
         sampler.step(1000)
     with pytest.raises(UserError, match="exhausted at sample 30"):
-        sampler.targets(8)
+        sampler.slots(8)
     # Phases that cannot be reached are left out.
     assert len(plan([{"until": "8 steps"}, {}], sources).segments) == 1
     # One that begins where everything is used up can give nothing.

@@ -187,7 +187,7 @@ def run_file(sources, *, blend=None, seed=3, **train):
 def planned(config, tokens):
     """The sampler of a run whose documents have ten tokens each."""
     journal = plan_journal(config, {name: Documents(count) for name, count in tokens.items()})
-    return Sampler(journal, [segment.windows for segment in journal.segments])
+    return Sampler(journal)
 
 
 class Documents:
@@ -233,7 +233,7 @@ def test_planned_phases_equal_going_through_every_target(phases, limits, seed):
     end = sampler.end()
     step = 15 * len(phases) if end is None else min(end.step, 15 * len(phases))
     found, seen, left = accounts(sampler, step), enumerated(sampler, step), left_out(sampler, step)
-    assert {name: account.drawn for name, account in found.items()} == sampler.targets(step)
+    assert {name: account.drawn for name, account in found.items()} == sampler.slots(step)
     for name, account in found.items():
         for part in account.slices:
             counter = seen.get((name, part.documents), Counter())
