@@ -166,15 +166,8 @@ def _goes_on(one: Segment, two: Segment) -> bool:
         return False
     counts = dict(zip(one.sources, one.order().counts(samples), strict=True))
     return one.sources.keys() == two.sources.keys() and all(
-        (
-            old.tokens,
-            old.documents,
-            old.packs,
-            old.weight,
-            old.stops,
-            old.cap if old.cap is None else old.cap - counts[name],
-        )
-        == (new.tokens, new.documents, new.packs, new.weight, new.stops, new.cap)
+        (old.text, old.weight, old.stops, None if old.cap is None else old.cap - counts[name])
+        == (new.text, new.weight, new.stops, new.cap)
         for name, old in one.sources.items()
         for new in [two.sources[name]]
     )

@@ -114,7 +114,7 @@ class Sampler:
         return hashes
 
     def slots(self, step: int) -> dict[str, int]:
-        """Slots drawn from each source by all steps before `step`, in closed form: L per sample, the targets of windows."""
+        """Slots drawn from each source by all steps before `step`, in closed form: L per sample."""
         if step == 0:
             return dict.fromkeys(self.journal.names, 0)
         number = self.journal.segment_number(step - 1)

@@ -58,6 +58,11 @@ class SourceState(Record):
     stops: bool = False
     """True if the run ends when more than `cap` samples would be needed; else the other sources take its place."""
 
+    @property
+    def text(self) -> tuple[int, Interval | None, int | None]:
+        """What is read in an epoch: tokens, slice and packs."""
+        return self.tokens, self.documents, self.packs
+
     def epoch_samples(self, length: int) -> int:
         """Samples of an epoch with L = `length`: windows, or packs."""
         return self.tokens // length if self.packs is None else self.packs
