@@ -7,7 +7,7 @@ pi(j), with pi the bijection of [0, packs) that windows have as well. What packs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -39,7 +39,8 @@ class PackChunks(NamedTuple):
         """
         before = np.cumsum(self.tokens) - self.tokens
         firsts = self.row.searchsorted(np.arange(rows))
-        return before - np.append(before, 0)[firsts][self.row]
+        offsets: IntArray = before - np.append(before, 0)[firsts][self.row]
+        return offsets
 
 
 class PackInstances:
@@ -113,12 +114,12 @@ def count_packs(dataset: Sized, length: int, documents: Interval | None) -> int:
         UserError: They were not made, or are damaged.
     """
     if hasattr(dataset, "fill_part"):
-        return open_packs(dataset, length, documents).count
+        return open_packs(cast(TokenSource, dataset), length, documents).count
     first, end = documents or (0, dataset.documents)
     return -(-(dataset.document_start(end) - dataset.document_start(first)) // length)
 
 
-def instances_of(journal: Journal, datasets: Mapping[str, TokenSource]) -> list[dict[str, Any]]:
+def instances_of(journal: Journal, datasets: Mapping[str, TokenSource]) -> list[dict[str, Instances]]:
     """The samples of a run, windows or packs, for each segment by source.
 
     Segments in which a source has the same documents and the same sequence length share them.
