@@ -25,8 +25,9 @@ from pipeline.data.datasets.validate import check_tokenizers
 from pipeline.data.loading.ahead import ahead_weight, valid_ahead
 from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
-from pipeline.data.loading.objectives.base import Objective
+from pipeline.data.loading.objectives.base import Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
+from pipeline.data.loading.pack_reader import PackReader, arranged_pack, outside_of_vocabulary
 from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.loading.skip_masks import Masks, Ranges, arranged_window, without
 from pipeline.data.order.journal import Journal
@@ -54,6 +55,8 @@ class Loader:
         prefetch: Steps that `iterate` reads ahead.
         device: Where batches will go. For a GPU, `iterate` gives them in page-locked memory.
         ahead: Depths of multi-token prediction: tokens behind each instance that batches have as targets.
+        end_of_document: Token id before the first token of a document in a pack.
+        balanced: Whether packs go to ranks by the work of attention within documents.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class Loader:
         prefetch: int = 2,
         device: torch.device | None = None,
         ahead: int = 0,
+        end_of_document: int = 0,
+        balanced: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size and min(micro_batch_size) >= 1
         assert len(micro_batch_size) == len(instances) == len(journal.segments)
@@ -93,12 +98,25 @@ class Loader:
         ]
         self._sampler = Sampler(journal)
         self._ahead = ahead
+        self._end_of_document = end_of_document
         # By segment, whether as many targets count in each window; else they are counted, in the global batch.
         self._fixed = [
             all(one.fixed_valid(segment.sequence_length) is not None for one in by_name.values())
             for by_name, segment in zip(objectives, journal.segments, strict=True)
         ]
         everything = ahead > 0 or not all(self._fixed)
+        self._packs = PackReader(
+            journal,
+            self._sampler,
+            instances,
+            objectives,
+            shapes=self._shapes,
+            rank_samples=self._rank_samples,
+            end_of_document=end_of_document,
+            vocab_size=vocab_size,
+            balanced=balanced,
+            ahead=ahead,
+        )
         self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=everything, ahead=ahead)
         self._masks = Masks(journal, instances, objectives)
         # By segment and index in `names`; a source that the segment does not have is None.
@@ -144,7 +162,7 @@ class Loader:
         """The step's samples as JSON: global index, source, epoch, position, and the pieces of documents in it.
 
         Where the objective chooses what is predicted, also `predicted`: these tokens [first, end) of the window's
-        L + 1, numbered from 0, skips left aside.
+        L + 1, numbered from 0, or of the pack's L targets, numbered from 1; skips left aside.
         """
         draws = self._sampler.step(step)
         number = self.journal.segment_number(step)
@@ -168,13 +186,23 @@ class Loader:
         objective = self._objectives[number][name]
         if not objective.chooses:
             return {}
-        arranged = arranged_window(objective, self._instances[number][name], epoch, position, self.journal.seed, index)
+        instances, seed = self._instances[number][name], self.journal.seed
+        if instances.packed:
+            length = self.journal.segments[number].sequence_length
+            key = sample_key(seed, index)
+            arranged = arranged_pack(
+                objective, instances, epoch, position, length=length, end_of_document=self._end_of_document, key=key
+            )
+        else:
+            arranged = arranged_window(objective, instances, epoch, position, seed, index)
         return {"predicted": arranged.predicted_tokens}
 
     def _read(self, step: int, last: int | None) -> StepData:
         """The step's data. Steps from `last` on will not be asked for."""
         number = self.journal.segment_number(step)
         length = self.journal.segments[number].sequence_length
+        if self.journal.segments[number].packed:
+            return self._packs.read(step)
         located = self._lookup.step(step, last)
         if located is None:
             return self._skipped(step, length)
@@ -325,11 +353,8 @@ class Loader:
         instances = self._instances[self.journal.segment_number(step)][name]
         spans = instances.at(int(draws.epoch[sample]), int(draws.position[sample]), self._ahead)
         document = spans[bisect_right([*accumulate(span.length for span in spans)], column)].document
-        return UserError(
-            f"source {name!r}: document {document} of {instances.folder} has token id {int(raw[row, column])}, but the "
-            f"model's vocabulary has only {self._vocab_size} ids: the dataset is damaged or was made with another "
-            "tokenizer; check it with `pipeline data verify`, and make it again"
-        )
+        assert self._vocab_size is not None
+        return outside_of_vocabulary(name, document, instances, int(raw[row, column]), self._vocab_size)
 
 
 def _targets(tokens: Ranges) -> Ranges:
@@ -388,4 +413,6 @@ def open_loader(
         prefetch=config.data.loader.prefetch,
         device=device,
         ahead=0 if config.model.mtp is None else config.model.mtp.depth,
+        end_of_document=tokenizer.end_of_document,
+        balanced=config.model.document_attention,
     )

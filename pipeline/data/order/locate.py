@@ -44,6 +44,7 @@ class RankSamples:
     def __init__(self, batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> None:
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
+        self.rank, self.ranks = rank, ranks
         padded = -(-batch_size // (micro_batch_size * ranks)) * micro_batch_size * ranks
         firsts = range(rank * micro_batch_size, padded, micro_batch_size * ranks)
         self.micro_batches = [range(min(i, batch_size), min(i + micro_batch_size, batch_size)) for i in firsts]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.data.datasets.dataset import Dataset, Pieces, Slice, TokenSource
 from pipeline.data.datasets.packing.packs import Packs
@@ -91,9 +92,14 @@ class PackInstances:
         starts = self._dataset.starts_of(chunks.document) + chunks.first
         return self._dataset.pieces(starts - before, np.ones_like(starts) if before else chunks.tokens)
 
-    def targets(self, places: IntArray) -> IntArray:
-        """Targets of each pack."""
-        return self._packs.targets(places)
+    def end_documents(self, chunks: PackChunks) -> npt.NDArray[np.bool_]:
+        """For each chunk whether it ends its document: all that do not fill a pack do."""
+        ends = chunks.tokens < self._packs.length
+        full = np.flatnonzero(~ends)
+        document = chunks.document[full]
+        lengths = self._dataset.starts_of(document + 1) - self._dataset.starts_of(document)
+        ends[full] = chunks.first[full] + chunks.tokens[full] == lengths
+        return ends
 
 
 def open_packs(dataset: TokenSource, length: int, documents: Interval | None) -> Packs:

@@ -16,7 +16,6 @@ from pipeline.config.blend import Bound, PhaseConfig
 from pipeline.config.data import SourceConfig
 from pipeline.data.order.blend import exact_number, integer_weights, keyed_offset, tempered
 from pipeline.data.order.journal import Journal, version_of
-from pipeline.data.order.packs import count_packs
 from pipeline.data.order.segments import Interval, Segment, Sized, Skip, SourceState
 
 
@@ -287,8 +286,7 @@ class _Planner:
                     f"{tokens:,} tokens to train on. Lower the sequence_length, give the source more documents, or "
                     "leave it out"
                 )
-            packs = count_packs(dataset, length, documents) if packed else None
-            result[name] = _Text(documents, tokens, packs)
+            result[name] = _Text(documents, tokens, _packs(dataset, length, documents) if packed else None)
         return result
 
     def _weights(self, phase: PhaseConfig, tokens: Mapping[str, int], where: str) -> dict[str, int]:
@@ -360,6 +358,12 @@ class _Planner:
         self._sample += samples
         self._tokens += samples * segment.sequence_length
         return True
+
+
+def _packs(dataset: Sized, length: int, documents: Interval | None) -> int:
+    from pipeline.data.order.packs import count_packs  # datasets take long to import, and windows need none here
+
+    return count_packs(dataset, length, documents)
 
 
 def _sample_epochs(state: SourceState, length: int) -> Fraction:

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pipeline.common.errors import UserError
 from pipeline.common.format import numbered
-from pipeline.data.loading.skip_masks import arranged_window
+from pipeline.data.order.balance import rank_rows
 from pipeline.data.order.locate import RankSamples
+from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.phases import micro_batch_size
+from pipeline.data.order.sampler import Draws
 from pipeline.data.order.windows import Span
 from pipeline.data.provenance.run import (
     DocumentInfo,
@@ -220,13 +224,14 @@ def where(
     chosen: list[tuple[int, int | None]] = [(index, None) for index in range(len(samples))]
     only = _chosen_rank(run, number, rank, ranks)
     if only is not None:
-        micro_batches = RankSamples(len(samples), only[2], *only[:2]).micro_batches
-        chosen = [(index, micro_batch) for micro_batch, indices in enumerate(micro_batches) for index in indices]
+        mine = RankSamples(len(samples), only[2], *only[:2])
+        micro_batches = rank_rows(mine, _costs(run, number, draws) if run.config.model.document_attention else None)
+        chosen = [(index, micro_batch) for micro_batch, rows in enumerate(micro_batches) for index in rows.tolist()]
     drawn = []
     for index, micro_batch in chosen:
         name = journal.names[int(draws.source[index])]
         epoch, position = int(draws.epoch[index]), int(draws.position[index])
-        spans = run.windows[number][name].at(epoch, position)
+        spans = run.instances[number][name].at(epoch, position)
         drawn.append((samples[index], name, epoch, position, micro_batch, spans))
     wanted: dict[str, set[int]] = defaultdict(set)
     for _, name, _, _, _, spans in drawn:
@@ -234,12 +239,10 @@ def where(
     described = {name: run.describe(name, sorted(documents), ids, say) for name, documents in wanted.items()}
     shown, objectives = [], run.objectives[number]
     for sample, name, epoch, position, micro_batch, spans in drawn:
-        pieces, offset, objective = [], 0, objectives[name]
-        chosen_tokens = None
-        if objective.chooses:
-            windows = run.windows[number][name]
-            arranged = arranged_window(objective, windows, epoch, position, journal.seed, sample)
-            chosen_tokens = arranged.predicted_tokens
+        pieces, shifts, chosen_tokens = [], run.shifts(number, name), None
+        offset = 1 if shifts is None else 0  # targets of a pack are numbered from 1
+        if objectives[name].chooses:
+            chosen_tokens = run.arranged(number, name, epoch, position, sample).predicted_tokens
         for place, span in enumerate(spans):
             tokens = span.start, span.start + span.length
             about = described[name][span.document]
@@ -247,7 +250,7 @@ def where(
                 DocumentInSample(
                     about,
                     tokens,
-                    targets_in(span, place, len(spans), objective.shifts),
+                    targets_in(span, place, len(spans), shifts),
                     run.words(name, about, tokens),
                     run.masked(step, sample, name, span.document),
                     None if chosen_tokens is None else _predicted(run, name, span, offset, chosen_tokens),
@@ -271,15 +274,25 @@ def where(
     )
 
 
+def _costs(run: RunView, number: int, draws: Draws) -> IntArray | None:
+    """What ranks balance a step of packs by; None for windows."""
+    if not run.journal.segments[number].packed:
+        return None
+    by_source = run.instances[number]
+    samples = zip(*(array.tolist() for array in draws), strict=True)
+    spans = [by_source[run.journal.names[source]].at(epoch, position) for source, epoch, position in samples]
+    return np.array([sum(span.length**2 for span in row) for row in spans])
+
+
 def _predicted(run: RunView, source: str, span: Span, offset: int, tokens: list[Range]) -> Predicted:
     """Predicted tokens of a document in a sample.
 
     Args:
         run: the run.
         source: of the document.
-        span: what the window has of it.
-        offset: of that in the window.
-        tokens: that are predicted, of the window.
+        span: what the sample has of it.
+        offset: of that in the sample.
+        tokens: that are predicted, of the sample.
     """
     move = span.start - offset
     inside = [(max(a, offset), min(b, offset + span.length)) for a, b in tokens]
