@@ -23,11 +23,12 @@ from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.validate import check_tokenizers
 from pipeline.data.loading.ahead import ahead_weight, valid_ahead
+from pipeline.data.loading.arranged_packs import arranged_pack, outside_of_vocabulary
 from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.loading.objectives.base import Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
-from pipeline.data.loading.pack_reader import PackReader, arranged_pack, outside_of_vocabulary
+from pipeline.data.loading.pack_reader import PackReader
 from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.loading.skip_masks import Masks, Ranges, arranged_window, without
 from pipeline.data.order.journal import Journal

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from pipeline.common.errors import UserError
+from pipeline.data.loading.arranged_packs import outside_of_vocabulary, read_chunks
 from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.loading.objectives.base import (
@@ -250,7 +250,7 @@ class PackReader:
             mine = np.flatnonzero(sources == source)
             chunks = PackChunks(*(each[which[mine]] for each in located.chunks))
             instances = by_name[self._journal.names[source]]
-            leads[mine] = _read(instances, chunks, firsts[mine], flat, self._end_of_document)
+            leads[mine] = read_chunks(instances, chunks, firsts[mine], flat, self._end_of_document)
         tokens = _Tokens(flat.reshape(len(rows), length).astype(np.int64), leads, which, place)
         self._check_vocabulary(here, rows, tokens)
         return tokens
@@ -376,89 +376,6 @@ class PackReader:
             targets[:count, depth - 1, : length - depth] = tokens.flat[:, depth:]
             weight[:count, depth - 1] = left.reshape(count, length) > depth
         return {"ahead_targets": torch.from_numpy(targets), "ahead_weight": torch.from_numpy(weight)}
-
-
-def arranged_pack(
-    objective: Objective,
-    instances: Instances,
-    epoch: int,
-    position: int,
-    *,
-    length: int,
-    end_of_document: int,
-    key: int,
-) -> Arranged:
-    """A pack as the model gets it, but for skips.
-
-    Args:
-        objective: Of its source.
-        instances: The same.
-        epoch: Of the pack.
-        position: The same.
-        length: L.
-        end_of_document: Token id before the first token of a document.
-        key: The sample's `sample_key`.
-    """
-    assert isinstance(instances, PackInstances)
-    chunks = instances.chunks(instances.places(np.array([epoch]), np.array([position])))
-    targets, offsets = np.zeros(length, instances.dtype), chunks.offsets(1)
-    leads = _read(instances, chunks, offsets, targets, end_of_document)
-    pack = PackRow(
-        targets.astype(np.int64),
-        offsets,
-        leads,
-        chunks.first > 0,
-        instances.end_documents(chunks),
-        int(chunks.tokens.sum()),
-    )
-    return cast(PackObjective, objective).arrange_pack(pack, key)
-
-
-def _read(
-    instances: Instances, chunks: PackChunks, firsts: IntArray, flat: npt.NDArray[Any], end_of_document: int
-) -> IntArray:
-    """Read the tokens of chunks of a source.
-
-    Args:
-        instances: Of the source.
-        chunks: Of its packs.
-        firsts: Place in `flat` of the first token of each.
-        flat: Where they are written.
-        end_of_document: Token id before the first token of a document.
-
-    Returns:
-        [chunks] token id before the first one of each.
-    """
-    assert isinstance(instances, PackInstances)
-    pieces, fill_part = instances.pieces(chunks), instances.fill_part
-    columns = firsts[pieces.row] + pieces.column
-    places = (pieces.part, pieces.start, columns, columns + pieces.length)
-    for part, start, first, end in zip(*(each.tolist() for each in places), strict=True):
-        fill_part(part, start, flat[first:end])
-    leads = np.full(len(firsts), end_of_document, np.int64)
-    continued, lead = np.flatnonzero(chunks.first > 0), np.empty(1, flat.dtype)
-    before = instances.pieces(PackChunks(*(each[continued] for each in chunks)), before=1)
-    for row, part, start in zip(*(each.tolist() for each in (before.row, before.part, before.start)), strict=True):
-        fill_part(part, start, lead)
-        leads[continued[row]] = lead[0]
-    return leads
-
-
-def outside_of_vocabulary(name: str, document: int, instances: Instances, token: int, vocab_size: int) -> UserError:
-    """The error about a token id that the model does not know.
-
-    Args:
-        name: Of the source.
-        document: That has it.
-        instances: Of the source.
-        token: The id.
-        vocab_size: Of the model.
-    """
-    return UserError(
-        f"source {name!r}: document {document} of {instances.folder} has token id {token}, but the model's vocabulary "
-        f"has only {vocab_size} ids: the dataset is damaged or was made with another tokenizer; check it with "
-        "`pipeline data verify`, and make it again"
-    )
 
 
 def _filled(rows: npt.NDArray[np.int64], size: int, value: int = 0) -> npt.NDArray[np.int64]:

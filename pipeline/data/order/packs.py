@@ -16,7 +16,7 @@ from pipeline.data.datasets.dataset import Dataset, Pieces, Slice, TokenSource
 from pipeline.data.datasets.packing.packs import Packs
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.permutation import IntArray
-from pipeline.data.order.segments import Interval, Sized
+from pipeline.data.order.segments import Interval, Sized, SourceState
 from pipeline.data.order.windows import EpochOrder, Instances, Span, Windows
 
 
@@ -140,19 +140,33 @@ def instances_of(journal: Journal, datasets: Mapping[str, TokenSource]) -> list[
     made: dict[tuple[str, Interval | None, int, bool], Instances] = {}
     result = []
     for segment in journal.segments:
-        length, by_source = segment.sequence_length, {}
+        by_source = {}
         for name, state in segment.sources.items():
-            what = name, state.documents, length, segment.packed
+            what = name, state.documents, segment.sequence_length, segment.packed
             if what not in made:
-                dataset = datasets[name]
-                if segment.packed:
-                    packs = open_packs(dataset, length, state.documents)
-                    assert (packs.count, packs.tokens) == (state.packs, state.tokens), (name, packs.count, state)
-                    made[what] = PackInstances(dataset, packs, journal.seed, name)
-                else:
-                    text = dataset if state.documents is None else Slice(dataset, *state.documents)
-                    assert text.tokens == state.tokens, (name, text.tokens, state.tokens)
-                    made[what] = Windows(text, length, journal.seed, name)
+                made[what] = open_instances(datasets[name], state, segment.sequence_length, journal.seed, name)
             by_source[name] = made[what]
         result.append(by_source)
     return result
+
+
+def open_instances(dataset: TokenSource, state: SourceState, length: int, seed: int, source: str) -> Instances:
+    """The samples of a source.
+
+    Args:
+        dataset: Its training split.
+        state: Of the source in a segment.
+        length: L.
+        seed: Seed of the run.
+        source: Name of the source.
+
+    Raises:
+        UserError: It has fewer tokens than a window, or packs are missing.
+    """
+    if state.packs is None:
+        text = dataset if state.documents is None else Slice(dataset, *state.documents)
+        assert text.tokens == state.tokens, (source, text.tokens, state.tokens)
+        return Windows(text, length, seed, source)
+    packs = open_packs(dataset, length, state.documents)
+    assert (packs.count, packs.tokens) == (state.packs, state.tokens), (source, packs.count, packs.tokens, state)
+    return PackInstances(dataset, packs, seed, source)

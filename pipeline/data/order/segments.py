@@ -101,6 +101,11 @@ class Segment(Record):
         return any(source.packs is not None for source in self.sources.values())
 
     @property
+    def packing(self) -> str:
+        """`data.loader.packing` of the segment."""
+        return "best_fit" if self.packed else "windows"
+
+    @property
     def epoch_samples(self) -> dict[str, int]:
         """Samples in an epoch of each source: windows, or packs."""
         return {name: source.epoch_samples(self.sequence_length) for name, source in self.sources.items()}
@@ -156,6 +161,11 @@ class Stretch(NamedTuple):
     """As at the first step; `cap` is what an exhausted source gave, and None for all others."""
     drawn: dict[str, int]
     """Samples by source."""
+
+    @property
+    def packing(self) -> str:
+        """`data.loader.packing` of the steps."""
+        return "windows" if all(source.packs is None for source in self.sources.values()) else "best_fit"
 
 
 class DecidedSteps(NamedTuple):

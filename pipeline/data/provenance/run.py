@@ -21,9 +21,9 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import open_datasets
+from pipeline.data.loading.arranged_packs import arranged_pack
 from pipeline.data.loading.objectives.base import Arranged, Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
-from pipeline.data.loading.pack_reader import arranged_pack
 from pipeline.data.loading.skip_masks import arranged_window
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.journal_file import read_journal
