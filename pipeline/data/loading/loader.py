@@ -26,6 +26,7 @@ from pipeline.data.loading.ahead import ahead_weight, valid_ahead
 from pipeline.data.loading.arranged_packs import arranged_pack, outside_of_vocabulary
 from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
+from pipeline.data.loading.drawn_targets import DrawnTargets
 from pipeline.data.loading.objectives.base import Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.loading.pack_reader import PackReader
@@ -118,6 +119,7 @@ class Loader:
             balanced=balanced,
             ahead=ahead,
         )
+        self.drawn_targets = DrawnTargets(journal, self._sampler, self._packs.targets)
         self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=everything, ahead=ahead)
         self._masks = Masks(journal, instances, objectives)
         # By segment and index in `names`; a source that the segment does not have is None.
@@ -147,8 +149,11 @@ class Loader:
         return read_ahead(read, first, last, self._prefetch)
 
     def tokens_by_source(self, step: int) -> dict[str, int]:
-        """Targets drawn from each source by all steps before `step`, masked ones included; in closed form."""
-        return self._sampler.slots(step)
+        """Targets drawn from each source by all steps before `step`, masked ones included.
+
+        In closed form for windows; packs are counted from the last step on that was asked for.
+        """
+        return self.drawn_targets.before(step)
 
     def epochs_by_source(self, step: int) -> dict[str, float]:
         """`tokens_by_source` over each source's tokens: those of the slices that it has been read from so far."""
@@ -156,7 +161,7 @@ class Loader:
         for segment, _ in self.journal.drawn(step):
             for name, state in segment.sources.items():
                 tokens[name][state.documents] = state.tokens
-        drawn = self._sampler.slots(step)
+        drawn = self.tokens_by_source(step)
         return {name: drawn[name] / max(1, sum(tokens[name].values())) for name in self.names}
 
     def describe(self, step: int) -> list[dict[str, Any]]:
@@ -203,7 +208,9 @@ class Loader:
         number = self.journal.segment_number(step)
         length = self.journal.segments[number].sequence_length
         if self.journal.segments[number].packed:
-            return self._packs.read(step)
+            data = self._packs.read(step)
+            self.drawn_targets.note(step, data.tokens_by_source)
+            return data
         located = self._lookup.step(step, last)
         if located is None:
             return self._skipped(step, length)
