@@ -34,15 +34,35 @@ def data_verify(
 ) -> None:
     """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
     from pipeline.data.datasets.manifest import verify
+    from pipeline.data.datasets.packing.verify import verify_packs
 
-    found = verify(folder)
-    for problem in found.problems:
+    found, packs = verify(folder), verify_packs(folder)
+    for problem in found.problems + packs.problems:
         alarm("bad:", problem)
-    for repair in found.repairs:
+    for repair in found.repairs + packs.repairs:
         alarm("to repair:", repair)
-    if found.problems:
+    if found.problems or packs.problems:
         raise typer.Exit(EXIT_OTHER)
-    echo(f"{folder}: {found}: everything is as it was written")
+    echo(f"{folder}: {', '.join(filter(None, map(str, (found, packs))))}: everything is as it was written")
+
+
+@data_app.command("pack")
+def data_pack(
+    dataset: Annotated[
+        Path, typer.Argument(metavar="DATASET", help="A dataset's folder, or one whose training splits to pack.")
+    ],
+    length: Annotated[
+        list[int], typer.Option(help="Tokens of a pack: the sequence length of a run; may be repeated.", min=1)
+    ],
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; default: one per core.", min=1, show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what there is to do.")] = False,
+) -> None:
+    """Pack the documents of a dataset for training with `data.loader.packing: best_fit`, or repair its packs."""
+    from pipeline.data.packing.command import pack
+
+    pack(dataset, length, workers=workers, dry_run=dry_run, console=Console())
 
 
 @data_app.command("merge")

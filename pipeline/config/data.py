@@ -143,8 +143,9 @@ class LoaderConfig(Section):
     prefetch: int = Field(default=2, ge=1)
     """Steps that are read ahead; of small ones more."""
     packing: Packing = "windows"
-    """Samples of training. `windows`: pieces of one long text, each token a target at most once per epoch. `best_fit`:
-    packs of whole documents, of which only those longer than the sequence length are cut."""
+    """Making of training samples out of documents. `windows`: each source is one text that is cut every
+    sequence_length tokens, wherever documents end. `best_fit`: samples of whole documents, put together so that little
+    is padding; only documents longer than sequence_length are cut. `pipeline preprocess` makes the packs."""
 
 
 class DataConfig(Section):

@@ -165,11 +165,6 @@ class Config(Section):
                     )
         return self
 
-    def packed_lengths(self) -> list[int]:
-        """Sequence lengths of which the run reads packs, ascending."""
-        lengths = {phase.sequence_length or self.train.sequence_length for phase, packed in self._phases() if packed}
-        return sorted(lengths)
-
     def _phases(self) -> Iterator[tuple[PhaseConfig, bool]]:
         """The phases, or one for a run without, each with whether its samples are packs."""
         for phase in self.blend.phases or [PhaseConfig()]:
@@ -216,6 +211,13 @@ class Config(Section):
                     "(model.max_positions, or the longest sequence_length); lower it"
                 )
         return self
+
+    @property
+    def pack_lengths(self) -> list[int]:
+        """Sequence lengths that packs are needed of, ascending; none where all phases read windows."""
+        return sorted(
+            {phase.sequence_length or self.train.sequence_length for phase, packed in self._phases() if packed}
+        )
 
     @property
     def max_sequence_length(self) -> int:

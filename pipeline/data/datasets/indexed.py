@@ -208,7 +208,7 @@ class _Loaded(_Mapped):
         self.size = len(self._bytes)
 
 
-class _Descriptor:
+class Descriptor:
     """A file that stays open as long as somebody holds this, like another thread in the middle of a read."""
 
     def __init__(self, path: Path) -> None:
@@ -416,7 +416,7 @@ class PreadPart(IndexedPart):
         return _Loaded(self.idx_path)
 
     def _open_tokens(self) -> int:
-        self._file = _Descriptor(self.bin_path)
+        self._file = Descriptor(self.bin_path)
         return os.fstat(self._file.number).st_size
 
     def _connect(self) -> None:

@@ -1,9 +1,10 @@
 """Copies of datasets on a node's own disk: made once, checked while they are made, kept for the next start.
 
 Below `stage.dir`, `pipeline-data-UID/FINGERPRINT` has those parts of a dataset that this user's runs on this node have
-needed. A part has its final name only if its bytes were those that `parts.bin` has the hash of. `checked.jsonl` has the
-size and time that each file had then; a file that has others now, or is not listed, is read again, and copied again if
-it is wrong. All of that is good for nothing where others may write, so the folder belongs to the user alone.
+needed, and their packs. A file has its final name only if its bytes were those that `parts.bin`, or the index of the
+packs, has the hash of. `checked.jsonl` has the size and time that each file had then; a file that has others now, or is
+not listed, is read again, and copied again if it is wrong. All of that is good for nothing where others may write, so
+the folder belongs to the user alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset, ReadBy
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import read_parts
+from pipeline.data.datasets.packing.files import PACKS, file_hashes, pack_command, packs_folder
 from pipeline.data.datasets.validate import file_sizes, part_prefixes, repair
 from pipeline.data.order.journal import Journal
 
@@ -77,7 +79,7 @@ def copy_locally(
         for segment in segments:
             if name in segment.sources:
                 if dataset.fingerprint not in copies:
-                    copies[dataset.fingerprint] = _Copy(base, dataset)
+                    copies[dataset.fingerprint] = _Copy(base, dataset, config.pack_lengths)
                 copies[dataset.fingerprint].need(segment.sources[name].documents)
                 used.add(name)
     if not all(copy.is_complete() for copy in copies.values()):
@@ -90,7 +92,7 @@ def copy_locally(
 
 
 class _File(NamedTuple):
-    """A file of a part."""
+    """A file of a part, or of packs."""
 
     source: str
     target: str
@@ -100,11 +102,18 @@ class _File(NamedTuple):
 
 
 class _Copy:
-    """A dataset and its copy."""
+    """A dataset and its copy.
 
-    def __init__(self, base: Path, dataset: Dataset) -> None:
+    Args:
+        base: folder of the copies.
+        dataset: to copy.
+        pack_lengths: sequence lengths whose packs are copied as well.
+    """
+
+    def __init__(self, base: Path, dataset: Dataset, pack_lengths: Sequence[int]) -> None:
         self.folder = base / dataset.fingerprint
         self._dataset = dataset
+        self._pack_lengths = pack_lengths
         self._parts = read_parts(dataset.folder, dataset.manifest)
         self._needed = np.zeros(len(self._parts), bool)
 
@@ -123,13 +132,22 @@ class _Copy:
         sources, targets = (part_prefixes(folder, parts) for folder in (self._dataset.folder, self.folder))
         checked = {row.get("file"): row for row in storage.read_json_lines(self.folder / CHECKED_FILE)}
         advice = repair(self._dataset)
-        return [
-            file
+        files = [
+            _File(source + suffix, target + suffix, digest, advice)
             for suffix in (".bin", ".idx")
             for source, target, digest in zip(sources, targets, parts[suffix[1:]].tolist(), strict=True)
-            if self.row(file := _File(source + suffix, target + suffix, digest, advice))
-            != checked.get(self._name(file))
         ]
+        return [file for file in files + self._of_packs() if self.row(file) != checked.get(self._name(file))]
+
+    def _of_packs(self) -> list[_File]:
+        """The files of packs."""
+        found = []
+        for length in self._pack_lengths:
+            source, target = (packs_folder(folder, length) for folder in (self._dataset.folder, self.folder))
+            advice = f"run {pack_command(self._dataset.folder, length)}"
+            hashes = file_hashes(self._dataset.folder, self._dataset.fingerprint, length)
+            found += [_File(f"{source}/{name}", f"{target}/{name}", hashes[name], advice) for name in hashes]
+        return found
 
     def row(self, file: _File) -> dict[str, Any]:
         """The row of `checked.jsonl` for a file as it is now."""
@@ -144,7 +162,7 @@ class _Copy:
 
     def sweep(self) -> None:
         """Remove what processes that were killed left behind."""
-        for pattern in ("", "parts/*/"):
+        for pattern in ("", "parts/*/", f"{PACKS}/*/", f"{PACKS}/*/*/*/"):
             for path in self.folder.glob(f"{pattern}.*{storage.TEMPORARY_SUFFIX}"):
                 # This process has the lock, which others of this machine have lost if they had it: they are dead, or
                 # about to be. Others may see the folder through a file system on which locks mean nothing.

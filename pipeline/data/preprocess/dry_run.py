@@ -15,6 +15,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, rounded, size
 from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import active_curation
+from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.make_tokenizer import is_unused
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
@@ -113,6 +114,8 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     Raises:
         UserError: the sample of a source has bad records and no document.
     """
+    for problem in PackPass(config).adopted_problems():
+        say(console, f"would be refused: {problem}")
     if not sources:
         say(console, NOTHING_TO_DO)
         return
@@ -181,6 +184,8 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
             say(console, f"{found.source.name}: {each}")
         if made := _made(config, found, tokenizer, states[found.source.name]):
             say(console, f"{found.source.name}: {made}")
+        for line in PackPass(config).plan_in_words(found.source.name):
+            say(console, f"{found.source.name}: {line}")
     read = size(sum(sample.text_bytes for sample in samples.values()))
     if engine is None:
         say(

@@ -4,6 +4,7 @@ Layout of a source below the data folder: `plan.json`, `receipts/`, `leases/`, a
 `heldout/`), `rejected.jsonl` and `report.json`. A chunk of a unit is done when its receipt is there and the
 sizes of its files are those in it; a run does what is missing. The datasets are the same bytes for any number of
 workers, commands at a time, and interruptions. Commands at a time share the units; some only make units.
+Packs of the training data come last, where the run has any.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pipeline.data.curate.results.apply import applied_curations
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
+from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.disk_space import dataset_warning
 from pipeline.data.preprocess.finalize import REPORT_FILE, Finalizer
 from pipeline.data.preprocess.make_tokenizer import prepare_tokenizer, withdraw_tokenizer
@@ -179,6 +181,7 @@ class _Stage:
         self._plans = plans
         self._jobs = {plan.found.source.name: source_job(plan, config, _start_over(config, plan)) for plan in plans}
         self._shuffle_pass = ShufflePass(config, console, tokenizer.dtype)
+        self._pack_pass = PackPass(config)
         self._found: dict[str, _Found] = {}
         """By source, of the last round."""
 
@@ -211,6 +214,8 @@ class _Stage:
         print_report(self._console, report, self._config.data.splits)
         if problem:
             raise MachineError(problem)
+        for plan in self._plans:
+            self._pack_pass.run(plan.found.source.name, self._console)
         return report
 
     def make_units(self, started: float) -> PreprocessReport:
@@ -243,7 +248,7 @@ class _Stage:
         return PreprocessReport(units_done=done, seconds=time.monotonic() - started)
 
     def is_finished(self, plan: SourcePlan) -> bool:
-        """Tell whether all units of a source are done and its datasets are finished; changes nothing."""
+        """Tell whether all units of a source are done, and its datasets and packs finished; changes nothing."""
         condemned = self._condemned()
         found = self._find(plan, condemned)
         folder = found.job.folder
@@ -259,7 +264,9 @@ class _Stage:
         if any(receipt.get("damaged") or receipt["rejected"].keys() - {EMPTY} for receipt in receipts):
             return False  # whether so much may be, finishing tells
         source = replace(found.job, has_parts=not found.is_shuffled)
-        return all(_is_done(source, unit, found.receipts, condemned) for unit in plan.units)
+        if not all(_is_done(source, unit, found.receipts, condemned) for unit in plan.units):
+            return False
+        return not self._pack_pass.missing(plan.found.source.name)
 
     def _missing(self) -> list[UnitJob]:
         return [job for plan in self._plans for job in self._look(plan)]
@@ -404,7 +411,7 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
 
 
 def _check_datasets(config: Config, tokenizer: Tokenizer) -> None:
-    """Datasets made elsewhere have to be there and to have the run's tokenizer."""
+    """Datasets made elsewhere have to be there, with the run's tokenizer, and with their packs if it needs any."""
     for number, source in enumerate(config.data.sources):
         if source.dataset is None:
             continue
@@ -419,6 +426,8 @@ def _check_datasets(config: Config, tokenizer: Tokenizer) -> None:
                 f"{info.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint}); set "
                 f"tokenizer.path: {folder / 'tokenizer.json'}, or make the dataset again with this run's tokenizer"
             )
+    if problems := list(PackPass(config).adopted_problems()):
+        raise UserError("\n".join(problems))
 
 
 def _start_over(config: Config, plan: SourcePlan) -> str:

@@ -23,8 +23,10 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, size
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
-from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE
+from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.manifest import PLAN_KEYS
+from pipeline.data.datasets.packing.files import packs_folder
+from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, tokenizer_folder
 from pipeline.data.preprocess.tokenize_unit import CONDEMNED_FILE, read_condemned
 from pipeline.data.sources.damage import DamagedFile, in_words
@@ -69,8 +71,7 @@ class SourceProgress:
         name: of the source.
         folder: where its plan, receipts and datasets are.
         state: `not begun`, `starting` (a process is at work, but there is no plan yet), `damaged`, `working`, `waiting`
-            (another source is being worked on), `stopped`, `tokenized` (only the datasets' manifests are missing) or
-            `finished`.
+            (another source is being worked on), `stopped`, `tokenized` (manifests or packs are missing) or `finished`.
         units: of the plan.
         done: units that are finished.
         in_work: units that a living process has.
@@ -87,6 +88,7 @@ class SourceProgress:
         workers: who has a lease.
         failures: of units that are not done.
         problem: what is wrong with the plan.
+        unpacked: sequence lengths of packs that are missing, of finished datasets.
     """
 
     name: str
@@ -108,11 +110,14 @@ class SourceProgress:
     workers: list[WorkerProgress] = field(default_factory=list)
     failures: list[UnitFailure] = field(default_factory=list)
     problem: str = ""
+    unpacked: list[int] = field(default_factory=list)
 
     @property
     def in_words(self) -> str:
         """The state, as it is shown."""
-        return "tokenized, not finished" if self.state == "tokenized" else self.state
+        if self.state == "tokenized":
+            return "tokenized, not packed" if self.unpacked else "tokenized, not finished"
+        return self.state
 
     @property
     def failed(self) -> int:
@@ -157,7 +162,8 @@ def _condemned(config: Config) -> dict[str, str]:
 
 def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str], now: float) -> SourceProgress:
     folder = config.data_dir / source.name
-    state = SourceProgress(source.name, folder, workers=read_workers(folder, now))
+    places = [folder, *(packs_folder(folder / TRAIN, length) for length in config.pack_lengths)]
+    state = SourceProgress(source.name, folder, workers=[each for place in places for each in read_workers(place, now)])
     working = [worker for worker in state.workers if worker.state == "works"]
     try:
         plan = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
@@ -199,7 +205,9 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
         state.state = "stopped"
     else:
         finished = all((folder / name / MANIFEST_FILE).is_file() for name in names)
-        state.state = "finished" if finished else "tokenized"
+        with suppress(UserError):  # a damaged dataset
+            state.unpacked = PackPass(config).missing(source.name) if finished else []
+        state.state = "finished" if finished and not state.unpacked else "tokenized"
         state.rate = None  # nothing is left to be read
     return state
 
@@ -343,6 +351,8 @@ def _details(state: SourceProgress, now: float) -> Iterator[str]:
         for name, split in state.splits.items():
             yield f"{name}: {counted(split.documents, 'document')}, {counted(split.tokens, 'token')}"
         yield "engine: " + ", ".join(f"{name} ({counted(n, 'part')})" for name, n in sorted(state.engines.items()))
+    if state.unpacked:
+        yield f"packs to make, of {' and '.join(f'{length:,}' for length in state.unpacked)} tokens"
     if state.rejected:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in state.rejected.most_common())
         yield f"rejected: {state.rejected.total():,} of {counted(state.records, 'record')}: {reasons}"

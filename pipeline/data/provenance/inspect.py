@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from pipeline.common.console import Console, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR, datasets_below
+from pipeline.data.datasets.packing.files import lengths_there, read_index
+from pipeline.data.packing.make import packs_in_words
 from pipeline.data.provenance.adopted_location import open_origins
 from pipeline.data.provenance.run import shortened
 from pipeline.data.sources.records import printable
@@ -60,10 +63,20 @@ def _print_counts(console: Console, path: Path, dataset: Dataset) -> None:
         ("parts", f"{manifest.parts:,}"),
         ("tokenizer", f"{tokenizer.vocab_size:,} entries, fingerprint {tokenizer.fingerprint}"),
         ("end of document", f"{tokenizer.end_of_document_token!r} = {tokenizer.end_of_document}"),
+        *(("packs", line) for line in _packs(dataset)),
     ]:
         table.add_row(Text(name, style="dim"), Text(value))
     console.print(Text(str(path), style="bold"), soft_wrap=True)
     console.print(table)
+
+
+def _packs(dataset: Dataset) -> Iterator[str]:
+    """A line for each length that there are packs of."""
+    for length in lengths_there(dataset.folder):
+        try:
+            yield packs_in_words(read_index(dataset.folder, dataset.fingerprint, length))
+        except UserError as error:
+            yield str(error)
 
 
 def _print_documents(console: Console, dataset: Dataset, count: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from pipeline.common import retry
 from pipeline.common.errors import MachineError, UserError
@@ -21,11 +22,14 @@ from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import HashedFile, IndexedWriter, part_files, part_prefix
 from pipeline.data.datasets.manifest import PART, write_dataset
+from pipeline.data.datasets.packing.files import block_path, packs_folder
+from pipeline.data.datasets.packing.packs import Packs
 from pipeline.data.loading import local_copy
 from pipeline.data.loading.local_copy import copy_locally
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.segments import Segment, SourceState
+from pipeline.data.packing.make import Packing
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.data.runs import make_config
 
@@ -133,6 +137,36 @@ def test_a_copy_is_the_same_dataset(shared, tmp_path, capsys):
     assert "copying 12 files of datasets" in capsys.readouterr().out
     assert temporary(tmp_path) == []
     assert not list(copy.folder.rglob("*.prov"))  # training does not need it
+
+
+def test_packs_are_copied(shared, tmp_path):
+    dataset = Dataset.open(shared)
+    packing = Packing(dataset, 8)
+    packing.make(Console(quiet=True), 1)
+    config = local_config(tmp_path, tmp_path / "node", loader={"packing": "best_fit"})
+    assert config.pack_lengths == [8]
+
+    def packs():
+        copy = copy_locally(config, {"s": dataset}, ALL)["s"]
+        found = Packs.open(copy, 8)
+        return copy.folder / "packs" / "8", found.chunks(np.arange(found.count))
+
+    folder, chunks = packs()
+    expected = Packs.open(dataset, 8)
+    assert [each.tolist() for each in chunks] == [each.tolist() for each in expected.chunks(np.arange(expected.count))]
+    block = folder / "blocks" / "00000" / "00000000.bin"
+    kept = {path: identity(path) for path in folder.rglob("*.*")}
+    assert sorted(path.name for path in kept) == ["00000000.bin", "groups.bin", "packs.json"]
+    os.truncate(block, 40)
+    packs()
+    assert block.read_bytes() == block_path(packs_folder(shared, 8), 0).read_bytes()
+    assert [path for path in kept if identity(path) != kept[path]] == [block]
+    block_path(packs_folder(shared, 8), 0).write_bytes(bytes(block.stat().st_size))
+    block.unlink()
+    with pytest.raises(UserError, match=f"pipeline data pack {shared} --length 8`"):
+        packs()
+    packing.make(Console(quiet=True), 1, hashes=True)
+    packs()
 
 
 def test_by_default_in_the_folder_for_temporary_files(shared, tmp_path, monkeypatch):

@@ -20,6 +20,9 @@ IntArray = npt.NDArray[np.int64]
 Place = Callable[[IntArray, int], IntArray]
 """Engine of `packed`, as `place`."""
 
+_COMPILED_FROM = 2_000_000
+"""Documents for which the compiled engine is loaded; `place` takes half a second for a million."""
+
 
 class Chunks(NamedTuple):
     """Chunks of documents; arrays of one length, an element for each chunk."""
@@ -85,9 +88,9 @@ def place(sizes: IntArray, length: int) -> IntArray:
     return np.array(result, np.int64)
 
 
-def quickest() -> Place:
-    """The quickest engine here. All give the same; the compiled one takes a second to load."""
-    if not has_numba():
+def quickest(documents: int) -> Place:
+    """The quickest engine for a number of documents; all give the same. The compiled one takes a second to load."""
+    if documents < _COMPILED_FROM or not has_numba():
         return place
     from pipeline.data.datasets.packing.compiled import place_compiled
 

@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.compiled import njit
-from pipeline.data.datasets.packing.best_fit import IntArray
 
 
-def place_compiled(sizes: IntArray, length: int) -> IntArray:
+def place_compiled(sizes: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
     """The pack of each chunk, as `best_fit.place` gives it."""
-    result: IntArray = _place(np.ascontiguousarray(sizes, np.int64), length)
+    result: npt.NDArray[np.int64] = _place(np.ascontiguousarray(sizes, np.int64), length)
     return result
 
 

@@ -16,6 +16,21 @@ Chunk = tuple[int, int, int]
 """Document, first token in it, tokens."""
 
 
+def some_lengths(length: int) -> list[int]:
+    """Lengths of 185 documents: empty ones, of one token, of a pack, of several, and many short ones."""
+    chance = np.random.default_rng(1)
+    found = [
+        *chance.integers(0, 3 * length, 60),
+        *chance.integers(1, length, 120),
+        0,
+        1,
+        length,
+        length + 1,
+        2 * length,
+    ]
+    return chance.permutation(found).tolist()
+
+
 def write_lengths(folder: Path, lengths: Sequence[int], parts: int = 3) -> Path:
     """A dataset of documents with these numbers of tokens; some have two sequences, and one of the parts is empty."""
     tokenizer = Tokenizer.train(iter(["a text"]), TokenizerConfig.model_validate({"train": {"vocab_size": 300}}))

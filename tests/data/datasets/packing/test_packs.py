@@ -1,33 +1,42 @@
 """Packs of a dataset, compared with best-fit decreasing over lists, and every token counted."""
 
-import itertools
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset, Slice
-from pipeline.data.datasets.packing import best_fit, packs
+from pipeline.data.datasets.packing import best_fit, blocks
 from pipeline.data.datasets.packing.packs import Packs
-from tests.data.datasets.packing.made import reference, write_lengths
+from pipeline.data.packing.make import Packing
+from tests.data.datasets.packing.made import reference, some_lengths, write_lengths
 
 LENGTH = 64
 
 
 @pytest.fixture(scope="module")
+def small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "GROUP", 20)
+        patch.setattr(blocks, "BLOCK", 60)
+        yield
+
+
+@pytest.fixture(scope="module")
 def lengths():
-    """Documents of all sizes: empty ones, of one token, as long as a pack, of several, and many small ones."""
-    chance = np.random.default_rng(1)
-    found = np.concatenate([chance.integers(0, 3 * LENGTH, 60), chance.integers(1, LENGTH, 120), [0, 1, 64, 65, 128]])
-    return chance.permutation(found).tolist()
+    return some_lengths(LENGTH)
 
 
-@pytest.fixture
-def dataset(lengths, tmp_path, monkeypatch):
-    monkeypatch.setattr(packs, "GROUP", 20)
-    monkeypatch.setattr(packs, "BLOCK", 60)
-    return Dataset.open(write_lengths(tmp_path / "s" / "train", lengths))
+@pytest.fixture(scope="module", params=["mmap", "pread"])
+def dataset(request, lengths, tmp_path_factory, small_blocks):
+    """A dataset with its packs."""
+    folder = write_lengths(tmp_path_factory.mktemp("s") / "train", lengths)
+    dataset = Dataset.open(folder, request.param)
+    Packing(dataset, LENGTH).make(Console(quiet=True), 1)
+    return dataset
 
 
 def as_lists(found, asked=None):
@@ -39,7 +48,7 @@ def as_lists(found, asked=None):
     return result
 
 
-@pytest.mark.parametrize("engine", [best_fit.place, best_fit.quickest()])
+@pytest.mark.parametrize("engine", [best_fit.place, best_fit.quickest(10**9)])
 def test_as_over_lists(engine):
     chance = np.random.default_rng(0)
     for length in (1, 2, 7, 63, 64, 65, 130):
@@ -48,13 +57,13 @@ def test_as_over_lists(engine):
             found = best_fit.packed(lengths, length, engine)
             document, piece, tokens = (each.tolist() for each in found.chunks)
             chunks = list(zip(document, [number * length for number in piece], tokens, strict=True))
-            bounds = found.begins.tolist()
-            got = [chunks[first:end] for first, end in itertools.pairwise(bounds)]
+            got = [chunks[first:end] for first, end in pairwise(found.begins.tolist())]
             assert got == reference(lengths.tolist(), length, group=count + 1)
 
 
-def test_every_token_once(dataset, lengths):
-    found = Packs.made(dataset, LENGTH)
+@pytest.mark.parametrize("make", [Packs.open, Packs.made])
+def test_every_token_once(dataset, lengths, make):
+    found = make(dataset, LENGTH)
     assert as_lists(found) == reference(lengths, LENGTH, group=20)
     seen = Counter(
         (document, token)
@@ -68,7 +77,7 @@ def test_every_token_once(dataset, lengths):
 
 
 def test_in_any_order(dataset):
-    found = Packs.made(dataset, LENGTH)
+    found = Packs.open(dataset, LENGTH)
     asked = np.random.default_rng(2).integers(0, found.count, 50)
     everything = as_lists(found)
     assert as_lists(found, asked) == [everything[pack] for pack in asked]
@@ -79,24 +88,29 @@ def test_in_any_order(dataset):
             found.chunks(np.array([0, outside]))
 
 
-@pytest.mark.parametrize("first, end", [(0, 185), (20, 80), (3, 9), (19, 21), (5, 150), (60, 61), (40, 40)])
+@pytest.mark.parametrize("first, end", [(0, 185), (20, 80), (3, 9), (19, 21), (5, 150), (60, 61), (40, 40), (181, 185)])
 def test_slices(dataset, lengths, first, end):
     found = Packs.open(dataset, LENGTH, (first, end))
     everything = as_lists(found)
-    assert (
-        everything
-        == reference(lengths, LENGTH, 20, first, end)
-        == as_lists(Packs.made(Slice(dataset, first, end), LENGTH))
-    )
+    assert everything == reference(lengths, LENGTH, 20, first, end)
+    assert as_lists(Packs.made(Slice(dataset, first, end), LENGTH)) == everything
     assert found.tokens == sum(lengths[first:end])
     for document in range(185):
         expected = sorted((c[1], pack) for pack, chunks in enumerate(everything) for c in chunks if c[0] == document)
         assert found.packs_of(document).tolist() == [pack for _, pack in expected]
 
 
+def test_starts_of_documents(dataset, lengths):
+    asked = np.random.default_rng(3).permutation(186)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    assert dataset.starts_of(asked).tolist() == starts[asked].tolist()
+    inside = np.clip(starts[asked], *starts[[20, 90]]) - starts[20]
+    assert Slice(dataset, 20, 90).starts_of(asked).tolist() == inside.tolist()
+
+
 def test_too_long(dataset, monkeypatch):
     with pytest.raises(UserError):
         Packs.made(dataset, 1 << 22)
-    monkeypatch.setattr(packs, "PIECE_BITS", 7)
+    monkeypatch.setattr(blocks, "PIECE_BITS", 7)
     with pytest.raises(UserError):
         Packs.made(dataset, 1)

@@ -1,0 +1,215 @@
+"""Making of the packs of a dataset for one sequence length: blocks in worker processes, then the index of them.
+
+A block is done when its receipt is there and its file has the size of the receipt. A run makes those that are missing.
+The files are the same bytes for any number of workers and interruptions. Of several commands one packs a dataset at a
+time; the others wait, and then find nothing to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+from pydantic import ValidationError
+from rich.console import Console
+
+from pipeline.common import storage
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.common.format import counted, percent
+from pipeline.common.hashing import file_hash
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.packing import blocks
+from pipeline.data.datasets.packing.blocks import check_length
+from pipeline.data.datasets.packing.files import (
+    GROUPS_FILE,
+    INDEX_FILE,
+    FileListing,
+    PackIndex,
+    block_bounds,
+    block_path,
+    groups_bytes,
+    identity,
+    packs_folder,
+    read_groups,
+    read_index,
+)
+from pipeline.data.packing.job import BlockReceipt, PackJob, hash_of, make_packer, receipt_file
+from pipeline.data.work.leases import LEASES, LeaseWatch, sweep, take_when_free
+from pipeline.data.work.progress import ProgressLine
+from pipeline.data.work.worker_pool import ATTEMPTS, Workers
+
+
+@dataclass(frozen=True)
+class PackingState:
+    """Progress of the packs of a dataset.
+
+    Attributes:
+        jobs: blocks that are missing.
+        blocks: number of blocks.
+        index: of the packs; None if they have to be made, or finished.
+    """
+
+    jobs: list[PackJob]
+    blocks: int
+    index: PackIndex | None
+
+
+class Packing:
+    """The packs of a dataset for one length, and making them.
+
+    Args:
+        dataset: of the documents.
+        length: L, tokens of a pack.
+
+    Raises:
+        UserError: packs cannot have this length.
+    """
+
+    def __init__(self, dataset: Dataset, length: int) -> None:
+        check_length(length)
+        self.dataset = dataset
+        self.length = length
+        self._folder = packs_folder(dataset.folder, length)
+        self._identity = identity(dataset.fingerprint, length)
+        self._hash = hash_of(self._identity)
+        self._bounds = block_bounds(dataset.documents)
+
+    def state(self, *, hashes: bool = False) -> PackingState:
+        """What there is; changes nothing.
+
+        Args:
+            hashes: compare the hashes of all files, and not only their sizes.
+        """
+        receipts = [self._receipt(block, hashes) for block in range(len(self._bounds))]
+        jobs = [self._job(block) for block, receipt in enumerate(receipts) if receipt is None]
+        index = self._index()
+        if index is not None and index.blocks != [receipt and receipt.file for receipt in receipts]:
+            index = None
+        return PackingState(jobs, len(self._bounds), index)
+
+    def make(self, console: Console, workers: int, *, hashes: bool = False) -> PackIndex:
+        """Make what is missing.
+
+        Args:
+            console: where progress goes.
+            workers: processes at most.
+            hashes: as in `state`.
+
+        Raises:
+            UserError: the dataset is damaged, or a document too long for packs of this length.
+            MachineError: a job failed again and again.
+            OSError: the disk is full or read-only, say; what was committed stays.
+        """
+        if index := self.state(hashes=hashes).index:
+            return index
+        with storage.naming(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        with (
+            take_when_free(
+                self._folder,
+                "pack",
+                LeaseWatch(),
+                lambda holder: say(console, f"waiting for {holder}, which packs {self.dataset.folder}"),
+            ) as lease,
+            lease.beating(),
+        ):
+            self._sweep()
+            state = self.state(hashes=hashes)
+            if state.index is None:
+                self._run(state.jobs, console, state.blocks - len(state.jobs), workers)
+            index = state.index or self._finish()
+        with suppress(OSError):
+            (self._folder / LEASES).rmdir()
+        return index
+
+    def _index(self) -> PackIndex | None:
+        try:
+            index = read_index(self.dataset.folder, self.dataset.fingerprint, self.length)
+            read_groups(self.dataset.folder, index)
+        except UserError:
+            return None
+        return index
+
+    def _receipt(self, block: int, hashes: bool) -> BlockReceipt | None:
+        """The receipt of a block if it is of this dataset and the block is there."""
+        path = block_path(self._folder, block)
+        try:
+            receipt = BlockReceipt.model_validate(storage.get_json(receipt_file(self._folder, block)))
+            stands = (receipt.block, receipt.identity) == (block, self._hash)
+            stands = stands and os.stat(path).st_size == receipt.file.size
+            stands = stands and (not hashes or f"{file_hash(path):016x}" == receipt.file.xxh3)
+        except (FileNotFoundError, NotADirectoryError, UserError, ValidationError):
+            return None
+        return receipt if stands else None
+
+    def _job(self, block: int) -> PackJob:
+        bounds = self._bounds[block]
+        return PackJob(self.dataset.folder, self.length, block, bounds, blocks.GROUP, self._hash)
+
+    def _run(self, jobs: list[PackJob], console: Console, before: int, workers: int) -> None:
+        if not jobs:
+            return
+        total = sum(job.bytes for job in jobs)
+        workers = min(workers, len(jobs))
+        each = sum(job.documents[1] - job.documents[0] for job in jobs) // workers
+        what = f"packing {self.dataset.folder} for {self.length:,} tokens:"
+        with ProgressLine(console, total, len(jobs), before, what, "block") as line:
+            if workers == 1:
+                run = make_packer(each)
+                for job in jobs:
+                    run(job, line.advance)
+                    line.unit_done(0)
+                return
+            with Workers[PackJob, BlockReceipt](make_packer, (each,), workers) as pool:
+                for _ in line.results(pool, jobs, f"failed {ATTEMPTS} times"):
+                    pass
+
+    def _finish(self) -> PackIndex:
+        """Write the index of blocks that are all there."""
+        receipts = [self._receipt(block, False) for block in range(len(self._bounds))]
+        found = [receipt for receipt in receipts if receipt is not None]
+        if len(found) < len(receipts):
+            raise UserError(f"{self._folder}: blocks were removed while packing; run the same command again")
+        groups = groups_bytes([count for receipt in found for count in receipt.groups])
+        index = PackIndex(
+            **self._identity,
+            documents=self.dataset.documents,
+            tokens=self.dataset.tokens,
+            packs=sum(sum(receipt.groups) for receipt in found),
+            chunks=sum(receipt.chunks for receipt in found),
+            cut=sum(receipt.cut for receipt in found),
+            groups=FileListing(size=len(groups), xxh3=xxhash.xxh3_64_hexdigest(groups)),
+            blocks=[receipt.file for receipt in found],
+        )
+        storage.put(self._folder / GROUPS_FILE, groups)
+        storage.put_json(self._folder / INDEX_FILE, index.model_dump())
+        return index
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed left behind, and blocks of a dataset that was longer."""
+        with suppress(OSError):
+            for path in self._folder.rglob(f"*{storage.TEMPORARY_SUFFIX}"):
+                storage.remove_if_stale(path)
+            for path in _numbered_files(self._folder):
+                if int(path.stem) >= len(self._bounds):
+                    path.unlink(missing_ok=True)
+            sweep(self._folder)
+
+
+def _numbered_files(folder: Path) -> Iterator[Path]:
+    for name in ("blocks", "receipts"):
+        yield from (path for path in (folder / name).glob("*/*") if path.stem.isdecimal())
+
+
+def packs_in_words(index: PackIndex) -> str:
+    """Number of packs, documents that are cut, and padding."""
+    share = percent(index.cut / index.documents, 1) if index.documents else "none"
+    return (
+        f"{counted(index.packs, 'pack')} of {index.length:,} tokens; {share} of the documents are cut, and "
+        f"{percent(index.padding, 3)} is padding"
+    )

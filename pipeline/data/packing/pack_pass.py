@@ -1,0 +1,65 @@
+"""Packs as a part of the preprocess stage: its last step, for the training data that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.common.console import say
+from pipeline.common.errors import UserError
+from pipeline.config.root import Config
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.files import TRAIN
+from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.datasets.packing.verify import check_packs
+from pipeline.data.packing.command import plan_in_words
+from pipeline.data.packing.make import Packing, packs_in_words
+from pipeline.data.work.worker_count import worker_count
+
+
+class PackPass:
+    """The packs of a run; without `data.loader.packing: best_fit` all of it does nothing."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._lengths = config.pack_lengths
+
+    def run(self, source: str, console: Console) -> None:
+        """Make what is missing of the packs of a source, which is finished.
+
+        Raises:
+            UserError: a document is too long for packs of a length.
+            MachineError: a job failed again and again.
+        """
+        for length in self._lengths:
+            packing = self._packing(source, length)
+            if packing.state().index is None:
+                index = packing.make(console, worker_count(self._config, 2**31))
+                say(console, f"{source}: {packs_in_words(index)}")
+
+    def missing(self, source: str) -> list[int]:
+        """Lengths for which a source, which is finished, has no packs."""
+        return [length for length in self._lengths if self._packing(source, length).state().index is None]
+
+    def plan_in_words(self, source: str) -> list[str]:
+        """A line for each length: what there is to do."""
+        if (self._folder(source) / "manifest.json").exists():
+            return [plan_in_words(self._packing(source, length)) for length in self._lengths]
+        return [f"packs of {length:,} tokens: to make" for length in self._lengths]
+
+    def adopted_problems(self) -> Iterator[str]:
+        """The datasets made elsewhere that have no packs, with the commands that make them."""
+        for number, source in enumerate(self._config.data.sources):
+            if source.dataset is not None and self._lengths:
+                try:
+                    check_packs({"": Dataset.open(dataset_folder(self._config, source, TRAIN))}, self._lengths)
+                except UserError as error:
+                    yield f"data.sources.{number}.dataset: {error}"
+
+    def _packing(self, source: str, length: int) -> Packing:
+        return Packing(Dataset.open(self._folder(source)), length)
+
+    def _folder(self, source: str) -> Path:
+        return self._config.data_dir / source / TRAIN

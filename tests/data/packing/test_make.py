@@ -1,0 +1,170 @@
+"""Packs on disk: equal bytes however they are made, and made again where they are damaged."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.common.console import Console
+from pipeline.common.errors import UserError
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.packing import blocks
+from pipeline.data.datasets.packing.files import block_path, packs_folder
+from pipeline.data.datasets.packing.packs import Packs
+from pipeline.data.datasets.packing.verify import check_packs, verify_packs
+from pipeline.data.packing.make import Packing
+from tests.data.datasets.packing.made import some_lengths, write_lengths
+from tests.data.runs import tree
+
+LENGTH = 64
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, "GROUP", 20)
+    monkeypatch.setattr(blocks, "BLOCK", 60)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_lengths(tmp_path / "s" / "train", some_lengths(LENGTH))
+
+
+def make(folder: Path, workers: int = 1, hashes: bool = False) -> dict[str, bytes]:
+    Packing(Dataset.open(folder), LENGTH).make(Console(quiet=True), workers, hashes=hashes)
+    return tree(packs_folder(folder, LENGTH))
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_only_the_folder_of_packs_is_written(folder):
+    before = tree(folder)
+    made = make(folder)
+    after = tree(folder)
+    assert {name: data for name, data in after.items() if not name.startswith("packs/")} == before
+    assert sorted(made) == [
+        *(f"blocks/00000/0000000{block}.bin" for block in range(4)),
+        "groups.bin",
+        "packs.json",
+        *(f"receipts/00000/0000000{block}.json" for block in range(4)),
+    ]
+    times = {path: path.stat().st_mtime_ns for path in packs_folder(folder, LENGTH).rglob("*")}
+    assert make(folder, hashes=True) == made
+    assert {path: path.stat().st_mtime_ns for path in packs_folder(folder, LENGTH).rglob("*")} == times
+
+
+DAMAGES = {
+    "block": lambda packs: damage(block_path(packs, 1)),
+    "cut": lambda packs: os.truncate(block_path(packs, 1), 40),
+    "gone": lambda packs: block_path(packs, 3).unlink(),
+    "groups": lambda packs: damage(packs / "groups.bin"),
+    "index": lambda packs: (packs / "packs.json").write_bytes(b"{"),
+    "no index": lambda packs: (packs / "packs.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found_and_repaired(folder, name):
+    made = make(folder)
+    assert not verify_packs(folder).problems
+    DAMAGES[name](packs_folder(folder, LENGTH))
+    found = verify_packs(folder)
+    assert len(found.problems) == 1 and f"data pack {folder} --length {LENGTH}" in found.repairs[0]
+    if name != "block":  # has its size
+        with pytest.raises(UserError, match=f"data pack {folder} --length {LENGTH}"):
+            check_packs({"s": Dataset.open(folder)}, [LENGTH])
+    assert make(folder, hashes=True) == made
+    assert not verify_packs(folder).problems
+    check_packs({"s": Dataset.open(folder)}, [LENGTH])
+
+
+@pytest.mark.parametrize("read", ["mmap", "pread"])
+def test_damage_is_found_when_opened(folder, read):
+    make(folder)
+    dataset = Dataset.open(folder, read)
+    os.truncate(block_path(packs_folder(folder, LENGTH), 0), 40)
+    found = Packs.open(dataset, LENGTH)
+    with pytest.raises(UserError, match=f"data pack {folder} --length {LENGTH}"):
+        found.packs_of(0)
+
+
+def test_packs_of_another_dataset(folder, tmp_path):
+    make(folder)
+    other = write_lengths(tmp_path / "o" / "train", some_lengths(LENGTH)[:70])
+    expected = make(other)
+    os.rename(packs_folder(other, LENGTH), tmp_path / "kept")
+    os.rename(folder / "packs", other / "packs")
+    with pytest.raises(UserError):
+        Packs.open(Dataset.open(other), LENGTH)
+    assert len(verify_packs(other).problems) == 1
+    assert make(other) == expected
+
+
+def test_lengths_that_were_not_made(folder):
+    make(folder)
+    with pytest.raises(UserError, match=f"data pack {folder} --length 32`"):
+        Packs.open(Dataset.open(folder), 32)
+    with pytest.raises(UserError):
+        Packing(Dataset.open(folder), 0)
+
+
+@pytest.mark.guard
+def test_any_number_of_workers(folder, tmp_path):
+    made = make(folder)
+    for path in packs_folder(folder, LENGTH).rglob("*.*"):
+        path.unlink()
+    assert make(folder, workers=3) == made
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from pipeline.common.console import Console
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.packing import blocks
+from pipeline.data.packing import job
+from pipeline.data.packing.make import Packing
+
+blocks.GROUP, blocks.BLOCK = 20, 60
+put = job.storage.put_json
+
+
+def slow(path, value):  # the file of the block is there; its receipt is not
+    time.sleep(0.2)
+    put(path, value)
+
+
+job.storage.put_json = slow
+Packing(Dataset.open(Path(sys.argv[1])), int(sys.argv[2])).make(Console(quiet=True), int(sys.argv[3]))
+"""
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed(folder, tmp_path, workers):
+    expected = make(folder)
+    for path in packs_folder(folder, LENGTH).rglob("*.*"):
+        path.unlink()
+    packs = packs_folder(folder, LENGTH)
+    command = [sys.executable, "-c", KILLED, str(folder), str(LENGTH), str(workers)]
+    for blocks_there in (1, 3):
+        process = subprocess.Popen(command)
+        while len(list((packs / "blocks").rglob("*.bin"))) < blocks_there:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with pytest.raises(UserError):
+            Packs.open(Dataset.open(folder), LENGTH)
+    done = {path: path.stat().st_mtime_ns for path in (packs / "receipts").rglob("*.json")}
+    assert make(folder) == expected
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    assert {path.name for path in packs.iterdir()} == {"blocks", "receipts", "groups.bin", "packs.json"}

@@ -1,0 +1,86 @@
+"""Packs as the last step of the preprocess stage, and by the commands for datasets that are there."""
+
+import shutil
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from pipeline.cli.main import app
+from pipeline.common.errors import UserError
+from pipeline.config.data import LoaderConfig
+from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.packing.packs import Packs
+from pipeline.data.preprocess.stage import is_complete, preprocess
+from pipeline.data.preprocess.status import print_status, read_state
+from tests.data.runs import make_config, tree
+
+
+def best_fit(config, *lengths):
+    """The run with packs of these lengths; all but the first are those of phases."""
+    loader = LoaderConfig(packing="best_fit")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"loader": loader})})
+    train = config.train.model_copy(update={"sequence_length": lengths[0]})
+    phases = [{"sequence_length": length} for length in lengths[1:]]
+    phases = [{"until": "100 tokens"}, *phases] if phases else []
+    blend = type(config.blend).model_validate({"phases": phases})
+    return config.model_copy(update={"train": train, "blend": blend})
+
+
+def test_made_by_the_stage(config, capsys):
+    before = tree(config.data_dir)
+    assert is_complete(config)
+    config = best_fit(config, 16, 48)
+    assert config.pack_lengths == [16, 48]
+    assert not is_complete(config)
+    assert {(state.state, tuple(state.unpacked)) for state in read_state(config)} == {("tokenized", (16, 48))}
+    preprocess(config, dry_run=True)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("1 of 1 block to make") == 4
+    assert tree(config.data_dir) == before
+
+    preprocess(config)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert is_complete(config) and {state.state for state in read_state(config)} == {"finished"}
+    after = tree(config.data_dir)
+    assert {name: data for name, data in after.items() if "/packs/" not in name} == before
+    for source in ("t", "j"):
+        dataset = Dataset.open(config.data_dir / source / "train")
+        found = Packs.open(dataset, 48)
+        assert found.targets(np.arange(found.count)).sum() == dataset.tokens
+        assert f"{source}: {found.count:,} packs of 48 tokens" in shown
+
+    shutil.rmtree(config.data_dir / "j" / "train" / "packs" / "48")
+    assert not is_complete(config)
+    shown = Console(record=True, quiet=False)
+    print_status(shown, config)
+    assert "packs to make, of 48 tokens" in shown.export_text()
+    preprocess(config)
+    assert tree(config.data_dir) == after
+
+
+def test_adopted_without_packs(done, tmp_path, capsys):
+    folder = shutil.copytree(done.data_dir / "t", tmp_path / "t")
+    source = {"name": "t", "dataset": str(folder)}
+    tokenizer = {"path": str(folder / "train" / "tokenizer.json")}
+    config = best_fit(make_config(tmp_path, [source], tokenizer=tokenizer), 16)
+    command = f"pipeline data pack {folder}/train --length 16"
+    with pytest.raises(UserError, match=rf"^data\.sources\.0\.dataset: .*`{command}`"):
+        preprocess(config)
+    preprocess(config, dry_run=True)
+    assert command in capsys.readouterr().out.replace("\n", " ")
+    run(f"data pack {folder} --length 16 --length 24 --dry-run")
+    assert "1 of 1 block to make" in capsys.readouterr().out
+    assert not (folder / "train" / "packs").exists()
+    run(f"data pack {folder} --length 16 --workers 1")
+    preprocess(config)
+    assert is_complete(config)
+    capsys.readouterr()
+    run(f"data inspect {folder}/train")
+    count = Packs.open(Dataset.open(folder / "train"), 16).count
+    assert f"{count:,} packs of 16 tokens" in capsys.readouterr().out
+    assert not (folder / "heldout" / "packs").exists()
+
+
+def run(command):
+    app(command.split(), standalone_mode=False)
