@@ -179,7 +179,7 @@ def test_a_boundary_between_equal_weights_moves_no_turn(run, limited):
     """A ramp of the batch size and phases of other lengths leave the sequence of sources as it is without them."""
     if limited:  # a limit counts targets, so it is the same number of samples only while the length is the same
         for phase in run.phases:
-            phase.length = 5
+            phase.length, phase.packed = 5, False
         for source in run.sources.values():
             source.max_epochs = 0.7
     samples, end = reference.enumerate_run(run, 45)

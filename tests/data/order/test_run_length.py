@@ -309,11 +309,11 @@ def test_warnings_about_sources_that_give_nothing():
     blend = {"phases": [{"weights": {"web": 1, "code": 1e-6}}]}
     config = run_file({"web": {}, "code": {}, "books": {}}, blend=blend)
     first, second = lines(config, {"web": 100_000, "code": 1000, "books": 1000})
-    assert "source 'code' does not give a single window in the whole run" in first
+    assert "source 'code' does not give a single sample in the whole run" in first
     assert "source 'books' is in data.sources, but no phase reads it" in second
     config = run_file({"web": {}, "code": {"max_epochs": 0.004}})
     (line,) = lines(config, {"web": 100_000, "code": 1000})
-    assert "'code'" in line and ": max_epochs 0.004 of its 1,000 tokens is less than a window" in line
+    assert "'code'" in line and ": max_epochs 0.004 of its 1,000 tokens is less than a sample" in line
 
 
 def test_warnings_about_sources_that_have_nothing_left_for_a_phase():
