@@ -32,6 +32,7 @@ EXEMPT: dict[str, str] = {}
 
 VARIANTS: list[dict[str, Any]] = [
     {
+        "data.loader.packing": "best_fit",
         "model.norm": "layernorm",
         "model.mlp": "gelu",
         "model.bias": "all",

@@ -30,7 +30,9 @@ KINDS = {
     "dataset: report.json": r"^[^/]+/[^/]+/report\.json$",
     "dataset: rejected.jsonl": r"rejected\.jsonl$",
     "dataset: failures.jsonl": r"/failures\.jsonl$",
-    "dataset: receipt": r"/receipts/\d+/\d+(-\d+)?\.json$",
+    "dataset: packs.json": r"/packs\.json$",
+    "dataset: receipt": r"^(?!.*/packs/).*/receipts/\d+/\d+(-\d+)?\.json$",
+    "dataset: receipt of packs": r"/packs/\d+/receipts/.*\.json$",
     "dataset: receipt of a bucket": r"/receipts/shuffle/.*\.json$",
     "dataset: runs.json": r"/unshuffled/runs\.json$",
     "dataset: lease": r"/leases/.*\.json$",
@@ -131,6 +133,9 @@ CLASSES = {
     "pipeline.train.run.heartbeat": ("Beat",),
     "pipeline.train.checkpoint.commands": ("Row",),
     "pipeline.data.work.leases": ("LeaseRecord",),
+    "pipeline.data.datasets.packing.files": ("FileListing", "PackIndex"),
+    "pipeline.data.packing.job": ("BlockReceipt",),
+    "pipeline.data.packing.make": (),  # PackIndex
     "pipeline.data.loading.loader": (),  # Span
     "pipeline.data.order.windows": ("Span",),
     "pipeline.data.order.journal": ("Journal",),

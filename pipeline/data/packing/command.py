@@ -53,7 +53,7 @@ def pack(
 
 
 def plan_in_words(packing: Packing) -> str:
-    """What there is to do for the packs of a dataset."""
+    """Work that is left for the packs of a dataset, in words."""
     state = packing.state()
     if state.index is not None:
         return f"{packs_in_words(state.index)}; nothing to do"

@@ -80,7 +80,7 @@ class Packing:
         self._bounds = block_bounds(dataset.documents)
 
     def state(self, *, hashes: bool = False) -> PackingState:
-        """What there is; changes nothing.
+        """The progress so far; changes nothing.
 
         Args:
             hashes: compare the hashes of all files, and not only their sizes.

@@ -44,7 +44,7 @@ class PackPass:
         return [length for length in self._lengths if self._packing(source, length).state().index is None]
 
     def plan_in_words(self, source: str) -> list[str]:
-        """A line for each length: what there is to do."""
+        """A line for each length, with what there is to do."""
         if (self._folder(source) / "manifest.json").exists():
             return [plan_in_words(self._packing(source, length)) for length in self._lengths]
         return [f"packs of {length:,} tokens: to make" for length in self._lengths]

@@ -76,7 +76,7 @@ class BlockArrays:
 
     @property
     def block(self) -> Block:
-        """What reads it."""
+        """A reader of it."""
         return Block(NumbersInMemory(self.begins), NumbersInMemory(self.chunks))
 
 
