@@ -96,7 +96,8 @@ class Where:
         done: whether it was trained.
         skipped: whether it is passed over.
         samples: global indices [first, end) of the step.
-        tokens: target tokens of the run [first, end).
+        tokens: target tokens of the run [first, end); slots, where packs come before the end.
+        slots: whether packs do.
         rank: (rank, ranks, micro-batch size), if the samples are those of a rank.
         shown: the samples.
         warnings: what is to be known first.
@@ -110,6 +111,7 @@ class Where:
     skipped: bool
     samples: Range
     tokens: Range
+    slots: bool
     rank: tuple[int, int, int] | None
     shown: list[SampleInfo]
     warnings: list[str]
@@ -164,7 +166,10 @@ class Where:
         state = "skipped" if self.skipped else "done" if self.done else "not yet trained"
         samples, tokens = (
             numbered(noun, first, end - 1)
-            for noun, (first, end) in (("sample", self.samples), ("target token", self.tokens))
+            for noun, (first, end) in (
+                ("sample", self.samples),
+                ("slot" if self.slots else "target token", self.tokens),
+            )
         )
         yield from (f"note: {warning}" for warning in self.warnings)
         yield f"step {self.step:,} of {self.steps:,}: {samples}, {tokens} of the run; {state}"
@@ -266,6 +271,7 @@ def where(
         skipped=journal.is_skipped(step),
         samples=(samples.start, samples.stop),
         tokens=(journal.tokens(step), journal.tokens(step + 1)),
+        slots=any(segment.packed for segment in journal.segments[: number + 1]),
         rank=only,
         shown=shown,
         warnings=[*run.warnings],
