@@ -1,6 +1,7 @@
 """Best-fit packing of a dataset beside windows: documents that are cut, padding, time and size of the packs.
 
-One JSON line for each length; times are of the CPU, but for making and opening packs. Packs that are missing are made, beside the manifest of the dataset.
+One JSON line for each length. Times are those of the CPU, but for making and opening packs. Packs that are missing are
+made, beside the manifest of the dataset.
 
 python benchmarks/packing.py --dataset DATA_DIR/SOURCE/train --lengths 2048 4096 8192
 """
@@ -19,7 +20,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.packing.best_fit import IntArray, Place, packed, place, quickest
 from pipeline.data.datasets.packing.blocks import GROUP, group_lengths
 from pipeline.data.datasets.packing.packs import Packs
-from pipeline.data.packing.make import Packing
+from pipeline.data.packing.make import PackMaker
 
 ROUNDS = 3
 LOOKUPS = 1000
@@ -51,8 +52,8 @@ def seconds_per_million(groups: list[IntArray], length: int, engine: Place) -> f
 def measure(dataset: Dataset, length: int, workers: int) -> dict[str, object]:
     """The figures of one length. Makes the packs where they are missing."""
     start = time.perf_counter()
-    was_there = Packing(dataset, length).state().index is not None
-    index = Packing(dataset, length).make(Console(quiet=True), workers)
+    was_there = PackMaker(dataset, length).state().index is not None
+    index = PackMaker(dataset, length).make(Console(quiet=True), workers)
     took = time.perf_counter() - start
     size = sum(file.size for file in (index.groups, *index.blocks))
     start = time.perf_counter()

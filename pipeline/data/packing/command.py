@@ -13,7 +13,7 @@ from pipeline.common.format import counted, size
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.manifest import datasets_below
-from pipeline.data.packing.make import Packing, packs_in_words
+from pipeline.data.packing.make import PackMaker, packs_in_words
 
 PACK_BYTES = 12
 """Bytes of the packs of a document, about."""
@@ -44,7 +44,7 @@ def pack(
     for path in [path for path in found if path.name == TRAIN] or found:
         dataset = Dataset.open(path)
         for length in sorted(set(lengths)):
-            packing = Packing(dataset, length)
+            packing = PackMaker(dataset, length)
             if dry_run:
                 say(console, f"{path}: {plan_in_words(packing)}")
             else:
@@ -52,7 +52,7 @@ def pack(
                 say(console, f"{path}: {packs_in_words(index)}")
 
 
-def plan_in_words(packing: Packing) -> str:
+def plan_in_words(packing: PackMaker) -> str:
     """Work that is left for the packs of a dataset, in words."""
     state = packing.state()
     if state.index is not None:

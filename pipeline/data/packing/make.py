@@ -1,8 +1,9 @@
 """Making of the packs of a dataset for one sequence length: blocks in worker processes, then the index of them.
 
 A block is done when its receipt is there and its file has the size of the receipt. A run makes those that are missing.
-The files are the same bytes for any number of workers and interruptions. Of several commands one packs a dataset at a
-time; the others wait, and then find nothing to do.
+Of packs that are finished, only the index has to agree with the files. The files are the same bytes for any number of
+workers and interruptions. Of several commands one packs a dataset at a time; the others wait, and then find nothing to
+do.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from pipeline.data.datasets.packing.files import (
     read_groups,
     read_index,
 )
+from pipeline.data.datasets.validate import file_sizes
 from pipeline.data.packing.job import BlockReceipt, PackJob, hash_of, make_packer, receipt_file
-from pipeline.data.work.leases import LEASES, LeaseWatch, sweep, take_when_free
+from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
@@ -59,7 +61,7 @@ class PackingState:
     index: PackIndex | None
 
 
-class Packing:
+class PackMaker:
     """The packs of a dataset for one length, and making them.
 
     Args:
@@ -83,14 +85,16 @@ class Packing:
         """The progress so far; changes nothing.
 
         Args:
-            hashes: compare the hashes of all files, and not only their sizes.
+            hashes: compare the hashes of all files, and the index with the receipts, and not only sizes with the index.
         """
+        index = self._index()
+        if index is not None and not hashes and self._has_sizes(index):
+            return PackingState([], len(self._bounds), index)
         receipts = [self._receipt(block, hashes) for block in range(len(self._bounds))]
         jobs = [self._job(block) for block, receipt in enumerate(receipts) if receipt is None]
-        index = self._index()
-        if index is not None and index.blocks != [receipt and receipt.file for receipt in receipts]:
-            index = None
-        return PackingState(jobs, len(self._bounds), index)
+        found = [receipt for receipt in receipts if receipt is not None]
+        is_finished = not jobs and index == self._index_of(found)[0]
+        return PackingState(jobs, len(self._bounds), index if is_finished else None)
 
     def make(self, console: Console, workers: int, *, hashes: bool = False) -> PackIndex:
         """Make what is missing.
@@ -122,10 +126,7 @@ class Packing:
             state = self.state(hashes=hashes)
             if state.index is None:
                 self._run(state.jobs, console, state.blocks - len(state.jobs), workers)
-            index = state.index or self._finish()
-        with suppress(OSError):
-            (self._folder / LEASES).rmdir()
-        return index
+            return state.index or self._finish()
 
     def _index(self) -> PackIndex | None:
         try:
@@ -134,6 +135,10 @@ class Packing:
         except UserError:
             return None
         return index
+
+    def _has_sizes(self, index: PackIndex) -> bool:
+        paths = [str(block_path(self._folder, block)) for block in range(len(self._bounds))]
+        return bool(file_sizes(paths).tolist() == [file.size for file in index.blocks])
 
     def _receipt(self, block: int, hashes: bool) -> BlockReceipt | None:
         """The receipt of a block if it is of this dataset and the block is there."""
@@ -175,20 +180,25 @@ class Packing:
         found = [receipt for receipt in receipts if receipt is not None]
         if len(found) < len(receipts):
             raise UserError(f"{self._folder}: blocks were removed while packing; run the same command again")
-        groups = groups_bytes([count for receipt in found for count in receipt.groups])
+        index, groups = self._index_of(found)
+        storage.put(self._folder / GROUPS_FILE, groups)
+        storage.put_json(self._folder / INDEX_FILE, index.model_dump())
+        return index
+
+    def _index_of(self, receipts: list[BlockReceipt]) -> tuple[PackIndex, bytes]:
+        """The index of all blocks, and the bytes of `groups.bin`."""
+        groups = groups_bytes([count for receipt in receipts for count in receipt.groups])
         index = PackIndex(
             **self._identity,
             documents=self.dataset.documents,
             tokens=self.dataset.tokens,
-            packs=sum(sum(receipt.groups) for receipt in found),
-            chunks=sum(receipt.chunks for receipt in found),
-            cut=sum(receipt.cut for receipt in found),
+            packs=sum(sum(receipt.groups) for receipt in receipts),
+            chunks=sum(receipt.chunks for receipt in receipts),
+            cut=sum(receipt.cut for receipt in receipts),
             groups=FileListing(size=len(groups), xxh3=xxhash.xxh3_64_hexdigest(groups)),
-            blocks=[receipt.file for receipt in found],
+            blocks=[receipt.file for receipt in receipts],
         )
-        storage.put(self._folder / GROUPS_FILE, groups)
-        storage.put_json(self._folder / INDEX_FILE, index.model_dump())
-        return index
+        return index, groups
 
     def _sweep(self) -> None:
         """Remove what processes that were killed left behind, and blocks of a dataset that was longer."""

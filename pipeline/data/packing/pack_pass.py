@@ -15,7 +15,7 @@ from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.datasets.packing.verify import check_packs
 from pipeline.data.packing.command import plan_in_words
-from pipeline.data.packing.make import Packing, packs_in_words
+from pipeline.data.packing.make import PackMaker, packs_in_words
 from pipeline.data.work.worker_count import worker_count
 
 
@@ -58,8 +58,8 @@ class PackPass:
                 except UserError as error:
                     yield f"data.sources.{number}.dataset: {error}"
 
-    def _packing(self, source: str, length: int) -> Packing:
-        return Packing(Dataset.open(self._folder(source)), length)
+    def _packing(self, source: str, length: int) -> PackMaker:
+        return PackMaker(Dataset.open(self._folder(source)), length)
 
     def _folder(self, source: str) -> Path:
         return self._config.data_dir / source / TRAIN

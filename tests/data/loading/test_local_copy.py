@@ -29,7 +29,7 @@ from pipeline.data.loading.local_copy import copy_locally
 from pipeline.data.order.blend import UNIT
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.segments import Segment, SourceState
-from pipeline.data.packing.make import Packing
+from pipeline.data.packing.make import PackMaker
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.data.runs import make_config
 
@@ -141,7 +141,7 @@ def test_a_copy_is_the_same_dataset(shared, tmp_path, capsys):
 
 def test_packs_are_copied(shared, tmp_path):
     dataset = Dataset.open(shared)
-    packing = Packing(dataset, 8)
+    packing = PackMaker(dataset, 8)
     packing.make(Console(quiet=True), 1)
     config = local_config(tmp_path, tmp_path / "node", loader={"packing": "best_fit"})
     assert config.pack_lengths == [8]

@@ -1,6 +1,7 @@
 """Packs on disk: equal bytes however they are made, and made again where they are damaged."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pipeline.data.datasets.packing import blocks
 from pipeline.data.datasets.packing.files import block_path, packs_folder
 from pipeline.data.datasets.packing.packs import Packs
 from pipeline.data.datasets.packing.verify import check_packs, verify_packs
-from pipeline.data.packing.make import Packing
+from pipeline.data.packing.make import PackMaker
 from tests.data.datasets.packing.made import some_lengths, write_lengths
 from tests.data.runs import tree
 
@@ -35,7 +36,7 @@ def folder(tmp_path):
 
 
 def make(folder: Path, workers: int = 1, hashes: bool = False) -> dict[str, bytes]:
-    Packing(Dataset.open(folder), LENGTH).make(Console(quiet=True), workers, hashes=hashes)
+    PackMaker(Dataset.open(folder), LENGTH).make(Console(quiet=True), workers, hashes=hashes)
     return tree(packs_folder(folder, LENGTH))
 
 
@@ -61,12 +62,21 @@ def test_only_the_folder_of_packs_is_written(folder):
     assert {path: path.stat().st_mtime_ns for path in packs_folder(folder, LENGTH).rglob("*")} == times
 
 
+def change_index(packs: Path, old: str, new: str) -> None:
+    """Change the first value behind `old`, which stays as long."""
+    text = (packs / "packs.json").read_text()
+    before, after = text.replace(" ", "").split(old, 1)
+    (packs / "packs.json").write_text(before + new + after[len(new) - len(old) :])
+
+
 DAMAGES = {
     "block": lambda packs: damage(block_path(packs, 1)),
     "cut": lambda packs: os.truncate(block_path(packs, 1), 40),
     "gone": lambda packs: block_path(packs, 3).unlink(),
     "groups": lambda packs: damage(packs / "groups.bin"),
     "index": lambda packs: (packs / "packs.json").write_bytes(b"{"),
+    "hash": lambda packs: change_index(packs, '"xxh3":"', '"xxh3":"0'),
+    "totals": lambda packs: change_index(packs, '"cut":', '"cut":1'),
     "no index": lambda packs: (packs / "packs.json").unlink(),
 }
 
@@ -78,7 +88,7 @@ def test_damage_is_found_and_repaired(folder, name):
     DAMAGES[name](packs_folder(folder, LENGTH))
     found = verify_packs(folder)
     assert len(found.problems) == 1 and f"data pack {folder} --length {LENGTH}" in found.repairs[0]
-    if name != "block":  # has its size
+    if name not in ("block", "hash", "totals"):  # sizes tell
         with pytest.raises(UserError, match=f"data pack {folder} --length {LENGTH}"):
             check_packs({"s": Dataset.open(folder)}, [LENGTH])
     assert make(folder, hashes=True) == made
@@ -108,12 +118,19 @@ def test_packs_of_another_dataset(folder, tmp_path):
     assert make(other) == expected
 
 
+def test_finished_packs_need_no_receipts(folder):
+    made = make(folder)
+    shutil.rmtree(packs_folder(folder, LENGTH) / "receipts")
+    assert PackMaker(Dataset.open(folder), LENGTH).state().index is not None
+    assert make(folder, hashes=True) == made
+
+
 def test_lengths_that_were_not_made(folder):
     make(folder)
     with pytest.raises(UserError, match=f"data pack {folder} --length 32`"):
         Packs.open(Dataset.open(folder), 32)
     with pytest.raises(UserError):
-        Packing(Dataset.open(folder), 0)
+        PackMaker(Dataset.open(folder), 0)
 
 
 @pytest.mark.guard
@@ -131,7 +148,7 @@ from pipeline.common.console import Console
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.packing import blocks
 from pipeline.data.packing import job
-from pipeline.data.packing.make import Packing
+from pipeline.data.packing.make import PackMaker
 
 blocks.GROUP, blocks.BLOCK = 20, 60
 put = job.storage.put_json
@@ -143,7 +160,7 @@ def slow(path, value):  # the file of the block is there; its receipt is not
 
 
 job.storage.put_json = slow
-Packing(Dataset.open(Path(sys.argv[1])), int(sys.argv[2])).make(Console(quiet=True), int(sys.argv[3]))
+PackMaker(Dataset.open(Path(sys.argv[1])), int(sys.argv[2])).make(Console(quiet=True), int(sys.argv[3]))
 """
 
 
@@ -167,4 +184,4 @@ def test_killed(folder, tmp_path, workers):
     done = {path: path.stat().st_mtime_ns for path in (packs / "receipts").rglob("*.json")}
     assert make(folder) == expected
     assert {path: path.stat().st_mtime_ns for path in done} == done
-    assert {path.name for path in packs.iterdir()} == {"blocks", "receipts", "groups.bin", "packs.json"}
+    assert {path.name for path in packs.iterdir()} == {"blocks", "receipts", "groups.bin", "packs.json", "leases"}

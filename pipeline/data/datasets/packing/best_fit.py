@@ -24,7 +24,7 @@ _COMPILED_FROM = 2_000_000
 """Documents for which the compiled engine is loaded; `place` takes half a second for a million."""
 
 
-class Chunks(NamedTuple):
+class DocumentChunks(NamedTuple):
     """Chunks of documents; arrays of one length, an element for each chunk."""
 
     document: IntArray
@@ -40,12 +40,12 @@ class Packed(NamedTuple):
 
     begins: IntArray
     """First chunk of each pack, and at the end the number of chunks; shape (packs + 1,)."""
-    chunks: Chunks
+    chunks: DocumentChunks
     """Chunks of the first pack, then those of the next. In a pack, chunks that continue a document come first; else
     they are in the order of the documents."""
 
 
-def cut(lengths: IntArray, length: int) -> Chunks:
+def cut(lengths: IntArray, length: int) -> DocumentChunks:
     """The chunks of documents, in the order of the documents: `length` tokens each, the last one of a document less.
 
     Args:
@@ -55,7 +55,7 @@ def cut(lengths: IntArray, length: int) -> Chunks:
     pieces = -(-lengths // length)
     document = np.repeat(np.arange(len(lengths)), pieces)
     piece = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    return Chunks(document, piece, np.minimum(length, lengths[document] - piece * length))
+    return DocumentChunks(document, piece, np.minimum(length, lengths[document] - piece * length))
 
 
 def place(sizes: IntArray, length: int) -> IntArray:
@@ -111,4 +111,4 @@ def packed(lengths: IntArray, length: int, engine: Place = place) -> Packed:
     pack[longest_first] = engine(chunks.tokens[longest_first], length)
     order = np.lexsort((chunks.piece == 0, pack))  # stable
     begins = np.concatenate([[0], np.cumsum(np.bincount(pack))]) if len(pack) else np.zeros(1, np.int64)
-    return Packed(begins.astype(np.int64), Chunks(*(each[order] for each in chunks)))
+    return Packed(begins.astype(np.int64), DocumentChunks(*(each[order] for each in chunks)))

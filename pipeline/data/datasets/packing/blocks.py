@@ -46,7 +46,7 @@ class NumbersInMemory:
 
 
 @dataclass(frozen=True)
-class Block:
+class PackBlock:
     """Packs of consecutive documents.
 
     Args:
@@ -59,7 +59,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class BlockArrays:
+class PackArrays:
     """A block in memory, as it is written.
 
     Args:
@@ -75,12 +75,12 @@ class BlockArrays:
     cut: int
 
     @property
-    def block(self) -> Block:
+    def block(self) -> PackBlock:
         """A reader of it."""
-        return Block(NumbersInMemory(self.begins), NumbersInMemory(self.chunks))
+        return PackBlock(NumbersInMemory(self.begins), NumbersInMemory(self.chunks))
 
 
-def pack_groups(lengths: Sequence[IntArray], length: int, engine: Place = place) -> BlockArrays:
+def pack_groups(lengths: Sequence[IntArray], length: int, engine: Place = place) -> PackArrays:
     """The packs of the groups of a block.
 
     Args:
@@ -108,7 +108,7 @@ def pack_groups(lengths: Sequence[IntArray], length: int, engine: Place = place)
         cut += int((each > length).sum())
         documents += len(each)
         first += len(document)
-    return BlockArrays(np.concatenate(begins).astype("<u4"), np.concatenate(chunks).astype("<u8"), groups, cut)
+    return PackArrays(np.concatenate(begins).astype("<u4"), np.concatenate(chunks).astype("<u8"), groups, cut)
 
 
 def check_length(length: int) -> None:
@@ -141,7 +141,7 @@ def group_lengths(dataset: TokenSource, first: int, end: int, group: int) -> lis
 
 
 @dataclass(frozen=True)
-class Section:
+class PackSection:
     """Consecutive packs of a block: those of whole groups.
 
     Args:
@@ -151,7 +151,7 @@ class Section:
         edges: first document of each group, and the end of the last one.
     """
 
-    block: Callable[[], Block]
+    block: Callable[[], PackBlock]
     base: int
     groups: IntArray
     edges: IntArray
@@ -162,9 +162,9 @@ class Section:
         return int(self.groups[-1] - self.groups[0])
 
 
-def section_in_memory(dataset: TokenSource, length: int, first: int, end: int) -> Section:
+def section_in_memory(dataset: TokenSource, length: int, first: int, end: int) -> PackSection:
     """Documents [first, end), at most those of a block, packed in memory."""
     arrays = pack_groups(group_lengths(dataset, first, end, GROUP), length)
     block = arrays.block
     edges = np.array([first, *range(first // GROUP * GROUP + GROUP, end, GROUP), end])
-    return Section(lambda: block, first, np.concatenate([[0], np.cumsum(arrays.groups)]).astype(np.int64), edges)
+    return PackSection(lambda: block, first, np.concatenate([[0], np.cumsum(arrays.groups)]).astype(np.int64), edges)

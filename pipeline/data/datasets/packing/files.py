@@ -29,7 +29,7 @@ from pipeline.data.datasets.dataset import READ_AT_ONCE, Dataset
 from pipeline.data.datasets.indexed import Descriptor, numbered
 from pipeline.data.datasets.packing import blocks
 from pipeline.data.datasets.packing.best_fit import IntArray
-from pipeline.data.datasets.packing.blocks import Block, BlockArrays, NumbersInMemory, Section, check_length
+from pipeline.data.datasets.packing.blocks import NumbersInMemory, PackArrays, PackBlock, PackSection, check_length
 
 PACKS = "packs"
 """Folder of the packs, in that of a dataset."""
@@ -131,7 +131,7 @@ def block_bounds(documents: int) -> list[tuple[int, int]]:
     return list(pairwise([*range(0, documents, blocks.BLOCK), documents]))
 
 
-def block_bytes(arrays: BlockArrays) -> Iterator[bytes]:
+def block_bytes(arrays: PackArrays) -> Iterator[bytes]:
     """The bytes of a block's file."""
     yield _HEADER.pack(_MAGIC, len(arrays.begins) - 1, len(arrays.chunks))
     yield arrays.begins.tobytes() + bytes(-arrays.begins.nbytes % 8)
@@ -218,7 +218,7 @@ class PackFiles:
         index = read_index(dataset.folder, dataset.fingerprint, length)
         return cls(dataset, index, read_groups(dataset.folder, index))
 
-    def sections(self, first: int, end: int) -> list[Section]:
+    def sections(self, first: int, end: int) -> list[PackSection]:
         """The packs of documents [first, end), which are all documents of some groups."""
         found = []
         for number in range(first // blocks.BLOCK, -(-end // blocks.BLOCK)) if first < end else ():
@@ -228,14 +228,14 @@ class PackFiles:
             # Packs are counted from the first of the block.
             of_block, group = base // blocks.GROUP, low // blocks.GROUP
             groups = self._groups[group : group + len(edges)] - self._groups[of_block]
-            found.append(Section(partial(self._block, number), base, groups, edges))
+            found.append(PackSection(partial(self._block, number), base, groups, edges))
         return found
 
-    def _block(self, number: int) -> Block:
+    def _block(self, number: int) -> PackBlock:
         return _mapped_block(self, number) if self.dataset.read_by == "mmap" else _pread_block(self, number)
 
 
-def _open_block(files: PackFiles, number: int) -> Block:
+def _open_block(files: PackFiles, number: int) -> PackBlock:
     """A block, compared with what the index says of it."""
     folder, length, size = files.dataset.folder, files.index.length, files.index.blocks[number].size
     path, command = block_path(packs_folder(folder, length), number), pack_command(folder, length)
@@ -250,10 +250,10 @@ def _open_block(files: PackFiles, number: int) -> Block:
     if found != size or magic != _MAGIC or size != behind + 8 * chunks:
         raise UserError(f"{path} is truncated or damaged; make it again with {command}")
     if files.dataset.read_by == "pread":
-        return Block(_NumbersInFile(path, "<u4", _HEADER.size), _NumbersInFile(path, "<u8", behind))
+        return PackBlock(_NumbersInFile(path, "<u4", _HEADER.size), _NumbersInFile(path, "<u8", behind))
     data = map_file(file.number, size)
     begins: npt.NDArray[Any] = np.frombuffer(data, "<u4", packs + 1, _HEADER.size)
-    return Block(NumbersInMemory(begins), NumbersInMemory(np.frombuffer(data, "<u8", chunks, behind)))
+    return PackBlock(NumbersInMemory(begins), NumbersInMemory(np.frombuffer(data, "<u8", chunks, behind)))
 
 
 _mapped_block = lru_cache(maxsize=_MAPPED_AT_ONCE)(_open_block)

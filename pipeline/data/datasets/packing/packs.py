@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.data.datasets.dataset import Dataset, TokenSource
 from pipeline.data.datasets.packing import blocks
 from pipeline.data.datasets.packing.best_fit import IntArray
-from pipeline.data.datasets.packing.blocks import Section, section_in_memory, unpacked
+from pipeline.data.datasets.packing.blocks import PackSection, section_in_memory, unpacked
 from pipeline.data.datasets.packing.files import PackFiles
 
 _NONE = np.zeros(0, np.int64)
@@ -33,7 +33,7 @@ class Packs:
         sections: the packs, in order of the documents.
     """
 
-    def __init__(self, length: int, tokens: int, sections: Sequence[Section]) -> None:
+    def __init__(self, length: int, tokens: int, sections: Sequence[PackSection]) -> None:
         self.length = length
         self.tokens = tokens
         self._sections = sections
@@ -77,7 +77,7 @@ class Packs:
     def chunks(self, packs: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """The chunks of packs, in the order of the packs asked for, and of a pack in its own order.
 
-        Chunks that continue a document come first in a pack, then those that begin one.
+        DocumentChunks that continue a document come first in a pack, then those that begin one.
 
         Args:
             packs: numbers in [0, count), in any order.

@@ -72,10 +72,7 @@ class PackVerification:
 
 
 def verify_packs(folder: Path) -> PackVerification:
-    """Compare the packs of the datasets in a folder with those that their documents give.
-
-    Datasets that are damaged themselves are left out: their packs are looked at when they are repaired.
-    """
+    """Compare the packs of the datasets in a folder, which are sound, with those that their documents give."""
     result = PackVerification()
     for path in datasets_below(folder):
         for length in lengths_there(path):
@@ -86,7 +83,8 @@ def verify_packs(folder: Path) -> PackVerification:
                 problems = [str(error)]
             result.problems += problems
             if problems:
-                result.repairs.append(f"run {pack_command(path, length)}")
+                command, place = pack_command(path, length), packs_folder(path, length)
+                result.repairs.append(f"run {command}; if that finds nothing to do, remove {place} before")
     return result
 
 

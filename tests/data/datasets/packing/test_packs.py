@@ -11,7 +11,7 @@ from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset, Slice
 from pipeline.data.datasets.packing import best_fit, blocks
 from pipeline.data.datasets.packing.packs import Packs
-from pipeline.data.packing.make import Packing
+from pipeline.data.packing.make import PackMaker
 from tests.data.datasets.packing.made import reference, some_lengths, write_lengths
 
 LENGTH = 64
@@ -35,7 +35,7 @@ def dataset(request, lengths, tmp_path_factory, small_blocks):
     """A dataset with its packs."""
     folder = write_lengths(tmp_path_factory.mktemp("s") / "train", lengths)
     dataset = Dataset.open(folder, request.param)
-    Packing(dataset, LENGTH).make(Console(quiet=True), 1)
+    PackMaker(dataset, LENGTH).make(Console(quiet=True), 1)
     return dataset
 
 
