@@ -100,8 +100,8 @@ def open_ours(folder: Path) -> Any:
     from pipeline.data.loading.objectives.causal import Causal
     from pipeline.data.order.blend import integer_weights, keyed_offset
     from pipeline.data.order.journal import Journal
-    from pipeline.data.order.segments import Segment, SourceState
     from pipeline.data.order.packs import instances_of
+    from pipeline.data.order.segments import Segment, SourceState
 
     datasets = {path.name: Dataset.open(path) for path in sorted(folder.iterdir())}
     weights = integer_weights(dict.fromkeys(datasets, 1))

@@ -38,8 +38,7 @@ class DrawnTargets:
     def note(self, step: int, drawn: dict[str, int]) -> None:
         """Note what a step draws, as it has been read."""
         self._noted[step] = np.array([drawn[name] for name in self._journal.names])
-        for old in list(self._noted)[: len(self._noted) - _NOTED]:
-            self._noted.pop(old, None)
+        self._noted.pop(step - _NOTED, None)
 
     def before(self, step: int) -> dict[str, int]:
         """Targets drawn by all steps before `step`, masked ones included."""

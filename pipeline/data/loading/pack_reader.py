@@ -373,7 +373,7 @@ class PackReader:
         for first, chunk in zip(firsts[kept].tolist(), sizes[kept].tolist(), strict=True):
             left[first : first + chunk] = np.arange(chunk, 0, -1)
         for depth in range(1, self._ahead + 1):
-            targets[:count, depth - 1, : length - depth] = tokens.flat[:, depth:]
+            targets[:count, depth - 1, : max(length - depth, 0)] = tokens.flat[:, depth:]
             weight[:count, depth - 1] = left.reshape(count, length) > depth
         return {"ahead_targets": torch.from_numpy(targets), "ahead_weight": torch.from_numpy(weight)}
 

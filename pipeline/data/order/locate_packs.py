@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.packs import PackChunks, PackInstances
 from pipeline.data.order.permutation import IntArray
-from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.sampler import End, Sampler
 from pipeline.data.order.windows import Instances
 
 _PACKS = 2048
@@ -61,8 +61,11 @@ class PackLookup:
         self._journal = journal
         self._sampler = sampler
         self._instances = instances
-        self._end = sampler.end()
         self._group = lru_cache(maxsize=2)(self._look_up)
+
+    @cached_property
+    def _end(self) -> End | None:
+        return self._sampler.end()
 
     def step(self, step: int) -> LocatedPacks:
         """Look up a step, also one that is skipped.
