@@ -84,7 +84,7 @@ class _Tokens:
 
         Args:
             offsets: [chunks] first target of each in its pack.
-            targets: [packs] that are no padding.
+            targets: [packs] without padding.
         """
         inputs = np.empty_like(self.flat)
         inputs[:, 1:] = self.flat[:, :-1]

@@ -55,7 +55,7 @@ class Causal:
         return Arranged(ids[:-1], ids[1:], self.weight(begins, length), inside, np.arange(1, length + 1))
 
     def valid_packs(self, packs: PackSizes, key_of: KeyOf) -> IntArray:
-        """All that are no padding, but for masked first tokens of documents; [R]."""
+        """All but padding and masked first tokens of documents; [R]."""
         return packs.targets - packs.sums(~packs.continues) if self._mask_document_start else packs.targets
 
     def pack_weight(self, pack: PackRow) -> FloatArray:
