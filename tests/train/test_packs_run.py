@@ -9,20 +9,36 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
+import torch
+import torch.nn.functional as F
 from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.packing.packs import Packs
+from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.order.blend import UNIT
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.packs import instances_of
+from pipeline.data.order.segments import Segment, SourceState
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.train.fork import fork
+from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.run.folder import read_metrics
 from tests import tiny
+from tests.data.preprocess.memory import EOD, MemoryDataset
+from tests.train.huggingface.hf_mapping import randomize
+from tests.train.models import FAMILIES, VOCAB
+from tests.train.poison import poison
 from tests.train.runs import column, exact, start, train, weights_hash
 
 KEYS = {
@@ -47,6 +63,36 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(packed: Path) -> Path:
     return train(packed, "straight")
+
+
+def test_losses_are_those_of_documents_alone() -> None:
+    """A model that attends within documents gives each document of a pack the loss of a pass of its own."""
+    length = 12
+    dataset = MemoryDataset([5, 12, 3, 4, 9, 1, 11, 6, 2, 30, 7, 27])
+    dataset.ids = np.where(dataset.ids == EOD, EOD, 1 + dataset.ids % (VOCAB - 1))
+    packs = Packs.made(dataset, length).count
+    state = SourceState(tokens=dataset.tokens, packs=packs, weight=UNIT, offset=0, lap=0, cursor=0)
+    segment = Segment(first_step=0, first_sample=0, batch_size=packs, sequence_length=length, sources={"s": state})
+    journal = Journal(order_version=2, seed=1, segments=[segment])
+    instances = instances_of(journal, {"s": dataset})
+    (batch,) = Loader(journal, instances, Causal(), micro_batch_size=[packs]).batches(0).micro_batches
+    model = Decoder(decoder_spec(FAMILIES["llama"].config, VOCAB, 64))
+    randomize(model, seed=3)
+
+    def losses(tokens: torch.Tensor, targets: torch.Tensor, context: Context) -> torch.Tensor:
+        return F.cross_entropy(model(tokens, context).flatten(0, 1), targets.flatten(), reduction="none")
+
+    with torch.no_grad():
+        context = Context(bounds_BS=batch.bounds, starts=batch.starts)
+        packed = losses(batch.tokens, batch.targets, context)[batch.weight.flatten() > 0]
+        alone = []
+        for document, size in enumerate(dataset.lengths):
+            start = dataset.document_start(document)
+            text = torch.tensor([EOD, *dataset.ids[start : start + size].tolist()])
+            for first in range(0, size, length):
+                piece = text[first : first + length + 1][None]
+                alone.append(losses(piece[:, :-1], piece[:, 1:], Context()))
+    torch.testing.assert_close(packed.sort().values, torch.cat(alone).sort().values)
 
 
 @pytest.mark.guard
@@ -136,6 +182,17 @@ def test_forks_and_phases_may_change_the_packing(packed: Path, straight: Path) -
     for key in ("tokens_by_source", "epochs_by_source"):
         assert column(child, key) == column(whole, key)[8:]
     assert weights_hash(child) == weights_hash(whole)
+
+
+@pytest.mark.guard
+def test_targets_are_exact_after_a_rewind(packed: Path, straight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of steps that are passed over."""
+    poison(monkeypatch, {7: torch.inf})
+    run = train(packed, "rewound", "train.faults={on_nonfinite: rewind, rewind_steps: 1}")
+    assert len({row["attempt"] for row in read_metrics(run)}) == 2
+    for key in ("order_hash", "tokens", "tokens_by_source", "epochs_by_source"):
+        assert column(run, key) == column(straight, key)
+    assert column(run, "passed_over")[4:8] == [None, True, True, None]
 
 
 def test_objectives_without_packs_are_refused_before_any_work(tmp_path: Path) -> None:
