@@ -53,7 +53,7 @@ class _Step:
         """[C] whether the chunk is not trained on; None for no chunk."""
 
     def sizes(self, length: int, rows: IntArray) -> PackSizes:
-        """What objectives need to count targets of some packs."""
+        """Sizes of some packs, by which objectives count targets."""
         chunks, which = self.located.chunks, self.located.chunks_of(rows)[0]
         counts = self.located.splits[rows + 1] - self.located.splits[rows]
         return PackSizes(

@@ -185,7 +185,7 @@ class _Standing:
 
 
 class _Text(NamedTuple):
-    """What a phase reads of a source."""
+    """Documents of a source that a phase reads."""
 
     documents: Interval | None
     """The slice; None for all documents."""
@@ -265,7 +265,7 @@ class _Planner:
         return size, Duration(count=-(-(level + 1) * ramp.tokens // levels), unit="tokens")
 
     def _texts(self, phase: PhaseConfig, length: int, where: str) -> dict[str, _Text]:
-        """What a phase reads of each of its sources."""
+        """Documents that a phase reads, for each of its sources."""
         packed = (phase.packing or self._config.data.loader.packing) == "best_fit"
         names = phase.sources or (list(phase.weights) if isinstance(phase.weights, dict) else list(self._sources))
         if strange := sorted(phase.slices.keys() - set(names)):

@@ -60,7 +60,7 @@ class SourceState(Record):
 
     @property
     def text(self) -> tuple[int, Interval | None, int | None]:
-        """What is read in an epoch: tokens, slice and packs."""
+        """Contents of an epoch: tokens, slice and packs."""
         return self.tokens, self.documents, self.packs
 
     def epoch_samples(self, length: int) -> int:

@@ -152,7 +152,7 @@ class RunView:
         return make_objectives(self.config, self.journal, self.datasets)
 
     def shifts(self, segment: int, source: str) -> bool | None:
-        """Whether a sample's first token is an input only, see `targets_in`."""
+        """The `shifts` of samples of a source, see `targets_in`."""
         return None if self.instances[segment][source].packed else self.objectives[segment][source].shifts
 
     def arranged(self, segment: int, source: str, epoch: int, position: int, sample: int) -> Arranged:

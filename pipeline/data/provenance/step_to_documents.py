@@ -281,7 +281,7 @@ def where(
 
 
 def _costs(run: RunView, number: int, draws: Draws) -> IntArray | None:
-    """What ranks balance a step of packs by; None for windows."""
+    """Costs by which ranks balance a step of packs; None for windows."""
     if not run.journal.segments[number].packed:
         return None
     by_source = run.instances[number]

@@ -94,7 +94,7 @@ class PackRow(NamedTuple):
 
 
 class PackSizes(NamedTuple):
-    """What is known of packs without their tokens. R packs, C chunks of all of them, pack after pack."""
+    """Sizes of packs and of their chunks, without tokens. R packs, C chunks of all of them, pack after pack."""
 
     length: int
     """L."""
