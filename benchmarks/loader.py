@@ -100,8 +100,8 @@ def open_ours(folder: Path) -> Any:
     from pipeline.data.loading.objectives.causal import Causal
     from pipeline.data.order.blend import integer_weights, keyed_offset
     from pipeline.data.order.journal import Journal
+    from pipeline.data.order.packs import instances_of
     from pipeline.data.order.segments import Segment, SourceState
-    from pipeline.data.order.windows import windows_of
 
     datasets = {path.name: Dataset.open(path) for path in sorted(folder.iterdir())}
     weights = integer_weights(dict.fromkeys(datasets, 1))
@@ -111,7 +111,7 @@ def open_ours(folder: Path) -> Any:
     }
     segment = Segment(first_step=0, first_sample=0, batch_size=BATCH, sequence_length=LENGTH, sources=sources)
     journal = Journal(seed=1, segments=[segment])
-    instances = windows_of(journal, datasets)
+    instances = instances_of(journal, datasets)
     return Loader(journal, instances, Causal(), micro_batch_size=[BATCH], vocab_size=VOCABULARY)
 
 

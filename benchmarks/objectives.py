@@ -53,8 +53,8 @@ def open_loader(folder: Path, objective: Any, length: int, batch: int) -> Any:
     from pipeline.data.loading.loader import Loader
     from pipeline.data.order.blend import integer_weights, keyed_offset
     from pipeline.data.order.journal import Journal
+    from pipeline.data.order.packs import instances_of
     from pipeline.data.order.segments import Segment, SourceState
-    from pipeline.data.order.windows import windows_of
 
     dataset = Dataset.open(folder)
     source = SourceState(
@@ -64,7 +64,12 @@ def open_loader(folder: Path, objective: Any, length: int, batch: int) -> Any:
     journal = Journal(seed=1, segments=[segment])
     # A rank's share of the step; counts are of all of it.
     return Loader(
-        journal, windows_of(journal, {"s": dataset}), objective, dp_size=1, micro_batch_size=[8], vocab_size=VOCABULARY
+        journal,
+        instances_of(journal, {"s": dataset}),
+        objective,
+        dp_size=1,
+        micro_batch_size=[8],
+        vocab_size=VOCABULARY,
     )
 
 

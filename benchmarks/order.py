@@ -68,7 +68,7 @@ def measure(sources: int, position: int, segments: int, rounds: int) -> dict[str
 
     start = time.perf_counter()
     journal = journal_of(weights, segments)
-    sampler = Sampler(journal, [segment.windows for segment in journal.segments])
+    sampler = Sampler(journal)
     planned = time.perf_counter() - start
 
     far = position // BATCH_SIZE

@@ -21,6 +21,9 @@ from pydantic_core import CoreSchema
 from pipeline.config.base import AbsPath, Duration, Section, Share, Value
 from pipeline.config.objective import MixedObjectiveConfig
 
+Packing = Literal["windows", "best_fit"]
+"""Samples of training: pieces of one long text, or packs of documents."""
+
 _RANGE = re.compile(r"^([0-9][0-9_]*)(?:\s*-\s*([0-9][0-9_]*))?$")
 
 
@@ -113,6 +116,8 @@ class PhaseConfig(Section):
     """In place of train.micro_batch_size."""
     objective: MixedObjectiveConfig | None = None
     """In place of train.objective."""
+    packing: Packing | None = None
+    """In place of data.loader.packing."""
 
     @field_validator("weights", mode="before")
     @classmethod

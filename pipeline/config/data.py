@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
-from pipeline.config.blend import Slice
+from pipeline.config.blend import Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
 
 
@@ -142,7 +142,7 @@ class LoaderConfig(Section):
     """`pread` for file systems on which mapping files is slow or fails: errors can be retried there."""
     prefetch: int = Field(default=2, ge=1)
     """Steps that are read ahead; of small ones more."""
-    packing: Literal["windows", "best_fit"] = "windows"
+    packing: Packing = "windows"
     """Making of training samples out of documents. `windows`: each source is one text that is cut every
     sequence_length tokens, wherever documents end. `best_fit`: samples of whole documents, put together so that little
     is padding; only documents longer than sequence_length are cut. `pipeline preprocess` makes the packs."""

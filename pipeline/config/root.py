@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from pipeline.common.run_files import RunFiles
 from pipeline.config.base import Section
-from pipeline.config.blend import BlendConfig, StageConfig
+from pipeline.config.blend import BlendConfig, PhaseConfig, StageConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig, ServeConfig
 from pipeline.config.model import ModelConfig
@@ -145,6 +145,31 @@ class Config(Section):
                 raise ValueError(f"{key}: {name!r} is not one of data.sources ({', '.join(sources)})")
         return self
 
+    @model_validator(mode="after")
+    def _packs_fit(self) -> Config:
+        for number, (phase, packed) in enumerate(self._phases()):
+            if not packed:
+                continue
+            key = "train.objective" if phase.objective is None else f"blend.phases.{number}.objective"
+            packing = "data.loader.packing" if phase.packing is None else f"blend.phases.{number}.packing"
+            for objective in (phase.objective or self.train.objective).all:
+                if objective.type in ("spans", "ul2"):
+                    raise ValueError(
+                        f"{packing}: best_fit does not go with {key}.type: {objective.type}, whose encoder and decoder "
+                        f"have sizes of their own: set {packing}: windows"
+                    )
+                if objective.type == "masked" and not self.model.document_attention:
+                    raise ValueError(
+                        f"{packing}: best_fit with {key}.type: masked needs model.document_attention: true, since "
+                        f"tokens would see the padding of their pack: set it, or {packing}: windows"
+                    )
+        return self
+
+    def _phases(self) -> Iterator[tuple[PhaseConfig, bool]]:
+        """The phases, or one for a run without, each with whether its samples are packs."""
+        for phase in self.blend.phases or [PhaseConfig()]:
+            yield phase, (phase.packing or self.data.loader.packing) == "best_fit"
+
     def objectives(self) -> Iterator[tuple[str, ObjectiveConfig]]:
         """All objectives with the keys that they stand at."""
         places = [("train.objective", self.train.objective)]
@@ -189,11 +214,10 @@ class Config(Section):
 
     @property
     def pack_lengths(self) -> list[int]:
-        """Sequence lengths that packs are needed of, ascending; none with `data.loader.packing: windows`."""
-        if self.data.loader.packing == "windows":
-            return []
-        whole = self.train.sequence_length
-        return sorted({phase.sequence_length or whole for phase in self.blend.phases} or {whole})
+        """Sequence lengths that packs are needed of, ascending; none where all phases read windows."""
+        return sorted(
+            {phase.sequence_length or self.train.sequence_length for phase, packed in self._phases() if packed}
+        )
 
     @property
     def max_sequence_length(self) -> int:

@@ -99,9 +99,9 @@ def plan_run(
             )
         ]
         # Said before the plans are compared: what lies behind an end is not planned.
-        run_length.check_end(Sampler.of_windows(journal), checkpoint.step)
+        run_length.check_end(Sampler(journal), checkpoint.step)
         journal = journal.going_on(saved, checkpoint.step)
-    sampler = Sampler.of_windows(journal)
+    sampler = Sampler(journal)
     length = run_length.run_length(config, sampler)
     first = checkpoint.step if checkpoint else 0
     warnings += run_length.warnings(config, journal, sampler, length.steps, first)

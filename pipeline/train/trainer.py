@@ -381,6 +381,8 @@ class Trainer:
             "spikes": self._stepper.spikes,
             "faults": self._faults,
             "origin": self._origin,
+            # Of windows they follow from the journal.
+            "targets": self._loader.drawn_targets if self._plan.journal.order_version > 1 else None,
         }
         return {name: part for name, part in parts.items() if part is not None}
 

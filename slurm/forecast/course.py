@@ -142,7 +142,7 @@ def read_course(config: Config, spec: DecoderSpec | None) -> Course:
         journal, done = planned_journal(config, {source.name: Assumed(_PLENTY) for source in config.data.sources})
     else:
         journal, done = planned_journal(config, open_datasets(config, TRAIN))
-    length, done = run_length(config, Sampler.of_windows(journal)), done or 0
+    length, done = run_length(config, Sampler(journal)), done or 0
     flops = None
     if spec is not None:
         flops = max(0.0, flops_of(journal, spec, length.steps) - flops_of(journal, spec, done))

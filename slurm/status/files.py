@@ -151,7 +151,7 @@ class RunSnapshot:
         if not self.files.journal.exists():
             return counted
         return self.read(
-            RunFiles.journal, lambda: run_length(config, Sampler.of_windows(read_journal(self.run))).steps, counted
+            RunFiles.journal, lambda: run_length(config, Sampler(read_journal(self.run))).steps, counted
         )
 
     def rows(self, step: int | None) -> MetricRows:

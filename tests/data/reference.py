@@ -11,6 +11,8 @@ from fractions import Fraction
 
 import xxhash
 
+from tests.data.datasets.packing import made as packing
+
 UNIT = 2**32
 
 
@@ -44,6 +46,7 @@ class Phase:
     slices: dict[str, tuple[int, int]] = field(default_factory=dict)
     length: int = 8
     batch: int = 4
+    packed: bool = False
 
 
 @dataclass
@@ -106,7 +109,7 @@ def is_over(phase, step, tokens):
 def enumerate_run(run, steps):
     """All samples of the first `steps` steps; and, if the order ends before, (kind, index of the missing sample)."""
     standing = {name: Standing() for name in run.sources}
-    given = {}  # targets by source and slice
+    given = {}  # epochs by source and slice
     samples, step, index, tokens = [], 0, 0, 0
     phases = list(run.phases)
     while step < steps:
@@ -126,18 +129,24 @@ def enumerate_run(run, steps):
         size = batch_size(run, phase, tokens)
 
         heap, offsets, caps, counts = [], {}, {}, dict.fromkeys(texts, 0)
-        windows = {name: texts[name][1] // phase.length for name in texts}
-        for name, (documents, total) in texts.items():
+        count, share = {}, {}  # samples of an epoch, and how much of an epoch one of them is
+        for name, ((first, end), total) in texts.items():
+            count[name], share[name] = total // phase.length, Fraction(phase.length, total)
+            if phase.packed:
+                packs = packing.reference(run.sources[name].lengths, phase.length, 10_000, first, end)
+                count[name], share[name] = len(packs), Fraction(1, len(packs))
+        for name, (documents, _) in texts.items():
             source, here = run.sources[name], standing[name]
-            if here.text is not None and here.text != (documents, phase.length):
+            text = (documents, phase.length, phase.packed)
+            if here.text is not None and here.text != text:
                 here.lap += 1 if here.cursor else 0
                 here.cursor = 0
-            here.text = (documents, phase.length)
+            here.text = text
             offsets[name] = key("offset", run.seed, name) % UNIT if here.offset is None else here.offset
             caps[name] = None
             if source.max_epochs is not None and source.on_exhausted != "repeat":
-                budget = int(Fraction(str(source.max_epochs)) * total) - given.get((name, documents), 0)
-                caps[name] = budget // phase.length
+                left = Fraction(str(source.max_epochs)) - given.get((name, documents), 0)
+                caps[name] = left // share[name]
             if caps[name] is None or caps[name] > 0 or source.on_exhausted == "stop":
                 heapq.heappush(heap, (Fraction(offsets[name], weights[name]), name))
 
@@ -152,7 +161,7 @@ def enumerate_run(run, steps):
                 if stops and counts[name] == caps[name]:
                     return samples, ("stop", index + len(drawn))
                 place = standing[name].cursor + counts[name]
-                lap, position = standing[name].lap + place // windows[name], place % windows[name]
+                lap, position = standing[name].lap + place // count[name], place % count[name]
                 drawn.append(Sample(step, index + len(drawn), name, lap, position, first_of_segment))
                 first_of_segment = False
                 counts[name] += 1
@@ -170,12 +179,12 @@ def enumerate_run(run, steps):
         for name, (documents, _) in texts.items():
             here = standing[name]
             place = here.cursor + counts[name]
-            here.lap, here.cursor = here.lap + place // windows[name], place % windows[name]
+            here.lap, here.cursor = here.lap + place // count[name], place % count[name]
             here.offset = None
             if name not in exhausted:
                 here.offset = counts[name] * UNIT + offsets[name] - time * weights[name]
                 assert here.offset >= 0
-            given[name, documents] = given.get((name, documents), 0) + counts[name] * phase.length
+            given[name, documents] = given.get((name, documents), 0) + counts[name] * share[name]
         if is_over(phase, step, tokens):
             phases.pop(0)
     return samples, None

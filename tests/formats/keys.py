@@ -92,7 +92,10 @@ _NAMES = {
     "run: journal.json": ("segments[].sources",),
     "run: summary.json": ("seconds",),
     "checkpoint: COMMIT": ("files",),
-    "checkpoint: state.json": ("fingerprints.data", "journal.segments[].sources", "origin.journal.segments[].sources"),
+    "checkpoint: state.json": (
+        *("fingerprints.data", "journal.segments[].sources", "origin.journal.segments[].sources"),
+        "targets.by_source",
+    ),
     "eval: step.json": ("sources", "made_with.data"),
     "eval: tasks.json": ("tasks",),
     "export: index.json": ("weight_map",),
@@ -102,7 +105,7 @@ _NAMES = {
     "sweep: sweep.json": ("members", "members.*.values"),
     "--json: checkpoint-show": (
         *("state.fingerprints.data", "state.journal.segments[].sources", "state.origin.journal.segments[].sources"),
-        *("tensors", "tensors.*"),
+        *("state.targets.by_source", "tensors", "tensors.*"),
     ),
     "--json: data-plan": ("sources[].weights", "sources[].shares"),
     "--json: sweep-table": ("members[].values",),

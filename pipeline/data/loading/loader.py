@@ -23,17 +23,21 @@ from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.validate import check_tokenizers
 from pipeline.data.loading.ahead import ahead_weight, valid_ahead
+from pipeline.data.loading.arranged_packs import arranged_pack, outside_of_vocabulary
 from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
-from pipeline.data.loading.objectives.base import Objective
+from pipeline.data.loading.drawn_targets import DrawnTargets
+from pipeline.data.loading.objectives.base import Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
+from pipeline.data.loading.pack_reader import PackReader
 from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.loading.skip_masks import Masks, Ranges, arranged_window, without
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located, Lookup, RankSamples
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import micro_batch_size, plan_journal
 from pipeline.data.order.sampler import Sampler
-from pipeline.data.order.windows import Instances, windows_of
+from pipeline.data.order.windows import Instances
 
 _MAX_POSITIONS = 2**31 - 1
 """Positions of a micro-batch at most: `Batch.starts` is int32."""
@@ -53,6 +57,8 @@ class Loader:
         prefetch: Steps that `iterate` reads ahead.
         device: Where batches will go. For a GPU, `iterate` gives them in page-locked memory.
         ahead: Depths of multi-token prediction: tokens behind each instance that batches have as targets.
+        end_of_document: Token id before the first token of a document in a pack.
+        balanced: Whether packs go to ranks by the work of attention within documents.
     """
 
     def __init__(
@@ -68,6 +74,8 @@ class Loader:
         prefetch: int = 2,
         device: torch.device | None = None,
         ahead: int = 0,
+        end_of_document: int = 0,
+        balanced: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size and min(micro_batch_size) >= 1
         assert len(micro_batch_size) == len(instances) == len(journal.segments)
@@ -90,14 +98,28 @@ class Loader:
             RankSamples(segment.batch_size, micro, dp_rank, dp_size)
             for segment, micro in zip(journal.segments, micro_batch_size, strict=True)
         ]
-        self._sampler = Sampler(journal, [{name: i.count for name, i in by_name.items()} for by_name in instances])
+        self._sampler = Sampler(journal)
         self._ahead = ahead
+        self._end_of_document = end_of_document
         # By segment, whether as many targets count in each window; else they are counted, in the global batch.
         self._fixed = [
             all(one.fixed_valid(segment.sequence_length) is not None for one in by_name.values())
             for by_name, segment in zip(objectives, journal.segments, strict=True)
         ]
         everything = ahead > 0 or not all(self._fixed)
+        self._packs = PackReader(
+            journal,
+            self._sampler,
+            instances,
+            objectives,
+            shapes=self._shapes,
+            rank_samples=self._rank_samples,
+            end_of_document=end_of_document,
+            vocab_size=vocab_size,
+            balanced=balanced,
+            ahead=ahead,
+        )
+        self.drawn_targets = DrawnTargets(journal, self._sampler, self._packs.targets)
         self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=everything, ahead=ahead)
         self._masks = Masks(journal, instances, objectives)
         # By segment and index in `names`; a source that the segment does not have is None.
@@ -127,8 +149,11 @@ class Loader:
         return read_ahead(read, first, last, self._prefetch)
 
     def tokens_by_source(self, step: int) -> dict[str, int]:
-        """Targets drawn from each source by all steps before `step`, masked ones included; in closed form."""
-        return self._sampler.targets(step)
+        """Targets drawn from each source by all steps before `step`, masked ones included.
+
+        In closed form for windows; packs are counted from the last step on that was asked for.
+        """
+        return self.drawn_targets.before(step)
 
     def epochs_by_source(self, step: int) -> dict[str, float]:
         """`tokens_by_source` over each source's tokens: those of the slices that it has been read from so far."""
@@ -136,14 +161,14 @@ class Loader:
         for segment, _ in self.journal.drawn(step):
             for name, state in segment.sources.items():
                 tokens[name][state.documents] = state.tokens
-        drawn = self._sampler.targets(step)
+        drawn = self.tokens_by_source(step)
         return {name: drawn[name] / max(1, sum(tokens[name].values())) for name in self.names}
 
     def describe(self, step: int) -> list[dict[str, Any]]:
         """The step's samples as JSON: global index, source, epoch, position, and the pieces of documents in it.
 
         Where the objective chooses what is predicted, also `predicted`: these tokens [first, end) of the window's
-        L + 1, numbered from 0, skips left aside.
+        L + 1, numbered from 0, or of the pack's L targets, numbered from 1; skips left aside.
         """
         draws = self._sampler.step(step)
         number = self.journal.segment_number(step)
@@ -167,13 +192,25 @@ class Loader:
         objective = self._objectives[number][name]
         if not objective.chooses:
             return {}
-        arranged = arranged_window(objective, self._instances[number][name], epoch, position, self.journal.seed, index)
+        instances, seed = self._instances[number][name], self.journal.seed
+        if instances.packed:
+            length = self.journal.segments[number].sequence_length
+            key = sample_key(seed, index)
+            arranged = arranged_pack(
+                objective, instances, epoch, position, length=length, end_of_document=self._end_of_document, key=key
+            )
+        else:
+            arranged = arranged_window(objective, instances, epoch, position, seed, index)
         return {"predicted": arranged.predicted_tokens}
 
     def _read(self, step: int, last: int | None) -> StepData:
         """The step's data. Steps from `last` on will not be asked for."""
         number = self.journal.segment_number(step)
         length = self.journal.segments[number].sequence_length
+        if self.journal.segments[number].packed:
+            data = self._packs.read(step)
+            self.drawn_targets.note(step, data.tokens_by_source)
+            return data
         located = self._lookup.step(step, last)
         if located is None:
             return self._skipped(step, length)
@@ -324,11 +361,8 @@ class Loader:
         instances = self._instances[self.journal.segment_number(step)][name]
         spans = instances.at(int(draws.epoch[sample]), int(draws.position[sample]), self._ahead)
         document = spans[bisect_right([*accumulate(span.length for span in spans)], column)].document
-        return UserError(
-            f"source {name!r}: document {document} of {instances.folder} has token id {int(raw[row, column])}, but the "
-            f"model's vocabulary has only {self._vocab_size} ids: the dataset is damaged or was made with another "
-            "tokenizer; check it with `pipeline data verify`, and make it again"
-        )
+        assert self._vocab_size is not None
+        return outside_of_vocabulary(name, document, instances, int(raw[row, column]), self._vocab_size)
 
 
 def _targets(tokens: Ranges) -> Ranges:
@@ -378,7 +412,7 @@ def open_loader(
             )
     return Loader(
         journal,
-        windows_of(journal, datasets),
+        instances_of(journal, datasets),
         make_objectives(config, journal, datasets),
         dp_rank=dp_rank,
         dp_size=dp_size,
@@ -387,4 +421,6 @@ def open_loader(
         prefetch=config.data.loader.prefetch,
         device=device,
         ahead=0 if config.model.mtp is None else config.model.mtp.depth,
+        end_of_document=tokenizer.end_of_document,
+        balanced=config.model.document_attention,
     )

@@ -11,7 +11,7 @@ from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.segments import Skip
-from pipeline.data.order.windows import Instances, begins_of, distinct_starts
+from pipeline.data.order.windows import Instances, Windows, begins_of, distinct_starts
 
 Ranges = list[tuple[int, int]]
 """[first, end) each."""
@@ -127,7 +127,9 @@ class Masks:
             ids = np.zeros(length + 1, np.int64)
             if objective.reads:
                 name = self._journal.names[int(located.sources[row])]
-                self._instances[number][name].fill(int(located.places[row]), ids)
+                instances = self._instances[number][name]
+                assert isinstance(instances, Windows)
+                instances.fill(int(located.places[row]), ids)
         return objective.arrange(ids, located.begins_of(row, length + 1), self.key(located, row))
 
     def _of_source(self, number: int, source: int) -> Objective:
@@ -145,6 +147,7 @@ class Masks:
         if not skip.documents:
             return whole
         instances = self._instances[number][name]
+        assert isinstance(instances, Windows)
         if (number, id(skip)) not in self._ranges:
             self._ranges[number, id(skip)] = instances.ranges_of(skip.documents)
         # The targets of the window that begins a token earlier are this one's tokens.
@@ -164,6 +167,7 @@ def arranged_window(
         seed: Of the run.
         index: Global index of the sample.
     """
+    assert isinstance(instances, Windows)
     place = instances.places(np.array([epoch]), np.array([position]))
     pieces = instances.pieces(place)
     size = int(pieces.column[-1] + pieces.length[-1])

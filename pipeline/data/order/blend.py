@@ -38,7 +38,7 @@ def tempered(weights: Mapping[str, float], temperature: float) -> dict[str, Frac
         weights: Positive numbers by source.
         temperature: Above 0. More than 1 evens shares out, less than 1 sharpens them.
     """
-    exact = {name: _exact(weight) for name, weight in weights.items()}
+    exact = {name: exact_number(weight) for name, weight in weights.items()}
     if temperature == 1:
         return exact
     # A power below 1e-999 is 0: such a share is refused, whatever it is exactly.
@@ -64,7 +64,7 @@ def integer_weights(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
     Raises:
         UserError: A source's share of the whole is too small to get an integer.
     """
-    exact = {name: _exact(weight) for name, weight in sorted(weights.items())}
+    exact = {name: exact_number(weight) for name, weight in sorted(weights.items())}
     total = sum(exact.values())
     if total <= 0 or min(exact.values()) < 0:
         raise UserError(f"weights of the sources must be positive numbers, got {dict(weights)}")
@@ -82,12 +82,8 @@ def integer_weights(weights: Mapping[str, float | Fraction]) -> dict[str, int]:
     return result
 
 
-def tokens_of_epochs(epochs: float, tokens: int) -> int:
-    """Whole tokens of a number of epochs; 0.1 means one tenth."""
-    return int(_exact(epochs) * tokens)
-
-
-def _exact(weight: float | Fraction) -> Fraction:
+def exact_number(weight: float | Fraction) -> Fraction:
+    """A number of the run file as a fraction: 0.1 means one tenth."""
     return Fraction(repr(weight)) if isinstance(weight, float) else Fraction(weight)
 
 

@@ -2,7 +2,8 @@
 
 The targets of an epoch are a circular interval of the source's tokens, cut into windows, and a partial epoch has drawn
 those at the first positions of its permutation. So what was seen is known from the epochs, without going through the
-steps.
+steps. An epoch of packs has every token once; how many the packs of a partial epoch have is known from their files
+alone, so here it is their share of the epoch.
 `docs/sampler.md` has the mathematics of windows and epochs.
 """
 
@@ -26,7 +27,10 @@ Documents = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class SliceAccount:
-    """Consumption of one slice of a source. Tokens are targets; masked ones and those of skipped steps count."""
+    """Consumption of one slice of a source. Tokens are targets; masked ones and those of skipped steps count.
+
+    Of packs, those of a partial epoch are its share of the tokens.
+    """
 
     documents: Documents
     """The slice."""
@@ -34,20 +38,23 @@ class SliceAccount:
     """Tokens of the slice."""
     drawn: int
     """Tokens drawn."""
+    slots: int
+    """L for each sample drawn: the tokens of windows, and of packs a few more, for their padding."""
     lap: int
-    """The epoch that the next window is in."""
+    """The epoch that the next sample is in."""
     lap_share: float
-    """Share of that epoch's windows that were drawn."""
+    """Share of that epoch's samples that were drawn."""
     unique: int
     """Tokens that were drawn at least once."""
     exact: bool
-    """True if `unique` is exact. With several partial epochs and no complete one it is the expected value."""
+    """True if `unique` is exact. With several partial epochs and no complete one it is the expected value, and with
+    partial epochs of packs close to it."""
     unseen: int
-    """Tokens not drawn in epochs that ended early, because the sequence length or the slice changed."""
+    """Tokens not drawn in epochs that ended early, because the sequence length, the slice or the packing changed."""
     remaining: int | None
-    """Tokens in whole windows until `max_epochs`; None without a limit."""
+    """Tokens in whole samples until `max_epochs`; None without a limit."""
     exhausted: int | None
-    """Segment with the last window that `max_epochs` allows; None if there are more, or were none at all."""
+    """Segment with the last sample that `max_epochs` allows; None if there are more, or were none at all."""
 
     @property
     def epochs(self) -> float:
@@ -73,6 +80,11 @@ class Account:
     def drawn(self) -> int:
         """Tokens drawn."""
         return sum(each.drawn for each in self.slices)
+
+    @property
+    def slots(self) -> int:
+        """L for each sample drawn."""
+        return sum(each.slots for each in self.slices)
 
     @property
     def epochs(self) -> float:
@@ -103,41 +115,55 @@ class SliceStretch:
     """State of the source where the stretch begins."""
     length: int
     """Sequence length."""
-    windows: int = 0
-    """Windows drawn, from the first position of the first epoch on."""
+    samples: int = 0
+    """Windows or packs drawn, from the first position of the first epoch on."""
     closed: int | None = None
     """The segment that ended the last epoch early."""
     limit: int | None = None
-    """Windows that its last segment can still give; None for no limit."""
+    """Samples that its last segment can still give; None for no limit."""
     exhausted: int | None = None
-    """The segment with the last window that `max_epochs` allows."""
+    """The segment with the last sample that `max_epochs` allows."""
     first_epoch: int = field(init=False)
-    epoch_windows: int = field(init=False)
-    """Windows of an epoch."""
+    epoch_samples: int = field(init=False)
+    """Samples of an epoch."""
 
     def __post_init__(self) -> None:
         assert self.state.cursor == 0, "a stretch begins with a lap"
         self.first_epoch = self.state.lap
-        self.epoch_windows = self.state.tokens // self.length
+        self.epoch_samples = self.state.epoch_samples(self.length)
+
+    @property
+    def packed(self) -> bool:
+        """True if samples are packs."""
+        return self.state.packs is not None
 
     @property
     def full(self) -> int:
         """Complete epochs."""
-        return self.windows // self.epoch_windows
+        return self.samples // self.epoch_samples
 
     @property
     def rest(self) -> int:
-        """Windows drawn of the epoch after them."""
-        return self.windows % self.epoch_windows
+        """Samples drawn of the epoch after them."""
+        return self.samples % self.epoch_samples
+
+    def targets(self, samples: int) -> int:
+        """Tokens of some samples from the beginning of an epoch on."""
+        if not self.packed:
+            return samples * self.length
+        epochs, rest = divmod(samples, self.epoch_samples)
+        return epochs * self.state.tokens + rest * self.state.tokens // self.epoch_samples
 
     @property
     def unseen(self) -> int:
         """Tokens not drawn in the epoch that ended early."""
-        return (self.epoch_windows - self.rest) * self.length if self.closed is not None and self.rest else 0
+        if self.closed is None or not self.rest:
+            return 0
+        return self.targets(self.epoch_samples) - self.targets(self.rest)
 
     def is_continued_by(self, state: SourceState, length: int) -> bool:
         """True if a later segment of the source continues this stretch."""
-        return (state.documents, state.tokens, length) == (self.state.documents, self.state.tokens, self.length)
+        return (state.text, length) == (self.state.text, self.length)
 
 
 def accounts(sampler: Sampler, step: int) -> dict[str, Account]:
@@ -181,7 +207,7 @@ def stretches_of(journal: Journal, step: int) -> dict[str, list[SliceStretch]]:
                     row[-1].closed = number
                 stretch = SliceStretch(state, length)
                 row.append(stretch)
-            stretch.windows += counts[name]
+            stretch.samples += counts[name]
             stretch.limit = None if state.cap is None else state.cap - counts[name]
             if state.cap and stretch.limit == 0:
                 stretch.exhausted = number
@@ -202,13 +228,14 @@ def _account(seed: int, name: str, stretches: list[SliceStretch]) -> SliceAccoun
     return SliceAccount(
         documents=last.state.documents,
         tokens=last.state.tokens,
-        drawn=sum(stretch.windows * stretch.length for stretch in stretches),
+        drawn=sum(stretch.targets(stretch.samples) for stretch in stretches),
+        slots=sum(stretch.samples * stretch.length for stretch in stretches),
         lap=last.first_epoch + last.full,
-        lap_share=last.rest / last.epoch_windows,
+        lap_share=last.rest / last.epoch_samples,
         unique=unique,
         exact=exact,
         unseen=sum(stretch.unseen for stretch in stretches),
-        remaining=None if last.limit is None else last.limit * last.length,
+        remaining=None if last.limit is None else last.targets(last.limit),
         exhausted=next((stretch.exhausted for stretch in stretches if stretch.exhausted is not None), None),
     )
 
@@ -218,20 +245,23 @@ def _unique(seed: int, name: str, stretches: list[SliceStretch]) -> tuple[int, b
     tokens = stretches[0].state.tokens
     complete = [stretch for stretch in stretches if stretch.full]
     partial = [stretch for stretch in stretches if stretch.rest]
+    if any(stretch.packed for stretch in complete):
+        return tokens, True
     if complete:
         # Fewer tokens than a window has are left to be looked at, one by one.
         unseen = _left_by_epochs(seed, name, complete[0])
         for stretch in complete[1:]:
             unseen = np.intersect1d(unseen, _left_by_epochs(seed, name, stretch), assume_unique=True)
         for stretch in partial:
-            unseen = unseen[~_seen_in_last_epoch(seed, name, stretch, unseen)]
-        return tokens - unseen.size, True
+            if not stretch.packed:
+                unseen = unseen[~_seen_in_last_epoch(seed, name, stretch, unseen)]
+        return tokens - unseen.size, not (unseen.size and any(stretch.packed for stretch in partial))
     if len(partial) <= 1:
-        return sum(stretch.rest * stretch.length for stretch in partial), True
-    # Each epoch has drawn its windows independently of the others.
+        return sum(stretch.targets(stretch.rest) for stretch in partial), not any(stretch.packed for stretch in partial)
+    # Each epoch has drawn its samples independently of the others.
     missed = 1.0
     for stretch in partial:
-        missed *= 1 - stretch.rest * stretch.length / tokens
+        missed *= 1 - stretch.targets(stretch.rest) / tokens
     return round(tokens * (1 - missed)), False
 
 
@@ -254,9 +284,9 @@ def _seen_in_last_epoch(seed: int, name: str, stretch: SliceStretch, tokens: Int
     """Mask of those of the tokens that were targets in the partial epoch at the end of the stretch."""
     epoch = stretch.first_epoch + stretch.full
     window = (tokens - epoch_phase(seed, name, epoch, stretch.length) - 1) % stretch.state.tokens // stretch.length
-    inside = window < stretch.epoch_windows
+    inside = window < stretch.epoch_samples
     numbers, inverse = np.unique(window[inside], return_inverse=True)
-    permutation = epoch_permutation(seed, name, epoch, stretch.epoch_windows)
+    permutation = epoch_permutation(seed, name, epoch, stretch.epoch_samples)
     seen = np.zeros(tokens.size, bool)
     seen[inside] = (permutation.inverse(numbers) < stretch.rest)[inverse]
     return seen

@@ -8,6 +8,7 @@ journal does not know how long the run is. What decided the steps that a run has
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
@@ -26,8 +27,9 @@ class Journal(Record):
     Look-ups are cached in the object, so change a journal by making another one, not by `model_copy`.
     """
 
-    order_version: Literal[1] = 1
-    """Version of the mathematics in `docs/sampler.md`."""
+    order_version: Literal[1, 2] = 1
+    """Version of the mathematics in `docs/sampler.md`: 2 where a segment has packs, so that a program that does not
+    know them refuses the journal."""
     seed: int = Field(ge=0)
     """Seed of offsets, permutations and phases."""
     segments: list[Segment] = Field(min_length=1)
@@ -45,6 +47,8 @@ class Journal(Record):
             steps = two.first_step - one.first_step
             if steps < 1 or two.first_sample != one.first_sample + steps * one.batch_size:
                 raise ValueError(f"the segment at step {two.first_step} does not start where the one before it ends")
+        if self.order_version != version_of(self.segments):
+            raise ValueError(f"order_version is {self.order_version}, but that of its segments is not")
         return self
 
     def to_json(self) -> dict[str, Any]:
@@ -56,6 +60,9 @@ class Journal(Record):
         for skip in value["skips"]:
             if not skip["fault"]:
                 del skip["fault"]
+        for state in (state for segment in value["segments"] for state in segment["sources"].values()):
+            if state["packs"] is None:
+                del state["packs"]
         return value
 
     @classmethod
@@ -95,7 +102,7 @@ class Journal(Record):
 
     @cached_property
     def _first_tokens(self) -> list[int]:
-        """Targets drawn before each segment."""
+        """Slots drawn before each segment."""
         samples = self._first_samples
         drawn = [(b - a) * s.sequence_length for a, b, s in zip(samples, samples[1:], self.segments, strict=False)]
         return list(accumulate(drawn, initial=0))
@@ -112,7 +119,10 @@ class Journal(Record):
         return range(first, first + segment.batch_size)
 
     def tokens(self, step: int) -> int:
-        """Targets drawn by all steps before `step`, masked and skipped ones included."""
+        """Slots drawn by all steps before `step`, L per sample; masked and skipped ones included.
+
+        Of windows these are the targets. Packs have a few less, which are known from their files alone.
+        """
         number = self.segment_number(step)
         segment = self.segments[number]
         samples = (step - segment.first_step) * segment.batch_size
@@ -125,7 +135,7 @@ class Journal(Record):
         return segment.first_step + (sample - segment.first_sample) // segment.batch_size
 
     def step_at(self, tokens: int) -> int:
-        """The first step boundary at or after a number of targets: the smallest step s with tokens(s) >= tokens."""
+        """The first step boundary at or after a number of slots: the smallest step s with tokens(s) >= tokens."""
         if tokens <= 0:
             return 0
         number = bisect_left(self._first_tokens, tokens) - 1
@@ -241,10 +251,19 @@ class Journal(Record):
 
     def forked(self, step: int) -> Journal:
         """This plan as the past of a new run, which plans what follows the first `step` steps itself."""
-        return Journal(seed=self.seed, segments=self.segments, skips=self.skips, fork_step=step)
+        return self._with(self.skips, step)
 
     def _with_skips(self, skips: tuple[Skip, ...]) -> Journal:
-        return Journal(seed=self.seed, segments=self.segments, skips=skips, fork_step=self.fork_step)
+        return self._with(skips, self.fork_step)
+
+    def _with(self, skips: tuple[Skip, ...], fork_step: int) -> Journal:
+        return Journal(
+            order_version=self.order_version,
+            seed=self.seed,
+            segments=self.segments,
+            skips=skips,
+            fork_step=fork_step,
+        )
 
     def going_on(self, saved: Journal, step: int) -> Journal:
         """This plan, made now, as the continuation of a run that has made `step` steps.
@@ -283,6 +302,11 @@ class Journal(Record):
             if old.first_step < step
         ]
         return (*ended, *now, *faults)
+
+
+def version_of(segments: Sequence[Segment]) -> Literal[1, 2]:
+    """The `order_version` of a journal of these segments."""
+    return 2 if any(segment.packed for segment in segments) else 1
 
 
 def _contains(interval: Interval | None, number: int) -> bool:

@@ -38,9 +38,9 @@ def changed_past(saved: Past, now: Past, step: int) -> str:
             other = middle
     old, new = saved.seen(other), now.seen(other)
     differences, advice = _differences(old, new, step)
-    alone = all(difference.startswith(("batch size ", "sequence length ")) for difference in differences)
-    if alone and len(saved.segments) == len(now.segments) == 1:
-        advice = _phases(saved.segments[0], now.segments[0], step)
+    keys = [key for name, key in _KEYS.items() if any(difference.startswith(name) for difference in differences)]
+    if len(keys) == len(differences) and len(saved.segments) == len(now.segments) == 1:
+        advice = _phases(saved.segments[0], now.segments[0], keys, step)
     return (
         f"the run file now gives other data than the run was trained on, from step {other} of the {step} that are done "
         f"(sample {saved.samples(same).start:,}, after {saved.tokens(same):,} tokens): {'; '.join(differences)}. "
@@ -61,6 +61,9 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
         )
         if a != b
     ]
+    kinds = [stretch.packing for stretch in (one, two)]
+    if kinds[0] != kinds[1]:
+        found.append(f"data.loader.packing {kinds[0]} -> {kinds[1]}")
     found += [f"source {name!r} is no longer there" for name in sorted(one.sources.keys() - two.sources.keys())]
     found += [f"source {name!r} is new" for name in sorted(two.sources.keys() - one.sources.keys())]
     limits = []
@@ -72,6 +75,8 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
             found.append(f"documents of {name!r} {_slice(a.documents)} -> {_slice(b.documents)}")
         elif a.tokens != b.tokens:
             found.append(f"source {name!r} has {a.tokens:,} -> {b.tokens:,} tokens")
+        elif None not in (a.packs, b.packs) and a.packs != b.packs:
+            found.append(f"source {name!r} has {a.packs:,} -> {b.packs:,} packs")
         if a.cap != b.cap:
             limits.append(f"source {name!r} reached its max_epochs {_after(a.cap)} then and {_after(b.cap)} now")
     if found:
@@ -96,10 +101,13 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
     return ["the positions in its sources"], advice
 
 
-def _phases(one: Segment, two: Segment, step: int) -> str:
-    """Advice for a run without phases and ramp: the phases to write for another batch size or sequence length."""
-    keys = [key for key in ("batch_size", "sequence_length") if getattr(one, key) != getattr(two, key)]
-    before = " and ".join(f"train.{key}={getattr(one, key)}" for key in keys)
+_KEYS = {"batch size ": "batch_size", "sequence length ": "sequence_length", "data.loader.packing ": "packing"}
+"""By the beginning of a difference the key of a phase that makes it."""
+
+
+def _phases(one: Segment, two: Segment, keys: list[str], step: int) -> str:
+    """Advice for a run without phases and ramp: the phases to write for another length, batch size or packing."""
+    before = " and ".join(f"{'data.loader' if key == 'packing' else 'train'}.{key}={getattr(one, key)}" for key in keys)
     after = ", ".join(f"{key}: {getattr(two, key)}" for key in keys)
     return (
         f"The data of steps that are done cannot change. To change later steps, leave {before} and, in a run file "

@@ -20,7 +20,7 @@ from pipeline.data.datasets.dataset import Pieces
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.sampler import Sampler
-from pipeline.data.order.windows import Instances, begins_of, distinct_starts
+from pipeline.data.order.windows import Instances, Windows, begins_of, distinct_starts
 
 _WINDOWS = 4096
 """Samples of a group at most, or one step."""
@@ -44,6 +44,7 @@ class RankSamples:
     def __init__(self, batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> None:
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
+        self.rank, self.ranks = rank, ranks
         padded = -(-batch_size // (micro_batch_size * ranks)) * micro_batch_size * ranks
         firsts = range(rank * micro_batch_size, padded, micro_batch_size * ranks)
         self.micro_batches = [range(min(i, batch_size), min(i + micro_batch_size, batch_size)) for i in firsts]
@@ -284,6 +285,7 @@ class Lookup:
         for index, (low, high) in zip(names.tolist(), pairwise([*firsts.tolist(), len(source)]), strict=True):
             chosen = by_source[low:high]
             instances = self._instances[number][self._journal.names[index]]
+            assert isinstance(instances, Windows)
             places[chosen] = of_source = instances.places(epoch[chosen], position[chosen])
             pieces = instances.pieces(of_source, self._ahead)
             row, column = begins_of(pieces, *instances.starts_in(pieces))

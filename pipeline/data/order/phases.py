@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import percent
@@ -11,8 +14,8 @@ from pipeline.config import Config
 from pipeline.config.base import Duration
 from pipeline.config.blend import Bound, PhaseConfig
 from pipeline.config.data import SourceConfig
-from pipeline.data.order.blend import integer_weights, keyed_offset, tempered, tokens_of_epochs
-from pipeline.data.order.journal import Journal
+from pipeline.data.order.blend import exact_number, integer_weights, keyed_offset, tempered
+from pipeline.data.order.journal import Journal, version_of
 from pipeline.data.order.segments import Interval, Segment, Sized, Skip, SourceState
 
 
@@ -47,7 +50,13 @@ def plan_journal(config: Config, datasets: Mapping[str, Sized], saved: Journal |
     begun = saved is not None and any(segment.first_step == fork_step for segment in saved.segments)
     if past and not begun and _goes_on(segments[past - 1], segments[past]):
         del segments[past]
-    return Journal(seed=config.run.seed, segments=segments, skips=_skips(config, datasets), fork_step=fork_step)
+    return Journal(
+        order_version=version_of(segments),
+        seed=config.run.seed,
+        segments=segments,
+        skips=_skips(config, datasets),
+        fork_step=fork_step,
+    )
 
 
 def phase_at(config: Config, journal: Journal, step: int) -> int:
@@ -156,8 +165,8 @@ def _goes_on(one: Segment, two: Segment) -> bool:
         return False
     counts = dict(zip(one.sources, one.order().counts(samples), strict=True))
     return one.sources.keys() == two.sources.keys() and all(
-        (old.tokens, old.documents, old.weight, old.stops, old.cap if old.cap is None else old.cap - counts[name])
-        == (new.tokens, new.documents, new.weight, new.stops, new.cap)
+        (old.text, old.weight, old.stops, None if old.cap is None else old.cap - counts[name])
+        == (new.text, new.weight, new.stops, new.cap)
         for name, old in one.sources.items()
         for new in [two.sources[name]]
     )
@@ -171,8 +180,18 @@ class _Standing:
     """Carried over; None before its first sample, and when it is exhausted."""
     epoch: int = 0
     cursor: int = 0
-    text: tuple[Interval | None, int] | None = None
-    """Slice and sequence length of its epoch; None before its first one."""
+    text: tuple[Interval | None, int, bool] | None = None
+    """Slice, sequence length and whether samples are packs, of its epoch; None before its first one."""
+
+
+class _Text(NamedTuple):
+    """Documents of a source that a phase reads."""
+
+    documents: Interval | None
+    """The slice; None for all documents."""
+    tokens: int
+    packs: int | None
+    """None for windows."""
 
 
 class _Planner:
@@ -183,7 +202,7 @@ class _Planner:
         self._datasets = datasets
         self._sources = {source.name: source for source in config.data.sources}
         self._standing = {name: _Standing() for name in self._sources}
-        self._drawn: dict[tuple[str, Interval | None], int] = {}  # targets by source and slice
+        self._drawn: dict[tuple[str, Interval | None], Fraction] = {}  # epochs by source and slice
         self._step = self._sample = self._tokens = 0
         self.segments: list[Segment] = []
 
@@ -193,7 +212,7 @@ class _Planner:
             self.segments.append(segment)
             for name, state in segment.sources.items():
                 standing = self._standing[name]
-                standing.text = state.documents, segment.sequence_length
+                standing.text = state.documents, segment.sequence_length, segment.packed
                 standing.epoch, standing.cursor = state.lap, state.cursor
             closed = self._close(segment, samples // segment.batch_size)
             assert closed, f"the parent of this run ended before step {step}"
@@ -215,7 +234,7 @@ class _Planner:
                 "or leave the phase out"
             )
         texts = self._texts(phase, length, where)
-        weights = self._weights(phase, {name: tokens for name, (_, tokens) in texts.items()}, where)
+        weights = self._weights(phase, {name: text.tokens for name, text in texts.items()}, where)
         while True:
             size, rise = self._batch_size(phase)
             ends = [self._steps_until(end, size * length) for end in (phase.until, rise) if end is not None]
@@ -245,8 +264,9 @@ class _Planner:
             return full, None
         return size, Duration(count=-(-(level + 1) * ramp.tokens // levels), unit="tokens")
 
-    def _texts(self, phase: PhaseConfig, length: int, where: str) -> dict[str, tuple[Interval | None, int]]:
-        """Slice and tokens of each source of a phase."""
+    def _texts(self, phase: PhaseConfig, length: int, where: str) -> dict[str, _Text]:
+        """Documents that a phase reads, for each of its sources."""
+        packed = (phase.packing or self._config.data.loader.packing) == "best_fit"
         names = phase.sources or (list(phase.weights) if isinstance(phase.weights, dict) else list(self._sources))
         if strange := sorted(phase.slices.keys() - set(names)):
             raise UserError(f"{where}: slices: source {strange[0]!r} is not in the phase ({', '.join(names)})")
@@ -259,14 +279,14 @@ class _Planner:
             documents, tokens = None, dataset.tokens
             if bounds is not None:
                 documents, tokens = _slice(name, bounds, dataset, key)
-            if tokens < length:
+            if tokens < (1 if packed else length):
                 text = f"its slice [{bounds[0]}, {bounds[1]}] ({key}) has" if bounds is not None else "it has"
                 raise UserError(
                     f"source {name!r} is too short for one window of sequence_length {length:,} in {where}: {text} "
                     f"{tokens:,} tokens to train on. Lower the sequence_length, give the source more documents, or "
                     "leave it out"
                 )
-            result[name] = documents, tokens
+            result[name] = _Text(documents, tokens, _packs(dataset, length, documents) if packed else None)
         return result
 
     def _weights(self, phase: PhaseConfig, tokens: Mapping[str, int], where: str) -> dict[str, int]:
@@ -282,28 +302,28 @@ class _Planner:
             cause = f"temperature {temperature:g} makes weights too different: " if temperature != 1 else ""
             raise UserError(f"{where}: {cause}{error}{', or set a higher temperature' if cause else ''}") from None
 
-    def _open(
-        self, texts: Mapping[str, tuple[Interval | None, int]], weights: Mapping[str, int], size: int, length: int
-    ) -> Segment:
+    def _open(self, texts: Mapping[str, _Text], weights: Mapping[str, int], size: int, length: int) -> Segment:
         """The segment that begins here."""
         sources = {}
         for name, weight in weights.items():
-            standing, (documents, tokens) = self._standing[name], texts[name]
-            if standing.text not in (None, (documents, length)):
+            standing, (documents, tokens, packs) = self._standing[name], texts[name]
+            text = documents, length, packs is not None
+            if standing.text not in (None, text):
                 # The epoch is closed; if anything of it was drawn, nothing else may be drawn under its number.
                 standing.epoch, standing.cursor = standing.epoch + (standing.cursor > 0), 0
-            standing.text = documents, length
+            standing.text = text
             source = self._sources[name]
-            sources[name] = SourceState(
+            state = SourceState(
                 tokens=tokens,
                 documents=documents,
+                packs=packs,
                 weight=weight,
                 offset=keyed_offset(self._config.run.seed, name) if standing.offset is None else standing.offset,
                 lap=standing.epoch,
                 cursor=standing.cursor,
-                cap=self._cap(source, documents, tokens, length),
                 stops=source.on_exhausted == "stop",
             )
+            sources[name] = state.model_copy(update={"cap": self._cap(source, state, length)})
         return Segment(
             first_step=self._step,
             first_sample=self._sample,
@@ -312,11 +332,12 @@ class _Planner:
             sources=sources,
         )
 
-    def _cap(self, source: SourceConfig, documents: Interval | None, tokens: int, length: int) -> int | None:
+    def _cap(self, source: SourceConfig, state: SourceState, length: int) -> int | None:
         """Samples that are left to a source by max_epochs."""
         if source.max_epochs is None or source.on_exhausted == "repeat":
             return None
-        return (tokens_of_epochs(source.max_epochs, tokens) - self._drawn.get((source.name, documents), 0)) // length
+        left = exact_number(source.max_epochs) - self._drawn.get((source.name, state.documents), 0)
+        return math.floor(left / _sample_epochs(state, length))
 
     def _close(self, segment: Segment, steps: int) -> bool:
         """Continue to the end of the segment after `steps` steps; False if the order ends before that."""
@@ -328,14 +349,26 @@ class _Planner:
             return False
         for (name, state), count, offset in rows:
             standing = self._standing[name]
-            epochs, standing.cursor = divmod(state.cursor + count, segment.windows[name])
+            epochs, standing.cursor = divmod(state.cursor + count, segment.epoch_samples[name])
             standing.epoch, standing.offset = state.lap + epochs, offset
             text = name, state.documents
-            self._drawn[text] = self._drawn.get(text, 0) + count * segment.sequence_length
+            drawn = count * _sample_epochs(state, segment.sequence_length)
+            self._drawn[text] = self._drawn.get(text, Fraction()) + drawn
         self._step += steps
         self._sample += samples
         self._tokens += samples * segment.sequence_length
         return True
+
+
+def _packs(dataset: Sized, length: int, documents: Interval | None) -> int:
+    from pipeline.data.order.packs import count_packs  # datasets take long to import, and windows need none here
+
+    return count_packs(dataset, length, documents)
+
+
+def _sample_epochs(state: SourceState, length: int) -> Fraction:
+    """Epochs that a sample is: its targets over the tokens for a window, of packs one over their number."""
+    return Fraction(length, state.tokens) if state.packs is None else Fraction(1, state.packs)
 
 
 def _slice(name: str, bounds: tuple[Bound, Bound], dataset: Sized, key: str) -> tuple[Interval | None, int]:

@@ -145,7 +145,7 @@ def last_window_step(sampler: Sampler, name: str, segment: int) -> int:
     journal = sampler.journal
     state = journal.segments[segment].sources[name]
     assert state.cap
-    epochs, position = divmod(state.cursor + state.cap - 1, journal.segments[segment].windows[name])
+    epochs, position = divmod(state.cursor + state.cap - 1, journal.segments[segment].epoch_samples[name])
     (sample,) = sampler.find(name, segment, state.lap + epochs, np.array([position]))
     return journal.step_of(int(sample))
 
@@ -174,8 +174,8 @@ def _repeated(config: Config, found: Mapping[str, Account]) -> Iterator[str]:
         if account.drawn == 0:
             why = "its weight is too small for the duration"
             if account.current.remaining == 0:
-                why = f"max_epochs {source.max_epochs:g} of its {account.current.tokens:,} tokens is less than a window"
-            yield f"source {source.name!r} does not give a single window in the whole run: {why}"
+                why = f"max_epochs {source.max_epochs:g} of its {account.current.tokens:,} tokens is less than a sample"
+            yield f"source {source.name!r} does not give a single sample in the whole run: {why}"
         for found_slice in account.slices:
             documents, epochs = found_slice.documents, found_slice.epochs
             text = f"source {source.name!r}" + (f" ({documents_text(documents)})" if documents else "")
@@ -236,26 +236,29 @@ def _common(one: Documents, two: Documents) -> tuple[int, int]:
 def _closed(
     config: Config, journal: Journal, stretches: Mapping[str, list[SliceStretch]], first_step: int
 ) -> Iterator[str]:
-    """Epochs that a change of the sequence length ended early, a line for each phase that does so."""
-    ended: dict[tuple[int, int, int], list[tuple[str, SliceStretch]]] = {}
+    """Epochs that a change of the sequence length or the packing ended early, a line for each phase that does so."""
+    ended: dict[tuple[int, str], list[tuple[str, SliceStretch]]] = {}
     for name, row in stretches.items():
         for stretch, after in pairwise(row):
             number = stretch.closed
             if stretch.unseen and stretch.state.documents == after.state.documents and number is not None:
-                ended.setdefault((number, stretch.length, after.length), []).append((name, stretch))
-    for (number, before, length), sources in sorted(ended.items()):
+                change = f"the sequence length from {stretch.length:,} to {after.length:,}"
+                if stretch.length == after.length:
+                    change = f"the packing to {'best_fit' if after.packed else 'windows'}"
+                ended.setdefault((number, change), []).append((name, stretch))
+    for (number, change), sources in sorted(ended.items()):
         if journal.segments[number].first_step < first_step:
             continue
         sources.sort(key=lambda entry: -entry[1].unseen)
         shown = [
-            f"{stretch.unseen:,} of {name!r} ({percent(1 - stretch.rest / stretch.epoch_windows)} of the lap)"
+            f"{stretch.unseen:,} of {name!r} ({percent(1 - stretch.rest / stretch.epoch_samples)} of the lap)"
             for name, stretch in sources[:_NAMED]
         ]
         if more := sum(stretch.unseen for _, stretch in sources[_NAMED:]):
             shown.append(f"{more:,} of {len(sources) - _NAMED:,} other sources")
         yield (
-            f"phase {label(config, journal, number)} changes the sequence length from {before:,} to {length:,} and so "
-            f"ends laps early; tokens that are not drawn in them: {', '.join(shown)}"
+            f"phase {label(config, journal, number)} changes {change} and so ends laps early; tokens that are not "
+            f"drawn in them: {', '.join(shown)}"
         )
 
 

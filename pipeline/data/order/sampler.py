@@ -40,7 +40,7 @@ class End(NamedTuple):
     sample: int
     """Global index of the sample that is missing first."""
     tokens: int
-    """Targets drawn by all steps before `step`."""
+    """Slots drawn by all steps before `step`."""
     kind: Literal["stop", "exhausted"]
     """A source with `on_exhausted: stop` would have to give more than it may, or no source has anything left."""
     reason: str
@@ -60,18 +60,13 @@ class Sampler:
 
     Args:
         journal: The plan.
-        counts: Instances in an epoch, for each segment by source name; for windows `Segment.windows`.
+        counts: Instances in an epoch, for each segment by source name; by default the journal's.
     """
 
-    @classmethod
-    def of_windows(cls, journal: Journal) -> Sampler:
-        """The order of a run that reads windows, known without its datasets."""
-        return cls(journal, [segment.windows for segment in journal.segments])
-
-    def __init__(self, journal: Journal, counts: Sequence[Mapping[str, int]]) -> None:
-        assert len(counts) == len(journal.segments)
+    def __init__(self, journal: Journal, counts: Sequence[Mapping[str, int]] | None = None) -> None:
         self.journal = journal
-        self._counts = counts
+        self._counts = [segment.epoch_samples for segment in journal.segments] if counts is None else counts
+        assert len(self._counts) == len(journal.segments)
         self._orders = [segment.order() for segment in journal.segments]
         self._first_samples = [segment.first_sample for segment in journal.segments]
         self._name_hashes = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in journal.names], np.uint64)
@@ -118,13 +113,13 @@ class Sampler:
             hashes += [xxhash.xxh3_64_intdigest(step.data) for step in block.records[rows].reshape(-1, numbers)]
         return hashes
 
-    def targets(self, step: int) -> dict[str, int]:
-        """Targets drawn from each source by all steps before `step`, in closed form."""
+    def slots(self, step: int) -> dict[str, int]:
+        """Slots drawn from each source by all steps before `step`, in closed form: L per sample."""
         if step == 0:
             return dict.fromkeys(self.journal.names, 0)
         number = self.journal.segment_number(step - 1)
         segment, order = self.journal.segments[number], self._orders[number]
-        total = dict(self._targets_before[number])
+        total = dict(self._slots_before[number])
         samples = (step - segment.first_step) * segment.batch_size
         self._check(number, step - 1, samples)
         for name, count in zip(order.names, order.counts(samples), strict=True):
@@ -226,8 +221,8 @@ class Sampler:
         return _Block(Draws(source, epoch, position), records)
 
     @cached_property
-    def _targets_before(self) -> list[dict[str, int]]:
-        """Targets drawn from each source before each segment."""
+    def _slots_before(self) -> list[dict[str, int]]:
+        """Slots drawn from each source before each segment."""
         result = [dict.fromkeys(self.journal.names, 0)]
         for number, segment in enumerate(self.journal.segments[:-1]):
             order, total = self._orders[number], dict(result[-1])

@@ -43,6 +43,8 @@ class SourceState(Record):
     """Tokens of one epoch's circular text: of the slice, if there is one."""
     documents: tuple[int, int] | None = None
     """The slice: documents [first, end) of the dataset; None for all of them."""
+    packs: int | None = Field(default=None, ge=1)
+    """Packs of one epoch, if its samples are packs; None for windows."""
     weight: int = Field(ge=1, le=UNIT)
     """Share of the blend in units of 2**-32."""
     offset: int = Field(ge=0)
@@ -55,6 +57,15 @@ class SourceState(Record):
     """Samples that it can give in this segment; None for no limit."""
     stops: bool = False
     """True if the run ends when more than `cap` samples would be needed; else the other sources take its place."""
+
+    @property
+    def text(self) -> tuple[int, Interval | None, int | None]:
+        """Contents of an epoch: tokens, slice and packs."""
+        return self.tokens, self.documents, self.packs
+
+    def epoch_samples(self, length: int) -> int:
+        """Samples of an epoch with L = `length`: windows, or packs."""
+        return self.tokens // length if self.packs is None else self.packs
 
     def exhausted(self, samples: int) -> bool:
         """True if it has dropped out of the blend after that many samples of the segment."""
@@ -71,7 +82,7 @@ class Segment(Record):
     batch_size: int = Field(ge=1)
     """Samples of a step, over all ranks and micro-batches."""
     sequence_length: int = Field(ge=1)
-    """Targets of a sample."""
+    """Slots of a sample: targets of a window, or places for targets in a pack."""
     sources: dict[str, SourceState] = Field(min_length=1)
     """By name."""
 
@@ -80,12 +91,24 @@ class Segment(Record):
         total = sum(source.weight for source in self.sources.values())
         if total != UNIT:
             raise ValueError(f"weights must sum to {UNIT}, got {total}")
+        if len({source.packs is None for source in self.sources.values()}) > 1:
+            raise ValueError("either all sources of a segment have packs, or none")
         return self
 
     @property
-    def windows(self) -> dict[str, int]:
-        """Windows in an epoch of each source."""
-        return {name: source.tokens // self.sequence_length for name, source in self.sources.items()}
+    def packed(self) -> bool:
+        """True if samples are packs, False if they are windows."""
+        return any(source.packs is not None for source in self.sources.values())
+
+    @property
+    def packing(self) -> str:
+        """`data.loader.packing` of the segment."""
+        return "best_fit" if self.packed else "windows"
+
+    @property
+    def epoch_samples(self) -> dict[str, int]:
+        """Samples in an epoch of each source: windows, or packs."""
+        return {name: source.epoch_samples(self.sequence_length) for name, source in self.sources.items()}
 
     def order(self) -> Order:
         """Whose turn it is at each position of the segment."""
@@ -138,6 +161,11 @@ class Stretch(NamedTuple):
     """As at the first step; `cap` is what an exhausted source gave, and None for all others."""
     drawn: dict[str, int]
     """Samples by source."""
+
+    @property
+    def packing(self) -> str:
+        """`data.loader.packing` of the steps."""
+        return "windows" if all(source.packs is None for source in self.sources.values()) else "best_fit"
 
 
 class DecidedSteps(NamedTuple):

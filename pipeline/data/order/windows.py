@@ -1,5 +1,7 @@
 """Instances, the samples at the positions of an epoch. Here: windows of equal length over a source's circular text.
 
+Packs of documents, the other kind, are in `packs`.
+
 An epoch is a pass through a source, which a change of the sequence length or the slice may cut short; the journal and
 messages call it a lap. A source is the circular concatenation of its documents, T tokens, each document closed by the
 end-of-document token.
@@ -10,7 +12,7 @@ places. Position j of an epoch is window pi(j), with pi a bijection of [0, n) ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,8 +22,7 @@ import numpy.typing as npt
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key
-from pipeline.data.datasets.dataset import Pieces, Slice, TokenSource
-from pipeline.data.order.journal import Journal
+from pipeline.data.datasets.dataset import Pieces, TokenSource
 from pipeline.data.order.permutation import IntArray, Permutation
 
 _BLOCK = 1024
@@ -41,6 +42,9 @@ class Span(NamedTuple):
 class Instances(Protocol):
     """Samples of one source. A position is a place in the source's epoch, in [0, count)."""
 
+    packed: bool
+    """True if the samples are packs of documents, False if they are windows."""
+
     @property
     def count(self) -> int:
         """Instances in an epoch."""
@@ -58,12 +62,14 @@ class Instances(Protocol):
         """Folder of the dataset, for messages."""
 
     def at(self, epoch: int, position: int, ahead: int = 0) -> list[Span]:
-        """The pieces of documents that the instance is made of, in its order; L + 1 tokens in all.
+        """The pieces of documents that the instance is made of, in its order.
+
+        Of a window they are L + 1 tokens in all, of a pack its targets.
 
         Args:
             epoch: Of the instance.
             position: Of the instance.
-            ahead: Tokens behind the instance that are wanted besides.
+            ahead: Tokens behind a window that are wanted besides.
         """
 
     def containing(self, epoch: int, document: int, *, shifts: bool = True) -> IntArray:
@@ -72,49 +78,70 @@ class Instances(Protocol):
         Args:
             epoch: Of the positions.
             document: Number of the document.
-            shifts: Whether the last L tokens of an instance are its targets, or the first L.
+            shifts: Whether the last L tokens of a window are its targets, or the first L.
         """
 
     def places(self, epoch: IntArray, position: IntArray) -> IntArray:
         """Places of instances, as the other methods take them; arrays of one length."""
 
-    def pieces(self, places: IntArray, ahead: int = 0) -> Pieces:
-        """The L + 1 tokens of instances, cut where parts of the dataset end; `Pieces.row` is an index into `places`.
-
-        Args:
-            places: From `places`.
-            ahead: Tokens behind each instance that are wanted besides.
-        """
-
     def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
         """Copy the token ids of a piece, or of a part of it, into `out`, which has room for the dtype."""
 
-    def fill(self, place: int, out: npt.NDArray[Any]) -> None:
-        """Copy the token ids of an instance into `out` [L + 1].
 
-        Args:
-            place: From `places`.
-            out: Has room for the dtype.
-        """
+class EpochOrder:
+    """Order of the instances of a source: position of an epoch -> number of the instance, and back.
 
-    def starts_in(self, pieces: Pieces) -> tuple[IntArray, IntArray]:
-        """The documents that start in pieces: number of the piece, and token, counted in its part."""
+    Args:
+        seed: Seed of the run.
+        source: Name of the source.
+        count: Instances of an epoch.
+    """
 
-    def targets_of(self, place: int, ranges: IntArray, ahead: int = 0) -> list[tuple[int, int]]:
-        """The targets [first, end) of an instance, numbered from 0, that belong to some documents.
+    def __init__(self, seed: int, source: str, count: int) -> None:
+        self.count = count
+        self._permutation = lru_cache(maxsize=4)(lambda epoch: epoch_permutation(seed, source, epoch, count))
+        self._block = lru_cache(maxsize=4)(self._block_of)
 
-        Args:
-            place: From `places`.
-            ranges: From `ranges_of`.
-            ahead: Tokens behind the instance that are targets besides.
-        """
+    def numbers(self, epoch: IntArray, position: IntArray) -> IntArray:
+        """Numbers of the instances at positions, in [0, count); arrays of one length."""
+        epochs = set(epoch.tolist())
+        if len(epochs) == 1:
+            return self._numbers_of(epochs.pop(), position)
+        result = np.empty(len(position), np.int64)
+        for number in epochs:
+            chosen = (epoch == number).nonzero()[0]
+            result[chosen] = self._numbers_of(number, position[chosen])
+        return result
 
-    def ranges_of(self, documents: Sequence[tuple[int, int]]) -> IntArray:
-        """Documents [first, end), as `targets_of` takes them."""
+    def number(self, epoch: int, position: int) -> int:
+        """Number of the instance at a position."""
+        return int(self.numbers(np.array([epoch]), np.array([position]))[0])
+
+    def positions(self, epoch: int, numbers: IntArray) -> IntArray:
+        """Positions of instances: the inverse of `numbers`."""
+        return self._permutation(epoch).inverse(numbers)
+
+    def _numbers_of(self, epoch: int, position: IntArray) -> IntArray:
+        """`numbers` in one epoch; at least one position."""
+        low, high = int(position.min()), int(position.max())
+        assert low >= 0 and high < self.count, (low, high, self.count)
+        blocks = range(low // _BLOCK, high // _BLOCK + 1)
+        if len(blocks) > 2:
+            return self._permutation(epoch).forward(position)
+        # A source's positions are asked for one after the other, so its neighbours will be needed as well.
+        found = [self._block(epoch, block) for block in blocks]
+        joined = found[0] if len(found) == 1 else np.concatenate(found)
+        numbers: IntArray = joined[position - blocks.start * _BLOCK]
+        return numbers
+
+    def _block_of(self, epoch: int, block: int) -> IntArray:
+        return self._permutation(epoch).forward(np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.count)))
 
 
 class Windows:
     """Windows of L + 1 tokens over the circular text of one source; an `Instances`.
+
+    The place of a window is the offset in the text of its first token.
 
     Args:
         dataset: The source's documents.
@@ -125,6 +152,8 @@ class Windows:
     Raises:
         UserError: The source has fewer than L tokens.
     """
+
+    packed = False
 
     def __init__(self, dataset: TokenSource, sequence_length: int, seed: int, source: str) -> None:
         assert sequence_length >= 1
@@ -143,8 +172,7 @@ class Windows:
         self._length = sequence_length
         self._seed = seed
         self._source = source
-        self._permutation = lru_cache(maxsize=4)(self._permutation_of)
-        self._block = lru_cache(maxsize=4)(self._block_of)
+        self._order = EpochOrder(seed, source, self.count)
 
     def phase(self, epoch: int) -> int:
         """Offset of the epoch's first window, in [0, L)."""
@@ -152,7 +180,7 @@ class Windows:
 
     def window(self, epoch: int, position: int) -> int:
         """Number of the window at a position of the epoch, in [0, count)."""
-        return (self._place(epoch, position) - self.phase(epoch)) % self.tokens // self._length
+        return self._order.number(epoch, position)
 
     def at(self, epoch: int, position: int, ahead: int = 0) -> list[Span]:
         """The pieces of documents in the window, L + 1 tokens in all, and in what is `ahead`."""
@@ -182,21 +210,21 @@ class Windows:
                 windows.append(np.arange(low // self._length, min((high - 1) // self._length + 1, self.count)))
         numbers = np.concatenate(windows)
         _, index = np.unique(numbers, return_index=True)  # a document may begin and end in one window
-        return self._permutation(epoch).inverse(numbers[np.sort(index)])
+        return self._order.positions(epoch, numbers[np.sort(index)])
 
     def places(self, epoch: IntArray, position: IntArray) -> IntArray:
         """Offset in the text of each window's first token."""
-        epochs = set(epoch.tolist())
-        if len(epochs) == 1:
-            return self._places_of(epochs.pop(), position)
-        result = np.empty(len(position), np.int64)
-        for number in epochs:
-            chosen = (epoch == number).nonzero()[0]
-            result[chosen] = self._places_of(number, position[chosen])
-        return result
+        phases = {number: self.phase(number) for number in set(epoch.tolist())}
+        phase = phases[int(epoch[0])] if len(phases) == 1 else np.array([phases[number] for number in epoch.tolist()])
+        return (phase + self._order.numbers(epoch, position) * self._length) % self.tokens
 
     def pieces(self, places: IntArray, ahead: int = 0) -> Pieces:
-        """The L + 1 tokens of windows, cut where the text begins again and where parts of the dataset end."""
+        """The L + 1 tokens of windows, cut where the text begins again and where parts of the dataset end.
+
+        Args:
+            places: From `places`; `Pieces.row` is an index into them.
+            ahead: Tokens behind each window that are wanted besides.
+        """
         size = self._length + 1 + ahead
         counts = np.minimum(self.tokens - places, size)
         pieces = self._dataset.pieces(places, counts)
@@ -230,7 +258,13 @@ class Windows:
         return np.array(merged, np.int64).reshape(-1, 2)
 
     def targets_of(self, place: int, ranges: IntArray, ahead: int = 0) -> list[tuple[int, int]]:
-        """The targets [first, end) of a window that lie in the ranges."""
+        """The targets [first, end) of a window, numbered from 0, that belong to some documents.
+
+        Args:
+            place: From `places`.
+            ranges: From `ranges_of`.
+            ahead: Tokens behind the window that are targets besides.
+        """
         found, length = [], self._length + ahead
         # Each time that the text begins again within the window.
         for begin in range(place + 1, -length, -self.tokens):
@@ -260,19 +294,6 @@ class Windows:
         self.fill(self._place(epoch, position), ids)
         return ids, self.bounds(epoch, position)
 
-    def _places_of(self, epoch: int, position: IntArray) -> IntArray:
-        """`places` in one epoch; at least one position."""
-        low, high = int(position.min()), int(position.max())
-        assert low >= 0 and high < self.count, (low, high, self.count)
-        blocks = range(low // _BLOCK, high // _BLOCK + 1)
-        if len(blocks) > 2:
-            return self._places(epoch, position)
-        # A source's positions are asked for one after the other, so its neighbours will be needed as well.
-        found = [self._block(epoch, block) for block in blocks]
-        joined = found[0] if len(found) == 1 else np.concatenate(found)
-        places: IntArray = joined[position - blocks.start * _BLOCK]
-        return places
-
     def _place(self, epoch: int, position: int) -> int:
         return int(self.places(np.array([epoch]), np.array([position]))[0])
 
@@ -289,15 +310,6 @@ class Windows:
             count = min(size, self.tokens - start)
             yield start, count
             start, size = 0, size - count
-
-    def _permutation_of(self, epoch: int) -> Permutation:
-        return epoch_permutation(self._seed, self._source, epoch, self.count)
-
-    def _block_of(self, epoch: int, block: int) -> IntArray:
-        return self._places(epoch, np.arange(block * _BLOCK, min((block + 1) * _BLOCK, self.count)))
-
-    def _places(self, epoch: int, position: IntArray) -> IntArray:
-        return (self.phase(epoch) + self._permutation(epoch).forward(position) * self._length) % self.tokens
 
 
 def epoch_phase(seed: int, source: str, epoch: int, length: int) -> int:
@@ -325,30 +337,3 @@ def distinct_starts(row: IntArray, column: IntArray, rows: int, size: int) -> tu
     flat = np.concatenate([np.arange(rows) * size, row * size + column])
     flat.sort()
     return np.divmod(flat[np.diff(flat, prepend=-1) > 0], size)
-
-
-def windows_of(journal: Journal, datasets: Mapping[str, TokenSource]) -> list[dict[str, Windows]]:
-    """The windows of a run, for each segment by source.
-
-    Segments in which a source has the same documents and the same sequence length share its windows.
-
-    Args:
-        journal: The run's plan.
-        datasets: The training split of each source of the journal.
-
-    Raises:
-        UserError: A source has fewer tokens than a window.
-    """
-    made: dict[tuple[str, tuple[int, int] | None, int], Windows] = {}
-    result = []
-    for segment in journal.segments:
-        by_source = {}
-        for name, state in segment.sources.items():
-            what = name, state.documents, segment.sequence_length
-            if what not in made:
-                dataset = datasets[name] if state.documents is None else Slice(datasets[name], *state.documents)
-                assert dataset.tokens == state.tokens, (name, dataset.tokens, state.tokens)
-                made[what] = Windows(dataset, segment.sequence_length, journal.seed, name)
-            by_source[name] = made[what]
-        result.append(by_source)
-    return result

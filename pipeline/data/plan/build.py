@@ -22,7 +22,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import CHECKPOINT_STATE
 from pipeline.config.base import parse_count
 from pipeline.config.root import Config
-from pipeline.data.datasets.dataset import Dataset, Slice
+from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.datasets.validate import check_datasets
@@ -32,6 +32,7 @@ from pipeline.data.order.blend import UNIT
 from pipeline.data.order.consumption import Account, Documents, SliceAccount, accounts
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.journal_file import saved_journal
+from pipeline.data.order.packs import open_instances
 from pipeline.data.order.phases import (
     MUCH_PADDING,
     label,
@@ -50,7 +51,6 @@ from pipeline.data.order.run_length import (
 )
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Sized
-from pipeline.data.order.windows import Windows
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
 from pipeline.data.preprocess.source_settings import check_settings
 from pipeline.data.provenance.run import checkpoint_steps, shortened
@@ -120,6 +120,8 @@ class SegmentRow:
     tokens: int
     batch_size: int
     sequence_length: int
+    packing: str
+    """`windows` or `best_fit`."""
     micro_batch_size: int
     micro_batches: int
     """Micro-batches of a step on one rank."""
@@ -223,7 +225,7 @@ def make_data_plan(
     """
     sized = open_sized(config, parse_assumed(config, assume))
     journal, done = planned_journal(config, sized)
-    sampler = Sampler.of_windows(journal)
+    sampler = Sampler(journal)
     length = run_length(config, sampler)
     if length.steps == 0:
         raise UserError(f"the run has no step ({length.reason}); give it at least one")
@@ -324,7 +326,7 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
     done = max(checkpoints)
     saved = saved_journal(config.run.dir, storage.get_json(checkpoints[done] / CHECKPOINT_STATE)["journal"], done)
     journal = plan_journal(config, sized, saved)
-    check_end(Sampler.of_windows(journal), done)
+    check_end(Sampler(journal), done)
     return journal.going_on(saved, done), done
 
 
@@ -355,6 +357,7 @@ def _segment_rows(config: Config, journal: Journal, steps: int, ranks: int) -> l
                 tokens=samples * segment.sequence_length,
                 batch_size=segment.batch_size,
                 sequence_length=segment.sequence_length,
+                packing=segment.packing,
                 micro_batch_size=micro,
                 micro_batches=micro_batches,
                 padding=micro_batches * micro * ranks - segment.batch_size,
@@ -418,7 +421,7 @@ def _slice_rows(
                     assumed=isinstance(sized[source.name], Assumed),
                     weights=weights.get(text, {}),
                     shares={phase: _nine_digits(n / samples[phase]) for phase, n in drawn.get(text, {}).items()},
-                    share=_nine_digits(account.drawn / journal.tokens(length.steps)),
+                    share=_nine_digits(account.slots / journal.tokens(length.steps)),
                     max_epochs=source.max_epochs,
                     on_exhausted=source.on_exhausted,
                     exhausted_step=None if exhausted is None else last_window_step(sampler, source.name, exhausted) + 1,
@@ -469,13 +472,12 @@ def _preview_rows(sampler: Sampler, sized: Mapping[str, Dataset | Assumed], coun
         draws = sampler.step(step)
         name = journal.names[int(draws.source[sample - first])]
         epoch, position = int(draws.epoch[sample - first]), int(draws.position[sample - first])
-        dataset, documents = sized[name], journal.segments[number].sources[name].documents
+        dataset, state = sized[name], journal.segments[number].sources[name]
         pieces, shown = [], None
         if isinstance(dataset, Dataset):
             assert tokenizer is not None
-            text = dataset if documents is None else Slice(dataset, *documents)
-            windows = Windows(text, journal.segments[number].sequence_length, journal.seed, name)
-            pieces = [(span.document, span.start, span.length) for span in windows.at(epoch, position)]
+            instances = open_instances(dataset, state, journal.segments[number].sequence_length, journal.seed, name)
+            pieces = [(span.document, span.start, span.length) for span in instances.at(epoch, position)]
             ids = [dataset.read(dataset.document_start(d) + start, length) for d, start, length in pieces]
             # Four tokens a character is the most: one for each byte of it.
             decoded = tokenizer.decode(np.concatenate(ids)[: 4 * SHOWN_CHARACTERS])

@@ -73,7 +73,13 @@ def print_data_plan(
 def show(plan: DataPlan, console: Console) -> None:
     """Print a data plan for people."""
     say(console, f"run: {plan.run}")
-    say(console, f"length: {plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens ({plan.ends})")
+    packed = any(row.packing != "windows" for row in plan.segments)
+    tokens = f"{plan.tokens:,} {'slots' if packed else 'tokens'}"
+    say(console, f"length: {plan.steps:,} steps, {plan.samples:,} samples, {tokens} ({plan.ends})")
+    if packed:
+        drawn = sum(row.end.drawn for row in plan.sources)
+        empty = percent(1 - drawn / plan.tokens)
+        say(console, f"targets: about {drawn:,}; {empty} of the slots are padding (data.loader.packing: best_fit)")
     if plan.steps_so_far is not None:
         say(console, f"so far: {plan.steps_so_far:,} steps, by the newest checkpoint")
     for table in _tables(plan):
@@ -160,7 +166,7 @@ def _segment_cells(row: SegmentRow) -> tuple[str, ...]:
         row.phase,
         range_text(row.first_step, row.last_step + 1),
         f"{row.batch_size:,}",
-        f"{row.sequence_length:,}",
+        f"{row.sequence_length:,}" + (" (packs)" if row.packing != "windows" else ""),
         _count(row.samples),
         _count(row.tokens),
         f"{row.micro_batches:,} x {row.micro_batch_size:,}",

@@ -15,7 +15,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted, numbered
 from pipeline.data.datasets.manifest import datasets_below, read_manifest
 from pipeline.data.order.segments import Segment
-from pipeline.data.order.windows import Windows
+from pipeline.data.order.windows import Instances
 from pipeline.data.provenance.adopted_location import AdoptedOrigins
 from pipeline.data.provenance.document_search import documents_of_record, documents_with_id, hash_of_id
 from pipeline.data.provenance.run import (
@@ -316,8 +316,8 @@ class _Search:
         # By epoch: why the positions that are open will stay so, and whether anything can still change that.
         self._why: dict[int, str] = {}
         self._closed: set[int] = set()
-        # By epoch: slice and sequence length.
-        self._text: dict[int, tuple[Range | None, int]] = {}
+        # By epoch: slice, sequence length, and whether samples are packs.
+        self._text: dict[int, tuple[Range | None, int, bool]] = {}
         # Epochs and positions that come after all that max_epochs allows.
         self._beyond: set[tuple[int, int]] = set()
         # By epoch and position: the step at which it would be drawn, were the run longer.
@@ -372,9 +372,10 @@ class _Search:
         if state is None:
             return
         for epoch in self._open.keys() - self._closed:
-            (documents, length), before = self._text[epoch], f"before step {segment.first_step + 1:,}"
+            (documents, length, packed), before = self._text[epoch], f"before step {segment.first_step + 1:,}"
             changed = ["slice"] if documents != state.documents else []
             changed += ["sequence_length"] if length != segment.sequence_length else []
+            changed += ["packing"] if packed != segment.packed else []
             if changed:
                 verb = "changes" if len(changed) == 1 else "change"
                 self._closed.add(epoch)
@@ -383,8 +384,8 @@ class _Search:
     def _look(self, number: int, segment: Segment, stop: int) -> str:
         """Find the document in the epochs of a segment, up to step `stop`; returns why there is none, empty if any."""
         run, state = self._run, segment.sources[self._source]
-        windows = run.windows[number][self._source]
-        before, after = (run.sampler.targets(step)[self._source] for step in (segment.first_step, stop))
+        instances = run.instances[number][self._source]
+        before, after = (run.sampler.slots(step)[self._source] for step in (segment.first_step, stop))
         drawn = (after - before) // segment.sequence_length
         # A segment that goes on with the epoch, or closes it, says another reason.
         why = f"not drawn by step {stop:,}, " + (
@@ -395,14 +396,14 @@ class _Search:
         self._why |= dict.fromkeys(self._open.keys() - self._closed, why)
         if drawn == 0:
             return _EXHAUSTED if state.cap == 0 else "the source is not drawn"
-        shifts = run.objectives[number][self._source].shifts
-        for epoch in range(state.lap, state.lap + (state.cursor + drawn - 1) // windows.count + 1):
-            self._open_epoch(windows, segment.sequence_length, epoch, shifts)
-            self._text[epoch] = state.documents, segment.sequence_length
+        shifts = run.shifts(number, self._source)
+        for epoch in range(state.lap, state.lap + (state.cursor + drawn - 1) // instances.count + 1):
+            self._open_epoch(instances, segment.sequence_length, epoch, shifts)
+            self._text[epoch] = state.documents, segment.sequence_length, segment.packed
             self._why[epoch] = why
             positions = np.array(list(self._open[epoch]), np.int64)
             found = run.sampler.find(self._source, number, epoch, positions)
-            before_epoch = (epoch - state.lap) * windows.count - state.cursor
+            before_epoch = (epoch - state.lap) * instances.count - state.cursor
             for position, sample in zip(positions.tolist(), found.tolist(), strict=True):
                 if state.cap is not None and before_epoch + position >= state.cap:
                     self._beyond.add((epoch, position))
@@ -423,14 +424,14 @@ class _Search:
             self._closed |= self._open.keys()
         return ""
 
-    def _open_epoch(self, windows: Windows, length: int, epoch: int, shifts: bool) -> None:
+    def _open_epoch(self, instances: Instances, length: int, epoch: int, shifts: bool | None) -> None:
         """Note where in an epoch the document is, and what of it the epoch leaves unseen."""
         if epoch in self._open:
             return
         about = self._times.about
         positions: dict[int, list[Range]] = {}
-        for position in windows.containing(epoch, about.document, shifts=shifts).tolist():
-            spans = windows.at(epoch, position)
+        for position in instances.containing(epoch, about.document, shifts=bool(shifts)).tolist():
+            spans = instances.at(epoch, position)
             positions[position] = [
                 (first, end)
                 for place, span in enumerate(spans)
@@ -438,7 +439,7 @@ class _Search:
                 if span.document == about.document and first < end
             ]
         self._open[epoch] = positions
-        why = f"among the {windows.tokens - windows.count * length:,} tokens that the lap leaves out"
+        why = f"among the {instances.tokens - instances.count * length:,} tokens that the lap leaves out"
         end = 0
         for first, after in [*sorted(itertools.chain(*positions.values())), (about.tokens, about.tokens)]:
             if first > end:

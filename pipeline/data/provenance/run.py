@@ -21,15 +21,18 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import open_datasets
-from pipeline.data.loading.objectives.base import Objective
+from pipeline.data.loading.arranged_packs import arranged_pack
+from pipeline.data.loading.objectives.base import Arranged, Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
+from pipeline.data.loading.skip_masks import arranged_window
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.journal_file import read_journal
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import RunLength, run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Skip
-from pipeline.data.order.windows import Span, Windows, windows_of
+from pipeline.data.order.windows import Instances, Span
 from pipeline.data.provenance.adopted_location import AdoptedOrigins, open_origins
 from pipeline.data.provenance.document_search import hash_of_id
 from pipeline.data.provenance.source_location import Origin, Origins
@@ -55,15 +58,17 @@ Range = tuple[int, int]
 Say = Callable[[str], None]
 
 
-def targets_in(span: Span, place: int, count: int, shifts: bool) -> Range:
+def targets_in(span: Span, place: int, count: int, shifts: bool | None) -> Range:
     """The targets of a piece of a document: the first token of a window is an input only, or the last no part of it.
 
     Args:
         span: the piece.
-        place: its number in the window.
-        count: pieces of the window.
-        shifts: which of the two, see `Objective.shifts`.
+        place: its number in the sample.
+        count: pieces of the sample.
+        shifts: which of the two, see `Objective.shifts`; None for a pack, all tokens of which are targets.
     """
+    if shifts is None:
+        return span.start, span.start + span.length
     first, last = (place == 0, 0) if shifts else (0, place == count - 1)
     return span.start + first, span.start + span.length - last
 
@@ -113,7 +118,7 @@ class RunView:
         warnings: what is to be known before any result is read.
         about: what else is to be said of the journal with any result.
         datasets: training split of each source.
-        windows: what positions are windows of, for each segment by source.
+        instances: the windows or packs at positions, for each segment by source.
         sampler: the order of the run.
         done: steps trained so far.
         trained: the run by its journal alone, if the run file plans steps after the newest checkpoint in another way
@@ -126,7 +131,7 @@ class RunView:
     warnings: Sequence[str]
     about: Sequence[str]
     datasets: Mapping[str, Dataset]
-    windows: Sequence[Mapping[str, Windows]]
+    instances: Sequence[Mapping[str, Instances]]
     sampler: Sampler
     done: int
     trained: RunView | None = None
@@ -145,6 +150,33 @@ class RunView:
     def objectives(self) -> Sequence[Mapping[str, Objective]]:
         """Objectives of the run, for each segment by source."""
         return make_objectives(self.config, self.journal, self.datasets)
+
+    def shifts(self, segment: int, source: str) -> bool | None:
+        """The `shifts` of samples of a source, see `targets_in`."""
+        return None if self.instances[segment][source].packed else self.objectives[segment][source].shifts
+
+    def arranged(self, segment: int, source: str, epoch: int, position: int, sample: int) -> Arranged:
+        """A sample as the model gets it, but for skips.
+
+        Args:
+            segment: its number.
+            source: of the sample.
+            epoch: of the sample.
+            position: of the sample.
+            sample: global index.
+        """
+        objective, instances = self.objectives[segment][source], self.instances[segment][source]
+        if not instances.packed:
+            return arranged_window(objective, instances, epoch, position, self.journal.seed, sample)
+        return arranged_pack(
+            objective,
+            instances,
+            epoch,
+            position,
+            length=self.journal.segments[segment].sequence_length,
+            end_of_document=self.datasets[source].manifest.tokenizer.end_of_document,
+            key=sample_key(self.journal.seed, sample),
+        )
 
     @property
     def notes(self) -> list[str]:
@@ -354,8 +386,8 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
     path = RunFiles(folder).journal
 
     def opened(journal: Journal, done: int, warnings: Sequence[str], about: Sequence[str] = ()) -> RunView:
-        windows = windows_of(journal, datasets)
-        return RunView(config, folder, journal, warnings, about, datasets, windows, Sampler.of_windows(journal), done)
+        instances = instances_of(journal, datasets)
+        return RunView(config, folder, journal, warnings, about, datasets, instances, Sampler(journal), done)
 
     done = _steps_done(folder)
     if not path.exists():
@@ -393,7 +425,7 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
 
 def _check_end(journal: Journal, done: int) -> None:
     """Refuse a plan that ends before the steps that are done: what lies behind an end is not planned."""
-    end = Sampler.of_windows(journal).end()
+    end = Sampler(journal).end()
     if end is not None and end.step < done:
         raise UserError(
             f"{counted(done, 'step')} are done, but the run file now ends the run after {end.step:,}: {end.reason}"

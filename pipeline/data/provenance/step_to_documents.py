@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pipeline.common.errors import UserError
 from pipeline.common.format import numbered
-from pipeline.data.loading.skip_masks import arranged_window
+from pipeline.data.order.balance import rank_rows
 from pipeline.data.order.locate import RankSamples
+from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.phases import micro_batch_size
+from pipeline.data.order.sampler import Draws
 from pipeline.data.order.windows import Span
 from pipeline.data.provenance.run import (
     DocumentInfo,
@@ -92,7 +96,8 @@ class Where:
         done: whether it was trained.
         skipped: whether it is passed over.
         samples: global indices [first, end) of the step.
-        tokens: target tokens of the run [first, end).
+        tokens: target tokens of the run [first, end); slots, where packs come before the end.
+        slots: whether packs do.
         rank: (rank, ranks, micro-batch size), if the samples are those of a rank.
         shown: the samples.
         warnings: what is to be known first.
@@ -106,6 +111,7 @@ class Where:
     skipped: bool
     samples: Range
     tokens: Range
+    slots: bool
     rank: tuple[int, int, int] | None
     shown: list[SampleInfo]
     warnings: list[str]
@@ -160,7 +166,10 @@ class Where:
         state = "skipped" if self.skipped else "done" if self.done else "not yet trained"
         samples, tokens = (
             numbered(noun, first, end - 1)
-            for noun, (first, end) in (("sample", self.samples), ("target token", self.tokens))
+            for noun, (first, end) in (
+                ("sample", self.samples),
+                ("slot" if self.slots else "target token", self.tokens),
+            )
         )
         yield from (f"note: {warning}" for warning in self.warnings)
         yield f"step {self.step:,} of {self.steps:,}: {samples}, {tokens} of the run; {state}"
@@ -220,13 +229,14 @@ def where(
     chosen: list[tuple[int, int | None]] = [(index, None) for index in range(len(samples))]
     only = _chosen_rank(run, number, rank, ranks)
     if only is not None:
-        micro_batches = RankSamples(len(samples), only[2], *only[:2]).micro_batches
-        chosen = [(index, micro_batch) for micro_batch, indices in enumerate(micro_batches) for index in indices]
+        mine = RankSamples(len(samples), only[2], *only[:2])
+        micro_batches = rank_rows(mine, _costs(run, number, draws) if run.config.model.document_attention else None)
+        chosen = [(index, micro_batch) for micro_batch, rows in enumerate(micro_batches) for index in rows.tolist()]
     drawn = []
     for index, micro_batch in chosen:
         name = journal.names[int(draws.source[index])]
         epoch, position = int(draws.epoch[index]), int(draws.position[index])
-        spans = run.windows[number][name].at(epoch, position)
+        spans = run.instances[number][name].at(epoch, position)
         drawn.append((samples[index], name, epoch, position, micro_batch, spans))
     wanted: dict[str, set[int]] = defaultdict(set)
     for _, name, _, _, _, spans in drawn:
@@ -234,12 +244,10 @@ def where(
     described = {name: run.describe(name, sorted(documents), ids, say) for name, documents in wanted.items()}
     shown, objectives = [], run.objectives[number]
     for sample, name, epoch, position, micro_batch, spans in drawn:
-        pieces, offset, objective = [], 0, objectives[name]
-        chosen_tokens = None
-        if objective.chooses:
-            windows = run.windows[number][name]
-            arranged = arranged_window(objective, windows, epoch, position, journal.seed, sample)
-            chosen_tokens = arranged.predicted_tokens
+        pieces, shifts, chosen_tokens = [], run.shifts(number, name), None
+        offset = 1 if shifts is None else 0  # targets of a pack are numbered from 1
+        if objectives[name].chooses:
+            chosen_tokens = run.arranged(number, name, epoch, position, sample).predicted_tokens
         for place, span in enumerate(spans):
             tokens = span.start, span.start + span.length
             about = described[name][span.document]
@@ -247,7 +255,7 @@ def where(
                 DocumentInSample(
                     about,
                     tokens,
-                    targets_in(span, place, len(spans), objective.shifts),
+                    targets_in(span, place, len(spans), shifts),
                     run.words(name, about, tokens),
                     run.masked(step, sample, name, span.document),
                     None if chosen_tokens is None else _predicted(run, name, span, offset, chosen_tokens),
@@ -263,6 +271,7 @@ def where(
         skipped=journal.is_skipped(step),
         samples=(samples.start, samples.stop),
         tokens=(journal.tokens(step), journal.tokens(step + 1)),
+        slots=any(segment.packed for segment in journal.segments[: number + 1]),
         rank=only,
         shown=shown,
         warnings=[*run.warnings],
@@ -271,15 +280,25 @@ def where(
     )
 
 
+def _costs(run: RunView, number: int, draws: Draws) -> IntArray | None:
+    """Costs by which ranks balance a step of packs; None for windows."""
+    if not run.journal.segments[number].packed:
+        return None
+    by_source = run.instances[number]
+    samples = zip(*(array.tolist() for array in draws), strict=True)
+    spans = [by_source[run.journal.names[source]].at(epoch, position) for source, epoch, position in samples]
+    return np.array([sum(span.length**2 for span in row) for row in spans])
+
+
 def _predicted(run: RunView, source: str, span: Span, offset: int, tokens: list[Range]) -> Predicted:
     """Predicted tokens of a document in a sample.
 
     Args:
         run: the run.
         source: of the document.
-        span: what the window has of it.
-        offset: of that in the window.
-        tokens: that are predicted, of the window.
+        span: what the sample has of it.
+        offset: of that in the sample.
+        tokens: that are predicted, of the sample.
     """
     move = span.start - offset
     inside = [(max(a, offset), min(b, offset + span.length)) for a, b in tokens]

@@ -322,7 +322,7 @@ def _length(folder: Path, config: Config | None, read: Callable[..., Any]) -> tu
 
         def by_plan() -> tuple[int, int, str]:
             journal = read_journal(folder)
-            length = run_length(config, Sampler.of_windows(journal))
+            length = run_length(config, Sampler(journal))
             return length.steps, journal.tokens(length.steps), length.reason
 
         found: tuple[int, int, str] | None = read(RunFiles.journal, by_plan, None)
@@ -340,7 +340,7 @@ def _consumption(found: RunFacts) -> list[Consumption]:
     by_now: dict[str, Account] = {}
     in_all: dict[str, Account] = {}
     if RunFiles(found.folder).journal.exists():
-        sampler = Sampler.of_windows(read_journal(found.folder))
+        sampler = Sampler(read_journal(found.folder))
         by_now = accounts(sampler, found.step)
         if found.steps is not None:
             in_all = accounts(sampler, found.steps)

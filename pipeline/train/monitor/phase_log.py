@@ -21,10 +21,11 @@ def describe_run(config: Config, journal: Journal, first: int, last: int) -> str
     numbers = range(journal.segment_number(first), journal.segment_number(last - 1) + 1)
     segments = [journal.segments[number] for number in numbers]
     phases = len({label(config, journal, number) for number in numbers})
+    samples = dict.fromkeys("packs" if segment.packed else "windows" for segment in segments)
     return (
         f"steps {first + 1:,} to {last:,}"
         + (f" in {phases} phases" if phases > 1 else "")
-        + f", {_course(segment.batch_size for segment in segments)} windows of "
+        + f", {_course(segment.batch_size for segment in segments)} {' and '.join(samples)} of "
         + f"{_course(segment.sequence_length for segment in segments)} tokens"
     )
 
@@ -41,6 +42,8 @@ def describe_change(config: Config, journal: Journal, number: int) -> str:
         )
         if old != new
     ]
+    if before.packing != after.packing:
+        changes.append(f"packing {before.packing} -> {after.packing}")
     sources = list(_changed_sources(before, after))
     changes += sources[:_MOST_SOURCES]
     if len(sources) > _MOST_SOURCES:

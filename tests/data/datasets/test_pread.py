@@ -19,8 +19,8 @@ from pipeline.data.datasets.indexed import IndexedWriter, PreadPart, part_files,
 from pipeline.data.datasets.manifest import FORMAT_VERSION, MANIFEST_FILE, PART, Manifest, TokenizerInfo
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import plan_journal
-from pipeline.data.order.windows import windows_of
 from tests.data.loading.test_loader import run_file
 
 BY = ["mmap", "pread"]
@@ -129,7 +129,7 @@ def test_a_loader_gives_the_same_batches(folder):
     def loader(read):
         datasets = {"s": Dataset.open(folder, read)}
         journal = plan_journal(run_file({"s": 1}, sequence_length=37, batch_size=5), datasets)
-        return Loader(journal, windows_of(journal, datasets), Causal(), micro_batch_size=[5], vocab_size=1000)
+        return Loader(journal, instances_of(journal, datasets), Causal(), micro_batch_size=[5], vocab_size=1000)
 
     one, other = loader("mmap"), loader("pread")
     for mapped, read in zip(one.iterate(0, 50), other.iterate(0, 50), strict=True):
@@ -246,7 +246,7 @@ def test_only_so_many_parts_are_open(tmp_path, monkeypatch, read):
         assert 1 <= len(open_bins(tmp_path, read)) <= 8
     # Windows that are looked up together hold no part open.
     journal = plan_journal(run_file({"s": 1}, sequence_length=1, batch_size=19), {"s": dataset})
-    loader = Loader(journal, windows_of(journal, {"s": dataset}), Causal(), micro_batch_size=[19])
+    loader = Loader(journal, instances_of(journal, {"s": dataset}), Causal(), micro_batch_size=[19])
     for step in range(10):
         loader.batches(step)
     assert 1 <= len(open_bins(tmp_path, read)) <= 8

@@ -11,8 +11,8 @@ from pipeline.config import Config
 from pipeline.data.loading.ahead import ahead_weight, valid_ahead
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import plan_journal
-from pipeline.data.order.windows import windows_of
 from tests.data.loading.test_loader import DATASETS, PHASES, SKIPS, WEIGHTS, run_file
 from tests.data.preprocess.memory import MemoryDataset
 
@@ -24,7 +24,7 @@ def make(ahead, datasets=DATASETS, weights=WEIGHTS, *, mask=False, micro=None, r
     journal = plan_journal(run_file(weights, **keys), datasets)
     return Loader(
         journal,
-        windows_of(journal, datasets),
+        instances_of(journal, datasets),
         Causal(mask_document_start=mask),
         dp_rank=rank,
         dp_size=ranks,

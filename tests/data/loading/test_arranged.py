@@ -18,8 +18,8 @@ from pipeline.data.loading.objectives.prefix import Prefix
 from pipeline.data.loading.objectives.spans import SpanCorruption, Tokens
 from pipeline.data.loading.objectives.ul2 import MixtureOfDenoisers
 from pipeline.data.loading.objectives.words import WordTable
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import plan_journal
-from pipeline.data.order.windows import windows_of
 from tests.data.loading.test_loader import DATASETS, SKIPS, WEIGHTS, run_file
 from tests.data.preprocess.memory import MemoryDataset
 
@@ -45,7 +45,7 @@ def make_ranks(objective, ranks, micro=None, **keys):
     return [
         Loader(
             journal,
-            windows_of(journal, DATASETS),
+            instances_of(journal, DATASETS),
             objective,
             dp_rank=rank,
             dp_size=ranks,
@@ -131,7 +131,7 @@ def test_what_is_skipped_is_never_a_target(name):
 def test_sources_may_have_their_own():
     journal = plan_journal(run_file(WEIGHTS, sequence_length=LENGTH), DATASETS)
     mixed = [{"books": Prefix(), "code": Causal(), "web": OBJECTIVES["fim"]}]
-    loader = Loader(journal, windows_of(journal, DATASETS), mixed, micro_batch_size=[4])
+    loader = Loader(journal, instances_of(journal, DATASETS), mixed, micro_batch_size=[4])
     alone = {name: make_ranks(objective, 1)[0] for name, objective in mixed[0].items()}
     for step in range(12):
         data = loader.batches(step)

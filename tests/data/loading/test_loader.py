@@ -21,8 +21,8 @@ from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.order import locate
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import phase_at, plan_journal
-from pipeline.data.order.windows import windows_of
 from tests.data.preprocess.memory import EOD, FlatDataset, MemoryDataset
 
 relaxed = settings(deadline=None, max_examples=20)
@@ -61,7 +61,7 @@ def make_ranks(
 ):
     """The loaders of all ranks."""
     journal = plan_journal(run_file(weights, **keys), datasets)
-    windows = windows_of(journal, datasets)
+    windows = instances_of(journal, datasets)
     return [
         Loader(
             journal,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
-from pipeline.data.order.blend import UNIT, Order, integer_weights, keyed_offset, tempered, tokens_of_epochs
+from pipeline.data.order.blend import UNIT, Order, exact_number, integer_weights, keyed_offset, tempered
 
 relaxed = settings(deadline=None, max_examples=50)
 
@@ -106,8 +106,8 @@ def test_temperatures():
 
 
 def test_epochs_mean_what_they_say():
-    assert tokens_of_epochs(0.1, 10) == 1 and tokens_of_epochs(0.7, 10) == 7 and tokens_of_epochs(1.1, 30) == 33
-    assert tokens_of_epochs(2.5, 3) == 7 and tokens_of_epochs(4.0, 10**18) == 4 * 10**18
+    for epochs, exact in ((0.1, "1/10"), (0.7, "7/10"), (1.1, "11/10"), (2.5, "5/2"), (4.0, "4")):
+        assert exact_number(epochs) == Fraction(exact)
 
 
 def test_offsets_are_keyed_by_seed_and_name():

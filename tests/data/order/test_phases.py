@@ -1,4 +1,3 @@
-import math
 from dataclasses import replace
 from fractions import Fraction
 
@@ -54,6 +53,7 @@ def of_reference(run):
             "slices": {name: documents(bounds) for name, bounds in phase.slices.items()},
             "sequence_length": phase.length,
             "batch_size": phase.batch,
+            "packing": "best_fit" if phase.packed else None,
         }
         for phase in run.phases
     ]
@@ -69,7 +69,7 @@ def of_reference(run):
 
 
 def sampler_of(journal):
-    return Sampler(journal, [segment.windows for segment in journal.segments])
+    return Sampler(journal)
 
 
 def rows(journal, sampler, steps):
@@ -88,8 +88,8 @@ plain_weights = st.one_of(st.integers(1, 20), st.sampled_from([0.1, 0.5, 2.5]))
 
 
 @st.composite
-def runs(draw, limits=True, changing_weights=True, ramps=True):
-    """Small runs of several phases. Documents are a token long at least, so any slice of 12 has a window."""
+def runs(draw, limits=True, changing_weights=True, ramps=True, packing=(False, False, True)):
+    """Small runs of several phases, of windows and packs. Documents have a token at least, so slices of 12 a window."""
     names = draw(st.lists(st.sampled_from(["a", "b", "c", "Z", "d1"]), min_size=1, max_size=4, unique=True))
     weighted = draw(st.booleans()) or not changing_weights
 
@@ -112,6 +112,7 @@ def runs(draw, limits=True, changing_weights=True, ramps=True):
     shared = draw(st.one_of(st.none(), st.just("tokens"), st.fixed_dictionaries(dict.fromkeys(names, plain_weights))))
     for _ in range(draw(st.integers(0, 3)) + 1):
         phase = reference.Phase(length=draw(st.sampled_from(LENGTHS)), batch=draw(st.integers(1, 9)))
+        phase.packed = draw(st.sampled_from(packing))
         if changing_weights:
             chosen = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
             phase.weights = draw(st.sampled_from([None, "tokens", {name: draw(plain_weights) for name in chosen}]))
@@ -168,7 +169,7 @@ def test_equal_to_the_enumeration_phase_by_phase(run):
         for sample in expected:
             if sample.step < step:
                 total[sample.source] += journal.segments[journal.segment_number(sample.step)].sequence_length
-        assert sampler.targets(step) == total
+        assert sampler.slots(step) == total
         assert sum(total.values()) == journal.tokens(step)
 
 
@@ -178,7 +179,7 @@ def test_a_boundary_between_equal_weights_moves_no_turn(run, limited):
     """A ramp of the batch size and phases of other lengths leave the sequence of sources as it is without them."""
     if limited:  # a limit counts targets, so it is the same number of samples only while the length is the same
         for phase in run.phases:
-            phase.length = 5
+            phase.length, phase.packed = 5, False
         for source in run.sources.values():
             source.max_epochs = 0.7
     samples, end = reference.enumerate_run(run, 45)
@@ -257,7 +258,8 @@ def test_each_lap_has_every_window_once_and_limits_are_exact(run):
     texts = {}
     for segment, _ in journal.drawn(last):
         for name, source in segment.sources.items():
-            texts.setdefault(name, []).append((source.documents, segment.sequence_length, segment.windows[name]))
+            length = segment.sequence_length
+            texts.setdefault(name, []).append((source.documents, length, segment.epoch_samples[name], source.packs))
     for name, seen in texts.items():
         if len(set(seen)) == 1:
             laps = sorted(lap for source, lap in places if source == name)
@@ -267,12 +269,15 @@ def test_each_lap_has_every_window_once_and_limits_are_exact(run):
     for segment, samples in journal.drawn(last):
         for (name, source), count in zip(segment.sources.items(), segment.order().counts(samples), strict=True):
             text = name, source.documents
-            drawn[text] = drawn.get(text, 0) + count * segment.sequence_length
+            share = Fraction(segment.sequence_length, source.tokens)
+            if source.packs is not None:
+                share = Fraction(1, source.packs)
+            drawn[text] = drawn.get(text, 0) + count * share
             if run.sources[name].max_epochs is not None and run.sources[name].on_exhausted != "repeat":
-                limits[text] = math.floor(Fraction(str(run.sources[name].max_epochs)) * source.tokens)
+                limits[text] = Fraction(str(run.sources[name].max_epochs))
                 assert drawn[text] <= limits[text]
                 if source.exhausted(count):
-                    assert limits[text] - drawn[text] < segment.sequence_length
+                    assert limits[text] - drawn[text] < share
 
 
 @relaxed
@@ -497,7 +502,7 @@ def test_an_exhausted_source_gets_more_from_another_slice():
     journal = plan(phases, sources)
     one, two, three = (segment.sources["a"] for segment in journal.segments)
     assert (one.cap, two.cap, three.cap) == (6, 0, 6)
-    assert sampler_of(journal).targets(12)["a"] == 48
+    assert sampler_of(journal).slots(12)["a"] == 48
     assert two.weight == one.weight  # the others go on as if the phase had not ended
     assert three.offset == keyed_offset(1, "a")
     assert (three.documents, three.lap, three.cursor) == ((5, 10), 1, 0)
@@ -518,7 +523,7 @@ def test_a_run_in_which_nothing_is_left_ends():
     with pytest.raises(UserError, match="step 1,001"):
         sampler.step(1000)
     with pytest.raises(UserError, match="exhausted at sample 30"):
-        sampler.targets(8)
+        sampler.slots(8)
     # Phases that cannot be reached are left out.
     assert len(plan([{"until": "8 steps"}, {}], sources).segments) == 1
     # One that begins where everything is used up can give nothing.

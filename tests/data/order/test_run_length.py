@@ -187,7 +187,7 @@ def run_file(sources, *, blend=None, seed=3, **train):
 def planned(config, tokens):
     """The sampler of a run whose documents have ten tokens each."""
     journal = plan_journal(config, {name: Documents(count) for name, count in tokens.items()})
-    return Sampler(journal, [segment.windows for segment in journal.segments])
+    return Sampler(journal)
 
 
 class Documents:
@@ -233,7 +233,7 @@ def test_planned_phases_equal_going_through_every_target(phases, limits, seed):
     end = sampler.end()
     step = 15 * len(phases) if end is None else min(end.step, 15 * len(phases))
     found, seen, left = accounts(sampler, step), enumerated(sampler, step), left_out(sampler, step)
-    assert {name: account.drawn for name, account in found.items()} == sampler.targets(step)
+    assert {name: account.drawn for name, account in found.items()} == sampler.slots(step)
     for name, account in found.items():
         for part in account.slices:
             counter = seen.get((name, part.documents), Counter())
@@ -309,11 +309,11 @@ def test_warnings_about_sources_that_give_nothing():
     blend = {"phases": [{"weights": {"web": 1, "code": 1e-6}}]}
     config = run_file({"web": {}, "code": {}, "books": {}}, blend=blend)
     first, second = lines(config, {"web": 100_000, "code": 1000, "books": 1000})
-    assert "source 'code' does not give a single window in the whole run" in first
+    assert "source 'code' does not give a single sample in the whole run" in first
     assert "source 'books' is in data.sources, but no phase reads it" in second
     config = run_file({"web": {}, "code": {"max_epochs": 0.004}})
     (line,) = lines(config, {"web": 100_000, "code": 1000})
-    assert "'code'" in line and ": max_epochs 0.004 of its 1,000 tokens is less than a window" in line
+    assert "'code'" in line and ": max_epochs 0.004 of its 1,000 tokens is less than a sample" in line
 
 
 def test_warnings_about_sources_that_have_nothing_left_for_a_phase():

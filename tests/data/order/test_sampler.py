@@ -67,7 +67,7 @@ def test_counters_over_two_segments():
     assert [journal.names[k] for k in source.step(2).source] == ["a"] * 4
     four = source.step(4)
     assert (four.source.tolist(), four.epoch.tolist(), four.position.tolist()) == ([1, 1], [3, 3], [0, 1])
-    assert source.targets(5) == {"a": 120, "b": 80}
+    assert source.slots(5) == {"a": 120, "b": 80}
     assert source.find("a", 0, 0, np.array([0, 11, 12])).tolist() == [0, 11, -1]
     assert source.find("b", 1, 2, np.array([49, 48, 47])).tolist() == [13, 12, -1]
     assert source.find("b", 1, 3, np.array([1])).tolist() == [15]
@@ -135,9 +135,9 @@ def test_each_source_goes_through_its_laps_in_order(weights, counts):
     for name in weights:
         own = [(lap, position) for n, lap, position in drawn if n == name]
         assert own == [divmod(m, counts[name]) for m in range(len(own))]
-        assert source.targets(30)[name] == len(own) * 8
-    assert sum(source.targets(30).values()) == journal.tokens(30)
-    assert source.targets(0) == dict.fromkeys(sorted(weights), 0)
+        assert source.slots(30)[name] == len(own) * 8
+    assert sum(source.slots(30).values()) == journal.tokens(30)
+    assert source.slots(0) == dict.fromkeys(sorted(weights), 0)
 
 
 def test_far_steps():
@@ -145,7 +145,7 @@ def test_far_steps():
     source = sampler(journal, {"a": 10**9, "b": 10**7, "c": 3})
     draws = source.step(5 * 10**9)  # sample 1.024e13
     assert len(draws.source) == 2048
-    before, after = source.targets(5 * 10**9), source.targets(5 * 10**9 + 1)
+    before, after = source.slots(5 * 10**9), source.slots(5 * 10**9 + 1)
     for k, name in enumerate(journal.names):
         assert (after[name] - before[name]) // 8 == (draws.source == k).sum()
     assert np.all(draws.position[draws.source == 2] < 3)
@@ -181,7 +181,7 @@ def test_find_is_the_inverse_of_step(run):
     laps = {name: {lap for other, _, lap, _ in drawn if other == name} for name in journal.names}
     for name in journal.names:
         for number, segment in enumerate(journal.segments):
-            positions = np.arange(segment.windows.get(name, 3))
+            positions = np.arange(segment.epoch_samples.get(name, 3))
             for lap in sorted(laps[name] | {0, 7})[:6]:
                 found = source.find(name, number, lap, positions)
                 assert found.dtype == np.int64

@@ -9,8 +9,9 @@ from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Slice
 from pipeline.data.loading.objectives.base import sample_key
 from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import plan_journal
-from pipeline.data.order.windows import Windows, windows_of
+from pipeline.data.order.windows import Windows
 from tests.data.loading.test_loader import run_file
 from tests.data.preprocess.memory import EOD, FlatDataset, MemoryDataset
 
@@ -184,7 +185,7 @@ def test_segments_share_windows_where_they_can():
         {},
     ]
     journal = plan_journal(run_file({"a": 1, "b": 1}, blend={"phases": phases}), datasets)
-    one, two, three, four, five = windows_of(journal, datasets)
+    one, two, three, four, five = instances_of(journal, datasets)
     assert one == two == five
     assert three["b"] is one["b"] and three["a"] is not one["a"]
     assert three["a"].tokens == 50
@@ -248,7 +249,7 @@ def test_a_large_source_is_as_easy_as_a_small_one():
     position = 123_456_789_012
     window = instances.window(7, position)
     # The document has all tokens, so asking for its windows would list them all; ask through the permutation instead.
-    assert int(instances._permutation(7).inverse(np.array([window]))[0]) == position
+    assert int(instances._order.positions(7, np.array([window]))[0]) == position
     ids, _ = instances.read(7, position)
     assert len(ids) == 4097
 

@@ -18,6 +18,9 @@ class OnePart:
         nothing = np.zeros_like(starts)
         return Pieces(np.arange(len(starts)), nothing, nothing, starts, counts)
 
+    def starts_of(self, documents):
+        return np.array([self.document_start(document) for document in documents.tolist()], np.int64)
+
     def fill_part(self, part, start, out):
         assert part == 0
         self.fill(start, out)

@@ -147,7 +147,7 @@ def test_pieces_are_tokens_of_the_records_at_their_places(root: Path, run: RunVi
                 ids += part
             segment = run.journal.segments[run.journal.segment_number(answer.step - 1)]
             assert len(ids) == segment.sequence_length + 1
-            expected, _ = run.windows[run.journal.segment_number(answer.step - 1)][sample.source].read(
+            expected, _ = run.instances[run.journal.segment_number(answer.step - 1)][sample.source].read(
                 sample.epoch, sample.position
             )
             assert ids == expected.tolist()

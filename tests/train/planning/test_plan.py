@@ -73,7 +73,7 @@ def test_steps_are_those_of_the_journal(run_file: Path) -> None:
         ],
     )
     journal, _ = planned_journal(config, {"words": Assumed(10**9)})
-    steps = run_length(config, Sampler.of_windows(journal)).steps
+    steps = run_length(config, Sampler(journal)).steps
     expected: Counter[tuple[int, int]] = Counter()
     for segment, samples in journal.drawn(steps):
         expected[segment.batch_size, segment.sequence_length] += samples // segment.batch_size

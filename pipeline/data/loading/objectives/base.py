@@ -13,6 +13,7 @@ from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.permutation import IntArray
 
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 KeyOf = Callable[[int], int]
 
 
@@ -51,6 +52,68 @@ class Arranged(NamedTuple):
         tokens = np.unique(self.raw[self.weight > 0])
         first = np.flatnonzero(np.diff(tokens, prepend=-2) > 1)
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(tokens, first[1:]) if len(part)]
+
+
+class PackRow(NamedTuple):
+    """A pack of documents, with padding up to L targets. C chunks, each of one document."""
+
+    targets: IntArray
+    """[L] int64, the chunks one after the other, and 0 behind them."""
+    begins: IntArray
+    """[C] targets at which chunks begin, ascending; 0 is the first."""
+    leads: IntArray
+    """[C] token ids before the first one of each chunk: of its document, or the end-of-document token."""
+    continues: BoolArray
+    """[C] whether the chunk continues a document."""
+    ends: BoolArray
+    """[C] whether the chunk ends its document."""
+    size: int
+    """Targets that are no padding."""
+
+    @property
+    def behind(self) -> IntArray:
+        """[C] target behind each chunk."""
+        return np.append(self.begins[1:], self.size)
+
+    @property
+    def starts(self) -> IntArray:
+        """Positions at which chunks begin, or the padding."""
+        return self.begins if self.size == len(self.targets) else np.append(self.begins, self.size)
+
+    def inputs(self, targets: IntArray) -> IntArray:
+        """[L] inputs: of each target the one before it, of the first one of a chunk its lead, and 0 for padding.
+
+        Args:
+            targets: those of the row, or what an objective has made of them.
+        """
+        inputs = np.empty_like(targets)
+        inputs[1:] = targets[:-1]
+        inputs[self.begins] = self.leads
+        inputs[self.size :] = 0
+        return inputs
+
+
+class PackSizes(NamedTuple):
+    """Sizes of packs and of their chunks, without tokens. R packs, C chunks of all of them, pack after pack."""
+
+    length: int
+    """L."""
+    targets: IntArray
+    """[R] targets of each that are no padding."""
+    splits: IntArray
+    """[R + 1]: chunks of pack r are the ones [splits[r], splits[r + 1])."""
+    tokens: IntArray
+    """[C] tokens of each chunk."""
+    continues: BoolArray
+    """[C] whether the chunk continues a document."""
+    ends: BoolArray
+    """[C] whether the chunk ends its document."""
+
+    def sums(self, values: IntArray | BoolArray) -> IntArray:
+        """[R] sums of [C] values over the chunks of each pack."""
+        before = np.append(0, np.cumsum(values))
+        sums: IntArray = np.diff(before[self.splits])
+        return sums
 
 
 class Objective(Protocol):
@@ -100,6 +163,26 @@ class Objective(Protocol):
         Args:
             ids: [L + 1] int64; they stay as they are. Where `reads` is false, weights and `raw` are right for any.
             begins: Of these the ones at which documents begin, ascending, and 0.
+            key: The sample's `sample_key`.
+        """
+
+
+class PackObjective(Objective, Protocol):
+    """An objective that also takes packs; the run file is refused where others have to."""
+
+    def valid_packs(self, packs: PackSizes, key_of: KeyOf) -> IntArray:
+        """Targets that count, by pack [R]; without tokens.
+
+        Args:
+            packs: Which.
+            key_of: The `sample_key` of pack r.
+        """
+
+    def arrange_pack(self, pack: PackRow, key: int) -> Arranged:
+        """The pack as the model gets it. As tokens of a window, targets are numbered from 1.
+
+        Args:
+            pack: Of L targets. Where `reads` is false, weights and `raw` are right for any.
             key: The sample's `sample_key`.
         """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.data.loading.objectives.base import Arranged, FloatArray, KeyOf, begins_before
+from pipeline.data.loading.objectives.base import Arranged, FloatArray, KeyOf, PackRow, PackSizes, begins_before
 from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.permutation import IntArray
 
@@ -53,3 +53,23 @@ class Causal:
         length = len(ids) - 1
         inside = begins[: int(np.searchsorted(begins, length))]
         return Arranged(ids[:-1], ids[1:], self.weight(begins, length), inside, np.arange(1, length + 1))
+
+    def valid_packs(self, packs: PackSizes, key_of: KeyOf) -> IntArray:
+        """All but padding and masked first tokens of documents; [R]."""
+        return packs.targets - packs.sums(~packs.continues) if self._mask_document_start else packs.targets
+
+    def pack_weight(self, pack: PackRow) -> FloatArray:
+        """Loss weights [L] of a pack: 0 for padding, and for a masked first token of a document."""
+        weight = np.zeros(len(pack.targets), np.float32)
+        weight[: pack.size] = 1
+        if self._mask_document_start:
+            weight[pack.begins[~pack.continues]] = 0
+        return weight
+
+    def arrange_pack(self, pack: PackRow, key: int) -> Arranged:
+        """Each token from those before it in its document."""
+        return self._arranged_pack(pack, pack.targets)
+
+    def _arranged_pack(self, pack: PackRow, targets: IntArray) -> Arranged:
+        raw = np.arange(1, len(targets) + 1)
+        return Arranged(pack.inputs(targets), targets, self.pack_weight(pack), pack.starts, raw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.common.hashing import mix
-from pipeline.data.loading.objectives.base import Arranged
+from pipeline.data.loading.objectives.base import Arranged, PackRow
 from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.order.permutation import IntArray
 
@@ -64,17 +64,32 @@ class FillInTheMiddle(Causal):
 
     def arrange(self, ids: IntArray, begins: IntArray, key: int) -> Arranged:
         """Causal prediction of the window with the pieces rearranged that the key chooses."""
+        return super().arrange(self._rearranged(ids, begins, len(ids), key), begins, key)
+
+    def arrange_pack(self, pack: PackRow, key: int) -> Arranged:
+        """Causal prediction of the pack with the chunks rearranged that the key chooses."""
+        return self._arranged_pack(pack, self._rearranged(pack.targets, pack.begins, pack.size, key))
+
+    def _rearranged(self, ids: IntArray, begins: IntArray, end: int, key: int) -> IntArray:
+        """Tokens of which some pieces are rearranged.
+
+        Args:
+            ids: All.
+            begins: Of the pieces.
+            end: Of the last one.
+            key: The sample's.
+        """
         ids = ids.copy()
         draws = mix(np.arange(_DRAWS * len(begins), dtype=np.uint64), key).reshape(-1, _DRAWS)
         fractions = draws[:, :2] >> np.uint64(11)
-        ends = np.append(begins[1:], len(ids))
+        ends = np.append(begins[1:], end)
         for piece in np.flatnonzero(fractions[:, 0] < self._rate).tolist():
             text = ids[begins[piece] : ends[piece]]
             if text[-1] == self._end:
                 text = text[:-1]
             if len(text) >= _SHORTEST:
                 self._rearrange(text, bool(fractions[piece, 1] < self._spm_rate), draws[piece, 2:].tolist())
-        return super().arrange(ids, begins, key)
+        return ids
 
     def _rearrange(self, text: IntArray, is_spm: bool, cuts: list[int]) -> None:
         """Rearrange one piece in place, given without its end-of-document token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.data.loading.objectives.base import Arranged, KeyOf, begins_before
+from pipeline.data.loading.objectives.base import Arranged, KeyOf, PackRow, PackSizes, begins_before
 from pipeline.data.loading.objectives.draws import U64Array, below, draws_at, fraction, stream, tag_mask, tagged
 from pipeline.data.loading.objectives.words import WordTable
 from pipeline.data.loading.stream_shape import StreamShape, rounded
@@ -78,14 +78,40 @@ class Masked:
 
     def arrange(self, ids: IntArray, begins: IntArray, key: int) -> Arranged:
         """The first L tokens, of which some are masked."""
-        targets = ids[:-1]
-        length, ends = len(targets), begins[1:] - 1
-        count, scored = rounded(self._rate * (length - len(ends))), rounded(self._rate * length)
+        ends = begins[1:] - 1
+        return self._arranged(ids[:-1], begins, ends, ends, 0, key)
+
+    def valid_packs(self, packs: PackSizes, key_of: KeyOf) -> IntArray:
+        """Masked tokens of each pack, [R]."""
+        masked: IntArray = np.rint(self._rate * (packs.targets - packs.sums(packs.ends))).astype(np.int64)
+        return masked
+
+    def arrange_pack(self, pack: PackRow, key: int) -> Arranged:
+        """The targets as inputs, of which some are masked. Padding is not."""
+        ends = (pack.behind - 1)[pack.ends]
+        never = np.append(ends, np.arange(pack.size, len(pack.targets)))
+        return self._arranged(pack.targets, pack.starts, ends, never, 1, key)
+
+    def _arranged(
+        self, targets: IntArray, begins: IntArray, ends: IntArray, never: IntArray, first: int, key: int
+    ) -> Arranged:
+        """Tokens of which some are masked.
+
+        Args:
+            targets: All, [L].
+            begins: Positions at which documents begin.
+            ends: Positions at which documents end.
+            never: Positions that are not masked.
+            first: Token of the window, see `Arranged.raw`, that the first target is.
+            key: The sample's.
+        """
+        length = len(targets)
+        count, scored = rounded(self._rate * (length - len(never))), rounded(self._rate * length)
         if self._words is None:
             order = tagged(stream(key, _WHICH, length))
         else:
             order = _by_words(self._words.firsts(targets, begins, ends), length, key)
-        order[ends] |= ~tag_mask(length)
+        order[never] |= ~tag_mask(length)
         # The smallest ones in any order, the masked ones before those that only fill up.
         order.partition([max(count, 1) - 1, max(scored, 1) - 1])
         chosen = (order[:scored] & tag_mask(length)).astype(np.int64)
@@ -98,7 +124,7 @@ class Masked:
         tokens[random] = self._ordinary[below(draws_at(key, _RANDOM, random), len(self._ordinary))]
         chosen.sort()
         inside = begins[: int(np.searchsorted(begins, length))]
-        return Arranged(tokens, targets, weight, inside, np.arange(length), chosen)
+        return Arranged(tokens, targets, weight, inside, np.arange(first, first + length), chosen)
 
 
 def _by_words(firsts: IntArray, length: int, key: int) -> U64Array:

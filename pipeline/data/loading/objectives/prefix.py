@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.data.loading.objectives.base import Arranged, FloatArray, KeyOf
+from pipeline.data.loading.objectives.base import Arranged, FloatArray, KeyOf, PackRow, PackSizes
 from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.objectives.draws import below, stream
 from pipeline.data.order.permutation import IntArray
@@ -50,6 +50,28 @@ class Prefix(Causal):
         weight[tokens < first[piece[1:]]] = 0
         inside = begins[: int(np.searchsorted(begins, length))]
         return Arranged(ids[:-1], ids[1:], weight, inside, tokens, prefix=behind[piece[:-1]])
+
+    def valid_packs(self, packs: PackSizes, key_of: KeyOf) -> IntArray:
+        """Targets behind the prefixes of each pack, [R]."""
+        counts = packs.targets.copy()
+        for row in range(len(counts)):
+            mine = slice(*packs.splits[row : row + 2])
+            lost = below(stream(key_of(row), 0, mine.stop - mine.start), packs.tokens[mine])
+            if self._mask_document_start:
+                lost[(lost == 0) & ~packs.continues[mine]] = 1
+            counts[row] -= lost.sum()
+        return counts
+
+    def arrange_pack(self, pack: PackRow, key: int) -> Arranged:
+        """Causal prediction with a prefix of each chunk: what precedes it, and from 0 to n - 1 of its n tokens."""
+        sizes = pack.behind - pack.begins
+        cuts = pack.begins + below(stream(key, 0, len(sizes)), sizes)
+        arranged = super().arrange_pack(pack, key)
+        chunk = np.repeat(np.arange(len(sizes)), sizes)
+        arranged.weight[: pack.size][np.arange(pack.size) < cuts[chunk]] = 0
+        prefix = np.full(len(pack.targets), pack.size)
+        prefix[: pack.size] = cuts[chunk] + 1
+        return arranged._replace(prefix=prefix)
 
     def _firsts(self, begins: IntArray, length: int, key: int) -> tuple[IntArray, IntArray]:
         """By piece the first token that is a target, and the one behind the last."""

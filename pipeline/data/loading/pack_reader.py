@@ -1,0 +1,385 @@
+"""Steps of packs for a data-parallel rank: targets, inputs, weights and counts.
+
+A row has the L targets of a pack, padding with weight 0 at its end, and as inputs what precedes each target in its
+document; before the first token of a document that is the end-of-document token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from pipeline.data.loading.arranged_packs import outside_of_vocabulary, read_chunks
+from pipeline.data.loading.arranged_rows import stack
+from pipeline.data.loading.batch import Batch, StepData
+from pipeline.data.loading.objectives.base import (
+    Arranged,
+    BoolArray,
+    FloatArray,
+    Objective,
+    PackObjective,
+    PackRow,
+    PackSizes,
+    sample_key,
+)
+from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.loading.stream_shape import StreamShape
+from pipeline.data.order.balance import rank_rows
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.locate import RankSamples
+from pipeline.data.order.locate_packs import LocatedPacks, PackLookup
+from pipeline.data.order.packs import PackChunks, PackInstances
+from pipeline.data.order.permutation import IntArray
+from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.windows import Instances
+
+
+class _Step:
+    """A located step with what the run's skips leave of it."""
+
+    def __init__(self, number: int, located: LocatedPacks, ends: BoolArray, masked: BoolArray | None) -> None:
+        self.number = number
+        self.located = located
+        self.ends = ends
+        """[C] whether the chunk ends its document; False for all where no objective asks."""
+        self.masked = masked
+        """[C] whether the chunk is not trained on; None for no chunk."""
+
+    def sizes(self, length: int, rows: IntArray) -> PackSizes:
+        """Sizes of some packs, by which objectives count targets."""
+        chunks, which = self.located.chunks, self.located.chunks_of(rows)[0]
+        counts = self.located.splits[rows + 1] - self.located.splits[rows]
+        return PackSizes(
+            length,
+            self.located.targets[rows],
+            np.append(0, np.cumsum(counts)),
+            chunks.tokens[which],
+            chunks.first[which] > 0,
+            self.ends[which],
+        )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of some packs."""
+
+    flat: npt.NDArray[np.int64]
+    """[packs, L] targets, 0 for padding."""
+    leads: IntArray
+    """[chunks] what precedes each chunk's first token."""
+    which: IntArray
+    """[chunks] numbers of the chunks in the step."""
+    place: IntArray
+    """[chunks] pack of each."""
+
+    def inputs(self, offsets: IntArray, targets: IntArray) -> npt.NDArray[np.int64]:
+        """[packs, L] what precedes each target.
+
+        Args:
+            offsets: [chunks] first target of each in its pack.
+            targets: [packs] without padding.
+        """
+        inputs = np.empty_like(self.flat)
+        inputs[:, 1:] = self.flat[:, :-1]
+        inputs[self.place, offsets] = self.leads
+        short = np.flatnonzero(targets < self.flat.shape[1])
+        inputs[short, targets[short]] = 0
+        return inputs
+
+
+class PackReader:
+    """Reads steps of packs, of which a rank has some.
+
+    Args:
+        journal: The run's plan.
+        sampler: Of that plan.
+        instances: For each segment by source.
+        objectives: The same.
+        shapes: Of what objectives make of a pack, for each segment.
+        rank_samples: This rank's samples, for each segment, before they are balanced.
+        end_of_document: Token id before the first token of a document.
+        vocab_size: Token ids must be below; None to take them as they are.
+        balanced: Whether samples go to ranks by the work of attention within documents.
+        ahead: Depths of multi-token prediction.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        sampler: Sampler,
+        instances: Sequence[Mapping[str, Instances]],
+        objectives: Sequence[Mapping[str, Objective]],
+        *,
+        shapes: Sequence[StreamShape],
+        rank_samples: Sequence[RankSamples],
+        end_of_document: int,
+        vocab_size: int | None,
+        balanced: bool,
+        ahead: int,
+    ) -> None:
+        self._journal = journal
+        self._lookup = PackLookup(journal, sampler, instances)
+        self._instances = instances
+        self._objectives = objectives
+        self._shapes = shapes
+        self._rank_samples = rank_samples
+        self._end_of_document = end_of_document
+        self._vocab_size = vocab_size
+        self._balanced = balanced
+        self._ahead = ahead
+
+    def targets(self, step: int) -> IntArray:
+        """Targets that a step of packs draws from each source of the journal."""
+        return self._lookup.targets(step)
+
+    def rows(self, step: int) -> list[IntArray]:
+        """Numbers in the step of the samples of each of the rank's micro-batches, ascending."""
+        costs = self._lookup.step(step).costs() if self._balanced else None
+        return rank_rows(self._rank_samples[self._journal.segment_number(step)], costs)
+
+    def read(self, step: int) -> StepData:
+        """The data of a step of packs."""
+        journal, located = self._journal, self._lookup.step(step)
+        drawn = dict(zip(journal.names, self.targets(step).tolist(), strict=True))
+        if journal.is_skipped(step):
+            return StepData(step, [], 0, drawn, located.order_hash, 0, skipped=True)
+        number = journal.segment_number(step)
+        here = _Step(number, located, self._ends(number, located), self._masked(step, located))
+        micro_batches, data_hash = [], 0
+        for rows in self.rows(step):
+            batch, hashes = self._batch(here, rows)
+            micro_batches.append(batch)
+            data_hash += hashes
+        return StepData(
+            step,
+            micro_batches,
+            self._valid(here),
+            drawn,
+            located.order_hash,
+            data_hash % 2**64,
+            self._valid_ahead(here) if self._ahead else (),
+        )
+
+    def _objective(self, here: _Step, row: int) -> PackObjective:
+        name = self._journal.names[int(here.located.sources[row])]
+        return cast(PackObjective, self._objectives[here.number][name])
+
+    def _ends(self, number: int, located: LocatedPacks) -> BoolArray:
+        """[C] whether chunks end their documents, where an objective asks."""
+        ends = np.zeros(len(located.chunks.row), bool)
+        for source, name in enumerate(self._journal.names):
+            if name in self._objectives[number] and not self._objectives[number][name].shifts:
+                mine = np.flatnonzero(located.sources[located.chunks.row] == source)
+                instances = self._instances[number][name]
+                assert isinstance(instances, PackInstances)
+                ends[mine] = instances.end_documents(PackChunks(*(each[mine] for each in located.chunks)))
+        return ends
+
+    def _masked(self, step: int, located: LocatedPacks) -> BoolArray | None:
+        """[C] whether skips of the run have a chunk; None if there are no skips."""
+        skips = self._journal.masks(step)
+        if not skips:
+            return None
+        chunks = located.chunks
+        masked = np.zeros(len(chunks.row), bool)
+        for skip in skips:
+            if skip.samples is not None:
+                index = located.samples.start + chunks.row
+                masked |= (skip.samples[0] <= index) & (index < skip.samples[1])
+                continue
+            if skip.source not in self._journal.names:
+                continue
+            of_source = located.sources[chunks.row] == self._journal.names.index(skip.source)
+            if skip.documents:
+                ranges = np.array(sorted(skip.documents), np.int64)
+                # Ranges may overlap, but their ends as far as they are reached only grow.
+                ends = np.maximum.accumulate(ranges[:, 1])
+                before = ranges[:, 0].searchsorted(chunks.document, side="right") - 1
+                of_source &= (before >= 0) & (chunks.document < ends[before])
+            masked |= of_source
+        return masked
+
+    def _valid(self, here: _Step) -> int:
+        """Targets of the global batch that count."""
+        located, length = here.located, self._journal.segments[here.number].sequence_length
+        count = 0
+        by_objective: dict[int, list[int]] = {}
+        for source in np.unique(located.sources).tolist():
+            by_objective.setdefault(id(self._objectives[here.number][self._journal.names[source]]), []).append(source)
+        for sources in by_objective.values():
+            rows = np.flatnonzero(np.isin(located.sources, sources))
+            key_of = partial(self._key_at, located.samples.start + rows)
+            count += int(self._objective(here, int(rows[0])).valid_packs(here.sizes(length, rows), key_of).sum())
+        if here.masked is not None:
+            for row in np.unique(located.chunks.row[here.masked]).tolist():
+                weight = self._arranged_row(here, row).weight
+                count += int(np.count_nonzero(self._without(here, row, weight))) - int(np.count_nonzero(weight))
+        return count
+
+    def _key(self, index: int) -> int:
+        return sample_key(self._journal.seed, index)
+
+    def _key_at(self, samples: IntArray, row: int) -> int:
+        return self._key(int(samples[row]))
+
+    def _valid_ahead(self, here: _Step) -> tuple[int, ...]:
+        """By depth, targets of the global batch that count: of a chunk of n tokens n - d."""
+        tokens = here.located.chunks.tokens
+        if here.masked is not None:
+            tokens = tokens[~here.masked]
+        return tuple(int(np.maximum(tokens - depth, 0).sum()) for depth in range(1, self._ahead + 1))
+
+    def _tokens(self, here: _Step, rows: IntArray) -> _Tokens:
+        """Token ids of packs of the step."""
+        located, length = here.located, self._journal.segments[here.number].sequence_length
+        which, place = located.chunks_of(rows)
+        sources = located.sources[rows][place]
+        by_name = self._instances[here.number]
+        dtype = np.result_type(*(instances.dtype for instances in by_name.values()))
+        flat = np.zeros(len(rows) * length, dtype)
+        leads = np.empty(len(which), np.int64)
+        firsts = place * length + located.offsets[which]
+        for source in np.unique(sources).tolist():
+            mine = np.flatnonzero(sources == source)
+            chunks = PackChunks(*(each[which[mine]] for each in located.chunks))
+            instances = by_name[self._journal.names[source]]
+            leads[mine] = read_chunks(instances, chunks, firsts[mine], flat, self._end_of_document)
+        tokens = _Tokens(flat.reshape(len(rows), length).astype(np.int64), leads, which, place)
+        self._check_vocabulary(here, rows, tokens)
+        return tokens
+
+    def _check_vocabulary(self, here: _Step, rows: IntArray, tokens: _Tokens) -> None:
+        """Refuse token ids that the model does not know."""
+        bound = self._vocab_size
+        if bound is None or not len(rows):
+            return
+        flat = tokens.flat.ravel()
+        # As unsigned numbers, negative ones are above all others.
+        if int(flat.view(np.uint64).max()) < bound:
+            return
+        located = here.located
+        at = int(np.flatnonzero((flat < 0) | (flat >= bound))[0])
+        firsts = tokens.place * tokens.flat.shape[1] + located.offsets[tokens.which]
+        chunk = int(tokens.which[firsts.searchsorted(at, side="right") - 1])
+        name = self._journal.names[int(located.sources[located.chunks.row[chunk]])]
+        raise outside_of_vocabulary(
+            name, int(located.chunks.document[chunk]), self._instances[here.number][name], int(flat[at]), bound
+        )
+
+    def _row(self, here: _Step, row: int, ids: IntArray | None, leads: IntArray | None) -> PackRow:
+        """A pack for its objective."""
+        located, length = here.located, self._journal.segments[here.number].sequence_length
+        mine = slice(*located.splits[row : row + 2].tolist())
+        begins = located.offsets[mine]
+        return PackRow(
+            np.zeros(length, np.int64) if ids is None else ids,
+            begins,
+            np.zeros(len(begins), np.int64) if leads is None else leads,
+            located.chunks.first[mine] > 0,
+            here.ends[mine],
+            int(located.targets[row]),
+        )
+
+    def _arranged_row(self, here: _Step, row: int) -> Arranged:
+        """A pack of the step whose weights are right; its tokens are read where weights depend on them."""
+        objective = self._objective(here, row)
+        tokens = self._tokens(here, np.array([row])) if objective.reads else None
+        ids, leads = (None, None) if tokens is None else (tokens.flat[0], tokens.leads)
+        return objective.arrange_pack(self._row(here, row, ids, leads), self._key(here.located.samples[row]))
+
+    def _without(self, here: _Step, row: int, weight: FloatArray) -> FloatArray:
+        """Weights [L] of a pack without the chunks that skips have; a target always stands at its place."""
+        if here.masked is None:
+            return weight
+        mine = slice(*here.located.splits[row : row + 2].tolist())
+        weight = weight.copy()
+        for first, count, masked in zip(
+            here.located.offsets[mine].tolist(),
+            here.located.chunks.tokens[mine].tolist(),
+            here.masked[mine].tolist(),
+            strict=True,
+        ):
+            if masked:
+                weight[first : first + count] = 0
+        return weight
+
+    def _batch(self, here: _Step, rows: IntArray) -> tuple[Batch, int]:
+        """A micro-batch, and the sum of its samples' hashes."""
+        located, mine = here.located, self._rank_samples[here.number]
+        size, length = mine.micro_batch_size, self._journal.segments[here.number].sequence_length
+        count = len(rows)
+        tokens = self._tokens(here, rows)
+        offsets, targets = located.offsets[tokens.which], located.targets[rows]
+        inputs = tokens.inputs(offsets, targets)
+        index = located.samples.start + rows
+        hashed = np.concatenate([index[:, None], inputs, tokens.flat], axis=1)
+        data_hash = sum(map(xxhash.xxh3_64_intdigest, hashed))
+        fields: dict[str, Any]
+        if any(objective.arranges for objective in self._objectives[here.number].values()):
+            arranged = []
+            splits = np.append(0, np.cumsum(located.splits[rows + 1] - located.splits[rows])).tolist()
+            for place, row in enumerate(rows.tolist()):
+                leads = tokens.leads[splits[place] : splits[place + 1]]
+                pack = self._row(here, row, tokens.flat[place], leads)
+                one = self._objective(here, row).arrange_pack(pack, self._key(located.samples[row]))
+                arranged.append(one._replace(weight=self._without(here, row, one.weight)))
+            fields = stack(arranged, size, self._shapes[here.number])
+        else:
+            weight = np.zeros((size, length), np.float32)
+            for place, row in enumerate(rows.tolist()):
+                objective = self._objective(here, row)
+                assert isinstance(objective, Causal), "others arrange"
+                weight[place] = self._without(here, row, objective.pack_weight(self._row(here, row, None, None)))
+            short = np.flatnonzero(targets < length)
+            begins = [tokens.place * length + offsets, short * length + targets[short], np.arange(count, size) * length]
+            fields = {
+                "tokens": torch.from_numpy(_filled(inputs, size)),
+                "targets": torch.from_numpy(_filled(tokens.flat, size)),
+                "weight": torch.from_numpy(weight),
+                "starts": torch.from_numpy(np.sort(np.concatenate(begins)).astype(np.int32)),
+            }
+        return (
+            Batch(
+                sources=torch.from_numpy(_filled(located.sources[rows], size, -1)),
+                extras={},
+                samples=torch.from_numpy(_filled(index, size, -1)),
+                real=count,
+                **self._ahead_fields(here, rows, tokens, size),
+                **fields,
+            ),
+            data_hash,
+        )
+
+    def _ahead_fields(self, here: _Step, rows: IntArray, tokens: _Tokens, size: int) -> dict[str, Any]:
+        """Targets of multi-token prediction and their weights, [size, depths, L] each: those within a chunk count."""
+        if not self._ahead:
+            return {}
+        count, length = tokens.flat.shape
+        targets, weight = (
+            np.zeros((size, self._ahead, length), np.int64),
+            np.zeros((size, self._ahead, length), np.float32),
+        )
+        left = np.zeros(count * length, np.int64)  # by target, tokens of its chunk from it on
+        sizes = here.located.chunks.tokens[tokens.which]
+        firsts = tokens.place * length + here.located.offsets[tokens.which]
+        kept = np.ones(len(sizes), bool) if here.masked is None else ~here.masked[tokens.which]
+        for first, chunk in zip(firsts[kept].tolist(), sizes[kept].tolist(), strict=True):
+            left[first : first + chunk] = np.arange(chunk, 0, -1)
+        for depth in range(1, self._ahead + 1):
+            targets[:count, depth - 1, : max(length - depth, 0)] = tokens.flat[:, depth:]
+            weight[:count, depth - 1] = left.reshape(count, length) > depth
+        return {"ahead_targets": torch.from_numpy(targets), "ahead_weight": torch.from_numpy(weight)}
+
+
+def _filled(rows: npt.NDArray[np.int64], size: int, value: int = 0) -> npt.NDArray[np.int64]:
+    """Rows, and behind them `size` in all of one value."""
+    if len(rows) == size:
+        return rows
+    return np.concatenate([rows, np.full((size - len(rows), *rows.shape[1:]), value, np.int64)])
