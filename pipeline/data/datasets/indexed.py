@@ -55,7 +55,7 @@ def metadata_file(prefix: Path) -> Path:
 
 def named_files(prefix: Path) -> dict[str, Path]:
     """All files that a part may have, by their names in receipts."""
-    return {name: prefix.with_name(f"{prefix.name}.{name}") for name in ("bin", "idx", "prov", "meta")}
+    return {name: prefix.with_name(f"{prefix.name}.{name}") for name in ("bin", "idx", "prov", "meta", "weight")}
 
 
 def part_name(unit: int, chunk: int = 0) -> str:

@@ -125,7 +125,7 @@ class _Copy:
         advice = repair(self._dataset)
         return [
             file
-            for suffix in (".bin", ".idx")
+            for suffix in (".bin", ".idx", *([".weight"] if self._dataset.manifest.has_weights else []))
             for source, target, digest in zip(sources, targets, parts[suffix[1:]].tolist(), strict=True)
             if self.row(file := _File(source + suffix, target + suffix, digest, advice))
             != checked.get(self._name(file))

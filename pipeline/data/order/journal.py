@@ -56,6 +56,11 @@ class Journal(Record):
         for skip in value["skips"]:
             if not skip["fault"]:
                 del skip["fault"]
+        for source in (source for segment in value["segments"] for source in segment["sources"].values()):
+            if source["loss_weight"] == 1:
+                del source["loss_weight"]
+            if not source["document_weights"]:
+                del source["document_weights"]
         return value
 
     @classmethod

@@ -56,6 +56,16 @@ class SourceState(Record):
     stops: bool = False
     """True if the run ends when more than `cap` samples would be needed; else the other sources take its place."""
 
+    loss_weight: float = Field(default=1.0, gt=0)
+    """Weight of its targets in the training loss."""
+    document_weights: bool = False
+    """True if the weights of its documents, which the dataset has, are factors besides."""
+
+    @property
+    def weighs(self) -> bool:
+        """True if its targets may weigh other than 1."""
+        return self.document_weights or self.loss_weight != 1
+
     def exhausted(self, samples: int) -> bool:
         """True if it has dropped out of the blend after that many samples of the segment."""
         return not self.stops and samples == self.cap
@@ -86,6 +96,11 @@ class Segment(Record):
     def windows(self) -> dict[str, int]:
         """Windows in an epoch of each source."""
         return {name: source.tokens // self.sequence_length for name, source in self.sources.items()}
+
+    @property
+    def weighs(self) -> bool:
+        """True if targets may weigh other than 1 in the training loss."""
+        return any(source.weighs for source in self.sources.values())
 
     def order(self) -> Order:
         """Whose turn it is at each position of the segment."""
