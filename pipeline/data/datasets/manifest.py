@@ -27,6 +27,8 @@ PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
 FORMAT_VERSION = 2
 WEIGHTED_VERSION = 3
 """Of a dataset whose documents have loss weights: earlier programs, which would leave them out, refuse it."""
+WEIGHT_KEY = "weight_key"
+"""Setting of a dataset with loss weights: the key of the records that they were read from."""
 CODE_VERSION = "3"
 """Raised whenever the preprocess stage would write other bytes for the same input and config."""
 REPAIR = (

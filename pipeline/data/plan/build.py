@@ -52,7 +52,7 @@ from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Sized
 from pipeline.data.order.windows import Windows
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
-from pipeline.data.preprocess.source_settings import check_settings
+from pipeline.data.preprocess.source_settings import check_settings, unused_weights
 from pipeline.data.provenance.run import checkpoint_steps, shortened
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
@@ -99,6 +99,10 @@ class SliceRow:
     """Share of the samples that it really has in these phases: others may drop out, or it may itself."""
     share: float
     """Share of the tokens of the whole run."""
+    loss_weights: dict[str, float]
+    """Weight of its targets in the training loss, by phase."""
+    document_weights: bool
+    """Those of its documents are factors besides."""
     max_epochs: float | None
     on_exhausted: str
     exhausted_step: int | None
@@ -245,6 +249,7 @@ def make_data_plan(
         warnings=[
             *warnings(config, journal, sampler, length.steps, done or 0),
             *_padding_warnings(segments, ranks),
+            *unused_weights(config, {n: each.manifest for n, each in sized.items() if isinstance(each, Dataset)}),
         ],
         hashed_steps=hashed,
         order_hash=f"{order_hash(sampler, hashed):016x}" if hashed else None,
@@ -403,6 +408,7 @@ def _slice_rows(
     """The slices of all sources that take part, in the order of the run file."""
     journal = sampler.journal
     weights, drawn, samples = _by_phase(config, journal, length.steps)
+    loss_weights = _loss_weights(config, journal, length.steps)
     ends = accounts(sampler, length.steps)
     now = {} if done is None else accounts(sampler, done)
     rows = []
@@ -419,6 +425,8 @@ def _slice_rows(
                     weights=weights.get(text, {}),
                     shares={phase: _nine_digits(n / samples[phase]) for phase, n in drawn.get(text, {}).items()},
                     share=_nine_digits(account.drawn / journal.tokens(length.steps)),
+                    loss_weights=loss_weights[text],
+                    document_weights=source.weight_key is not None,
                     max_epochs=source.max_epochs,
                     on_exhausted=source.on_exhausted,
                     exhausted_step=None if exhausted is None else last_window_step(sampler, source.name, exhausted) + 1,
@@ -446,6 +454,15 @@ def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _
             mine = drawn.setdefault(text, {})
             mine[phase] = mine.get(phase, 0) + count
     return weights, drawn, total
+
+
+def _loss_weights(config: Config, journal: Journal, steps: int) -> _ByPhase:
+    """Loss weights of each source and slice by phase."""
+    found: _ByPhase = {}
+    for number, (segment, _) in enumerate(journal.drawn(steps)):
+        for name, state in segment.sources.items():
+            found.setdefault((name, state.documents), {})[label(config, journal, number)] = state.loss_weight
+    return found
 
 
 def _nine_digits(fraction: float) -> float:

@@ -12,6 +12,7 @@ from pipeline.common.format import numbered
 from pipeline.data.loading.skip_masks import arranged_window
 from pipeline.data.order.locate import RankSamples
 from pipeline.data.order.phases import micro_batch_size
+from pipeline.data.order.segments import Segment
 from pipeline.data.order.windows import Span
 from pipeline.data.provenance.run import (
     DocumentInfo,
@@ -53,6 +54,7 @@ class DocumentInSample:
         words: the first of them as text.
         predicted: which of the targets are predicted, if the objective chooses them, and the first of these as text.
         masked: why they have no weight; None if they have.
+        loss_weight: weight of the targets in the training loss; None where the segment has no weights.
     """
 
     about: DocumentInfo
@@ -61,6 +63,7 @@ class DocumentInSample:
     words: str
     masked: str | None
     predicted: Predicted | None = None
+    loss_weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ class Where:
                             if piece.predicted
                             else {}
                         )
+                        | ({} if piece.loss_weight is None else {"loss_weight": piece.loss_weight})
                         for piece in sample.pieces
                     ],
                 }
@@ -176,6 +180,7 @@ class Where:
             )
             for piece in sample.pieces:
                 masked = f"; masked: {piece.masked}" if piece.masked and piece.masked != sample.masked else ""
+                weight = "" if piece.loss_weight is None else f"; loss weight {piece.loss_weight:g}"
                 first, end = piece.targets
                 tokens = f"tokens {in_brackets(piece.targets)}"
                 if first == end:
@@ -183,7 +188,7 @@ class Where:
                     tokens = f"token {piece.tokens[0]:,}, {what},"
                 yield (
                     f"  document {piece.about.document}: {piece.about}, {tokens} of "
-                    f'{piece.about.tokens:,}{masked}: "{printable(piece.words)}"'
+                    f'{piece.about.tokens:,}{weight}{masked}: "{printable(piece.words)}"'
                 )
                 if piece.predicted:
                     yield f"    predicted: {_ranges_text(piece.predicted)}"
@@ -251,6 +256,7 @@ def where(
                     run.words(name, about, tokens),
                     run.masked(step, sample, name, span.document),
                     None if chosen_tokens is None else _predicted(run, name, span, offset, chosen_tokens),
+                    _loss_weight(run, journal.segments[number], name, span.document),
                 )
             )
             offset += span.length
@@ -269,6 +275,14 @@ def where(
         notes=[*unknown_origins(everything), *run.notes],
         hints=hint_of_ids(everything, ids),
     )
+
+
+def _loss_weight(run: RunView, segment: Segment, source: str, document: int) -> float | None:
+    """Weight of a document's targets in the training loss; None where the segment has no weights."""
+    if not segment.weighs:
+        return None
+    state = segment.sources[source]
+    return state.loss_weight * (run.datasets[source].weight(document) if state.document_weights else 1)
 
 
 def _predicted(run: RunView, source: str, span: Span, offset: int, tokens: list[Range]) -> Predicted:
