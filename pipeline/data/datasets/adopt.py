@@ -88,6 +88,8 @@ class AdoptReport:
                 "times, as part of the text or as an end that the .idx does not have; these tokens are kept: "
                 + "; ".join(self.first_inner)
             )
+        if manifest.has_weights:
+            lines.append("its documents have loss weights; `weight_key: weight` beside `dataset` uses them")
         lines.append(
             f"to use it: `dataset: {self.folder}` in data.sources, and in tokenizer: `path: "
             f"{dataset / TOKENIZER_FILE}`, `end_of_document: {manifest.tokenizer.end_of_document_token!r}`"
@@ -370,7 +372,7 @@ class _Adoption:
         if not self._has_weights:
             return record
         weights = np.fromfile(weights_file(part.bin_path.with_suffix("")), WEIGHT)
-        kept = np.concatenate([weights[rows] for rows in rows_with_tokens(part)])
+        kept = np.concatenate([weights[:0], *(weights[rows] for rows in rows_with_tokens(part))])
         with write_weights(prefix, kept) as file:
             file.commit()
         return *record, file.hash

@@ -158,7 +158,7 @@ def loss_weight(value: Any) -> float | None:
 def bad_weight(key: str, value: Any) -> str:
     """Detail of a record whose weight is missing or no weight."""
     found = "missing" if value is None else escaped(repr(value)[:80])
-    return f"{key!r} is {found}, not a number from {LEAST_LOSS_WEIGHT:f} to {MOST_LOSS_WEIGHT:,.0f}"
+    return f"{key!r} is {found}; it must be a number from {LEAST_LOSS_WEIGHT:f} to {MOST_LOSS_WEIGHT:,.0f}"
 
 
 def printable(text: str, keep: str = "") -> str:
