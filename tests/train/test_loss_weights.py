@@ -134,7 +134,9 @@ def test_a_resumed_run_is_the_straight_one_and_the_past_stays(tmp_path: Path) ->
     assert runs.exact(straight) == runs.exact(split)
     assert runs.weights_hash(straight) == runs.weights_hash(split)
     one, two = (runs.column(run, "weighted_loss") for run in (straight, split))
-    assert one == two and all(weighted != loss for weighted, loss in zip(one, runs.column(straight, "loss")))
+    assert one == two and all(
+        weighted != loss for weighted, loss in zip(one, runs.column(straight, "loss"), strict=True)
+    )
     for override, words in (
         ("blend.phases.1.loss_weights={land: 0.6}", "loss_weight of 'land' 0.5 -> 0.6"),
         ("data.sources.1.loss_weight=1", "loss_weight of 'land' 2.5 -> 1"),
