@@ -102,7 +102,7 @@ _NAMES = {
         *("state.fingerprints.data", "state.journal.segments[].sources", "state.origin.journal.segments[].sources"),
         *("tensors", "tensors.*"),
     ),
-    "--json: data-plan": ("sources[].weights", "sources[].shares"),
+    "--json: data-plan": ("sources[].weights", "sources[].shares", "sources[].loss_weights"),
     "--json: sweep-table": ("members[].values",),
     "--json: eval-table": ("evaluations[].sources",),
 }

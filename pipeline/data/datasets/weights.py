@@ -45,7 +45,7 @@ def write_weights(prefix: Path, weights: npt.NDArray[Any]) -> HashedFile:
 
 
 def weights_problem(path: Path, documents: int) -> str | None:
-    """What is wrong with a file of loss weights; None if it has one within the bounds for each document."""
+    """The fault of a file of loss weights; None if it has a weight within the bounds for each document."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:

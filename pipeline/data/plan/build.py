@@ -407,8 +407,7 @@ def _slice_rows(
 ) -> list[SliceRow]:
     """The slices of all sources that take part, in the order of the run file."""
     journal = sampler.journal
-    weights, drawn, samples = _by_phase(config, journal, length.steps)
-    loss_weights = _loss_weights(config, journal, length.steps)
+    weights, loss_weights, drawn, samples = _by_phase(config, journal, length.steps)
     ends = accounts(sampler, length.steps)
     now = {} if done is None else accounts(sampler, done)
     rows = []
@@ -440,9 +439,10 @@ def _slice_rows(
 _ByPhase = dict[tuple[str, Documents], dict[str, float]]
 
 
-def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _ByPhase, dict[str, int]]:
-    """Weights and samples of each source and slice by phase, and all samples by phase."""
+def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _ByPhase, _ByPhase, dict[str, int]]:
+    """Weights, loss weights and samples of each source and slice by phase, and all samples by phase."""
     weights: _ByPhase = {}
+    loss_weights: _ByPhase = {}
     drawn: _ByPhase = {}
     total: dict[str, int] = {}
     for number, (segment, samples) in enumerate(journal.drawn(steps)):
@@ -451,18 +451,10 @@ def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _
         for (name, state), count in zip(segment.sources.items(), segment.order().counts(samples), strict=True):
             text = name, state.documents
             weights.setdefault(text, {})[phase] = _nine_digits(state.weight / UNIT)
+            loss_weights.setdefault(text, {})[phase] = state.loss_weight
             mine = drawn.setdefault(text, {})
             mine[phase] = mine.get(phase, 0) + count
-    return weights, drawn, total
-
-
-def _loss_weights(config: Config, journal: Journal, steps: int) -> _ByPhase:
-    """Loss weights of each source and slice by phase."""
-    found: _ByPhase = {}
-    for number, (segment, _) in enumerate(journal.drawn(steps)):
-        for name, state in segment.sources.items():
-            found.setdefault((name, state.documents), {})[label(config, journal, number)] = state.loss_weight
-    return found
+    return weights, loss_weights, drawn, total
 
 
 def _nine_digits(fraction: float) -> float:
