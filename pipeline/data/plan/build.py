@@ -193,6 +193,11 @@ class DataPlan:
     """Fingerprint of the journal: of all that decides the order of the whole run but the tokens."""
     preview: list[PreviewRow]
 
+    @property
+    def weighs(self) -> bool:
+        """True if targets may weigh other than 1 in the training loss."""
+        return any(row.document_weights or set(row.loss_weights.values()) - {1.0} for row in self.sources)
+
     def to_json(self) -> dict[str, Any]:
         """The data plan as JSON types."""
         value = {**asdict(self), "run": str(self.run)}
@@ -200,6 +205,8 @@ class DataPlan:
             for name, account in (("so_far", row.so_far), ("end", row.end)):
                 if account is not None:
                     json[name]["epochs"] = account.epochs
+            if not self.weighs:  # as before there were loss weights
+                del json["loss_weights"], json["document_weights"]
         return value
 
 

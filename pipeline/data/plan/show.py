@@ -97,7 +97,7 @@ def _tables(plan: DataPlan) -> Iterator[Table]:
     if len(phases) > 1:
         for first in range(0, len(phases), _PHASES):
             yield _weights_table(plan, phases[first : first + _PHASES])
-    if any(row.document_weights or set(row.loss_weights.values()) - {1.0} for row in plan.sources):
+    if plan.weighs:
         for first in range(0, len(phases), _PHASES):
             yield _loss_weights_table(plan, phases[first : first + _PHASES])
     yield _segments_table(plan)
