@@ -225,11 +225,12 @@ class Dataset(TokenRanges):
             UserError: The weights of the part are missing or damaged.
         """
         opened = self._part(self, part)
-        first, end = start, start + len(out)
-        begins = opened.document_starts(first + 1, len(out) - 1)
-        document = opened.document_at(first)
+        size, end = self.dtype.itemsize, start + len(out)
+        begins = opened.offsets_within(start + 1, len(out) - 1)
+        document = opened.document_at(start)
+        edges = np.array([start * size, *begins, end * size]) // size
         weights = _part_weights(self, part)[document : document + len(begins) + 1]
-        out[:] = np.repeat(weights, np.diff(begins, prepend=first, append=end))
+        out[:] = np.repeat(weights, edges[1:] - edges[:-1])
 
     def weight(self, document: int) -> float:
         """Loss weight of a document; 1 where the dataset has none."""

@@ -348,7 +348,8 @@ class IndexedPart(TokenRanges):
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
         self.check_range(token, 1)
-        return int(self._first_after(np.array([token]))[0]) - 1
+        sequence = bisect_right(self._pointer_view, token * self.dtype.itemsize) - 1
+        return bisect_right(self._bound_view, sequence) - 1
 
     def starts_within(
         self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]

@@ -115,7 +115,8 @@ class LossWeights:
             skipped = masked[row] if masked else []
             of_positions, counts = self._row(number, located, row, of_tokens, length, skipped)
             positions.append(of_positions)
-            totals.append(float((of_positions * counts).sum(dtype=np.float64)))
+            counted = of_positions if counts is None else of_positions * counts
+            totals.append(float(counted.sum(dtype=np.float64)))
             if by_depth is not None:
                 begins = located.begins_of(row, length + 1 + self._ahead)
                 counts = ahead_weight(begins, length, self._ahead, causal_targets(skipped))
@@ -141,10 +142,10 @@ class LossWeights:
 
     def _row(
         self, number: int, located: Located, row: int, of_tokens: FloatArray, length: int, masked: Ranges
-    ) -> tuple[FloatArray, FloatArray]:
-        """Weights [S] of the positions of a row, and which of them count, 0 or 1."""
+    ) -> tuple[FloatArray, FloatArray | None]:
+        """Weights [S] of the positions of a row, and which of them count, 0 or 1; None: all."""
         objective = self._masks.objective(number, located, row)
         if not masked and not objective.arranges and objective.fixed_valid(length) == length:
-            return of_tokens[1 : length + 1], np.ones(length, np.float32)
+            return of_tokens[1 : length + 1], None
         arranged = self._masks.arranged(number, located, row)
         return of_tokens[np.maximum(arranged.raw, 0)], without(arranged, masked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from decimal import Decimal
+from numbers import Real
 from typing import Any, Literal
 
 import orjson
@@ -150,9 +151,10 @@ class Damage:
 
 def loss_weight(value: Any) -> float | None:
     """A value of `weight_key` as a weight; None for one that is not a number within the bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
         return None
-    return float(value) if LEAST_LOSS_WEIGHT <= value <= MOST_LOSS_WEIGHT else None
+    number = float(value)
+    return number if LEAST_LOSS_WEIGHT <= number <= MOST_LOSS_WEIGHT else None
 
 
 def bad_weight(key: str, value: Any) -> str:

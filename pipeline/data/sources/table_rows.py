@@ -92,6 +92,7 @@ def rows(
     reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
     update, length, name = cursor.digest.update, _LENGTH.pack, piece.file.name
     own_ids, weight_key = reader.id_key in batch.schema.names, reader.weight_key
+    others = kept if weight_key is None else (*kept, weight_key)
     (low, high), count = bytes_read, len(batch)
     held = max(batch.get_total_buffer_size(), count * max(map(_longest, batch.columns), default=0), 1)
     step = max(1, min(BATCH_ROWS, BATCH_BYTES * count // held))
@@ -102,11 +103,11 @@ def rows(
         part = batch.slice(begin, step)
         if not trusted:
             _check_offsets(part)
-        if nested := sum(_expanded(part.column(key)) for key in kept if part.schema.field(key).type.num_fields):
+        if nested := sum(_expanded(part.column(key)) for key in others if part.schema.field(key).type.num_fields):
             cursor.check_expansion(piece, nested, "lists and structs of one batch of rows take", free=HELD_BYTES)
         texts = text_bytes(part.column(reader.text_key))
         ids = values(part.column(reader.id_key)) if own_ids else None
-        others = [(key, values(part.column(key))) for key in kept]
+        metadata_values = [(key, values(part.column(key))) for key in kept]
         weights = None if weight_key is None else values(part.column(weight_key))
         for place in range(skip, len(texts)):
             raw, row = texts[place], first + begin + place
@@ -126,7 +127,7 @@ def rows(
                 size += len(encoded)
             metadata = None
             if kept:
-                metadata = metadata_json({key: column[place] for key, column in others})
+                metadata = metadata_json({key: column[place] for key, column in metadata_values})
                 update(length(len(metadata)))
                 update(metadata)
                 size += len(metadata)
