@@ -92,6 +92,12 @@ Slice = Annotated[tuple[Bound, Bound], AfterValidator(_in_order)]
 """The documents from the first place up to the second, which is not included."""
 
 
+LEAST_LOSS_WEIGHT, MOST_LOSS_WEIGHT = 1e-6, 1e6
+"""Bounds of loss weights: a product of two of them, and a sum of many, are exact enough in fp32 and fp64."""
+LossWeight = Annotated[float, Field(ge=LEAST_LOSS_WEIGHT, le=MOST_LOSS_WEIGHT)]
+"""Weight of tokens in the training loss."""
+
+
 class PhaseConfig(Section):
     """A part of the run with weights, sources, sequence length or batch size of its own."""
 
@@ -106,6 +112,8 @@ class PhaseConfig(Section):
     """The sources that take part; by default those of `weights`, or all."""
     temperature: float | None = Field(default=None, gt=0)
     """In place of blend.temperature."""
+    loss_weights: dict[str, LossWeight] = Field(default_factory=dict)
+    """By source: in place of its `loss_weight`."""
     slices: dict[str, Slice] = Field(default_factory=dict)
     """By source: read only the documents from the first place up to the second, in place of the source's `slice`."""
     sequence_length: int | None = Field(default=None, ge=1)

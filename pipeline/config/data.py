@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
-from pipeline.config.blend import Packing, Slice
+from pipeline.config.blend import LossWeight, Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
 
 
@@ -58,10 +58,17 @@ class SourceConfig(Section):
     `FILE#ROW`."""
     metadata: list[str] = Field(default_factory=list)
     """Keys or columns that are kept beside the tokens, like `url`; `pipeline data inspect` shows them."""
+    weight_key: str | None = None
+    """Key or column of a number from 0.000001 to 1,000,000: the weight of the document's tokens in the training loss.
+    Kept with the tokens; a record without it, or with another value, is rejected. Of a `dataset`: the key that its
+    weights were read from, to use them."""
     dataset: AbsPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
     weight: float | None = Field(default=None, gt=0)
     """Share of the blend, relative to the other sources. Without any weight, shares are proportional to tokens."""
+    loss_weight: LossWeight = 1.0
+    """Weight of its tokens in the training loss, relative to the other sources; times those of `weight_key`. It moves
+    no sample. `docs/blend.md` has the formula."""
     slice: Slice | None = None
     """Train only on the documents from the first place up to the second, like `[0, 0.9]` or `[0, 500 documents]`."""
     max_epochs: float | None = Field(default=None, gt=0)
@@ -86,6 +93,8 @@ class SourceConfig(Section):
             raise ValueError(f"type is not set, and without it each {kind} file is one document: write type: {kind}")
         if (self.type == "hub") != (self.hub is not None):
             raise ValueError("type: hub needs the key hub, and hub needs type: hub")
+        if self.weight_key is not None and self.type == "text" and self.dataset is None:
+            raise ValueError("weight_key needs records with keys: a file of type: text has none; remove weight_key")
         if self.on_exhausted != "renormalize" and self.max_epochs is None:
             raise ValueError(
                 f"on_exhausted: {self.on_exhausted} needs max_epochs: set max_epochs, or remove on_exhausted"

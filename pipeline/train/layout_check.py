@@ -15,6 +15,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import active_parameters, num_parameters
+from pipeline.train.monitor.phase_log import loss_weight_lines
 from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.footprint import Footprint, end_parameters, layer_sizes, rank_footprints
 from pipeline.train.parallel.layout import Layout, fixed_processes
@@ -46,6 +47,7 @@ def check(config: Config, console: Console | None = None, environment: Mapping[s
         str(model),
         *_fp8_lines(config, layout, spec),
         *group_lines(config.train.optimizer, spec),
+        *loss_weight_lines(config),
         *_step_lines(config, layout),
         *(_pipeline_lines(config, layout, spec, stages) if layout.pp > 1 else ()),
         *_memory_lines(config, layout, spec),

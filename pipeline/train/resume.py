@@ -32,7 +32,7 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "launch": ("run file", "any number of processes and threads"),
     "data": ("place", "the datasets are compared by content (resume.allow: data)"),
     "data.loader": ("run file", "how the files are read"),
-    "data.sources": ("from here on", "weights, slices and limits of sources; new sources may be added"),
+    "data.sources": ("from here on", "weights, loss weights, slices and limits of sources; new sources may be added"),
     "blend": ("from here on", "phases may be appended, skips added"),
     "stage": ("place", "copies on the node"),
     "tokenizer": ("checkpoint", "by content (resume.allow: tokenizer)"),

@@ -13,7 +13,7 @@ from pipeline.data.order.journal import Journal
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.host.cpu_matmul import slow_bf16
 from pipeline.train.model.flops import active_parameters, num_parameters
-from pipeline.train.monitor.phase_log import describe_change, describe_run
+from pipeline.train.monitor.phase_log import describe_change, describe_run, loss_weight_lines
 from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.run_plan import RunPlan
@@ -46,6 +46,7 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
             "model learns nothing of use"
         )
     yield from (f"train: {line}" for line in group_lines(config.train.optimizer, spec))
+    yield from (f"train: {line}" for line in loss_weight_lines(config))
     yield f"train: {describe_run(config, plan.journal, first, length.steps)} ({length.reason})"
 
 

@@ -22,6 +22,7 @@ from pipeline.data.order.run_length import RunLength
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Segment
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
+from pipeline.data.preprocess.source_settings import unused_weights
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints
 from pipeline.train.checkpoint.manager import Checkpoint
@@ -88,7 +89,7 @@ def plan_run(
         saved = saved_journal(config.run.dir, state["journal"], checkpoint.step)
     journal = plan_journal(config, datasets, saved)
     now = fingerprints(config, {name: d.fingerprint for name, d in datasets.items()}, tokenizer.fingerprint)
-    warnings: list[str] = []
+    warnings = unused_weights(config, {name: dataset.manifest for name, dataset in datasets.items()})
     if checkpoint is not None and saved is not None:
         warnings += [
             f"allowed difference from the checkpoint: {line}"

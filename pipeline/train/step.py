@@ -109,6 +109,8 @@ class StepResult:
     """fp32 scalar: the factor on the loss, with fp16."""
     routing: StepRouting | None = None
     """Choices of experts, in a model that has some."""
+    weighted: Tensor | None = None
+    """fp64 scalar: mean cross entropy by loss weights, which is minimized; None where there are none."""
     of_depths: Tensor | None = None
     """[depths] fp64, mean cross entropy of each depth of multi-token prediction."""
 
@@ -173,6 +175,8 @@ class Stepper:
         *,
         samples: int = 0,
         valid_ahead: Sequence[int] = (),
+        total_weight: float | None = None,
+        total_ahead: Sequence[float] = (),
         step: int = 0,
         data_hash: int = 0,
         wish: Callable[[], StopRequest] = lambda: StopRequest(False, False),
@@ -186,6 +190,9 @@ class Stepper:
             lr: learning rate of this step.
             samples: of the global batch over all ranks, without padding; for losses of routers.
             valid_ahead: of the global batch, by depth of multi-token prediction.
+            total_weight: sum of the loss weights of the global batch, which divides in place of `valid_targets`; None
+                where batches have none.
+            total_ahead: the same by depth of multi-token prediction.
             step: its number, from 1; decides whether it is observed.
             data_hash: of this rank's samples.
             wish: what this rank is asked for, looked at when all has been issued; all learn of it from the result.
@@ -197,14 +204,14 @@ class Stepper:
             self._observer.begin(step)
             if self._balance is not None:
                 self._balance.begin()
-            contexts = [
-                self._context(*pair, valid_targets, valid_ahead, samples) for pair in zip(whole, batches, strict=True)
-            ]
+            total, totals = (valid_targets, valid_ahead) if total_weight is None else (total_weight, total_ahead)
+            contexts = [self._context(*pair, total, totals, samples) for pair in zip(whole, batches, strict=True)]
+            weighted = None if total_weight is None else torch.zeros(1, dtype=torch.float64, device=self._device)
             sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
             of_depths = torch.zeros(len(valid_ahead), dtype=torch.float64, device=self._device)
         with span("forward and backward"):
             self._model.prepare_passes()
-            self.runner.train(batches, contexts, self._objective(sums, of_depths, valid_ahead))
+            self.runner.train(batches, contexts, self._objective(sums, of_depths, valid_ahead, weighted))
         with span("reduce"):
             self._gradients.sum_tied()
             self._observer.gradients(self._gradients)
@@ -214,6 +221,7 @@ class Stepper:
                 *self._facts(data_hash, wish(), work),
                 sums.flatten(),
                 of_depths,
+                *([] if weighted is None else [weighted]),
             ]
             if self._balance is not None:
                 parts += self._balance.told()
@@ -224,6 +232,8 @@ class Stepper:
                 everything, [part.numel() for part in parts]
             )
             nats, targets = flat.view_as(sums)
+            if total_weight is not None:
+                weighted = chosen.pop(0).squeeze() / total_weight
             norm, scale = squares[0].sqrt(), self.loss_scale
             if scale is not None:
                 norm = norm / scale.scale
@@ -243,6 +253,7 @@ class Stepper:
         observed = self._observer.finish(loss_scale)
         result = StepResult(
             *(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale),
+            weighted=weighted,
             of_depths=ahead if valid_ahead else None,
             routing=routing,
         )
@@ -250,25 +261,26 @@ class Stepper:
             scale.update(finite)
         return result
 
-    def _context(
-        self, whole: Batch, batch: Batch, valid_targets: int, valid_ahead: Sequence[int], samples: int
-    ) -> Context:
+    def _context(self, whole: Batch, batch: Batch, total: float, total_ahead: Sequence[float], samples: int) -> Context:
         """The context of a micro-batch in training, which minimizes cross entropy over the step's valid targets.
 
         Args:
             whole: With all of its sequences.
             batch: With this rank's share of them.
-            valid_targets: Of the global batch.
-            valid_ahead: Of the global batch, by depth of multi-token prediction.
+            total: Valid targets of the global batch; or, where batches have loss weights, the sum of these.
+            total_ahead: The same by depth of multi-token prediction.
             samples: Of the global batch.
         """
         loss, scale = self._config.train.loss, self.loss_scale
-        weight, ahead = batch.weight / max(1, valid_targets), None
+        weight_BS, weight_ahead = batch.weight, batch.ahead_weight
+        if batch.loss_weight is not None:
+            weight_BS, weight_ahead = batch.loss_weight, batch.ahead_loss_weight
+        weight, ahead = weight_BS / (total or 1), None
         if scale is not None:
             weight = weight * scale.scale
-        if batch.ahead_targets is not None and batch.ahead_weight is not None:
-            factors = [loss.mtp_weight / len(valid_ahead) / max(1, count) for count in valid_ahead]
-            pairs = zip(batch.ahead_weight.unbind(1), factors, strict=True)
+        if batch.ahead_targets is not None and weight_ahead is not None:
+            factors = [loss.mtp_weight / len(total_ahead) / (count or 1) for count in total_ahead]
+            pairs = zip(weight_ahead.unbind(1), factors, strict=True)
             weight_BNS = torch.stack([weight_BS * factor for weight_BS, factor in pairs], dim=1)
             ahead = Ahead(batch.ahead_targets, weight_BNS if scale is None else weight_BNS * scale.scale)
         shard = self._model.vocab_shard
@@ -300,9 +312,9 @@ class Stepper:
         return Dropout(rate, self._config.run.seed, batch.samples)
 
     def _objective(
-        self, sums: Tensor, of_depths: Tensor, valid_ahead: Sequence[int]
+        self, sums: Tensor, of_depths: Tensor, valid_ahead: Sequence[int], weighted: Tensor | None
     ) -> Callable[[TokenLosses, Batch], Tensor]:
-        """Books the sums by source, and the means of the depths of multi-token prediction."""
+        """Books the sums by source, that by loss weights, and the means of the depths of multi-token prediction."""
 
         def objective(losses: TokenLosses, batch: Batch) -> Tensor:
             if self._mesh.rank("tp") == 0:  # the others have the same sums
@@ -311,6 +323,8 @@ class Stepper:
                     index = batch.sources.clamp(min=0)
                     sums[0].index_add_(0, index, (losses.loss_BS * batch.weight).sum(dim=1, dtype=torch.float64))
                     sums[1].index_add_(0, index, batch.weight.sum(dim=1, dtype=torch.float64))
+                    if weighted is not None and batch.loss_weight is not None:
+                        weighted.add_((losses.loss_BS * batch.loss_weight).sum(dtype=torch.float64))
                     if batch.ahead_weight is not None:
                         for depth, (loss_BS, count) in enumerate(zip(losses.of_depths, valid_ahead, strict=True)):
                             nats = (loss_BS * batch.ahead_weight[:, depth]).sum(dtype=torch.float64)

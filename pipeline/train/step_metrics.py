@@ -130,6 +130,8 @@ def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
         "skipped": spike or not result.finite.item(),
         "data_hash": f"{result.data_hash():016x}",
     }
+    if result.weighted is not None:
+        values["weighted_loss"] = result.weighted.item()
     if result.of_depths is not None:
         of_depths = result.of_depths.tolist()
         values["mtp_loss"] = sum(of_depths) / len(of_depths)

@@ -131,6 +131,8 @@ class Trainer:
                             issued.lr,
                             samples=issued.segment.batch_size,
                             valid_ahead=data.valid_ahead,
+                            total_weight=data.total_weight,
+                            total_ahead=data.total_ahead,
                             step=step,
                             data_hash=data.data_hash,
                             wish=self._wish,

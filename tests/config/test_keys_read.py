@@ -123,7 +123,13 @@ VARIANTS: list[dict[str, Any]] = [
         },
         "blend": {
             "phases": [
-                {"name": "a", "until": "1 steps", "slices": {"sea": [0, "30 documents"]}, "temperature": 2},
+                {
+                    "name": "a",
+                    "until": "1 steps",
+                    "slices": {"sea": [0, "30 documents"]},
+                    "temperature": 2,
+                    "loss_weights": {"sea": 2},
+                },
                 {"weights": {"sea": 1}, "sequence_length": 16, "batch_size": 2, "micro_batch_size": 1},
             ],
             "skip": [{"steps": 2}, {"samples": "0-1"}, {"source": "sea", "documents": ["3-4"], "from_step": 1}],

@@ -107,7 +107,7 @@ _NAMES = {
         *("state.fingerprints.data", "state.journal.segments[].sources", "state.origin.journal.segments[].sources"),
         *("state.targets.by_source", "tensors", "tensors.*"),
     ),
-    "--json: data-plan": ("sources[].weights", "sources[].shares"),
+    "--json: data-plan": ("sources[].weights", "sources[].shares", "sources[].loss_weights"),
     "--json: sweep-table": ("members[].values",),
     "--json: eval-table": ("evaluations[].sources",),
 }

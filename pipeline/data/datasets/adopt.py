@@ -9,7 +9,7 @@ import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
@@ -33,8 +33,17 @@ from pipeline.data.datasets.foreign import (
     write_index,
 )
 from pipeline.data.datasets.indexed import PROVENANCE, HashedFile, IndexedPart, part_files, part_prefix
-from pipeline.data.datasets.manifest import CODE_VERSION, PART, Manifest, read_manifest, write_dataset
+from pipeline.data.datasets.manifest import (
+    CODE_VERSION,
+    PART,
+    WEIGHT_KEY,
+    WEIGHTED_PART,
+    Manifest,
+    read_manifest,
+    write_dataset,
+)
 from pipeline.data.datasets.merge import StreamedIndex, check_space
+from pipeline.data.datasets.weights import WEIGHT, weights_file, weights_problem, write_weights
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 
 Link = Literal["symlink", "hardlink", "copy"]
@@ -79,6 +88,8 @@ class AdoptReport:
                 "times, as part of the text or as an end that the .idx does not have; these tokens are kept: "
                 + "; ".join(self.first_inner)
             )
+        if manifest.has_weights:
+            lines.append("its documents have loss weights; `weight_key: weight` beside `dataset` uses them")
         lines.append(
             f"to use it: `dataset: {self.folder}` in data.sources, and in tokenizer: `path: "
             f"{dataset / TOKENIZER_FILE}`, `end_of_document: {manifest.tokenizer.end_of_document_token!r}`"
@@ -106,6 +117,9 @@ def adopt(
 ) -> AdoptReport:
     """Make FOLDER/SPLIT a dataset of foreign files, a part each, in the order given. They are read once to check them.
 
+    Loss weights of documents, PREFIX.weight with a little-endian float32 for each, are taken up where they lie beside
+    all of the files. A source of a run file uses them with `weight_key: weight`.
+
     Args:
         prefixes: paths without a suffix, or with one of the two; folders and globs stand for the files in them.
         folder: of the source; several calls with different splits fill one.
@@ -128,6 +142,7 @@ def adopt(
         raise UserError(f"--split: {split!r} is not a valid name of a split; use letters, digits, - and _")
     _check_folder(folder, split, opened)
     files = _open_all(prefixes)
+    has_weights = _have_weights(files)
     token_bytes = bytes_of_tokens(opened)
     size = sum(part.bin_path.stat().st_size for _, part in files)
     with byte_progress(console or Console(), "check", size) as advance:
@@ -139,7 +154,7 @@ def adopt(
             f"--append-eod: {opened.end_of_document_token!r} (id {opened.end_of_document}) does not fit into the "
             f"{files[0][1].dtype.name} of {files[0][1].bin_path}"
         )
-    return _Adoption(folder / split, opened, link, append_eod).run(files, found, source or folder.name)
+    return _Adoption(folder / split, opened, link, append_eod, has_weights).run(files, found, source or folder.name)
 
 
 def _load_tokenizer(path: Path, end_of_document: str, special_tokens: list[str]) -> Tokenizer:
@@ -212,6 +227,23 @@ def _prefixes(argument: Path) -> list[Path]:
     return sorted(found, key=lambda prefix: [int(t) if t.isdecimal() else t for t in re.split(r"(\d+)", str(prefix))])
 
 
+def _have_weights(files: list[tuple[str, IndexedPart]]) -> bool:
+    """True if all files have loss weights beside them, as many as documents; none of them may be without, else."""
+    paths = [weights_file(part.bin_path.with_suffix("")) for _, part in files]
+    missing = [path for path in paths if not path.exists()]
+    if len(missing) == len(paths):
+        return False
+    if missing:
+        raise UserError(
+            f"{missing[0]} is missing, but other files have loss weights beside them: give all files such weights, or "
+            "move those that are there elsewhere"
+        )
+    for path, (_, part) in zip(paths, files, strict=True):
+        if problem := weights_problem(path, part.documents):
+            raise UserError(f"{problem}; write a little-endian float32 for each document, or move the file elsewhere")
+    return True
+
+
 def _check_ends(files: list[tuple[str, IndexedPart]], found: list[Scan], tokenizer: Tokenizer) -> None:
     documents, closed = sum(one.documents for one in found), sum(one.closed for one in found)
     if closed == documents:
@@ -244,11 +276,12 @@ def _check_ends(files: list[tuple[str, IndexedPart]], found: list[Scan], tokeniz
 class _Adoption:
     """Writes a dataset into a folder with a temporary name, which gets its final one when everything is there."""
 
-    def __init__(self, final: Path, tokenizer: Tokenizer, link: Link, append_eod: bool) -> None:
+    def __init__(self, final: Path, tokenizer: Tokenizer, link: Link, append_eod: bool, has_weights: bool) -> None:
         self._final = final
         self._tokenizer = tokenizer
         self._link = link
         self._append_eod = append_eod
+        self._has_weights = has_weights
 
     def run(self, files: list[tuple[str, IndexedPart]], found: list[Scan], source: str) -> AdoptReport:
         folder = self._final.parent
@@ -256,9 +289,12 @@ class _Adoption:
         _remove_stale(self._final)
         check_space(folder, sum(self._bytes(part, one) for (_, part), one in zip(files, found, strict=True)))
         tmp = storage.temporary(self._final)
-        table = np.zeros(len(files), PART)
-        settings = {"adopted": [name for name, _ in files], "append_eod": self._append_eod}
+        table = np.zeros(len(files), WEIGHTED_PART if self._has_weights else PART)
+        settings: dict[str, Any] = {"adopted": [name for name, _ in files], "append_eod": self._append_eod}
         inputs = [[one.bin_hash, one.documents, one.sequences] for one in found]
+        if self._has_weights:
+            settings[WEIGHT_KEY] = "weight"
+            inputs += [[file_hash(weights_file(part.bin_path.with_suffix("")))] for _, part in files]
         about = {
             "source": source,
             "split": self._final.name,
@@ -302,7 +338,7 @@ class _Adoption:
 
     def _bytes(self, part: IndexedPart, one: Scan) -> int:
         """Bytes of a part on disk, links not counted."""
-        size = PROVENANCE.itemsize * one.documents
+        size = (PROVENANCE.itemsize + WEIGHT.itemsize * self._has_weights) * one.documents
         if self._copies(one):
             size += (part.tokens + one.documents) * part.dtype.itemsize
         return size + StreamedIndex.file_size(one.sequences, one.documents)
@@ -332,7 +368,14 @@ class _Adoption:
                 records["id_hash"] = [xxhash.xxh3_64_intdigest(f"{name}#{row}".encode()) for row in rows.tolist()]
                 provenance.write(records.tobytes())
             provenance.commit()
-        return tokens, one.documents, number, 0, bin_hash, idx_hash, provenance.hash, 0
+        record = tokens, one.documents, number, 0, bin_hash, idx_hash, provenance.hash, 0
+        if not self._has_weights:
+            return record
+        weights = np.fromfile(weights_file(part.bin_path.with_suffix("")), WEIGHT)
+        kept = np.concatenate([weights[:0], *(weights[rows] for rows in rows_with_tokens(part))])
+        with write_weights(prefix, kept) as file:
+            file.commit()
+        return *record, file.hash
 
     def _refer(self, source: Path, target: Path, expected: int) -> None:
         """Link or copy a file that was checked."""

@@ -23,6 +23,7 @@ from pipeline.data.datasets.indexed import (
     read_provenance,
 )
 from pipeline.data.datasets.manifest import REPAIR, REPAIR_ADOPTED, REPAIR_DAMAGED, Manifest, read_manifest, read_parts
+from pipeline.data.datasets.weights import part_weights
 
 ReadBy = Literal["mmap", "pread"]
 
@@ -68,6 +69,17 @@ def _open_part(dataset: Dataset, index: int) -> IndexedPart:
     return part
 
 
+def _open_weights(dataset: Dataset, index: int) -> npt.NDArray[np.float32]:
+    """Loss weights of the documents of a part."""
+    try:
+        return part_weights(dataset.prefix(index), dataset.size_of_part(index)[1], dataset.read_by == "mmap")
+    except MachineError:
+        raise
+    except UserError as error:
+        raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
+
+
+_part_weights = lru_cache(maxsize=MAPPED_AT_ONCE // 2)(_open_weights)
 _mapped_part = lru_cache(maxsize=MAPPED_AT_ONCE)(_open_part)
 _read_part = lru_cache(maxsize=READ_AT_ONCE)(_open_part)
 
@@ -216,6 +228,30 @@ class Dataset(TokenRanges):
         """`fill` with tokens counted in a part, which has all of them."""
         self._part(self, part).fill(start, out)
 
+    def fill_weights(self, part: int, start: int, out: npt.NDArray[np.float32]) -> None:
+        """Copy the loss weights of the documents of a piece into `out`, token by token.
+
+        Args:
+            part: Number of the part.
+            start: First token, counted in the part.
+            out: [count], of tokens that the part has.
+
+        Raises:
+            UserError: The weights of the part are missing or damaged.
+        """
+        opened = self._part(self, part)
+        size, end = self.dtype.itemsize, start + len(out)
+        begins = opened.offsets_within(start + 1, len(out) - 1)
+        document = opened.document_at(start)
+        edges = np.array([start * size, *begins, end * size]) // size
+        weights = _part_weights(self, part)[document : document + len(begins) + 1]
+        out[:] = np.repeat(weights, edges[1:] - edges[:-1])
+
+    def weight(self, document: int) -> float:
+        """Loss weight of a document; 1 where the dataset has none."""
+        index, place, _ = self._locate(document)
+        return float(_part_weights(self, index)[place]) if self.manifest.has_weights else 1.0
+
     def starts_in(self, pieces: Pieces) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The documents that start in pieces.
 
@@ -350,6 +386,10 @@ class TokenSource(Protocol):
         """`fill` with tokens counted in a part, as pieces have them."""
         ...
 
+    def fill_weights(self, part: int, start: int, out: npt.NDArray[np.float32]) -> None:
+        """The loss weights of the documents of tokens of a part, token by token."""
+        ...
+
     def starts_in(self, pieces: Pieces) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The documents that start in pieces: number of the piece, and token, counted in its part."""
         ...
@@ -377,6 +417,10 @@ class Slice:
     def fill(self, start: int, out: npt.NDArray[Any]) -> None:
         """Copy the token ids from token `start` of the slice on into `out`."""
         self._dataset.fill(self._base + start, out)
+
+    def fill_weights(self, part: int, start: int, out: npt.NDArray[np.float32]) -> None:
+        """The loss weights of the documents of tokens of a part, token by token."""
+        self._dataset.fill_weights(part, start, out)
 
     def document_at(self, token: int) -> int:
         """The document that a token of the slice belongs to."""

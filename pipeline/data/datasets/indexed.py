@@ -55,7 +55,7 @@ def metadata_file(prefix: Path) -> Path:
 
 def named_files(prefix: Path) -> dict[str, Path]:
     """All files that a part may have, by their names in receipts."""
-    return {name: prefix.with_name(f"{prefix.name}.{name}") for name in ("bin", "idx", "prov", "meta")}
+    return {name: prefix.with_name(f"{prefix.name}.{name}") for name in ("bin", "idx", "prov", "meta", "weight")}
 
 
 def part_name(unit: int, chunk: int = 0) -> str:
@@ -357,7 +357,8 @@ class IndexedPart(TokenRanges):
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
         self.check_range(token, 1)
-        return int(self._first_after(np.array([token]))[0]) - 1
+        sequence = bisect_right(self._pointer_view, token * self.dtype.itemsize) - 1
+        return bisect_right(self._bound_view, sequence) - 1
 
     def starts_within(
         self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]

@@ -20,10 +20,15 @@ from pipeline.common.format import counted
 from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, RECEIPT_KEYS, TRAIN, receipt_path
 from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, named_files, part_prefix
+from pipeline.data.datasets.weights import weights_problem
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
 FORMAT_VERSION = 2
+WEIGHTED_VERSION = 3
+"""Of a dataset whose documents have loss weights: earlier programs, which would leave them out, refuse it."""
+WEIGHT_KEY = "weight_key"
+"""Setting of a dataset with loss weights: the key of the records that they were read from."""
 CODE_VERSION = "3"
 """Raised whenever the preprocess stage would write other bytes for the same input and config."""
 REPAIR = (
@@ -46,6 +51,8 @@ PART = np.dtype(
 )
 """One record of `parts.bin`: counts, the part's name, and the xxh3-64 of each of its files (`meta` is 0 if there is
 none). 56 bytes."""
+WEIGHTED_PART = np.dtype([*PART.descr, ("weight", "<u8")])
+"""The same of a dataset with loss weights: with the xxh3-64 of the `.weight` file. 64 bytes."""
 
 
 class _Entry(BaseModel):
@@ -92,6 +99,16 @@ class Manifest(_Entry):
     parts_hash: str
 
     @property
+    def has_weights(self) -> bool:
+        """True if the documents have loss weights."""
+        return self.format_version == WEIGHTED_VERSION
+
+    @property
+    def part(self) -> np.dtype[Any]:
+        """A record of `parts.bin`: `PART` or `WEIGHTED_PART`."""
+        return WEIGHTED_PART if self.has_weights else PART
+
+    @property
     def fingerprint(self) -> str:
         """Identity of the content: equal for equal documents, tokens and order, wherever and whenever it was made."""
         return value_hash([self.documents, self.tokens, self.dtype, self.tokenizer.fingerprint, self.parts_hash])
@@ -104,7 +121,7 @@ def write_dataset(
 
     Args:
         folder: the dataset.
-        parts: `PART` records in the order of the parts.
+        parts: `PART` or `WEIGHTED_PART` records in the order of the parts.
         tokenizer: of the token ids.
         manifest: source, split, text_bytes, settings, config_hash, code_version; and, where they are not the usual
             ones, dtype and inner_ends.
@@ -113,7 +130,8 @@ def write_dataset(
         The manifest, and whether anything was written; a dataset that has all of it already is left alone.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    data = parts.astype(PART).tobytes()
+    has_weights = "weight" in (parts.dtype.names or ())
+    data = parts.astype(WEIGHTED_PART if has_weights else PART).tobytes()
     info = TokenizerInfo(
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
@@ -122,7 +140,7 @@ def write_dataset(
         special_tokens=tokenizer.special_tokens,
     )
     result = Manifest(
-        format_version=FORMAT_VERSION,
+        format_version=WEIGHTED_VERSION if has_weights else FORMAT_VERSION,
         documents=int(parts["documents"].sum()),
         tokens=int(parts["tokens"].sum()),
         tokenizer=info,
@@ -162,8 +180,10 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise UserError(f"{error}; {REPAIR}") from None
     version = value.get("format_version") if isinstance(value, dict) else None
-    if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format_version {version!r}; this program reads {FORMAT_VERSION}")
+    if version not in (FORMAT_VERSION, WEIGHTED_VERSION):
+        raise UserError(
+            f"{path}: format_version {version!r}; this program reads {FORMAT_VERSION} and {WEIGHTED_VERSION}"
+        )
     try:
         return Manifest.model_validate(value)
     except ValidationError as error:
@@ -172,7 +192,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
-    """Read `parts.bin`: `PART` records, shape (parts,).
+    """Read `parts.bin`: `PART` or `WEIGHTED_PART` records, shape (parts,).
 
     Raises:
         UserError: missing, or not the one that the manifest was written with.
@@ -182,11 +202,11 @@ def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
         data = storage.read_bytes(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing; {REPAIR}") from None
-    if len(data) != manifest.parts * PART.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
+    if len(data) != manifest.parts * manifest.part.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
         raise UserError(
             f"{path} is not the file that {MANIFEST_FILE} was written with: it is truncated or damaged; {REPAIR}"
         )
-    return np.frombuffer(data, PART)
+    return np.frombuffer(data, manifest.part)
 
 
 def datasets_below(folder: Path) -> list[Path]:
@@ -332,7 +352,8 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
 def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Counter[Path]) -> Iterator[str]:
     files = named_files(prefix)
     for name, path in files.items():
-        if name == "meta" and not record["meta"]:  # the last one; a part need not have it
+        # A part need not have these.
+        if (name == "meta" and not record["meta"]) or (name == "weight" and not manifest.has_weights):
             continue
         try:
             if file_hash(path) != int(record[name]):
@@ -356,6 +377,8 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
     provenance = files["prov"]
     if provenance.stat().st_size != part.documents * PROVENANCE.itemsize:
         yield f"{provenance}: {provenance.stat().st_size} bytes for {part.documents} documents of {PROVENANCE.itemsize}"
+    if manifest.has_weights and (problem := weights_problem(files["weight"], part.documents)):
+        yield problem
     if not index_is_sound(part):
         yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
         return

@@ -30,6 +30,7 @@ from pipeline.data.datasets.manifest import (
     read_manifest,
     read_parts,
 )
+from pipeline.data.datasets.weights import WEIGHT, weights_file, weights_problem
 
 BLOCK_BYTES = 2**20
 """Bytes that are read at a time."""
@@ -113,7 +114,7 @@ def merge(dataset: Path, prefix: Path, *, force: bool = False, console: Console 
     """Write the documents of a dataset, in their order, to PREFIX.bin and PREFIX.idx.
 
     Every part is compared with its hash on the way. Provenance and metadata have no place in the format; they stay in
-    the dataset, whose document n is document n here.
+    the dataset, whose document n is document n here. Loss weights go to PREFIX.weight, which `adopt` takes up.
 
     Args:
         dataset: folder of a dataset.
@@ -134,21 +135,30 @@ def merge(dataset: Path, prefix: Path, *, force: bool = False, console: Console 
     bin_path, idx_path = _output_paths(prefix, force)
     sequences = sum(parts.sequences(index) for index in range(len(table)))
     size = manifest.tokens * dtype.itemsize + StreamedIndex.file_size(sequences, manifest.documents)
+    size += manifest.documents * WEIGHT.itemsize if manifest.has_weights else 0
+    weight_path = weights_file(bin_path.with_suffix(""))
     check_space(bin_path.parent, size)
     with (
         byte_progress(console or Console(), "merge", size) as copied,
         storage.NewFile(bin_path) as merged_bin,
         storage.NewFile(idx_path) as merged_idx,
+        storage.NewFile(weight_path) as merged_weights,
         storage.naming(bin_path),
     ):
         index = StreamedIndex(merged_idx.file, dtype, sequences, manifest.documents)
         for number in range(len(table)):
             parts.copy(number, merged_bin.file, index, copied)
+            if manifest.has_weights:
+                parts.copy_weights(number, merged_weights.file, copied)
         if (index.sequences, index.documents, index.tokens) != (sequences, manifest.documents, manifest.tokens):
             raise UserError(f"{folder}: its parts and its manifest have different totals; {repair or REPAIR}")
         merged_bin.file.close()
         merged_idx.file.close()
-        idx_path.unlink(missing_ok=True)  # so that old and new files never make a pair
+        merged_weights.file.close()
+        for path in (idx_path, weight_path):  # so that old and new files never belong together
+            path.unlink(missing_ok=True)
+        if manifest.has_weights:
+            merged_weights.commit()
         merged_bin.commit()
         merged_idx.commit()
     return MergeReport(
@@ -190,12 +200,13 @@ def _output_paths(prefix: Path, force: bool) -> tuple[Path, Path]:
     if prefix.is_dir():
         raise UserError(f"{prefix} is a folder; give the path of the files without suffix, like {prefix / 'train'}")
     bin_path, idx_path, _ = part_files(prefix)
-    present = [str(path) for path in (bin_path, idx_path) if path.exists()]
+    weight_path = weights_file(prefix)
+    present = [str(path) for path in (bin_path, idx_path, weight_path) if path.exists()]
     if present and not force:
         raise UserError(f"{' and '.join(present)} exist already; choose another name, or replace with --force")
     prefix.parent.mkdir(parents=True, exist_ok=True)
     for path in prefix.parent.iterdir():
-        if path.name.startswith((f".{bin_path.name}.", f".{idx_path.name}.")):
+        if path.name.startswith(tuple(f".{made.name}." for made in (bin_path, idx_path, weight_path))):
             storage.remove_if_stale(path)
     return bin_path, idx_path
 
@@ -248,6 +259,17 @@ class _Parts:
                 merged.add_documents(np.frombuffer(block, "<i8") + first)
         copied(source.size)
         self._check(index, "idx", source)
+
+    def copy_weights(self, index: int, data: BinaryIO, copied: Callable[[int], None]) -> None:
+        """Append the loss weights of a part."""
+        path = weights_file(self._paths(index)[0].with_suffix(""))
+        if problem := weights_problem(path, int(self._table[index]["documents"])):
+            raise UserError(f"{problem}; {self._damaged}")
+        with _Hashed(path) as source:
+            for block in source.blocks(path.stat().st_size):
+                data.write(block)
+                copied(len(block))
+        self._check(index, "weight", source)
 
     def _paths(self, index: int) -> tuple[Path, Path]:
         record = self._table[index]

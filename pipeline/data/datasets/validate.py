@@ -17,6 +17,7 @@ from pipeline.common.retry import retried
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import HEADER, PARTS_A_FOLDER, numbered, part_name
 from pipeline.data.datasets.manifest import REPAIR, REPAIR_ADOPTED, read_parts
+from pipeline.data.datasets.weights import WEIGHT
 
 _SHOWN = 10
 _THREADS = 32
@@ -131,10 +132,13 @@ def _problems(dataset: Dataset) -> Iterator[str]:
     none = np.zeros(len(parts), np.int64)
     prefixes = part_prefixes(dataset.folder, parts)
     # (suffix, fixed bytes of the file, least and most sequences); an .idx has 12 bytes more for each sequence.
-    for suffix, fixed, least, most in (
+    files = [
         (".bin", tokens * dataset.dtype.itemsize, none, none),
         (".idx", HEADER.size + 8 * (documents + 1), documents, tokens),
-    ):
+    ]
+    if dataset.manifest.has_weights:
+        files.append((".weight", documents * WEIGHT.itemsize, none, none))
+    for suffix, fixed, least, most in files:
         sizes = file_sizes([prefix + suffix for prefix in prefixes])
         sequences, remainder = np.divmod(sizes - fixed, 12)
         for index in np.flatnonzero((remainder != 0) | (sequences < least) | (sequences > most)).tolist():

@@ -28,6 +28,7 @@ from pipeline.data.datasets.indexed import (
     part_files,
     part_prefix,
 )
+from pipeline.data.datasets.weights import WEIGHT, weights_file, write_weights
 from pipeline.data.work.worker_pool import Progress
 
 UNSHUFFLED = "unshuffled"
@@ -160,6 +161,7 @@ class _Gathered:
         for piece in slices:
             _read_into(part_files(piece.prefix)[0], piece.start, memoryview(self._ids)[offset : offset + piece.size])
             offset += piece.size
+        self._weights = _weights(slices) if table.get("weights") else None
         self._objects, self._object_sizes = _metadata(slices if self._has_metadata else [])
         self.documents = len(self._records)
         self.tokens = len(self._ids) // self._dtype.itemsize
@@ -176,6 +178,8 @@ class _Gathered:
                 files["meta"] = stack.enter_context(metadata.file)
                 for _, objects in self._in_order(self._objects, self._object_sizes):
                     metadata.write(objects)
+            if self._weights is not None:
+                files["weight"] = stack.enter_context(write_weights(prefix, self._weights[self._order]))
             with IndexedWriter(prefix, self._dtype) as writer:
                 self._write_tokens(writer)
             for file in files.values():
@@ -291,6 +295,17 @@ def _metadata(slices: list[_Slice]) -> tuple[bytearray, npt.NDArray[np.int64]]:
         _read_into(path, start, memoryview(objects)[done : done + size])
         done += size
     return objects, _joined(sizes, np.int64)
+
+
+def _weights(slices: list[_Slice]) -> npt.NDArray[np.float32]:
+    """Loss weights of all documents."""
+    weights = np.empty(sum(len(piece.documents) for piece in slices), WEIGHT)
+    done, view = 0, weights.data.cast("B")
+    for piece in slices:
+        size = len(piece.documents) * WEIGHT.itemsize
+        _read_into(weights_file(piece.prefix), piece.documents.start * WEIGHT.itemsize, view[done : done + size])
+        done += size
+    return weights
 
 
 def _read_into(path: Path, offset: int, target: memoryview) -> None:

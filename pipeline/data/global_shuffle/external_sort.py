@@ -26,7 +26,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.datasets.indexed import named_files, part_prefix
-from pipeline.data.datasets.manifest import PART
+from pipeline.data.datasets.manifest import PART, WEIGHTED_PART
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, bucket_receipt, make_shuffle, runs_file
 
 __all__ = ["Run", "Shuffle", "ShuffleJob", "make_shuffle"]
@@ -48,7 +48,7 @@ class Run:
         key: of the unit's documents; z = mix(row, key).
         documents: number of documents.
         tokens: number of tokens.
-        sizes: bytes of its files by their names in the receipt (bin, idx, prov, meta).
+        sizes: bytes of its files by their names in the receipt (bin, idx, prov, meta, weight).
         hashes: xxh3-64 of its files as the receipt has them.
     """
 
@@ -112,6 +112,7 @@ class Shuffle:
         self.documents = sum(run.documents for run in self.runs)
         self.tokens = sum(run.tokens for run in self.runs)
         self.has_metadata = any("meta" in run.sizes for run in self.runs)
+        self.has_weights = any("weight" in run.sizes for run in self.runs)
         size = self.tokens * self.dtype.itemsize + self.documents * DOCUMENT_BYTES
         size += sum(run.sizes.get("meta", 0) for run in self.runs)
         self.buckets = max(1, -(-size // bucket_bytes))
@@ -152,7 +153,7 @@ class Shuffle:
         Raises:
             UserError: one is not, or together they are not what the runs are.
         """
-        table = np.zeros(self.buckets, PART)
+        table = np.zeros(self.buckets, WEIGHTED_PART if self.has_weights else PART)
         for bucket in range(self.buckets):
             receipt = self._receipt(bucket)
             if receipt is None:
@@ -181,6 +182,7 @@ class Shuffle:
             "config_hash": self.config_hash,
             "dtype": self.dtype.str,
             "metadata": self.has_metadata,
+            **({"weights": True} if self.has_weights else {}),
             "runs": [_run_values(run)[:5] for run in self.runs],
         }
 

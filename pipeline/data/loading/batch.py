@@ -37,6 +37,10 @@ class Batch:
     """[B, N, S] int64, at d - 1 what follows d places behind each target, for N depths of multi-token prediction."""
     ahead_weight: torch.Tensor | None = None
     """[B, N, S] float32, 0 where one of them does not count."""
+    loss_weight: torch.Tensor | None = None
+    """[B, S] float32, `weight` times the loss weights of source and document; None: these are 1."""
+    ahead_loss_weight: torch.Tensor | None = None
+    """[B, N, S] float32, the same of `ahead_weight`."""
     predicted: torch.Tensor | None = None
     """[B, K] int64, ascending: the positions whose targets can count, for a head that leaves the others out; None: all.
     Rows with fewer of them are filled up with positions of weight 0."""
@@ -120,6 +124,11 @@ class StepData:
     ranks does not depend on how the step is split."""
     valid_ahead: tuple[int, ...] = ()
     """By depth of multi-token prediction, targets with weight in the global batch."""
+    total_weight: float | None = None
+    """Sum of the loss weights of the global batch's targets, by which the weighted loss is divided; None: there are
+    none, and `valid_targets` stands for it."""
+    total_ahead: tuple[float, ...] = ()
+    """The same by depth of multi-token prediction."""
     skipped: bool = False
     """The step is skipped: nothing of it was read, and the weights stay as they are."""
 

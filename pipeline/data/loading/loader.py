@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -27,11 +28,12 @@ from pipeline.data.loading.arranged_packs import arranged_pack, outside_of_vocab
 from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.loading.drawn_targets import DrawnTargets
+from pipeline.data.loading.loss_weights import LossWeights
 from pipeline.data.loading.objectives.base import Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.loading.pack_reader import PackReader
 from pipeline.data.loading.prefetch import read_ahead
-from pipeline.data.loading.skip_masks import Masks, Ranges, arranged_window, without
+from pipeline.data.loading.skip_masks import Masks, Ranges, arranged_window, causal_targets, without
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate import Located, Lookup, RankSamples
 from pipeline.data.order.packs import instances_of
@@ -106,7 +108,6 @@ class Loader:
             all(one.fixed_valid(segment.sequence_length) is not None for one in by_name.values())
             for by_name, segment in zip(objectives, journal.segments, strict=True)
         ]
-        everything = ahead > 0 or not all(self._fixed)
         self._packs = PackReader(
             journal,
             self._sampler,
@@ -120,8 +121,10 @@ class Loader:
             ahead=ahead,
         )
         self.drawn_targets = DrawnTargets(journal, self._sampler, self._packs.targets)
-        self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=everything, ahead=ahead)
         self._masks = Masks(journal, instances, objectives)
+        self._loss_weights = LossWeights(journal, instances, self._masks, ahead)
+        everything = ahead > 0 or not all(self._fixed) or self._loss_weights.by_document
+        self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=everything, ahead=ahead)
         # By segment and index in `names`; a source that the segment does not have is None.
         self._fill_parts = [
             [by_name[name].fill_part if name in by_name else None for name in self.names] for by_name in instances
@@ -215,15 +218,20 @@ class Loader:
         if located is None:
             return self._skipped(step, length)
         masked = self._masks.masked(step, located, self._ahead)
+        valid = self._masks.valid(step, located, masked)
+        weights = self._loss_weights.of_step(number, located, masked, valid)
         micro_batches, data_hash = [], 0
-        for micro_batch in range(len(located.micro_batches)):
+        for micro_batch, rows in enumerate(located.micro_batches):
             batch, hashes = self._batch(step, number, located, micro_batch, masked)
-            micro_batches.append(batch)
+            micro_batches.append(batch if weights is None else weights.weighed(batch, rows))
             data_hash += hashes
-        valid_targets = self._masks.valid(step, located, masked)
+        valid_targets = int(valid.sum())
         drawn = {name: count * length for name, count in zip(self.names, located.drawn, strict=True)}
         counts = self._valid_ahead(located, length, masked) if self._ahead else ()
-        return StepData(step, micro_batches, valid_targets, drawn, located.order_hash, data_hash % 2**64, counts)
+        data = StepData(step, micro_batches, valid_targets, drawn, located.order_hash, data_hash % 2**64, counts)
+        if weights is None:
+            return data
+        return replace(data, total_weight=weights.total, total_ahead=weights.total_ahead)
 
     def _valid_ahead(self, located: Located, length: int, masked: list[Ranges] | None) -> tuple[int, ...]:
         """By depth, targets of the global batch that count."""
@@ -231,7 +239,7 @@ class Loader:
         for row, ranges in enumerate(masked or ()):
             if ranges:
                 splits = located.splits[row : row + 2]
-                weight = ahead_weight(located.begins[slice(*splits)], length, self._ahead, _targets(ranges))
+                weight = ahead_weight(located.begins[slice(*splits)], length, self._ahead, causal_targets(ranges))
                 counts += np.count_nonzero(weight, axis=1) - valid_ahead(located.begins, splits, length, self._ahead)
         return tuple(counts.tolist())
 
@@ -333,7 +341,7 @@ class Loader:
         weight = np.zeros((len(raw), self._ahead, length), np.float32)
         for place, row in enumerate(rows):
             begins = located.begins_of(row, length + 1 + self._ahead)
-            weight[place] = ahead_weight(begins, length, self._ahead, _targets(masked[row] if masked else []))
+            weight[place] = ahead_weight(begins, length, self._ahead, causal_targets(masked[row] if masked else []))
         return torch.from_numpy(np.stack(shifted, axis=1).astype(np.int64)), torch.from_numpy(weight)
 
     def _weight(
@@ -348,7 +356,7 @@ class Loader:
         for place, row in enumerate(rows):
             if not fixed:
                 result[place] = torch.from_numpy(self._masks.arranged(number, located, row).weight)
-            for first, end in _targets(masked[row] if masked else []):
+            for first, end in causal_targets(masked[row] if masked else []):
                 result[place, first:end] = 0
         return result
 
@@ -363,11 +371,6 @@ class Loader:
         document = spans[bisect_right([*accumulate(span.length for span in spans)], column)].document
         assert self._vocab_size is not None
         return outside_of_vocabulary(name, document, instances, int(raw[row, column]), self._vocab_size)
-
-
-def _targets(tokens: Ranges) -> Ranges:
-    """Tokens of a window as targets of causal prediction: target t is token t + 1."""
-    return [(max(first - 1, 0), end - 1) for first, end in tokens]
 
 
 def _unsigned_limit(dtype: np.dtype[Any], vocab_size: int | None) -> tuple[np.dtype[Any], int | None]:

@@ -134,7 +134,7 @@ class _Copy:
         advice = repair(self._dataset)
         files = [
             _File(source + suffix, target + suffix, digest, advice)
-            for suffix in (".bin", ".idx")
+            for suffix in (".bin", ".idx", *([".weight"] if self._dataset.manifest.has_weights else []))
             for source, target, digest in zip(sources, targets, parts[suffix[1:]].tolist(), strict=True)
         ]
         return [file for file in files + self._of_packs() if self.row(file) != checked.get(self._name(file))]

@@ -7,7 +7,7 @@ document; before the first token of a document that is the end-of-document token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ import xxhash
 from pipeline.data.loading.arranged_packs import outside_of_vocabulary, read_chunks
 from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
+from pipeline.data.loading.loss_weights import StepWeights
 from pipeline.data.loading.objectives.base import (
     Arranged,
     BoolArray,
@@ -38,19 +39,29 @@ from pipeline.data.order.locate_packs import LocatedPacks, PackLookup
 from pipeline.data.order.packs import PackChunks, PackInstances
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import Segment
 from pipeline.data.order.windows import Instances
 
 
 class _Step:
     """A located step with what the run's skips leave of it."""
 
-    def __init__(self, number: int, located: LocatedPacks, ends: BoolArray, masked: BoolArray | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        located: LocatedPacks,
+        ends: BoolArray,
+        masked: BoolArray | None,
+        weights: npt.NDArray[np.float32] | None,
+    ) -> None:
         self.number = number
         self.located = located
         self.ends = ends
         """[C] whether the chunk ends its document; False for all where no objective asks."""
         self.masked = masked
         """[C] whether the chunk is not trained on; None for no chunk."""
+        self.weights = weights
+        """[C] loss weight of the chunk; None if all are 1."""
 
     def sizes(self, length: int, rows: IntArray) -> PackSizes:
         """Sizes of some packs, by which objectives count targets."""
@@ -151,21 +162,25 @@ class PackReader:
         if journal.is_skipped(step):
             return StepData(step, [], 0, drawn, located.order_hash, 0, skipped=True)
         number = journal.segment_number(step)
-        here = _Step(number, located, self._ends(number, located), self._masked(step, located))
+        weights = chunk_weights(journal.segments[number], journal.names, self._instances[number], located)
+        here = _Step(number, located, self._ends(number, located), self._masked(step, located), weights)
         micro_batches, data_hash = [], 0
         for rows in self.rows(step):
             batch, hashes = self._batch(here, rows)
             micro_batches.append(batch)
             data_hash += hashes
-        return StepData(
+        data = StepData(
             step,
             micro_batches,
             self._valid(here),
             drawn,
             located.order_hash,
             data_hash % 2**64,
-            self._valid_ahead(here) if self._ahead else (),
+            tuple(map(int, self._ahead_totals(here, None))),
         )
+        if weights is None:
+            return data
+        return replace(data, total_weight=self._total(here), total_ahead=self._ahead_totals(here, weights))
 
     def _objective(self, here: _Step, row: int) -> PackObjective:
         name = self._journal.names[int(here.located.sources[row])]
@@ -229,12 +244,30 @@ class PackReader:
     def _key_at(self, samples: IntArray, row: int) -> int:
         return self._key(int(samples[row]))
 
-    def _valid_ahead(self, here: _Step) -> tuple[int, ...]:
-        """By depth, targets of the global batch that count: of a chunk of n tokens n - d."""
-        tokens = here.located.chunks.tokens
+    def _total(self, here: _Step) -> float:
+        """Sum of the loss weights of the targets of the global batch that count."""
+        total = 0.0
+        for row in range(len(here.located.samples)):
+            counts = self._without(here, row, self._arranged_row(here, row).weight)
+            total += float((counts * self._row_weights(here, row, len(counts))).sum(dtype=np.float64))
+        return total
+
+    def _row_weights(self, here: _Step, row: int, length: int) -> npt.NDArray[np.float32]:
+        """Loss weights [L] of the targets of a pack; 1 for padding."""
+        assert here.weights is not None
+        mine = slice(*here.located.splits[row : row + 2].tolist())
+        result = np.ones(length, np.float32)
+        of_targets = np.repeat(here.weights[mine], here.located.chunks.tokens[mine])
+        result[: len(of_targets)] = of_targets
+        return result
+
+    def _ahead_totals(self, here: _Step, weights: npt.NDArray[np.float32] | None) -> tuple[float, ...]:
+        """By depth, targets of the global batch that count, or their loss weights: of a chunk of n tokens n - d."""
+        counts = here.located.chunks.tokens
+        of_chunks = np.ones(len(counts)) if weights is None else weights.astype(np.float64)
         if here.masked is not None:
-            tokens = tokens[~here.masked]
-        return tuple(int(np.maximum(tokens - depth, 0).sum()) for depth in range(1, self._ahead + 1))
+            counts, of_chunks = counts[~here.masked], of_chunks[~here.masked]
+        return tuple(float(np.maximum(counts - depth, 0) @ of_chunks) for depth in range(1, self._ahead + 1))
 
     def _tokens(self, here: _Step, rows: IntArray) -> _Tokens:
         """Token ids of packs of the step."""
@@ -345,17 +378,22 @@ class PackReader:
                 "weight": torch.from_numpy(weight),
                 "starts": torch.from_numpy(np.sort(np.concatenate(begins)).astype(np.int32)),
             }
-        return (
-            Batch(
-                sources=torch.from_numpy(_filled(located.sources[rows], size, -1)),
-                extras={},
-                samples=torch.from_numpy(_filled(index, size, -1)),
-                real=count,
-                **self._ahead_fields(here, rows, tokens, size),
-                **fields,
-            ),
-            data_hash,
+        batch = Batch(
+            sources=torch.from_numpy(_filled(located.sources[rows], size, -1)),
+            extras={},
+            samples=torch.from_numpy(_filled(index, size, -1)),
+            real=count,
+            **self._ahead_fields(here, rows, tokens, size),
+            **fields,
         )
+        if here.weights is not None:
+            positions = np.ones((count, batch.weight.shape[1]), np.float32)
+            for place, row in enumerate(rows.tolist()):
+                positions[place] = self._row_weights(here, row, batch.weight.shape[1])
+            # Targets ahead that count are of the same chunk.
+            ahead = np.repeat(positions[:, None, :], self._ahead, axis=1) if self._ahead else None
+            batch = StepWeights(0.0, (), positions, ahead).weighed(batch, range(count))
+        return batch, data_hash
 
     def _ahead_fields(self, here: _Step, rows: IntArray, tokens: _Tokens, size: int) -> dict[str, Any]:
         """Targets of multi-token prediction and their weights, [size, depths, L] each: those within a chunk count."""
@@ -376,6 +414,26 @@ class PackReader:
             targets[:count, depth - 1, : max(length - depth, 0)] = tokens.flat[:, depth:]
             weight[:count, depth - 1] = left.reshape(count, length) > depth
         return {"ahead_targets": torch.from_numpy(targets), "ahead_weight": torch.from_numpy(weight)}
+
+
+def chunk_weights(
+    segment: Segment, names: Sequence[str], instances: Mapping[str, Instances], located: LocatedPacks
+) -> npt.NDArray[np.float32] | None:
+    """Loss weights [C] of the chunks of a step; None if all are 1."""
+    if not segment.weighs:
+        return None
+    chunks, sources = located.chunks, located.sources[located.chunks.row]
+    weights = np.ones(len(sources), np.float32)
+    for source, name in enumerate(names):
+        mine = np.flatnonzero(sources == source)
+        if not mine.size:
+            continue
+        state, packs = segment.sources[name], instances[name]
+        assert isinstance(packs, PackInstances)
+        weights[mine] = np.float32(state.loss_weight)
+        if state.document_weights:
+            weights[mine] *= packs.weights(PackChunks(*(each[mine] for each in chunks)))
+    return weights
 
 
 def _filled(rows: npt.NDArray[np.int64], size: int, value: int = 0) -> npt.NDArray[np.int64]:

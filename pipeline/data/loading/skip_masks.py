@@ -62,8 +62,8 @@ class Masks:
             for index, source, place in rows
         ]
 
-    def valid(self, step: int, located: Located, masked: list[Ranges] | None) -> int:
-        """Targets of the global batch that count.
+    def valid(self, step: int, located: Located, masked: list[Ranges] | None) -> IntArray:
+        """Targets of the global batch that count, by source [names].
 
         Args:
             step: Of the run.
@@ -72,37 +72,37 @@ class Masks:
         """
         number = self._journal.segment_number(step)
         length = self._journal.segments[number].sequence_length
-        count, counted = 0, []
+        counts, counted = np.zeros(len(located.drawn), np.int64), []
         for source, samples in enumerate(located.drawn):
             if samples:
                 fixed = self._of_source(number, source).fixed_valid(length)
-                count += 0 if fixed is None else fixed * samples
+                counts[source] += 0 if fixed is None else fixed * samples
                 counted += [source] if fixed is None else []
         if counted:
-            count += self._counted(number, located, counted, length)
+            self._count(number, located, counted, length, counts)
         for row, ranges in enumerate(masked or ()):
             if ranges:
                 arranged = self.arranged(number, located, row)
-                count += int(np.count_nonzero(without(arranged, ranges))) - int(np.count_nonzero(arranged.weight))
-        return count
+                lost = int(np.count_nonzero(arranged.weight)) - int(np.count_nonzero(without(arranged, ranges)))
+                counts[located.sources[row]] -= lost
+        return counts
 
-    def _counted(self, number: int, located: Located, sources: list[int], length: int) -> int:
-        """Targets that count in the rows of some sources, of which objectives have to count them."""
+    def _count(self, number: int, located: Located, sources: list[int], length: int, counts: IntArray) -> None:
+        """Add the targets that count in the rows of some sources, of which objectives have to count them."""
         objectives = {id(each): each for each in (self._of_source(number, source) for source in sources)}
         if len(objectives) == 1 and set(located.sources.tolist()) <= set(sources):
             (objective,) = objectives.values()
-            return int(
-                objective.valid(located.begins, located.splits, length, lambda row: self.key(located, row)).sum()
-            )
-        count = 0
+            found = objective.valid(located.begins, located.splits, length, lambda row: self.key(located, row))
+            np.add.at(counts, located.sources, found)
+            return
         for objective in objectives.values():
             mine = [source for source in sources if self._of_source(number, source) is objective]
             rows = np.flatnonzero(np.isin(located.sources, mine)).tolist()
             begins = [located.begins_of(row, length + 1) for row in rows]
             splits = np.cumsum([0, *map(len, begins)])
             keys = [self.key(located, row) for row in rows]
-            count += int(objective.valid(np.concatenate(begins), splits, length, keys.__getitem__).sum())
-        return count
+            found = objective.valid(np.concatenate(begins), splits, length, keys.__getitem__)
+            np.add.at(counts, located.sources[rows], found)
 
     def key(self, located: Located, row: int) -> int:
         """The `sample_key` of a row."""
@@ -175,6 +175,11 @@ def arranged_window(
     instances.fill(int(place[0]), ids)
     _, begins = distinct_starts(*begins_of(pieces, *instances.starts_in(pieces)), 1, size)
     return objective.arrange(ids, begins, sample_key(seed, index))
+
+
+def causal_targets(tokens: Ranges) -> Ranges:
+    """Tokens of a window as targets of causal prediction: target t is token t + 1."""
+    return [(max(first - 1, 0), end - 1) for first, end in tokens]
 
 
 def without(arranged: Arranged, masked: Ranges) -> FloatArray:

@@ -60,9 +60,13 @@ class Journal(Record):
         for skip in value["skips"]:
             if not skip["fault"]:
                 del skip["fault"]
-        for state in (state for segment in value["segments"] for state in segment["sources"].values()):
-            if state["packs"] is None:
-                del state["packs"]
+        for source in (source for segment in value["segments"] for source in segment["sources"].values()):
+            if source["packs"] is None:
+                del source["packs"]
+            if source["loss_weight"] == 1:
+                del source["loss_weight"]
+            if not source["document_weights"]:
+                del source["document_weights"]
         return value
 
     @classmethod

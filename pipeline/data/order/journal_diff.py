@@ -71,6 +71,11 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
         a, b = one.sources[name], two.sources[name]
         if a.weight != b.weight:
             found.append(f"share of {name!r} {_fraction(a.weight, b.weight)} -> {_fraction(b.weight, a.weight)}")
+        if a.loss_weight != b.loss_weight:
+            found.append(f"loss_weight of {name!r} {a.loss_weight:g} -> {b.loss_weight:g}")
+        if a.document_weights != b.document_weights:
+            words = {True: "used", False: "not used"}
+            found.append(f"weight_key of {name!r} {words[a.document_weights]} -> {words[b.document_weights]}")
         if a.documents != b.documents:
             found.append(f"documents of {name!r} {_slice(a.documents)} -> {_slice(b.documents)}")
         elif a.tokens != b.tokens:

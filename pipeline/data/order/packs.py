@@ -82,6 +82,15 @@ class PackInstances:
         """The chunks of packs."""
         return PackChunks(*self._packs.chunks(places))
 
+    def weights(self, chunks: PackChunks) -> npt.NDArray[np.float32]:
+        """Loss weights of the documents of chunks."""
+        found = np.empty(len(chunks.document), np.float32)
+        starts = self._dataset.starts_of(chunks.document) + chunks.first
+        pieces = self._dataset.pieces(starts, np.ones_like(starts))
+        for row, part, start in zip(pieces.row.tolist(), pieces.part.tolist(), pieces.start.tolist(), strict=True):
+            self._dataset.fill_weights(part, start, found[row : row + 1])
+        return found
+
     def pieces(self, chunks: PackChunks, before: int = 0) -> Pieces:
         """The tokens of chunks, cut where parts of the dataset end; `Pieces.row` is an index into the chunks.
 

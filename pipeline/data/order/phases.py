@@ -165,11 +165,14 @@ def _goes_on(one: Segment, two: Segment) -> bool:
         return False
     counts = dict(zip(one.sources, one.order().counts(samples), strict=True))
     return one.sources.keys() == two.sources.keys() and all(
-        (old.text, old.weight, old.stops, None if old.cap is None else old.cap - counts[name])
-        == (new.text, new.weight, new.stops, new.cap)
+        (old.cap if old.cap is None else old.cap - counts[name], *_kept(old)) == (new.cap, *_kept(new))
         for name, old in one.sources.items()
         for new in [two.sources[name]]
     )
+
+
+def _kept(source: SourceState) -> tuple[object, ...]:
+    return source.text, source.weight, source.stops, source.loss_weight, source.document_weights
 
 
 @dataclass
@@ -238,7 +241,7 @@ class _Planner:
         while True:
             size, rise = self._batch_size(phase)
             ends = [self._steps_until(end, size * length) for end in (phase.until, rise) if end is not None]
-            segment = self._open(texts, weights, size, length)
+            segment = self._open(texts, weights, phase.loss_weights, size, length)
             self.segments.append(segment)
             if not ends or not self._close(segment, min(ends)):
                 return False
@@ -270,6 +273,8 @@ class _Planner:
         names = phase.sources or (list(phase.weights) if isinstance(phase.weights, dict) else list(self._sources))
         if strange := sorted(phase.slices.keys() - set(names)):
             raise UserError(f"{where}: slices: source {strange[0]!r} is not in the phase ({', '.join(names)})")
+        if strange := sorted(phase.loss_weights.keys() - set(names)):
+            raise UserError(f"{where}: loss_weights: source {strange[0]!r} is not in the phase ({', '.join(names)})")
         result = {}
         for name in names:
             dataset = self._datasets[name]
@@ -302,7 +307,14 @@ class _Planner:
             cause = f"temperature {temperature:g} makes weights too different: " if temperature != 1 else ""
             raise UserError(f"{where}: {cause}{error}{', or set a higher temperature' if cause else ''}") from None
 
-    def _open(self, texts: Mapping[str, _Text], weights: Mapping[str, int], size: int, length: int) -> Segment:
+    def _open(
+        self,
+        texts: Mapping[str, _Text],
+        weights: Mapping[str, int],
+        loss_weights: Mapping[str, float],
+        size: int,
+        length: int,
+    ) -> Segment:
         """The segment that begins here."""
         sources = {}
         for name, weight in weights.items():
@@ -322,6 +334,8 @@ class _Planner:
                 lap=standing.epoch,
                 cursor=standing.cursor,
                 stops=source.on_exhausted == "stop",
+                loss_weight=loss_weights.get(name, source.loss_weight),
+                document_weights=source.weight_key is not None,
             )
             sources[name] = state.model_copy(update={"cap": self._cap(source, state, length)})
         return Segment(

@@ -58,6 +58,11 @@ class SourceState(Record):
     stops: bool = False
     """True if the run ends when more than `cap` samples would be needed; else the other sources take its place."""
 
+    loss_weight: float = Field(default=1.0, gt=0)
+    """Weight of its targets in the training loss."""
+    document_weights: bool = False
+    """True if the weights of its documents, which the dataset has, are factors besides."""
+
     @property
     def text(self) -> tuple[int, Interval | None, int | None]:
         """Contents of an epoch: tokens, slice and packs."""
@@ -66,6 +71,11 @@ class SourceState(Record):
     def epoch_samples(self, length: int) -> int:
         """Samples of an epoch with L = `length`: windows, or packs."""
         return self.tokens // length if self.packs is None else self.packs
+
+    @property
+    def weighs(self) -> bool:
+        """True if its targets may weigh other than 1."""
+        return self.document_weights or self.loss_weight != 1
 
     def exhausted(self, samples: int) -> bool:
         """True if it has dropped out of the blend after that many samples of the segment."""
@@ -109,6 +119,11 @@ class Segment(Record):
     def epoch_samples(self) -> dict[str, int]:
         """Samples in an epoch of each source: windows, or packs."""
         return {name: source.epoch_samples(self.sequence_length) for name, source in self.sources.items()}
+
+    @property
+    def weighs(self) -> bool:
+        """True if targets may weigh other than 1 in the training loss."""
+        return any(source.weighs for source in self.sources.values())
 
     def order(self) -> Order:
         """Whose turn it is at each position of the segment."""

@@ -87,6 +87,9 @@ class Instances(Protocol):
     def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
         """Copy the token ids of a piece, or of a part of it, into `out`, which has room for the dtype."""
 
+    def fill_weights(self, part: int, start: int, out: npt.NDArray[np.float32]) -> None:
+        """Copy the loss weights of a piece's documents into `out`, token by token."""
+
 
 class EpochOrder:
     """Order of the instances of a source: position of an epoch -> number of the instance, and back.
@@ -239,6 +242,10 @@ class Windows:
             counts[around] += more
             around = around[counts[around] < size]
         return pieces
+
+    def fill_weights(self, part: int, start: int, out: npt.NDArray[np.float32]) -> None:
+        """Copy the loss weights of a piece's documents into `out`, token by token."""
+        self._dataset.fill_weights(part, start, out)
 
     def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """Index into `places` and index in the window of each token that begins a document, or its window."""

@@ -52,7 +52,7 @@ from pipeline.data.order.run_length import (
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Sized
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
-from pipeline.data.preprocess.source_settings import check_settings
+from pipeline.data.preprocess.source_settings import check_settings, unused_weights
 from pipeline.data.provenance.run import checkpoint_steps, shortened
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
@@ -99,6 +99,10 @@ class SliceRow:
     """Share of the samples that it really has in these phases: others may drop out, or it may itself."""
     share: float
     """Share of the tokens of the whole run."""
+    loss_weights: dict[str, float]
+    """Weight of its targets in the training loss, by phase."""
+    document_weights: bool
+    """Those of its documents are factors besides."""
     max_epochs: float | None
     on_exhausted: str
     exhausted_step: int | None
@@ -191,6 +195,11 @@ class DataPlan:
     """Fingerprint of the journal: of all that decides the order of the whole run but the tokens."""
     preview: list[PreviewRow]
 
+    @property
+    def weighs(self) -> bool:
+        """True if targets may weigh other than 1 in the training loss."""
+        return any(row.document_weights or set(row.loss_weights.values()) - {1.0} for row in self.sources)
+
     def to_json(self) -> dict[str, Any]:
         """The data plan as JSON types."""
         value = {**asdict(self), "run": str(self.run)}
@@ -198,6 +207,8 @@ class DataPlan:
             for name, account in (("so_far", row.so_far), ("end", row.end)):
                 if account is not None:
                     json[name]["epochs"] = account.epochs
+            if not self.weighs:  # as before there were loss weights
+                del json["loss_weights"], json["document_weights"]
         return value
 
 
@@ -247,6 +258,7 @@ def make_data_plan(
         warnings=[
             *warnings(config, journal, sampler, length.steps, done or 0),
             *_padding_warnings(segments, ranks),
+            *unused_weights(config, {n: each.manifest for n, each in sized.items() if isinstance(each, Dataset)}),
         ],
         hashed_steps=hashed,
         order_hash=f"{order_hash(sampler, hashed):016x}" if hashed else None,
@@ -405,7 +417,7 @@ def _slice_rows(
 ) -> list[SliceRow]:
     """The slices of all sources that take part, in the order of the run file."""
     journal = sampler.journal
-    weights, drawn, samples = _by_phase(config, journal, length.steps)
+    weights, loss_weights, drawn, samples = _by_phase(config, journal, length.steps)
     ends = accounts(sampler, length.steps)
     now = {} if done is None else accounts(sampler, done)
     rows = []
@@ -422,6 +434,8 @@ def _slice_rows(
                     weights=weights.get(text, {}),
                     shares={phase: _nine_digits(n / samples[phase]) for phase, n in drawn.get(text, {}).items()},
                     share=_nine_digits(account.slots / journal.tokens(length.steps)),
+                    loss_weights=loss_weights[text],
+                    document_weights=source.weight_key is not None,
                     max_epochs=source.max_epochs,
                     on_exhausted=source.on_exhausted,
                     exhausted_step=None if exhausted is None else last_window_step(sampler, source.name, exhausted) + 1,
@@ -435,9 +449,10 @@ def _slice_rows(
 _ByPhase = dict[tuple[str, Documents], dict[str, float]]
 
 
-def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _ByPhase, dict[str, int]]:
-    """Weights and samples of each source and slice by phase, and all samples by phase."""
+def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _ByPhase, _ByPhase, dict[str, int]]:
+    """Weights, loss weights and samples of each source and slice by phase, and all samples by phase."""
     weights: _ByPhase = {}
+    loss_weights: _ByPhase = {}
     drawn: _ByPhase = {}
     total: dict[str, int] = {}
     for number, (segment, samples) in enumerate(journal.drawn(steps)):
@@ -446,9 +461,10 @@ def _by_phase(config: Config, journal: Journal, steps: int) -> tuple[_ByPhase, _
         for (name, state), count in zip(segment.sources.items(), segment.order().counts(samples), strict=True):
             text = name, state.documents
             weights.setdefault(text, {})[phase] = _nine_digits(state.weight / UNIT)
+            loss_weights.setdefault(text, {})[phase] = state.loss_weight
             mine = drawn.setdefault(text, {})
             mine[phase] = mine.get(phase, 0) + count
-    return weights, drawn, total
+    return weights, loss_weights, drawn, total
 
 
 def _nine_digits(fraction: float) -> float:

@@ -103,6 +103,9 @@ def _tables(plan: DataPlan) -> Iterator[Table]:
     if len(phases) > 1:
         for first in range(0, len(phases), _PHASES):
             yield _weights_table(plan, phases[first : first + _PHASES])
+    if plan.weighs:
+        for first in range(0, len(phases), _PHASES):
+            yield _loss_weights_table(plan, phases[first : first + _PHASES])
     yield _segments_table(plan)
     if any(row.objective != "causal" for row in plan.objectives):
         yield _objectives_table(plan)
@@ -138,6 +141,17 @@ def _weights_table(plan: DataPlan, phases: Sequence[str]) -> Table:
     for row in plan.sources:
         if not row.weights.keys().isdisjoint(phases):
             _add(table, row.source, _slice(row), *(_given(row, phase) for phase in phases))
+    return table
+
+
+def _loss_weights_table(plan: DataPlan, phases: Sequence[str]) -> Table:
+    columns = phases if len(phases) > 1 else ["weight"]
+    table = _table("loss weights", "source", "slice", *columns, "documents")
+    for row in plan.sources:
+        if not row.loss_weights.keys().isdisjoint(phases):
+            weights = (row.loss_weights.get(phase) for phase in phases)
+            cells = ("-" if weight is None else f"{weight:g}" for weight in weights)
+            _add(table, row.source, _slice(row), *cells, "x weight_key" if row.document_weights else "-")
     return table
 
 

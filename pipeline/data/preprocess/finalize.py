@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import TRAIN
-from pipeline.data.datasets.manifest import CODE_VERSION, PART, write_dataset
+from pipeline.data.datasets.manifest import CODE_VERSION, PART, WEIGHTED_PART, write_dataset
 from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
@@ -75,6 +75,8 @@ class Finalizer:
         report.splits = {name: Counts() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
+        record = PART if self._plan.found.reader.weight_key is None else WEIGHTED_PART
+        names = record.names[4:] if record.names else ()
         for receipt in (receipt for unit in self._plan.units for receipt in self._receipts.of(unit.index)):
             engines[receipt["engine"]] += 1
             curated.update(receipt.get("curated", {}))
@@ -82,7 +84,7 @@ class Finalizer:
             unit, chunk = receipt["unit"], receipt["link"]
             order.append(chunk_order(seed, self._plan.units[unit], chunk))
             for name, split in receipt["splits"].items():
-                hashes = (int(split["files"].get(f, {"xxh3": "0"})["xxh3"], 16) for f in ("bin", "idx", "prov", "meta"))
+                hashes = (int(split["files"].get(f, {"xxh3": "0"})["xxh3"], 16) for f in names)
                 rows[name].append((split["tokens"], split["documents"], unit, chunk, *hashes))
                 for count in ("documents", "tokens", "text_bytes"):
                     setattr(report.splits[name], count, getattr(report.splits[name], count) + split[count])
@@ -90,7 +92,7 @@ class Finalizer:
         report.rejected = dict(sorted(bad.rejected.items()))
         report.engines = dict(sorted(engines.items()))
         places = np.argsort(np.array(order, dtype=np.uint64), kind="stable")
-        self.parts = {name: np.array(table, dtype=PART)[places] for name, table in rows.items()}
+        self.parts = {name: np.array(table, dtype=record)[places] for name, table in rows.items()}
         bad.write()
         report.records, report.damaged, report.first_rejected = bad.records, bad.damaged, bad.first
         bad.check(self._config.data.preprocess)

@@ -25,6 +25,7 @@ from pipeline.data.datasets.indexed import (
     metadata_file,
     part_files,
 )
+from pipeline.data.datasets.weights import write_weights
 from pipeline.data.sources.records import Document
 
 _BLOCK_BYTES = 2**22
@@ -34,7 +35,7 @@ _HELD_BYTES = 2**24
 
 
 class PartWriter:
-    """Collects documents, then writes `.bin`, `.idx`, `.prov` and, where metadata is kept, `.meta`.
+    """Collects documents, then writes `.bin`, `.idx`, `.prov` and, where they are kept, `.meta` and `.weight`.
 
     As a context manager it removes what is not committed. Memory: 28 bytes per document, and 130 while it is committed;
     and up to `_HELD_BYTES` of tokens and of metadata.
@@ -45,9 +46,18 @@ class PartWriter:
         dtype: of the token ids.
         end: the end-of-document token.
         keeps_metadata: whether to write a `.meta` file.
+        keeps_weights: whether to write a `.weight` file.
     """
 
-    def __init__(self, prefix: Path, unit: int, dtype: np.dtype[Any], end: int, keeps_metadata: bool) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        unit: int,
+        dtype: np.dtype[Any],
+        end: int,
+        keeps_metadata: bool,
+        keeps_weights: bool = False,
+    ) -> None:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         self._prefix = prefix
         self._unit = unit
@@ -67,6 +77,7 @@ class PartWriter:
         if keeps_metadata:
             self._metadata = self._scratch_files.enter_context(_Scratch(metadata_file(prefix)))
         self._metadata_lengths = array("q")
+        self._weights = array("d") if keeps_weights else None
 
     def add(self, document: Document, text_bytes: int, ids: memoryview) -> None:
         """Take a document. `ids` (bytes of the dtype) has to stay as it is until `flush`."""
@@ -93,6 +104,8 @@ class PartWriter:
         self._rows.append(document.row)
         self._id_hashes.append(xxhash.xxh3_64_intdigest(document.id.encode()))
         self._text_bytes += text_bytes
+        if self._weights is not None:
+            self._weights.append(document.weight)
         if self._metadata is not None:
             kept = document.metadata or b"{}"
             self._metadata.write(kept)
@@ -127,6 +140,9 @@ class PartWriter:
             self._write_tokens(writer, lengths, order, pieces)
             if self._metadata is not None:
                 files["meta"] = self._write_metadata(stack, order)
+            if self._weights is not None:
+                weights = np.array(self._weights, dtype=np.float64)[order]
+                files["weight"] = stack.enter_context(write_weights(self._prefix, weights))
             check(files)
             for name in files.keys() - {"bin"}:
                 files[name].commit()

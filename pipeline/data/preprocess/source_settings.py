@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.common.errors import UserError
 from pipeline.config.data import SourceConfig
 from pipeline.config.root import Config
-from pipeline.data.datasets.manifest import Manifest
+from pipeline.data.datasets.manifest import WEIGHT_KEY, Manifest
 from pipeline.data.preprocess.splits import documents_wanted
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.records import MAX_RECORD_BYTES
@@ -16,6 +16,16 @@ from pipeline.data.work.frozen_plan import setting_differences
 from pipeline.data.work.units import reader_of
 
 _NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "curation")
+
+
+def unused_weights(config: Config, manifests: Mapping[str, Manifest]) -> list[str]:
+    """Warnings about datasets with loss weights that the run file does not use."""
+    return [
+        f"source {source.name!r}: the documents of its dataset have loss weights, which are not used; to use them, set "
+        f"weight_key: {manifests[source.name].settings[WEIGHT_KEY]}"
+        for source in config.data.sources
+        if source.weight_key is None and source.name in manifests and manifests[source.name].has_weights
+    ]
 
 
 def settings_of(source: SourceConfig, config: Config) -> dict[str, Any]:
@@ -43,13 +53,19 @@ def settings_of(source: SourceConfig, config: Config) -> dict[str, Any]:
 def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
     """Compare the datasets of a run's sources with what the run file asks for by now. Reads no files.
 
-    Datasets made for another run (`dataset`) are what they are.
+    Datasets made for another run (`dataset`) are what they are; but weights that are asked for must be there.
 
     Raises:
         UserError: a setting differs.
     """
     for source in config.data.sources:
         made = manifests[source.name].settings
+        if source.dataset is not None and source.weight_key not in (None, made.get(WEIGHT_KEY)):
+            has = f"those of {made[WEIGHT_KEY]!r}" if manifests[source.name].has_weights else "none"
+            raise UserError(
+                f"data.sources: {source.name}: weight_key {source.weight_key!r}, but of loss weights of documents "
+                f"{source.dataset} has {has}; write that key, or remove weight_key, or make the dataset again with it"
+            )
         if source.dataset is not None or not made:
             continue
         asked = settings_of(source, config)

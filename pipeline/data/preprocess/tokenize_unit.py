@@ -245,6 +245,7 @@ class _TokenizedUnit(ChunkedUnit):
                         context.tokenizer.dtype,
                         context.tokenizer.end_of_document,
                         bool(source.reader.metadata),
+                        source.reader.weight_key is not None,
                     )
                 )
                 for name in source.splits.names

@@ -14,7 +14,7 @@ from rich.text import Text
 from pipeline.common.console import Console, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import REPAIR, datasets_below
+from pipeline.data.datasets.manifest import REPAIR, WEIGHT_KEY, datasets_below
 from pipeline.data.datasets.packing.files import lengths_there, read_index
 from pipeline.data.packing.make import packs_in_words
 from pipeline.data.provenance.adopted_location import open_origins
@@ -66,6 +66,11 @@ def _print_counts(console: Console, path: Path, dataset: Dataset) -> None:
         *(("packs", line) for line in _packs(dataset)),
     ]:
         table.add_row(Text(name, style="dim"), Text(value))
+    if manifest.has_weights and dataset.documents:
+        weights = np.array([dataset.weight(document) for document in spread(dataset, HISTOGRAM_DOCUMENTS)])
+        few = f" ({len(weights):,} documents, evenly spaced)" if len(weights) < dataset.documents else ""
+        found = f"{weights.min():.4g} to {weights.max():.4g}, mean {weights.mean():.4g}{few}"
+        table.add_row(Text("loss weights", style="dim"), Text(f"{manifest.settings.get(WEIGHT_KEY)}: {found}"))
     console.print(Text(str(path), style="bold"), soft_wrap=True)
     console.print(table)
 
@@ -97,6 +102,8 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
             about += f", {printable(str(places[record]))}"
         if record not in places or places[record].kind != "text":  # a file of one document has no rows
             about += f", row {record[1]:,} of unit {record[0]:,}"
+        if dataset.manifest.has_weights:
+            about += f", loss weight {dataset.weight(document):g}"
         console.print(Text(about, style="dim"), soft_wrap=True)
         if metadata := dataset.metadata(document):
             kept = ", ".join(f"{name}: {value}" for name, value in metadata.items())
@@ -107,8 +114,14 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
 
 def document_lengths(dataset: Dataset, limit: int) -> npt.NDArray[np.int64]:
     """Lengths in tokens of at most `limit` documents, evenly spaced over the dataset."""
-    chosen = np.unique(np.linspace(0, dataset.documents - 1, min(limit, dataset.documents)).astype(np.int64))
-    return np.array([dataset.document_start(d + 1) - dataset.document_start(d) for d in chosen.tolist()], np.int64)
+    chosen = spread(dataset, limit)
+    return np.array([dataset.document_start(d + 1) - dataset.document_start(d) for d in chosen], np.int64)
+
+
+def spread(dataset: Dataset, limit: int) -> list[int]:
+    """At most `limit` documents, evenly spaced over the dataset."""
+    places = np.linspace(0, dataset.documents - 1, min(limit, dataset.documents))
+    return list(map(int, np.unique(places.astype(np.int64))))
 
 
 def _print_histogram(console: Console, dataset: Dataset) -> None:

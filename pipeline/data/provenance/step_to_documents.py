@@ -16,6 +16,7 @@ from pipeline.data.order.locate import RankSamples
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.phases import micro_batch_size
 from pipeline.data.order.sampler import Draws
+from pipeline.data.order.segments import Segment
 from pipeline.data.order.windows import Span
 from pipeline.data.provenance.run import (
     DocumentInfo,
@@ -57,6 +58,7 @@ class DocumentInSample:
         words: the first of them as text.
         predicted: which of the targets are predicted, if the objective chooses them, and the first of these as text.
         masked: why they have no weight; None if they have.
+        loss_weight: weight of the targets in the training loss; None where the segment has no weights.
     """
 
     about: DocumentInfo
@@ -65,6 +67,7 @@ class DocumentInSample:
     words: str
     masked: str | None
     predicted: Predicted | None = None
+    loss_weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ class Where:
                             if piece.predicted
                             else {}
                         )
+                        | ({} if piece.loss_weight is None else {"loss_weight": piece.loss_weight})
                         for piece in sample.pieces
                     ],
                 }
@@ -185,6 +189,7 @@ class Where:
             )
             for piece in sample.pieces:
                 masked = f"; masked: {piece.masked}" if piece.masked and piece.masked != sample.masked else ""
+                weight = "" if piece.loss_weight is None else f"; loss weight {piece.loss_weight:g}"
                 first, end = piece.targets
                 tokens = f"tokens {in_brackets(piece.targets)}"
                 if first == end:
@@ -192,7 +197,7 @@ class Where:
                     tokens = f"token {piece.tokens[0]:,}, {what},"
                 yield (
                     f"  document {piece.about.document}: {piece.about}, {tokens} of "
-                    f'{piece.about.tokens:,}{masked}: "{printable(piece.words)}"'
+                    f'{piece.about.tokens:,}{weight}{masked}: "{printable(piece.words)}"'
                 )
                 if piece.predicted:
                     yield f"    predicted: {_ranges_text(piece.predicted)}"
@@ -259,6 +264,7 @@ def where(
                     run.words(name, about, tokens),
                     run.masked(step, sample, name, span.document),
                     None if chosen_tokens is None else _predicted(run, name, span, offset, chosen_tokens),
+                    _loss_weight(run, journal.segments[number], name, span.document),
                 )
             )
             offset += span.length
@@ -288,6 +294,14 @@ def _costs(run: RunView, number: int, draws: Draws) -> IntArray | None:
     samples = zip(*(array.tolist() for array in draws), strict=True)
     spans = [by_source[run.journal.names[source]].at(epoch, position) for source, epoch, position in samples]
     return np.array([sum(span.length**2 for span in row) for row in spans])
+
+
+def _loss_weight(run: RunView, segment: Segment, source: str, document: int) -> float | None:
+    """Weight of a document's targets in the training loss; None where the segment has no weights."""
+    if not segment.weighs:
+        return None
+    state = segment.sources[source]
+    return state.loss_weight * (run.datasets[source].weight(document) if state.document_weights else 1)
 
 
 def _predicted(run: RunView, source: str, span: Span, offset: int, tokens: list[Range]) -> Predicted:

@@ -12,7 +12,18 @@ import orjson
 from pipeline.data.sources.compression import Decompressed, StreamError, compression_of, open_stream
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor, Reader
-from pipeline.data.sources.records import BOM, EMPTY, NOT_UTF8, Document, Piece, escaped, metadata_json
+from pipeline.data.sources.records import (
+    BAD_WEIGHT,
+    BOM,
+    EMPTY,
+    NOT_UTF8,
+    Document,
+    Piece,
+    bad_weight,
+    escaped,
+    loss_weight,
+    metadata_json,
+)
 
 _BUFFER_BYTES = 2**18
 _CHUNK_BYTES = 2**18
@@ -93,7 +104,7 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
     """The records of the lines that begin before `end`. This is the loop that runs for every record of a corpus."""
     reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
     text_key, id_key, prefix = reader.text_key, reader.id_key, f"{piece.file.name}@"
-    longest = reader.max_record_bytes
+    longest, weight_key = reader.max_record_bytes, reader.weight_key
     readline, update, loads = file.readline, cursor.digest.update, orjson.loads
     position, line = cursor.offset, cursor.line
     consumed = source.consumed if source else 0
@@ -144,15 +155,23 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
             reason, detail = _text_reason(record, text_key)
             yield cursor.rejected(line - 1, byte, reason, detail, raw)
             continue
+        weight = None if weight_key is None else loss_weight(record.get(weight_key))
+        if weight_key is not None and weight is None:
+            detail = bad_weight(weight_key, record.get(weight_key))
+            yield cursor.rejected(line - 1, byte, BAD_WEIGHT, detail, raw)
+            continue
         own = record.get(id_key)
         if type(own) is not str:
             own = str(own) if type(own) is int else ""
         metadata = metadata_json({key: record[key] for key in kept if key in record}) if kept else None
         row = cursor.row
         cursor.row = row + 1
-        yield Document(
+        document = Document(
             text, own or f"{prefix}{byte}", unit, row, number, line - 1, byte, None if text else EMPTY, "", metadata
         )
+        if weight is not None:
+            document.weight = weight
+        yield document
     if source is not None:
         cursor.bytes_read += source.consumed - consumed
 

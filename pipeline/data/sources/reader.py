@@ -75,6 +75,7 @@ class Reader(ABC):
         text_key: key or column of the text.
         id_key: key or column of the id.
         metadata: keys or columns that are kept beside the text.
+        weight_key: key or column of the document's weight in the training loss, if it has one.
         max_expansion: bytes of text that a byte of a table may become; see `Cursor.expand`.
         max_record_bytes: a longer file, line or value is rejected.
         verify: whether all of a compressed member is read before any of its text is given. Samples do without.
@@ -94,6 +95,7 @@ class Reader(ABC):
     text_key: str
     id_key: str
     metadata: tuple[str, ...] = ()
+    weight_key: str | None = None
     max_expansion: int = MAX_EXPANSION
     max_record_bytes: int = MAX_RECORD_BYTES
     verify: bool = True
@@ -101,18 +103,20 @@ class Reader(ABC):
 
     @classmethod
     def from_config(cls, source: SourceConfig, **limits: Any) -> Self:
-        """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
-        return cls(source.text_key, source.id_key, tuple(source.metadata), **limits)
+        """The reader of a source of the run file. `limits`: the fields behind `weight_key`."""
+        return cls(source.text_key, source.id_key, tuple(source.metadata), source.weight_key, **limits)
 
     @classmethod
     def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
         """The reader that a plan was made with, whose settings have `settings()` and `pins()`."""
         keys = settings.get("text_key", "text"), settings.get("id_key", "id")
-        return cls(*keys, tuple(settings["metadata"]), **limits)
+        return cls(*keys, tuple(settings["metadata"]), settings.get("weight_key"), **limits)
 
     def settings(self) -> dict[str, Any]:
         """Values of the run file that decide the documents of the source, besides `metadata` and limits."""
-        return {"id_key": self.id_key, "text_key": self.text_key} if self.has_keys else {}
+        keys = {"id_key": self.id_key, "text_key": self.text_key} if self.has_keys else {}
+        # Plans of sources without weights do not name the key.
+        return keys if self.weight_key is None else {**keys, "weight_key": self.weight_key}
 
     def pins(self) -> dict[str, Any]:
         """Values that `find` has settled and the run file leaves open; kept in the plan beside `settings()`."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
 from typing import Any, Literal
 
 import orjson
 
+from pipeline.config.blend import LEAST_LOSS_WEIGHT, MOST_LOSS_WEIGHT
 from pipeline.data.sources.compression import StreamError, open_stream
 from pipeline.data.sources.globs import File
 
@@ -15,6 +18,7 @@ MAX_RECORD_BYTES = 32 * 2**20
 EMPTY = "empty document"
 """The one reason that is not an error: the record is sound, there is only nothing in it."""
 NOT_UTF8 = "not UTF-8"
+BAD_WEIGHT = "bad loss weight"
 BOM = b"\xef\xbb\xbf"
 HUB_PREFIX = "hf://"
 """Begins the paths of files that lie on the Hugging Face hub."""
@@ -124,6 +128,8 @@ class Document:
     metadata: bytes | None = None
     edited: bool = False
     """Its text is not that of the source any more."""
+    weight: float = 1.0
+    """Weight of its tokens in the training loss, if the source has such a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +147,20 @@ class Damage:
     reason: str
     detail: str
     lost: int
+
+
+def loss_weight(value: Any) -> float | None:
+    """A value of `weight_key` as a weight; None for one that is not a number within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
+        return None
+    number = float(value)
+    return number if LEAST_LOSS_WEIGHT <= number <= MOST_LOSS_WEIGHT else None
+
+
+def bad_weight(key: str, value: Any) -> str:
+    """Detail of a record whose weight is missing or no weight."""
+    found = "missing" if value is None else escaped(repr(value)[:80])
+    return f"{key!r} is {found}; it must be a number from {LEAST_LOSS_WEIGHT:f} to {MOST_LOSS_WEIGHT:,.0f}"
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -15,7 +15,17 @@ import pyarrow.compute as pc
 
 from pipeline.common.errors import UserError
 from pipeline.data.sources.reader import Cursor, Reader
-from pipeline.data.sources.records import EMPTY, NOT_UTF8, ROW_BYTES, Document, Piece, metadata_json
+from pipeline.data.sources.records import (
+    BAD_WEIGHT,
+    EMPTY,
+    NOT_UTF8,
+    ROW_BYTES,
+    Document,
+    Piece,
+    bad_weight,
+    loss_weight,
+    metadata_json,
+)
 
 BATCH_BYTES = 2**22
 """Bytes that are turned into documents at a time."""
@@ -38,7 +48,8 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
     Raises:
         UserError: the text or a metadata column is missing, or the text column cannot hold text.
     """
-    for key, columns in (("text_key", (reader.text_key,)), ("metadata", reader.metadata)):
+    weights = [] if reader.weight_key is None else [reader.weight_key]
+    for key, columns in (("text_key", (reader.text_key,)), ("metadata", reader.metadata), ("weight_key", weights)):
         for name in columns:
             if name not in schema.names:
                 there = ", ".join(map(repr, schema.names)) or "none"
@@ -54,14 +65,15 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
             f"{path}: column {reader.text_key!r} is of type {kind}, not text; set text_key to a column of strings, "
             f"or leave the file out with exclude. Its columns are {', '.join(map(repr, schema.names))}"
         )
-    for name in reader.metadata:
+    for name in (*reader.metadata, *weights):
         if _shares(schema.field(name).type):
             raise UserError(
                 f"{path}: column {name!r} is of type {schema.field(name).type}, which is not kept: its values "
-                "may share bytes, so their size is unknown. Leave it out of metadata, or write it as another type"
+                "may share bytes, so their size is unknown. Leave it out of metadata and weight_key, or write it as "
+                "another type"
             )
     own_id = [reader.id_key] if len(schema.get_all_field_indices(reader.id_key)) == 1 else []
-    return list(dict.fromkeys([reader.text_key, *own_id, *reader.metadata]))
+    return list(dict.fromkeys([reader.text_key, *own_id, *reader.metadata, *weights]))
 
 
 def rows(
@@ -79,7 +91,8 @@ def rows(
     """
     reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
     update, length, name = cursor.digest.update, _LENGTH.pack, piece.file.name
-    own_ids = reader.id_key in batch.schema.names
+    own_ids, weight_key = reader.id_key in batch.schema.names, reader.weight_key
+    others = kept if weight_key is None else (*kept, weight_key)
     (low, high), count = bytes_read, len(batch)
     held = max(batch.get_total_buffer_size(), count * max(map(_longest, batch.columns), default=0), 1)
     step = max(1, min(BATCH_ROWS, BATCH_BYTES * count // held))
@@ -90,11 +103,12 @@ def rows(
         part = batch.slice(begin, step)
         if not trusted:
             _check_offsets(part)
-        if nested := sum(_expanded(part.column(key)) for key in kept if part.schema.field(key).type.num_fields):
+        if nested := sum(_expanded(part.column(key)) for key in others if part.schema.field(key).type.num_fields):
             cursor.check_expansion(piece, nested, "lists and structs of one batch of rows take", free=HELD_BYTES)
         texts = text_bytes(part.column(reader.text_key))
         ids = values(part.column(reader.id_key)) if own_ids else None
-        others = [(key, values(part.column(key))) for key in kept]
+        metadata_values = [(key, values(part.column(key))) for key in kept]
+        weights = None if weight_key is None else values(part.column(weight_key))
         for place in range(skip, len(texts)):
             raw, row = texts[place], first + begin + place
             texts[place] = None  # one text at a time is held twice
@@ -113,10 +127,17 @@ def rows(
                 size += len(encoded)
             metadata = None
             if kept:
-                metadata = metadata_json({key: column[place] for key, column in others})
+                metadata = metadata_json({key: column[place] for key, column in metadata_values})
                 update(length(len(metadata)))
                 update(metadata)
                 size += len(metadata)
+            weight = None
+            if weights is not None:
+                weight = loss_weight(weights[place])
+                written = metadata_json({"weight": weights[place]})
+                update(length(len(written)))
+                update(written)
+                size += len(written)
             cursor.expand(piece, size + ROW_BYTES)
             cursor.offset = row + 1
             cursor.input_bytes += size
@@ -135,10 +156,18 @@ def rows(
                     None, row, NOT_UTF8, f"byte 0x{raw[error.start]:02x} at {error.start} of the text", around
                 )
                 continue
+            if weight_key is not None and weights is not None and weight is None:
+                yield cursor.rejected(None, row, BAD_WEIGHT, bad_weight(weight_key, weights[place]), raw)
+                continue
             place_in_unit = cursor.row
             cursor.row = place_in_unit + 1
             reason = None if text else EMPTY
-            yield Document(text, own or f"{name}#{row}", unit, place_in_unit, number, None, row, reason, "", metadata)
+            document = Document(
+                text, own or f"{name}#{row}", unit, place_in_unit, number, None, row, reason, "", metadata
+            )
+            if weight is not None:
+                document.weight = weight
+            yield document
 
 
 def _holds_text(kind: pa.DataType) -> bool:

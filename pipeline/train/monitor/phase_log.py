@@ -30,6 +30,21 @@ def describe_run(config: Config, journal: Journal, first: int, last: int) -> str
     )
 
 
+def loss_weight_lines(config: Config) -> Iterator[str]:
+    """A line about loss weights, if the run file has any: `loss weights: code 2, web 1 x quality`."""
+    phases = config.blend.phases
+    if all(s.loss_weight == 1 and s.weight_key is None for s in config.data.sources) and not any(
+        phase.loss_weights for phase in phases
+    ):
+        return
+    found = []
+    for source in config.data.sources:
+        weights = [phase.loss_weights.get(source.name, source.loss_weight) for phase in phases] or [source.loss_weight]
+        course = " -> ".join(f"{weight:g}" for weight, _ in groupby(weights))
+        found.append(f"{source.name} {course}" + (f" x {source.weight_key}" if source.weight_key else ""))
+    yield f"loss weights: {', '.join(found)}; weighted_loss of the metrics is minimized, loss is without them"
+
+
 def describe_change(config: Config, journal: Journal, number: int) -> str:
     """The differences of a segment, not the first one, from the one before it, in words."""
     before, after = journal.segments[number - 1], journal.segments[number]
@@ -66,5 +81,7 @@ def _changed_sources(before: Segment, after: Segment) -> Iterator[str]:
         shares = [state.weight / UNIT if state is not None else 0.0 for state in (old, new)]
         if shares[0] != shares[1]:
             yield f"share of {name} {shares[0]:.4g} -> {shares[1]:.4g}"
+        if old is not None and new is not None and old.loss_weight != new.loss_weight:
+            yield f"loss weight of {name} {old.loss_weight:g} -> {new.loss_weight:g}"
         if new is not None and new.documents != (old.documents if old is not None else None):
             yield f"{name} reads {documents_text(new.documents)}"

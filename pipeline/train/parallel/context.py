@@ -55,6 +55,8 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
         tokens=tokens,
         targets=targets,
         weight=weight,
+        loss_weight=None if batch.loss_weight is None else cut.shard(batch.loss_weight),
+        ahead_loss_weight=None if batch.ahead_loss_weight is None else cut.shard(batch.ahead_loss_weight, 2),
         starts=batch.starts[:0],
         ahead_targets=ahead_targets,
         ahead_weight=ahead_weight,

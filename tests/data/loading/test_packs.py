@@ -346,3 +346,43 @@ def test_windows_and_packs_in_one_run():
     assert again.tokens_by_source(7) == totals[7] and again.tokens_by_source(2) == totals[2]
     again.drawn_targets.load(saved)
     assert again.tokens_by_source(9) == totals[9]
+
+
+@pytest.mark.parametrize("objective", ["causal", "start", "masked"])
+@pytest.mark.parametrize("documents", [(), ("a",)], ids=["sources", "documents"])
+def test_loss_weights_are_those_of_documents(objective, documents, monkeypatch):
+    weights = {name: np.random.default_rng(5).choice([0.5, 2.0], len(each.lengths)) for name, each in DATASETS.items()}
+    for name, dataset in DATASETS.items():
+        owner = np.repeat(np.arange(len(dataset.lengths)), dataset.lengths)
+
+        def fill(part, start, out, of=weights[name], owner=owner):
+            out[:] = of[owner[start : start + len(out)]]
+
+        monkeypatch.setattr(dataset, "fill_weights", fill, raising=False)
+    config = run_file(skip=[{"source": "b", "documents": ["1-9"]}])
+    for source in config.data.sources:
+        object.__setattr__(source, "loss_weight", {"a": 0.25, "b": 3.0}[source.name])
+        object.__setattr__(source, "weight_key", "quality" if source.name in documents else None)
+    plain = loaders(run_file(skip=[{"source": "b", "documents": ["1-9"]}]), objective=OBJECTIVES[objective])[0]
+    ranks = loaders(config, 2, 2, OBJECTIVES[objective])
+    for step in range(4):
+        number, counted = ranks[0].journal.segment_number(step), 0.0
+        by_sample = {}
+        for rank in ranks:
+            data = rank.batches(step)
+            for batch in data.micro_batches:
+                for row in range(batch.real):
+                    by_sample[int(batch.samples[row])] = batch.loss_weight[row]
+        whole = plain.batches(step).micro_batches[0]
+        for row, (name, pack) in enumerate(samples_of(plain.journal, step)):
+            factor = {"a": 0.25, "b": 3.0}[name]
+            of_tokens = [
+                factor * (weights[name][document] if name in documents else 1)
+                for tokens, _, document, _ in packs_of(name)[pack]
+                for _ in tokens
+            ]
+            expected = whole.weight[row] * torch.tensor(of_tokens + [1.0] * (L - len(of_tokens)), dtype=torch.float32)
+            assert torch.equal(by_sample[int(whole.samples[row])], expected)
+            counted += float(expected.sum())
+        assert number == 0 and data.total_weight == pytest.approx(counted, rel=1e-6)
+        assert data.valid_targets == plain.batches(step).valid_targets

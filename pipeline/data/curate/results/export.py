@@ -118,7 +118,7 @@ def export_unit(job: ExportJob, progress: Progress) -> int:
         for document in curation.checked(job.unit, reader):
             raw = document.text.encode()
             if job.source.reason_against(document, raw) is None and curation.apply(document) is None:
-                writer.add(_record(job.unit, document))
+                writer.add(_record(job.unit, document, job.source.reader.weight_key))
                 documents += 1
             if reader.bytes_read - reported >= _ADVANCE:
                 progress(reader.bytes_read - reported)
@@ -128,9 +128,11 @@ def export_unit(job: ExportJob, progress: Progress) -> int:
     return documents
 
 
-def _record(unit: Unit, document: Document) -> dict[str, Any]:
-    """A document: its kept metadata, then its text, id and place."""
+def _record(unit: Unit, document: Document, weight_key: str | None) -> dict[str, Any]:
+    """A document: its kept metadata and loss weight, then its text, id and place."""
     metadata = orjson.loads(document.metadata) if document.metadata else {}
+    if weight_key is not None:
+        metadata[weight_key] = document.weight
     piece = unit.pieces[document.piece]
     place = {"source": unit.source, "file": piece.file.path, "byte": document.byte, "unit": unit.index}
     return {**metadata, "id": document.id, "text": document.text, "origin": {**place, "row": document.row}}
