@@ -75,11 +75,11 @@ class Reader(ABC):
         text_key: key or column of the text.
         id_key: key or column of the id.
         metadata: keys or columns that are kept beside the text.
-        weight_key: key or column of the document's weight in the training loss, if it has one.
         max_expansion: bytes of text that a byte of a table may become; see `Cursor.expand`.
         max_record_bytes: a longer file, line or value is rejected.
         verify: whether all of a compressed member is read before any of its text is given. Samples do without.
         dropped: damaged files of which nothing is taken, by name, with the reason and the detail.
+        weight_key: key or column of the document's weight in the training loss, if it has one.
     """
 
     type: ClassVar[str]
@@ -95,22 +95,23 @@ class Reader(ABC):
     text_key: str
     id_key: str
     metadata: tuple[str, ...] = ()
-    weight_key: str | None = None
     max_expansion: int = MAX_EXPANSION
     max_record_bytes: int = MAX_RECORD_BYTES
     verify: bool = True
     dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
+    weight_key: str | None = None
 
     @classmethod
     def from_config(cls, source: SourceConfig, **limits: Any) -> Self:
-        """The reader of a source of the run file. `limits`: the fields behind `weight_key`."""
-        return cls(source.text_key, source.id_key, tuple(source.metadata), source.weight_key, **limits)
+        """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
+        keys = source.text_key, source.id_key, tuple(source.metadata)
+        return cls(*keys, weight_key=source.weight_key, **limits)
 
     @classmethod
     def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
         """The reader that a plan was made with, whose settings have `settings()` and `pins()`."""
         keys = settings.get("text_key", "text"), settings.get("id_key", "id")
-        return cls(*keys, tuple(settings["metadata"]), settings.get("weight_key"), **limits)
+        return cls(*keys, tuple(settings["metadata"]), weight_key=settings.get("weight_key"), **limits)
 
     def settings(self) -> dict[str, Any]:
         """Values of the run file that decide the documents of the source, besides `metadata` and limits."""
