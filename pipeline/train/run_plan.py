@@ -10,6 +10,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.open import open_datasets
+from pipeline.data.datasets.packing.verify import check_packs
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.loading.objectives.choice import uses
 from pipeline.data.loading.stream_shape import StreamShape, stream_shape
@@ -79,6 +80,7 @@ def plan_run(
     datasets = open_datasets(config, "train")
     if check:
         check_datasets(datasets)
+        check_packs(datasets, config.pack_lengths)
     tokenizer = run_tokenizer(config)
     check_tokenizer(datasets, tokenizer)
     state = checkpoint.state() if checkpoint is not None else {}

@@ -13,6 +13,7 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.datasets.packing.blocks import check_length
 from pipeline.data.datasets.packing.verify import check_packs
 from pipeline.data.packing.command import plan_in_words
 from pipeline.data.packing.make import PackMaker, packs_in_words
@@ -20,11 +21,20 @@ from pipeline.data.work.worker_count import worker_count
 
 
 class PackPass:
-    """The packs of a run; without `data.loader.packing: best_fit` all of it does nothing."""
+    """The packs of a run; without `data.loader.packing: best_fit` all of it does nothing.
+
+    Args:
+        config: the run.
+
+    Raises:
+        UserError: packs cannot have a sequence length of the run.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._lengths = config.pack_lengths
+        for length in self._lengths:
+            check_length(length)
 
     def run(self, source: str, console: Console) -> None:
         """Make what is missing of the packs of a source, which is finished.
@@ -34,20 +44,24 @@ class PackPass:
             MachineError: a job failed again and again.
         """
         for length in self._lengths:
-            packing = self._packing(source, length)
-            if packing.state().index is None:
-                index = packing.make(console, worker_count(self._config, 2**31))
+            maker = self._maker(source, length)
+            if maker.state().index is None:
+                index = maker.make(console, worker_count(self._config, 2**31))
                 say(console, f"{source}: {packs_in_words(index)}")
 
     def missing(self, source: str) -> list[int]:
-        """Lengths for which a source, which is finished, has no packs."""
-        return [length for length in self._lengths if self._packing(source, length).state().index is None]
+        """Lengths for which the dataset of a source has no packs, or cannot be opened."""
+        try:
+            return [length for length in self._lengths if self._maker(source, length).state().index is None]
+        except UserError:
+            return self._lengths
 
     def plan_in_words(self, source: str) -> list[str]:
         """A line for each length, with what there is to do."""
-        if (self._folder(source) / "manifest.json").exists():
-            return [plan_in_words(self._packing(source, length)) for length in self._lengths]
-        return [f"packs of {length:,} tokens: to make" for length in self._lengths]
+        try:
+            return [plan_in_words(self._maker(source, length)) for length in self._lengths]
+        except UserError:  # there is no dataset yet, or it has to be made again
+            return [f"packs of {length:,} tokens: to make" for length in self._lengths]
 
     def adopted_problems(self) -> Iterator[str]:
         """The datasets made elsewhere that have no packs, with the commands that make them."""
@@ -58,7 +72,7 @@ class PackPass:
                 except UserError as error:
                     yield f"data.sources.{number}.dataset: {error}"
 
-    def _packing(self, source: str, length: int) -> PackMaker:
+    def _maker(self, source: str, length: int) -> PackMaker:
         return PackMaker(Dataset.open(self._folder(source)), length)
 
     def _folder(self, source: str) -> Path:

@@ -205,8 +205,7 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
         state.state = "stopped"
     else:
         finished = all((folder / name / MANIFEST_FILE).is_file() for name in names)
-        with suppress(UserError):  # a damaged dataset
-            state.unpacked = PackPass(config).missing(source.name) if finished else []
+        state.unpacked = PackPass(config).missing(source.name) if finished else []
         state.state = "finished" if finished and not state.unpacked else "tokenized"
         state.rate = None  # nothing is left to be read
     return state

@@ -1,5 +1,6 @@
 """Packs as the last step of the preprocess stage, and by the commands for datasets that are there."""
 
+import os
 import shutil
 
 import numpy as np
@@ -10,9 +11,11 @@ from pipeline.cli.main import app
 from pipeline.common.errors import UserError
 from pipeline.config.data import LoaderConfig
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.packing.files import block_path, packs_folder
 from pipeline.data.datasets.packing.packs import Packs
 from pipeline.data.preprocess.stage import is_complete, preprocess
 from pipeline.data.preprocess.status import print_status, read_state
+from pipeline.train.run_plan import plan_run
 from tests.data.runs import make_config, tree
 
 
@@ -57,6 +60,21 @@ def test_made_by_the_stage(config, capsys):
     assert "packs to make, of 48 tokens" in shown.export_text()
     preprocess(config)
     assert tree(config.data_dir) == after
+
+
+def test_a_length_that_packs_cannot_have(config):
+    with pytest.raises(UserError, match="packs have 1 to 4,194,303 tokens"):
+        preprocess(best_fit(config, 2**22))
+
+
+def test_training_does_not_begin_with_damaged_packs(config):
+    config = best_fit(config, 16)
+    preprocess(config)
+    plan_run(config, None, check=True)
+    folder = config.data_dir / "j" / "train"
+    os.truncate(block_path(packs_folder(folder, 16), 0), 100)
+    with pytest.raises(UserError, match=f"pipeline data pack {folder} --length 16`"):
+        plan_run(config, None, check=True)
 
 
 def test_adopted_without_packs(done, tmp_path, capsys):

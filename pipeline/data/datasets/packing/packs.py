@@ -57,9 +57,9 @@ class Packs:
         files = PackFiles.open(dataset, length)
         first, end = documents or (0, dataset.documents)
         group = blocks.GROUP
-        # Documents of whole groups; the last group of the dataset may have fewer documents than others.
+        # Documents of whole groups; the last group on disk may have fewer documents than others.
         low = min(-(-first // group) * group, end)
-        high = max(low, end if end == dataset.documents else end // group * group)
+        high = max(low, end if end == files.index.documents else end // group * group)
         sections = [section_in_memory(dataset, length, first, low)] if first < low else []
         sections += files.sections(low, high)
         if high < end:

@@ -61,6 +61,18 @@ def test_as_over_lists(engine):
             assert got == reference(lengths.tolist(), length, group=count + 1)
 
 
+@pytest.mark.parametrize("length", [1024, 4096, 131_072])
+def test_engines_agree(length):
+    lengths = np.exp(np.random.default_rng(4).normal(6, 1.5, 10_000)).astype(np.int64)
+    found, expected = (
+        best_fit.packed(lengths, length, engine) for engine in (best_fit.quickest(10**9), best_fit.place)
+    )
+    for one, other in zip((found.begins, *found.chunks), (expected.begins, *expected.chunks), strict=True):
+        assert np.array_equal(one, other)
+    used = np.add.reduceat(found.chunks.tokens, found.begins[:-1])
+    assert used.max() <= length and used.sum() == lengths.sum()
+
+
 @pytest.mark.parametrize("make", [Packs.open, Packs.made])
 def test_every_token_once(dataset, lengths, make):
     found = make(dataset, LENGTH)
