@@ -150,9 +150,7 @@ class RunSnapshot:
         counted = duration.count if duration.unit == "steps" else None
         if not self.files.journal.exists():
             return counted
-        return self.read(
-            RunFiles.journal, lambda: run_length(config, Sampler(read_journal(self.run))).steps, counted
-        )
+        return self.read(RunFiles.journal, lambda: run_length(config, Sampler(read_journal(self.run))).steps, counted)
 
     def rows(self, step: int | None) -> MetricRows:
         """The end of the metrics; of steps after `step`, which were lost, nothing."""
