@@ -312,6 +312,9 @@ def test_what_is_shown(root: Path, call: Call) -> None:
             del then["evaluations"][0]["time"]
         if name == "data-plan":  # came later
             assert {row["objective"] for row in now.pop("objectives")} == {"causal"}
+            assert {row.pop("packing") for row in now["segments"]} == {"windows"}
+            accounts = [row[when] for row in now["sources"] for when in ("end", "so_far")]
+            assert all(account.pop("slots") == account["drawn"] for account in accounts)
         assert now == then, name
     text = call("generate", "run.yaml", "--greedy", "--json", "--logprobs", "2")
     printed("generate", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import struct
 import subprocess
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ import orjson
 import pytest
 import torch
 import torch.nn.functional as F
+import xxhash
 from rich.console import Console
 
 from pipeline.common.errors import UserError
@@ -26,6 +28,7 @@ from pipeline.data.order.blend import UNIT
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.packs import instances_of
 from pipeline.data.order.segments import Segment, SourceState
+from pipeline.data.plan.build import make_data_plan
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
@@ -127,6 +130,15 @@ def test_what_is_read_of_the_run(packed: Path, straight: Path) -> None:
     assert state["journal"]["order_version"] == 2 and state["targets"]["step"] == 8
     assert state["targets"]["by_source"] == read_metrics(straight)[7]["tokens_by_source"]
     assert all(source["packs"] > 0 for source in state["journal"]["segments"][0]["sources"].values())
+    plan = make_data_plan(load(packed / "run.yaml", [f"run.dir={straight}"]))
+    digest = xxhash.xxh3_64()
+    for row in read_metrics(straight):
+        digest.update(struct.pack("<Q", int(row["order_hash"], 16)))
+    assert plan.order_hash == f"{digest.intdigest():016x}" and plan.tokens == read_metrics(straight)[-1]["tokens"]
+    assert {row.packing for row in plan.segments} == {"best_fit"}
+    for source in plan.sources:
+        drawn = read_metrics(straight)[-1]["tokens_by_source"][source.source]
+        assert abs(source.end.drawn - drawn) < 0.05 * drawn and source.end.slots >= drawn
     for epochs, row in zip(column(straight, "epochs_by_source"), read_metrics(straight), strict=True):
         for name, tokens in row["tokens_by_source"].items():
             assert epochs[name] == tokens / Dataset.open(packed / "data" / name / "train").tokens

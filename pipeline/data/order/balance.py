@@ -25,13 +25,18 @@ def rank_rows(mine: RankSamples, costs: IntArray | None) -> list[IntArray]:
     """
     if costs is None:
         return [np.arange(rows.start, rows.stop) for rows in mine.micro_batches]
-    others = (RankSamples(mine.batch_size, mine.micro_batch_size, rank, mine.ranks) for rank in range(mine.ranks))
-    sizes = [len(other.samples) for other in others]
-    samples = _spread(np.arange(mine.batch_size), costs, sizes)[mine.rank]
+    samples = _spread(np.arange(mine.batch_size), costs, _sizes(mine))[mine.rank]
     micro_batches = _spread(samples, costs, [len(rows) for rows in mine.micro_batches])
     # Ranks compute their micro-batches side by side: the dearest of each at the same time.
     micro_batches.sort(key=lambda rows: (-len(rows), -int(costs[rows].sum())))
     return [np.sort(rows) for rows in micro_batches]
+
+
+def _sizes(mine: RankSamples) -> list[int]:
+    """Samples of each rank in a step."""
+    pieces = np.arange(len(mine.micro_batches) * mine.ranks).reshape(-1, mine.ranks)
+    sizes = np.clip(mine.batch_size - pieces * mine.micro_batch_size, 0, mine.micro_batch_size)
+    return [int(size) for size in sizes.sum(axis=0)]
 
 
 def _spread(samples: IntArray, costs: IntArray, sizes: Sequence[int]) -> list[IntArray]:
