@@ -22,6 +22,7 @@ from pipeline.train.monitor.host_copy import HostCopy, to_device
 from pipeline.train.monitor.layer_stats import Observed, Observer
 from pipeline.train.monitor.spikes import SpikeGuard
 from pipeline.train.monitor.trace_spans import span
+from pipeline.train.monitor.window_losses import WindowSums
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.gradients import Gradients
 from pipeline.train.optim.loss_scale import LossScale
@@ -111,6 +112,8 @@ class StepResult:
     """Choices of experts, in a model that has some."""
     of_depths: Tensor | None = None
     """[depths] fp64, mean cross entropy of each depth of multi-token prediction."""
+    windows: Tensor | None = None
+    """[2, samples] fp64 on rank 0, summed cross entropy and number of valid targets of each sample, if asked for."""
 
     def to_host(self) -> Callable[[], StepResult]:
         """Begin to copy all of it to the host; called, what this gives waits for that and for nothing issued later."""
@@ -172,6 +175,7 @@ class Stepper:
         lr: float,
         *,
         samples: int = 0,
+        window_samples: range | None = None,
         valid_ahead: Sequence[int] = (),
         step: int = 0,
         data_hash: int = 0,
@@ -185,6 +189,7 @@ class Stepper:
             valid_targets: of the global batch over all ranks; the loss is a token sum divided by it.
             lr: learning rate of this step.
             samples: of the global batch over all ranks, without padding; for losses of routers.
+            window_samples: their global numbers, where the loss of each is asked for.
             valid_ahead: of the global batch, by depth of multi-token prediction.
             step: its number, from 1; decides whether it is observed.
             data_hash: of this rank's samples.
@@ -202,9 +207,10 @@ class Stepper:
             ]
             sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
             of_depths = torch.zeros(len(valid_ahead), dtype=torch.float64, device=self._device)
+            windows = None if window_samples is None else WindowSums(window_samples, self._device)
         with span("forward and backward"):
             self._model.prepare_passes()
-            self.runner.train(batches, contexts, self._objective(sums, of_depths, valid_ahead))
+            self.runner.train(batches, contexts, self._objective(sums, of_depths, valid_ahead, windows))
         with span("reduce"):
             self._gradients.sum_tied()
             self._observer.gradients(self._gradients)
@@ -219,6 +225,7 @@ class Stepper:
                 parts += self._balance.told()
             everything = torch.cat(parts)
             dist.all_reduce(everything)
+            of_windows = None if windows is None else windows.reduce()
         with span("clip"):
             squares, wishes, words, works, flat, ahead, *chosen = torch.split(
                 everything, [part.numel() for part in parts]
@@ -245,6 +252,7 @@ class Stepper:
             *(norm, finite, nats, targets, words, spike, zscores, wishes, works, observed, loss_scale),
             of_depths=ahead if valid_ahead else None,
             routing=routing,
+            windows=of_windows,
         )
         if scale is not None:
             scale.update(finite)
@@ -300,9 +308,9 @@ class Stepper:
         return Dropout(rate, self._config.run.seed, batch.samples)
 
     def _objective(
-        self, sums: Tensor, of_depths: Tensor, valid_ahead: Sequence[int]
+        self, sums: Tensor, of_depths: Tensor, valid_ahead: Sequence[int], windows: WindowSums | None
     ) -> Callable[[TokenLosses, Batch], Tensor]:
-        """Books the sums by source, and the means of the depths of multi-token prediction."""
+        """Books the sums by source and by sample, and the means of the depths of multi-token prediction."""
 
         def objective(losses: TokenLosses, batch: Batch) -> Tensor:
             if self._mesh.rank("tp") == 0:  # the others have the same sums
@@ -311,6 +319,8 @@ class Stepper:
                     index = batch.sources.clamp(min=0)
                     sums[0].index_add_(0, index, (losses.loss_BS * batch.weight).sum(dim=1, dtype=torch.float64))
                     sums[1].index_add_(0, index, batch.weight.sum(dim=1, dtype=torch.float64))
+                    if windows is not None:
+                        windows.add(losses.loss_BS, batch)
                     if batch.ahead_weight is not None:
                         for depth, (loss_BS, count) in enumerate(zip(losses.of_depths, valid_ahead, strict=True)):
                             nats = (loss_BS * batch.ahead_weight[:, depth]).sum(dtype=torch.float64)

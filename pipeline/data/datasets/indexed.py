@@ -348,7 +348,11 @@ class IndexedPart(TokenRanges):
     def document_at(self, token: int) -> int:
         """The document that a token belongs to."""
         self.check_range(token, 1)
-        return int(self._first_after(np.array([token]))[0]) - 1
+        return int(self.documents_at(np.array([token]))[0])
+
+    def documents_at(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The documents that tokens belong to, which all lie within the part."""
+        return self._first_after(tokens) - 1
 
     def starts_within(
         self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]

@@ -448,6 +448,11 @@ def newest_ranks(folder: Path) -> int | None:
     return None if ranks is None else int(ranks)
 
 
+def newest_origin(folder: Path) -> dict[str, Any]:
+    """What the run began with, as its newest checkpoint has it: `kind` is `fork` or `init_from`; empty if nothing."""
+    return _newest_state(folder).get("origin") or {}
+
+
 def _newest_state(folder: Path) -> dict[str, Any]:
     """State of the newest checkpoint; empty without one."""
     steps = checkpoint_steps(folder)
