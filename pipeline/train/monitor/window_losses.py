@@ -111,6 +111,10 @@ class LossWriter:
         os.pwrite(file.fileno(), head.packed(), 0)
         return file, head
 
+    def rewind(self, step: int) -> None:
+        """Begin another attempt: what follows `step` comes again. What the file has of it is cut by `cut_losses`."""
+        self.close()
+
     def sync(self) -> None:
         """Flush to disk what is written."""
         if self._file is not None:
@@ -148,7 +152,6 @@ class WindowLosses:
         if not self._rank_0:
             return
         self._sink.rewind(step)
-        self._writer.close()
         self._writer.attempt = self._folder.attempt
         cut_losses(self._path, journal.samples(step).start)
 
