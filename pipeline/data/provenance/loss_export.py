@@ -37,9 +37,9 @@ def export(view: LossView, to: Path, *, documents: bool) -> int:
         storage.naming(to),
         parquet.ParquetWriter(new.file, pa.schema(schema), compression="zstd") as writer,
     ):
-        for block in view.blocks():
+        for everything in view.blocks():
+            block = everything.only(everything.recorded)
             tokens = counts.of(block)
-            tokens, block = tokens[block.recorded], block.only(block.recorded)
             source = pa.DictionaryArray.from_arrays(pa.array(block.source, pa.int32()), pa.array(names))
             loss = pa.array(block.loss, mask=np.isnan(block.loss))
             columns = [block.step, block.sample, source, block.epoch, block.position, loss, tokens]

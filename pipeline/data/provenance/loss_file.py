@@ -76,6 +76,11 @@ class LossHead:
         return HEAD_BYTES + SAMPLE_BYTES * (sample - self.first_sample)
 
 
+def losses_bytes(samples: int) -> int:
+    """Bytes of a file of losses."""
+    return HEAD_BYTES + SAMPLE_BYTES * samples
+
+
 def encode(nats: npt.NDArray[np.float64], targets: npt.NDArray[np.float64]) -> Codes:
     """Losses of samples as they are written.
 
@@ -169,7 +174,8 @@ class LossFile:
 
 def recorded(codes: Codes) -> npt.NDArray[np.bool_]:
     """True where something is recorded, if only that no target counted."""
-    return codes != 0
+    result: npt.NDArray[np.bool_] = codes != 0
+    return result
 
 
 def losses(codes: Codes) -> npt.NDArray[np.float32]:

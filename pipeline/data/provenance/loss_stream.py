@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,8 @@ class LossBlock(NamedTuple):
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> LossBlock:
         """Some of the samples."""
-        return LossBlock(self.segment, *(array[chosen] for array in self[1:]))
+        arrays: list[Any] = [array[chosen] for array in self[1:]]
+        return LossBlock(self.segment, *arrays)
 
 
 @dataclass

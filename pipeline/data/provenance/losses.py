@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, numbered
@@ -16,7 +17,7 @@ from pipeline.data.provenance.document_to_steps import find_documents
 from pipeline.data.provenance.loss_documents import Found, Groups, Ranked
 from pipeline.data.provenance.loss_export import export
 from pipeline.data.provenance.loss_file import LossFile
-from pipeline.data.provenance.loss_stream import LossView, TargetCounts, chosen_steps, located_documents, sources_of
+from pipeline.data.provenance.loss_stream import LossView, TargetCounts, chosen_steps, located_documents
 from pipeline.data.provenance.run import RunView, Say, newest_origin
 from pipeline.data.sources.records import printable
 
@@ -24,10 +25,12 @@ _MOST_GROUPS = 1_000_000
 _ROWS = 20
 """Rows of a table by step, unless `--every` is given."""
 _ESTIMATE = (
-    "the loss of a document is an estimate: the mean of the losses of the samples that hold it, weighted by its targets "
-    "in each; a sample mostly holds pieces of several documents"
+    "the loss of a document is an estimate: the mean of the losses of the samples that hold it, weighted by its "
+    "targets in each; a sample mostly holds pieces of several documents"
 )
 _WINDOWS = ("source", "epoch", "step")
+_EPOCHS = 2**32
+"""Epochs of a source are below it."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +137,11 @@ def answer_losses(run: RunView, question: LossQuestion, *, ids: bool = False, sa
 
 
 def _answer(view: LossView, question: LossQuestion, ids: bool, say: Say) -> Losses:
-    named = {"id": question.id, "document": question.document, "row": question.row}
-    if any(value is not None for value in named.values()):
+    id, document, row = question.id, question.document, question.row
+    if (id, document, row) != (None, None, None):
         if view.source is None:
             raise UserError("--doc, --document and --row name a document of a source: also give --source")
-        return document_losses(view, **named, ids=ids, say=say)
+        return document_losses(view, id=id, document=document, row=row, ids=ids, say=say)
     if question.parquet is not None:
         rows = export(view, question.parquet, documents=question.documents)
         return result(view, [], f"{question.parquet}: {counted(rows, 'row')}, a sample each, {_steps(view)}")
@@ -173,28 +176,30 @@ def by_samples(view: LossView, by: str, every: int | None) -> Losses:
     """
     names, (first, end) = view.run.journal.names, view.steps
     every = every or max(1, -(-(end - first) // _ROWS))
-    counts, sums = TargetCounts(view.run), dict[tuple[Any, ...], np.ndarray[Any, Any]]()
+    counts, sums = TargetCounts(view.run), dict[int, npt.NDArray[np.float64]]()
     for block in view.blocks():
         number = (block.step - 1 - first) // every
-        second = {"source": np.zeros_like(number), "epoch": block.epoch, "step": number}[by]
-        keys = np.stack([np.zeros_like(number) if by == "step" else block.source, second], axis=1)
-        groups, place = np.unique(keys, axis=0, return_inverse=True)
-        place, targets, finite = place.reshape(-1), counts.of(block), block.known
+        keys = {"source": block.source * _EPOCHS, "epoch": block.source * _EPOCHS + block.epoch, "step": number}[by]
+        groups, place = np.unique(keys, return_inverse=True)
+        targets, finite = counts.of(block), block.known
         weights = (
             *(finite, block.recorded & np.isnan(block.loss), block.recorded & np.isinf(block.loss), ~block.recorded),
             *(targets, np.where(finite, block.loss, 0).astype(np.float64) * targets),
         )
         found = np.stack([np.bincount(place, weight, len(groups)) for weight in weights], axis=1)
-        for group, each in zip(map(tuple, groups.tolist()), found, strict=True):
+        for group, each in zip(groups.tolist(), found, strict=True):
             sums[group] = sums.get(group, 0) + each
     rows = []
-    for (source, one), (samples, masked, bad, missing, targets, nats) in sorted(sums.items()):
-        low = first + one * every
-        step = f"{low + 1:,}-{min(low + every, end):,}"
-        group = {"source": [names[source]], "epoch": [names[source], one], "step": [step]}[by]
-        rows.append([*group, *map(int, (samples, masked, bad, missing, targets)), nats / targets if targets else None])
-    head = {"source": ["source"], "epoch": ["source", "epoch"], "step": ["steps"]}[by]
-    head = [*head, "samples", "masked", "not_finite", "not_recorded", "targets", "loss"]
+    for group, (*numbers, nats) in sorted(sums.items()):
+        source, epoch = divmod(group, _EPOCHS)
+        low = first + group * every
+        if by == "step":
+            what: list[Any] = [f"{low + 1:,}-{min(low + every, end):,}"]
+        else:
+            what = [names[source], epoch] if by == "epoch" else [names[source]]
+        rows.append([*what, *map(int, numbers), nats / numbers[-1] if numbers[-1] else None])
+    group_head = {"source": ["source"], "epoch": ["source", "epoch"], "step": ["steps"]}[by]
+    head = [*group_head, "samples", "masked", "not_finite", "not_recorded", "targets", "loss"]
     return result(view, [LossTable(f"loss by {by}, {_steps(view)}", head, rows)])
 
 
@@ -307,8 +312,9 @@ def document_losses(
     documents, never = find_documents(run, name, id=id, document=document, row=row, say=say)
     tables = []
     for number, about in run.describe(name, documents, ids, say).items():
-        rows = [list(found) for found in _occurrences(view, number)]
-        nats, targets = (sum(found) for found in zip(*((r[-1] * r[-2], r[-2]) for r in rows), strict=True)) if rows else (0, 0)
+        rows = list(_occurrences(view, number))
+        targets = sum(found[3] for found in rows)
+        nats = sum(found[3] * found[4] for found in rows)
         mean = f"loss {nats / targets:.4f} over {counted(targets, 'target')}" if targets else "no loss"
         title = f"document {number} of {name}: {printable(str(about))}, {counted(about.tokens, 'token')}: {mean}"
         tables.append(LossTable(title, ["step", "epoch", "sample", "targets", "loss"], rows))
@@ -347,7 +353,9 @@ def _samples_with(view: LossView, document: int) -> list[int]:
         before, after = (run.sampler.targets(step)[name] for step in (segment.first_step, stop))
         drawn = (after - before) // segment.sequence_length
         instances, shifts = run.windows[number][name], run.objectives[number][name].shifts
-        for epoch in range(state.lap, state.lap + (state.cursor + drawn - 1) // instances.count + 1 if drawn else state.lap):
+        for epoch in range(
+            state.lap, state.lap + (state.cursor + drawn - 1) // instances.count + 1 if drawn else state.lap
+        ):
             positions = instances.containing(epoch, document, shifts=shifts)
             samples = run.sampler.find(name, number, epoch, positions)
             found += [int(sample) for sample in samples if sample >= 0]

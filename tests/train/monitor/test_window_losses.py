@@ -127,9 +127,11 @@ def test_samples_weighted_by_their_targets_are_the_step(tmp_path: Path, name: st
     expected = [row.get("loss", np.nan) for row in rows]
     np.testing.assert_allclose(means(run), expected, rtol=HALF)
     if "skips" in name:
-        assert expected[3] is np.nan
+        assert np.isnan(expected[3])
         view, found = open_view(run), kept(run)
-        assert (found[list(view.journal.samples(3))] == -1).all() and (found[[2, 3, 4, 5]] == [1, -1, -1, -1]).sum() >= 3
+        assert (found[list(view.journal.samples(3))] == -1).all() and (
+            found[[2, 3, 4, 5]] == [1, -1, -1, -1]
+        ).sum() >= 3
         of_land = [np.array(view.sampler.step(step).source) == 0 for step in range(8)]
         assert (found[np.concatenate(of_land)] == -1).all() and np.isfinite(found).all()
 
