@@ -113,7 +113,7 @@ class Ranked:
 
 
 @dataclass
-class Groups:
+class DocumentGroups:
     """Losses of documents by what they have in common.
 
     Attributes:

@@ -58,7 +58,7 @@ class LossHead:
         """The head of an open file; None if a kill has cut it short.
 
         Raises:
-            UserError: it is no file of losses, or one of another version.
+            UserError: it is another file, or one of another version.
         """
         data = os.pread(descriptor, HEAD_BYTES, 0)
         if len(data) < HEAD_BYTES:

@@ -14,7 +14,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted, numbered
 from pipeline.common.run_files import RunFiles
 from pipeline.data.provenance.document_to_steps import find_documents
-from pipeline.data.provenance.loss_documents import Found, Groups, Ranked
+from pipeline.data.provenance.loss_documents import DocumentGroups, Found, Ranked
 from pipeline.data.provenance.loss_export import export
 from pipeline.data.provenance.loss_file import LossFile
 from pipeline.data.provenance.loss_stream import LossView, TargetCounts, chosen_steps, located_documents
@@ -197,7 +197,7 @@ def by_samples(view: LossView, by: str, every: int | None) -> Losses:
             what: list[Any] = [f"{low + 1:,}-{min(low + every, end):,}"]
         else:
             what = [names[source], epoch] if by == "epoch" else [names[source]]
-        rows.append([*what, *map(int, numbers), nats / numbers[-1] if numbers[-1] else None])
+        rows.append([*what, *map(int, numbers), float(nats / numbers[-1]) if numbers[-1] else None])
     group_head = {"source": ["source"], "epoch": ["source", "epoch"], "step": ["steps"]}[by]
     head = [*group_head, "samples", "masked", "not_finite", "not_recorded", "targets", "loss"]
     return result(view, [LossTable(f"loss by {by}, {_steps(view)}", head, rows)])
@@ -209,7 +209,7 @@ def by_documents(view: LossView, column: str, say: Say) -> Losses:
     Raises:
         UserError: no source keeps this column, or it has too many values.
     """
-    run, groups = view.run, Groups()
+    run, groups = view.run, DocumentGroups()
     if column != "file":
         kept = {name: run.datasets[name].manifest.settings.get("metadata") or [] for name in run.journal.names}
         if not any(column in keys for keys in kept.values()):

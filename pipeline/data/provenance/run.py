@@ -449,7 +449,7 @@ def newest_ranks(folder: Path) -> int | None:
 
 
 def newest_origin(folder: Path) -> dict[str, Any]:
-    """What the run began with, as its newest checkpoint has it: `kind` is `fork` or `init_from`; empty if nothing."""
+    """Origin of a run by its newest checkpoint: `kind` is `fork` or `init_from`; empty if it began from scratch."""
     return _newest_state(folder).get("origin") or {}
 
 

@@ -93,7 +93,7 @@ def to_json(plan: ResourcePlan) -> dict[str, Any]:
         "active_parameters": plan.model.active_parameters,
         "experts": expert_json(plan.experts),
         "checkpoint_bytes": plan.checkpoint_bytes,
-        "losses_bytes": plan.losses_bytes,
+        **({"losses_bytes": plan.losses_bytes} if plan.losses_bytes else {}),
         "memory_limit_bytes": plan.memory_limit,
         "memory": [_memory_json(rank) for rank in plan.memory],
         "phases": [_phase_json(plan, phase) for phase in plan.phases],
