@@ -15,6 +15,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.loading.skip_masks import Masks
 from pipeline.data.order.locate import Lookup, RankSamples
 from pipeline.data.order.permutation import IntArray
+from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.windows import Instances
 from pipeline.data.provenance.loss_file import LossFile, losses, recorded
 from pipeline.data.provenance.run import Range, RunView
@@ -51,6 +52,35 @@ class LossBlock(NamedTuple):
         return LossBlock(self.segment, *arrays)
 
 
+def loss_blocks(sampler: Sampler, file: LossFile, steps: Range) -> Iterator[LossBlock]:
+    """The samples of steps with what is recorded of them, block by block.
+
+    Args:
+        sampler: the order of the run.
+        file: of its losses.
+        steps: [first, end), from 0.
+    """
+    journal, (step, last) = sampler.journal, steps
+    while step < last:
+        number = journal.segment_number(step)
+        segment = journal.segments[number]
+        ends = [each.first_step for each in journal.segments[number + 1 : number + 2]]
+        end = min(last, step + max(1, _SAMPLES // segment.batch_size), *ends)
+        draws = sampler.steps(step, end)
+        first = journal.samples(step).start
+        codes = file.read(first, first + len(draws.source))
+        number_of = np.repeat(np.arange(step + 1, end + 1), segment.batch_size)
+        samples = np.arange(first, first + len(codes))
+        yield LossBlock(number, number_of, samples, *draws, recorded(codes), losses(codes))
+        step = end
+
+
+def recorded_steps(sampler: Sampler, file: LossFile) -> Range:
+    """Steps [first, end) that a file has places for, from 0."""
+    first, end = file.head.first_step, file.end
+    return first, max(first, sampler.journal.step_of(end - 1) + 1 if end else 0)
+
+
 @dataclass
 class LossView:
     """A run and its file of losses.
@@ -67,30 +97,11 @@ class LossView:
     steps: Range
     source: str | None = None
 
-    @property
-    def recorded_steps(self) -> Range:
-        """Steps [first, end) that the file has places for, from 0."""
-        end = self.file.end
-        return self.file.head.first_step, self.run.journal.step_of(end - 1) + 1 if end else 0
-
     def blocks(self) -> Iterator[LossBlock]:
         """The samples of the steps, block by block."""
-        journal = self.run.journal
-        only = None if self.source is None else journal.names.index(self.source)
-        step, last = self.steps
-        while step < last:
-            number = journal.segment_number(step)
-            segment = journal.segments[number]
-            ends = [each.first_step for each in journal.segments[number + 1 : number + 2]]
-            end = min(last, step + max(1, _SAMPLES // segment.batch_size), *ends)
-            draws = self.run.sampler.steps(step, end)
-            first = journal.samples(step).start
-            codes = self.file.read(first, first + len(draws.source))
-            steps = np.repeat(np.arange(step + 1, end + 1), segment.batch_size)
-            samples = np.arange(first, first + len(codes))
-            block = LossBlock(number, steps, samples, *draws, recorded(codes), losses(codes))
+        only = None if self.source is None else self.index(self.source)
+        for block in loss_blocks(self.run.sampler, self.file, self.steps):
             yield block if only is None else block.only(block.source == only)
-            step = end
 
     def index(self, source: str) -> int:
         """Place of a source in `Journal.names`."""
@@ -205,10 +216,9 @@ def chosen_steps(run: RunView, file: LossFile, text: str | None) -> Range:
     Raises:
         UserError: they are not steps that the file has losses of.
     """
-    view = LossView(run, file, (0, 0))
-    first, end = view.recorded_steps
+    first, end = recorded_steps(run.sampler, file)
     if text is None:
-        return first, max(first, end)
+        return first, end
     parts = text.replace(",", "").split(":")
     if len(parts) > 2 or not all(part == "" or part.isdecimal() for part in parts) or text in ("", ":"):
         raise UserError(f"--steps: {text!r}: give a step, or the first and the last one with a colon, like 2000:2100")
