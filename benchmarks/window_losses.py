@@ -4,8 +4,8 @@
     python benchmarks/window_losses.py --read --work /tmp/losses --samples 10000000
 
 `--step` trains a model in this process, with and without the losses of samples in turn, and gives the ratio of the
-medians: sums on the device, their copy to the host and the write of each step. The same on one process twice in turn,
-`same`, shows what the ratio of two equal sides is on this machine. `--read` makes a blend of 10 sources as
+medians: sums on the device, their copy to the host and the write of each step. `same` is the ratio of two sides without,
+which shows what this machine makes of equal sides, and `own_ms` the time of what recording does in a step by itself. `--read` makes a blend of 10 sources as
 `synthetic.py` does and a file of losses for all of its samples, and times the questions of `pipeline data losses` in
 processes of their own, each with its largest memory.
 """
@@ -28,7 +28,8 @@ import yaml
 
 from pipeline.data.loading.batch import Batch
 from pipeline.data.provenance.loss_file import LossHead, encode
-from pipeline.train.monitor.window_losses import LossWriter
+from pipeline.train.monitor.host_copy import HostCopy
+from pipeline.train.monitor.window_losses import LossWriter, WindowSums
 
 try:
     from benchmarks.one_process import stepper_of
@@ -57,24 +58,44 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
         for first in range(0, arguments.batch, arguments.micro)
         for tokens in [ids[first : first + arguments.micro]]
     ]  # fmt: skip
+    # On a CPU that others use, too, the time that this process had it.
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     seconds: dict[str, list[float]] = {"off": [], "on": [], "again": []}
     with tempfile.TemporaryDirectory() as folder:
         writer = LossWriter(Path(folder) / "losses.bin", 1)
         for step in range(arguments.steps * len(seconds)):
             side = list(seconds)[(step + step // len(seconds)) % len(seconds)]
             samples = range(arguments.batch) if side == "on" else None
-            begin = time.perf_counter()
+            begin = clock()
             result = stepper.step(batches, ids[:, 1:].numel(), 1e-4, window_samples=samples).to_host()()
             if result.windows is not None:
                 writer.write({"step": 1, "first": 0, "codes": encode(*result.windows.numpy())})
             if step >= 5 * len(seconds):
-                seconds[side].append(time.perf_counter() - begin)
+                seconds[side].append(clock() - begin)
+        own = [own_seconds(batches, device, writer) for _ in range(200)]
         writer.close()
+    assert len(seconds["off"]) == len(seconds["on"])
     off, on, again = (statistics.median(values) for values in seconds.values())
     # Each triple of neighbouring steps is a pair of ratios; their median hardly sees what else the machine does.
     paired = statistics.median(b / a for a, b in zip(seconds["off"], seconds["on"], strict=False))
     result_line = {"device": str(device), "off_ms": 1e3 * off, "on_ms": 1e3 * on, "on_over_off": on / off}
+    result_line |= {"own_ms": 1e3 * statistics.median(own), "own_over_off": statistics.median(own) / off}
     return {**result_line, "paired_on_over_off": paired, "same": again / off, "steps": len(seconds["on"])}
+
+
+def own_seconds(batches: list[Batch], device: torch.device, writer: LossWriter) -> float:
+    """Time of all that recording does in a step, by itself."""
+    loss = [torch.ones(batch.weight.shape, device=device) for batch in batches]
+    moved = [batch.to(device) for batch in batches]
+    begin = time.perf_counter() if device.type == "cuda" else time.process_time()
+    sums = WindowSums(range(sum(len(batch.tokens) for batch in batches)), device)
+    for loss_BS, batch in zip(loss, moved, strict=True):
+        sums.add(loss_BS, batch)
+    reduced = sums.reduce()
+    assert reduced is not None
+    (on_host,) = HostCopy([reduced]).wait()
+    writer.write({"step": 1, "first": 0, "codes": encode(*on_host.numpy())})
+    return (time.perf_counter() if device.type == "cuda" else time.process_time()) - begin
 
 
 def make_run(work: Path, samples: int, length: int) -> Path:
