@@ -4,10 +4,12 @@
     python benchmarks/window_losses.py --read --work /tmp/losses --samples 10000000
 
 `--step` trains a model in this process, with and without the losses of samples in turn, and gives the ratio of the
-medians: sums on the device, their copy to the host and the write of each step. `same` is the ratio of two sides without,
-which shows what this machine makes of equal sides, and `own_ms` the time of what recording does in a step by itself. `--read` makes a blend of 10 sources as
-`synthetic.py` does and a file of losses for all of its samples, and times the questions of `pipeline data losses` in
-processes of their own, each with its largest memory.
+medians: sums on the device, their copy to the host and the write of each step. `same` is the ratio of two sides
+without, which shows what this machine makes of equal sides, and `own_ms` the time of what recording does in a step by
+itself. On a CPU times are those that this process had a core.
+
+`--read` makes a blend of 10 sources as `synthetic.py` does and a file of losses for all of its samples, and times
+questions of `pipeline data losses` in processes of their own, each with its largest memory.
 """
 
 from __future__ import annotations

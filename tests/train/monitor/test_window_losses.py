@@ -17,6 +17,7 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.loss_file import LossFile, encode, losses, recorded
 from pipeline.data.provenance.loss_stream import LossView, TargetCounts
+from pipeline.data.provenance.losses import LossQuestion, answer_losses
 from pipeline.data.provenance.run import open_view
 from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
@@ -163,7 +164,10 @@ def test_a_fork_begins_at_its_step(root: Path) -> None:
     keys = ("train.checkpoint.keep=9", "train.validation.samples=0", ON)
     parent, child = train(root, "parent", *keys), root / "child"
     fork(parent, 6, load(root / "run.yaml", [f"run.dir={child}", *keys]), trainer.Console(quiet=True))
-    train(root, "child", *keys)
+    code, out = start(root, "child", *keys)
+    assert code == 0 and "losses of 8 samples will be recorded: 48 B" in out
+    notes = answer_losses(open_view(child), LossQuestion(), say=str).notes
+    assert notes == [f"steps 1 to 6 are those of {parent}, of which this run is a fork"]
     assert np.array_equal(kept(child)[24:], kept(parent)[24:]) and np.isnan(kept(child)[:24]).all()
     assert (child / "losses.bin").stat().st_size == 32 + 2 * 8
 
