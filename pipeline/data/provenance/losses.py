@@ -131,6 +131,8 @@ def answer_losses(run: RunView, question: LossQuestion, *, ids: bool = False, sa
     run = run.trained or run
     if question.source is not None:
         run.dataset(question.source)
+        if question.source not in run.journal.names:
+            raise UserError(f"--source: no step of the run has drawn from {question.source!r}")
     with LossFile(RunFiles(run.folder).losses) as file:
         view = LossView(run, file, chosen_steps(run, file, question.steps), question.source)
         return _answer(view, question, ids, say)
@@ -194,11 +196,11 @@ def by_samples(view: LossView, by: str, every: int | None) -> Losses:
         source, epoch = divmod(group, _EPOCHS)
         low = first + group * every
         if by == "step":
-            what: list[Any] = [f"{low + 1:,}-{min(low + every, end):,}"]
+            what: list[Any] = [low + 1, min(low + every, end)]
         else:
             what = [names[source], epoch] if by == "epoch" else [names[source]]
         rows.append([*what, *map(int, numbers), float(nats / numbers[-1]) if numbers[-1] else None])
-    group_head = {"source": ["source"], "epoch": ["source", "epoch"], "step": ["steps"]}[by]
+    group_head = {"source": ["source"], "epoch": ["source", "epoch"], "step": ["first_step", "last_step"]}[by]
     head = [*group_head, "samples", "masked", "not_finite", "not_recorded", "targets", "loss"]
     return result(view, [LossTable(f"loss by {by}, {_steps(view)}", head, rows)])
 

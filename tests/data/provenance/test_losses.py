@@ -108,7 +108,9 @@ def table(found: Losses, number: int = 0) -> dict[tuple[Any, ...], dict[str, Any
     """Rows of a table by the columns before the first number of another kind."""
     rows = found.json["tables"][number]["rows"]
     return {
-        tuple(row[key] for key in ("source", "epoch", "steps", "file", "lang", "document") if key in row): row
+        tuple(
+            row[key] for key in ("source", "epoch", "first_step", "last_step", "file", "lang", "document") if key in row
+        ): row
         for row in rows
     }
 
@@ -126,7 +128,7 @@ def test_tables_of_samples(
     group = {
         "source": lambda one: (one["source"],),
         "epoch": lambda one: (one["source"], one["epoch"]),
-        "step": lambda one: (f"{(s := (one['step'] - 5) // 7 * 7 + 5)}-{min(s + 6, 36)}",),
+        "step": lambda one: ((s := (one["step"] - 5) // 7 * 7 + 5), min(s + 6, 36)),
     }[by]
     groups = defaultdict(list)
     for one in pieces:
