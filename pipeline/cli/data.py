@@ -13,7 +13,7 @@ from pipeline.common.errors import EXIT_OTHER
 
 data_app = typer.Typer(
     no_args_is_help=True,
-    help="Datasets: inspect, verify, convert. Runs: review their data (plan), trace it (where, when, why).",
+    help="Datasets: inspect, verify, convert. Runs: review their data (plan), trace it (where, when, losses, why).",
 )
 
 
@@ -201,6 +201,49 @@ def data_when(
 
     view = open_view(run, overrides or ())
     print_result(when(view, source, id=doc, document=document, row=row, ids=ids, say=_note), as_json)
+
+
+@data_app.command("losses")
+def data_losses(
+    run: RunOrFolder,
+    overrides: Overrides = None,
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="source|epoch|step|file|COLUMN", help="Rows of the table; COLUMN is kept metadata of documents."
+        ),
+    ] = "source",
+    steps: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Only these steps, from 1, both ends included.")
+    ] = None,
+    every: Annotated[int | None, typer.Option(help="Steps per row, with --by step.", min=1)] = None,
+    source: Annotated[str | None, typer.Option(help="Only this source.")] = None,
+    doc: Annotated[str | None, typer.Option(help="One document by its id; needs --source.")] = None,
+    document: Annotated[int | None, typer.Option(help="One document by its number; needs --source.")] = None,
+    row: Annotated[
+        str | None, typer.Option(metavar="FILE[:N]", help="One document by its place; needs --source.")
+    ] = None,
+    highest: Annotated[int | None, typer.Option(help="List the N documents with the highest loss.", min=1)] = None,
+    lowest: Annotated[int | None, typer.Option(help="List the N documents with the lowest loss.", min=1)] = None,
+    gain: Annotated[
+        bool, typer.Option("--gain", help="Show what the second epoch gained over the first, by source and document.")
+    ] = False,
+    parquet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a row per sample to this Parquet file.")
+    ] = None,
+    documents: Annotated[bool, typer.Option("--documents", help="With --parquet: the documents of samples.")] = False,
+    ids: Ids = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the recorded losses of samples (train.metrics.windows): by source, step or file, of documents, gains.
+
+    The loss of a document is an estimate from the samples that hold it.
+    """
+    from pipeline.data.provenance.losses import LossQuestion, answer_losses
+    from pipeline.data.provenance.run import open_view, print_result
+
+    question = LossQuestion(by, steps, every, source, doc, document, row, highest, lowest, gain, parquet, documents)
+    print_result(answer_losses(open_view(run, overrides or ()), question, ids=ids, say=_note), as_json)
 
 
 @data_app.command("why")

@@ -54,6 +54,8 @@ class RunFiles:
     """A line for each begin and end of a stage, an attempt and a launch."""
     metrics = _Entry("metrics.jsonl")
     """A line for each step, save and validation."""
+    losses = _Entry("losses.bin")
+    """The loss of each sample, if `train.metrics.windows` is on."""
     journal = _Entry("journal.json")
     """The plan of the data."""
     faults = _Entry("faults.jsonl")

@@ -411,6 +411,9 @@ class MetricsConfig(Section):
     logit."""
     tensorboard: bool = True
     """Write TensorBoard event files to `tensorboard` in the run folder."""
+    windows: bool = False
+    """Record the mean loss of every sample in `losses.bin` in the run folder, two bytes per sample, for
+    `pipeline data losses`."""
     wandb: WandbConfig | None = None
     """Log to Weights & Biases (needs the extra `wandb`)."""
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from pipeline.common.format import counted
+from pipeline.common.format import counted, size
 from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
 from pipeline.data.order.journal import Journal
+from pipeline.data.provenance.loss_file import losses_bytes
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.host.cpu_matmul import slow_bf16
 from pipeline.train.model.flops import active_parameters, num_parameters
@@ -48,6 +49,9 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
     yield from (f"train: {line}" for line in group_lines(config.train.optimizer, spec))
     yield from (f"train: {line}" for line in loss_weight_lines(config))
     yield f"train: {describe_run(config, plan.journal, first, length.steps)} ({length.reason})"
+    if config.train.metrics.windows:
+        samples = plan.journal.samples(length.steps).start - plan.journal.samples(first).start
+        yield f"train: losses of {samples:,} samples will be recorded: {size(losses_bytes(samples))}"
 
 
 def nothing_held_out(config: Config, sizes: Iterable[int]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from pipeline.train.monitor.host_copy import HostCopy, to_device
 from pipeline.train.monitor.layer_stats import Observed, Observer
 from pipeline.train.monitor.spikes import SpikeGuard
 from pipeline.train.monitor.trace_spans import span
+from pipeline.train.monitor.window_losses import WindowSums
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.gradients import Gradients
 from pipeline.train.optim.loss_scale import LossScale
@@ -113,6 +114,8 @@ class StepResult:
     """fp64 scalar: mean cross entropy by loss weights, which is minimized; None where there are none."""
     of_depths: Tensor | None = None
     """[depths] fp64, mean cross entropy of each depth of multi-token prediction."""
+    windows: Tensor | None = None
+    """[2, samples] fp64 on rank 0, summed cross entropy and number of valid targets of each sample, if asked for."""
 
     def to_host(self) -> Callable[[], StepResult]:
         """Begin to copy all of it to the host; called, what this gives waits for that and for nothing issued later."""
@@ -174,6 +177,7 @@ class Stepper:
         lr: float,
         *,
         samples: int = 0,
+        window_samples: range | None = None,
         valid_ahead: Sequence[int] = (),
         total_weight: float | None = None,
         total_ahead: Sequence[float] = (),
@@ -189,6 +193,7 @@ class Stepper:
             valid_targets: of the global batch over all ranks; the loss is a token sum divided by it.
             lr: learning rate of this step.
             samples: of the global batch over all ranks, without padding; for losses of routers.
+            window_samples: their global numbers, where the loss of each is asked for.
             valid_ahead: of the global batch, by depth of multi-token prediction.
             total_weight: sum of the loss weights of the global batch, which divides in place of `valid_targets`; None
                 where batches have none.
@@ -209,9 +214,11 @@ class Stepper:
             weighted = None if total_weight is None else torch.zeros(1, dtype=torch.float64, device=self._device)
             sums = torch.zeros(2, self._sources, dtype=torch.float64, device=self._device)
             of_depths = torch.zeros(len(valid_ahead), dtype=torch.float64, device=self._device)
+            windows = None if window_samples is None else WindowSums(window_samples, self._device)
         with span("forward and backward"):
             self._model.prepare_passes()
-            self.runner.train(batches, contexts, self._objective(sums, of_depths, valid_ahead, weighted))
+            objective = self._objective(sums, of_depths, valid_ahead, weighted, windows)
+            self.runner.train(batches, contexts, objective)
         with span("reduce"):
             self._gradients.sum_tied()
             self._observer.gradients(self._gradients)
@@ -227,6 +234,7 @@ class Stepper:
                 parts += self._balance.told()
             everything = torch.cat(parts)
             dist.all_reduce(everything)
+            of_windows = None if windows is None else windows.reduce()
         with span("clip"):
             squares, wishes, words, works, flat, ahead, *chosen = torch.split(
                 everything, [part.numel() for part in parts]
@@ -256,6 +264,7 @@ class Stepper:
             weighted=weighted,
             of_depths=ahead if valid_ahead else None,
             routing=routing,
+            windows=of_windows,
         )
         if scale is not None:
             scale.update(finite)
@@ -312,9 +321,14 @@ class Stepper:
         return Dropout(rate, self._config.run.seed, batch.samples)
 
     def _objective(
-        self, sums: Tensor, of_depths: Tensor, valid_ahead: Sequence[int], weighted: Tensor | None
+        self,
+        sums: Tensor,
+        of_depths: Tensor,
+        valid_ahead: Sequence[int],
+        weighted: Tensor | None,
+        windows: WindowSums | None,
     ) -> Callable[[TokenLosses, Batch], Tensor]:
-        """Books the sums by source, that by loss weights, and the means of the depths of multi-token prediction."""
+        """Books the sums by source, sample and loss weights, and the means of the depths of multi-token prediction."""
 
         def objective(losses: TokenLosses, batch: Batch) -> Tensor:
             if self._mesh.rank("tp") == 0:  # the others have the same sums
@@ -325,6 +339,8 @@ class Stepper:
                     sums[1].index_add_(0, index, batch.weight.sum(dim=1, dtype=torch.float64))
                     if weighted is not None and batch.loss_weight is not None:
                         weighted.add_((losses.loss_BS * batch.loss_weight).sum(dtype=torch.float64))
+                    if windows is not None:
+                        windows.add(losses.loss_BS, batch)
                     if batch.ahead_weight is not None:
                         for depth, (loss_BS, count) in enumerate(zip(losses.of_depths, valid_ahead, strict=True)):
                             nats = (loss_BS * batch.ahead_weight[:, depth]).sum(dtype=torch.float64)

@@ -37,6 +37,7 @@ from pipeline.train.monitor.metrics import Metrics, Sink, open_sinks
 from pipeline.train.monitor.profiler import Profile
 from pipeline.train.monitor.spikes import kind_of
 from pipeline.train.monitor.trace_spans import span
+from pipeline.train.monitor.window_losses import WindowLosses
 from pipeline.train.open_run import open_run_everywhere, open_validation
 from pipeline.train.optim.lr_schedule import Schedule
 from pipeline.train.optim.optimizers import Optimizers
@@ -93,6 +94,7 @@ class Trainer:
         self._faults = Faults(config.train.faults, folder, self._saver, self._describe, console)
         self._rows = StepMetrics(config, setup, folder, console)
         self._metrics = Metrics([])
+        self._losses = WindowLosses(config, folder)
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = setup.device.type != "cpu"
         self._garbage = GcSchedule()
@@ -130,6 +132,7 @@ class Trainer:
                             data.valid_targets,
                             issued.lr,
                             samples=issued.segment.batch_size,
+                            window_samples=self._plan.journal.samples(data.step) if self._losses.wanted else None,
                             valid_ahead=data.valid_ahead,
                             total_weight=data.total_weight,
                             total_ahead=data.total_ahead,
@@ -185,7 +188,7 @@ class Trainer:
         if self._issued is None:
             return
         with span("metrics"):
-            issued, self._issued = self._issued, None
+            issued, self._issued, result = self._issued, None, None
             if issued.result is None:
                 self._agreed = agree(self._wish(), self._setup.device)
                 row = self._rows.passed_over(self._loader, issued)
@@ -194,6 +197,8 @@ class Trainer:
                     result = issued.result()
                 self._agreed = result.wish()
                 row = self._rows.trained(self._loader, issued, result)
+            samples, windows = self._plan.journal.samples(issued.data.step), None if result is None else result.windows
+            self._losses.write(samples, issued.data.step + 1, windows)
             self._metrics.write(row)
             if issued.result is not None:
                 self._faults.after(row)
@@ -238,6 +243,7 @@ class Trainer:
         more[_COMPILED] = {self._setup.device.type: self._compiles}
         prune = not self._faults.troubled
         with span("save"):
+            self._losses.sync()
             self._saver.save(step, self._plan.journal, more, last=last, overdue=overdue, prune=prune)
         self._requests.saved()
         self._agreed = StopRequest(self._agreed.stop, save=False)
@@ -307,6 +313,7 @@ class Trainer:
             storage.put(RunFiles(self._folder.path).config, dump(self._config).encode())
             self._plan.write_journal(self._folder.path)
             sinks = open_sinks(self._config, self._folder.path, self._console, first, total)
+        self._losses.resume(self._plan.journal, first)
         stream = self._plan.stream(self._config, first)
         flops = flops_per_token(self._setup.spec, stream, causal=True)
         for line in [
@@ -325,6 +332,7 @@ class Trainer:
         with (
             out_of_memory_means(self._memory_advice),
             Metrics(sinks) as self._metrics,
+            self._losses,
             self._saver,
             self._profile,
             self._garbage,
@@ -357,6 +365,7 @@ class Trainer:
             self._stepper.spikes.load({})  # of a checkpoint that has none
         self._restore(checkpoint)
         self._metrics.rewind(checkpoint.step)
+        self._losses.resume(self._plan.journal, checkpoint.step)
         warn(
             self._console,
             f"{rewind.reason}; rewound to step {checkpoint.step}, steps {rewind.skip[0] + 1} to "

@@ -23,6 +23,7 @@ from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.plan.build import Assumed, planned_journal
+from pipeline.data.provenance.loss_file import losses_bytes
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.layout_check import planned_spec
@@ -60,6 +61,8 @@ class Course:
     """There are no datasets yet; they are taken to be large enough."""
     flops: float | None
     """FLOPs of the steps that remain; None where the size of the vocabulary is not known."""
+    losses_bytes: int = 0
+    """Bytes of the losses of all samples on disk; 0 if they are not recorded."""
 
     @property
     def steps_left(self) -> int:
@@ -146,7 +149,9 @@ def read_course(config: Config, spec: DecoderSpec | None) -> Course:
     flops = None
     if spec is not None:
         flops = max(0.0, flops_of(journal, spec, length.steps) - flops_of(journal, spec, done))
-    return Course(length.steps, journal.tokens(length.steps), length.reason, done, journal.tokens(done), assumed, flops)
+    tokens, done_tokens = journal.tokens(length.steps), journal.tokens(done)
+    recorded = losses_bytes(journal.samples(length.steps).start) if config.train.metrics.windows else 0
+    return Course(length.steps, tokens, length.reason, done, done_tokens, assumed, flops, recorded)
 
 
 def flops_of(journal: Journal, spec: DecoderSpec, steps: int) -> float:

@@ -100,7 +100,7 @@ def issue(
                 batches = [Batch(ids, ids, torch.ones(size), starts, sources, {}, sources) for _ in range(2)]
                 if stepper.spikes is not None:
                     stepper.spikes.compare_within("some")
-                result = stepper.step(batches, 2 * SAMPLES * LENGTH, 1e-3, step=step)
+                result = stepper.step(batches, 2 * SAMPLES * LENGTH, 1e-3, step=step, window_samples=range(2 * SAMPLES))
                 result.to_host()
     return result
 

@@ -177,6 +177,15 @@ class Dataset(TokenRanges):
         index = self._index_of_token(token)
         return self._document_view[index] + self._part(self, index).document_at(token - self._token_view[index])
 
+    def documents_at(self, pieces: Pieces) -> npt.NDArray[np.int64]:
+        """The documents that the first tokens of pieces belong to."""
+        result = np.empty(len(pieces.part), np.int64)
+        by_part = np.argsort(pieces.part, kind="stable")
+        parts, firsts = np.unique(pieces.part[by_part], return_index=True)
+        for part, chosen in zip(parts.tolist(), np.split(by_part, firsts[1:]), strict=True):
+            result[chosen] = self._part(self, part).documents_at(pieces.start[chosen]) + self._document_view[part]
+        return result
+
     def document_start(self, document: int) -> int:
         """The token at which a document begins; for `documents`, the number of tokens."""
         if not 0 <= document <= self.documents:

@@ -360,6 +360,10 @@ class IndexedPart(TokenRanges):
         sequence = bisect_right(self._pointer_view, token * self.dtype.itemsize) - 1
         return bisect_right(self._bound_view, sequence) - 1
 
+    def documents_at(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The documents that tokens belong to, which all lie within the part."""
+        return self._first_after(tokens) - 1
+
     def starts_within(
         self, starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

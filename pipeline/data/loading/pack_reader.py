@@ -172,7 +172,7 @@ class PackReader:
         data = StepData(
             step,
             micro_batches,
-            self._valid(here),
+            int(self._counts(here).sum()),
             drawn,
             located.order_hash,
             data_hash % 2**64,
@@ -221,22 +221,26 @@ class PackReader:
             masked |= of_source
         return masked
 
-    def _valid(self, here: _Step) -> int:
-        """Targets of the global batch that count."""
+    def counts(self, step: int) -> IntArray:
+        """Targets that count in each sample of a step that is not skipped."""
+        number, located = self._journal.segment_number(step), self._lookup.step(step)
+        return self._counts(_Step(number, located, self._ends(number, located), self._masked(step, located), None))
+
+    def _counts(self, here: _Step) -> IntArray:
+        """Targets that count in each pack of the global batch."""
         located, length = here.located, self._journal.segments[here.number].sequence_length
-        count = 0
+        counts = np.zeros(len(located.sources), np.int64)
         by_objective: dict[int, list[int]] = {}
         for source in np.unique(located.sources).tolist():
             by_objective.setdefault(id(self._objectives[here.number][self._journal.names[source]]), []).append(source)
         for sources in by_objective.values():
             rows = np.flatnonzero(np.isin(located.sources, sources))
             key_of = partial(self._key_at, located.samples.start + rows)
-            count += int(self._objective(here, int(rows[0])).valid_packs(here.sizes(length, rows), key_of).sum())
+            counts[rows] = self._objective(here, int(rows[0])).valid_packs(here.sizes(length, rows), key_of)
         if here.masked is not None:
             for row in np.unique(located.chunks.row[here.masked]).tolist():
-                weight = self._arranged_row(here, row).weight
-                count += int(np.count_nonzero(self._without(here, row, weight))) - int(np.count_nonzero(weight))
-        return count
+                counts[row] = np.count_nonzero(self._without(here, row, self._arranged_row(here, row).weight))
+        return counts
 
     def _key(self, index: int) -> int:
         return sample_key(self._journal.seed, index)

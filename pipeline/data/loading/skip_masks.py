@@ -97,12 +97,29 @@ class Masks:
             return
         for objective in objectives.values():
             mine = [source for source in sources if self._of_source(number, source) is objective]
-            rows = np.flatnonzero(np.isin(located.sources, mine)).tolist()
-            begins = [located.begins_of(row, length + 1) for row in rows]
-            splits = np.cumsum([0, *map(len, begins)])
-            keys = [self.key(located, row) for row in rows]
-            found = objective.valid(np.concatenate(begins), splits, length, keys.__getitem__)
-            np.add.at(counts, located.sources[rows], found)
+            rows = np.flatnonzero(np.isin(located.sources, mine))
+            np.add.at(counts, located.sources[rows], self._counts(objective, located, rows, length))
+
+    def _counts(self, objective: Objective, located: Located, rows: IntArray, length: int) -> IntArray:
+        """Targets that count in some rows, all of this objective."""
+        begins = [located.begins_of(row, length + 1) for row in rows.tolist()]
+        splits = np.cumsum([0, *map(len, begins)])
+        keys = [self.key(located, row) for row in rows.tolist()]
+        return objective.valid(np.concatenate(begins), splits, length, keys.__getitem__)
+
+    def valid_by_row(self, step: int, located: Located, masked: list[Ranges] | None) -> IntArray:
+        """Targets that count in each row of `located`; for the arguments see `valid`."""
+        number = self._journal.segment_number(step)
+        length = self._journal.segments[number].sequence_length
+        counts = np.empty(len(located.sources), np.int64)
+        for source in set(located.sources.tolist()):
+            rows, objective = (located.sources == source).nonzero()[0], self._of_source(number, source)
+            fixed = objective.fixed_valid(length)
+            counts[rows] = self._counts(objective, located, rows, length) if fixed is None else fixed
+        for row, ranges in enumerate(masked or ()):
+            if ranges:
+                counts[row] = np.count_nonzero(without(self.arranged(number, located, row), ranges))
+        return counts
 
     def key(self, located: Located, row: int) -> int:
         """The `sample_key` of a row."""

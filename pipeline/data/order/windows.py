@@ -87,9 +87,6 @@ class Instances(Protocol):
     def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
         """Copy the token ids of a piece, or of a part of it, into `out`, which has room for the dtype."""
 
-    def fill_weights(self, part: int, start: int, out: npt.NDArray[np.float32]) -> None:
-        """Copy the loss weights of a piece's documents into `out`, token by token."""
-
 
 class EpochOrder:
     """Order of the instances of a source: position of an epoch -> number of the instance, and back.

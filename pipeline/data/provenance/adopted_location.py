@@ -25,6 +25,10 @@ class AdoptedOrigins:
         self._folder = folder
         self._names: list[str] = manifest.settings["adopted"]
 
+    def file_of(self, unit: int, row: int) -> str:
+        """Prefix of the .bin and .idx that a document is from."""
+        return self._prefix(unit)
+
     def places(
         self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
     ) -> dict[Key, Origin]:

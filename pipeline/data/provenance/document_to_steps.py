@@ -228,6 +228,34 @@ def when(
     Raises:
         UserError: there is no such source, document or record.
     """
+    documents, never = find_documents(run, source, id=id, document=document, row=row, say=say)
+    described = run.describe(source, documents, ids, say)
+    if id is not None:
+        for number, about in described.items():
+            if about.id is None and about.id_hash == hash_of_id(id):
+                described[number] = about._replace(id=id)
+    found = [_Search(run, source, described[number]).times() for number in documents]
+    end = [f"the run ends after step {run.steps:,}: {run.length.reason}"] if any(one.unseen for one in found) else []
+    return When(
+        source=source,
+        steps=run.steps,
+        done=run.done,
+        documents=found,
+        never=never,
+        warnings=[*run.warnings],
+        notes=[*unknown_origins(described.values()), *end, *run.notes],
+        hints=hint_of_ids(described.values(), ids),
+    )
+
+
+def find_documents(
+    run: RunView, source: str, *, id: str | None, document: int | None, row: str | None, say: Say
+) -> tuple[list[int], str]:
+    """Numbers of the documents that are meant, and why there are none; for the arguments see `when`.
+
+    Raises:
+        UserError: there is no such source, document or record.
+    """
     if [id, document, row].count(None) != 2:
         raise UserError("say which document: give exactly one of --doc ID, --document N and --row FILE[:N]")
     dataset = run.dataset(source)
@@ -258,23 +286,7 @@ def when(
         documents = documents_of_record(dataset.folder, dataset.manifest, *key)
         if not documents:
             never = _why_not(run, source, origins, key, row)
-    described = run.describe(source, documents, ids, say)
-    if id is not None:
-        for number, about in described.items():
-            if about.id is None and about.id_hash == hash_of_id(id):
-                described[number] = about._replace(id=id)
-    found = [_Search(run, source, described[number]).times() for number in documents]
-    end = [f"the run ends after step {run.steps:,}: {run.length.reason}"] if any(one.unseen for one in found) else []
-    return When(
-        source=source,
-        steps=run.steps,
-        done=run.done,
-        documents=found,
-        never=never,
-        warnings=[*run.warnings],
-        notes=[*unknown_origins(described.values()), *end, *run.notes],
-        hints=hint_of_ids(described.values(), ids),
-    )
+    return documents, never
 
 
 def _find_row(origins: Origins | AdoptedOrigins, row: str) -> Key:

@@ -480,6 +480,11 @@ def newest_ranks(folder: Path) -> int | None:
     return None if ranks is None else int(ranks)
 
 
+def newest_origin(folder: Path) -> dict[str, Any]:
+    """Origin of a run by its newest checkpoint: `kind` is `fork` or `init_from`; empty if it began from scratch."""
+    return _newest_state(folder).get("origin") or {}
+
+
 def _newest_state(folder: Path) -> dict[str, Any]:
     """State of the newest checkpoint; empty without one."""
     steps = checkpoint_steps(folder)

@@ -93,6 +93,11 @@ class Origins:
         # A unit of small files has many pieces, and each of its files is a stretch.
         self._unit = lru_cache(maxsize=2)(self._unit_of)
 
+    def file_of(self, unit: int, row: int) -> str | None:
+        """Path of the file that a document is from, of which nothing is read; None where its receipt is missing."""
+        stretch = self._stretch_of(unit, row)
+        return None if stretch is None else self._file(self._file_of(stretch)).path
+
     def places(
         self, keys: Iterable[Key], *, read: bool = False, report: Callable[[str], None] = lambda _: None
     ) -> dict[Key, Origin]:

@@ -25,6 +25,7 @@ from pipeline.data.order.consumption import Account, accounts
 from pipeline.data.order.journal_file import read_journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
+from pipeline.eval.report.epoch_losses import EpochLoss, epoch_losses
 from pipeline.eval.report.scores import ReportedScore, read_made_with, read_scores
 from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge
@@ -79,6 +80,8 @@ class RunFacts:
     scores: list[ReportedScore]
     checkpoint: dict[str, Any]
     """The state that the newest checkpoint has written down."""
+    epoch_losses: list[EpochLoss] = field(default_factory=list)
+    """Where the losses of samples are recorded."""
     problems: list[str] = field(default_factory=list)
     """Files that are missing or could not be read."""
 
@@ -182,6 +185,7 @@ def gather(run: Path) -> RunFacts:
         problems=problems,
     )
     found.consumption = read("the plan of the data", lambda: _consumption(found), [])
+    found.epoch_losses = read(RunFiles.losses, lambda: epoch_losses(folder), [])
     return found
 
 

@@ -11,6 +11,7 @@ from pipeline.common.page.html import LIGHT, Fact, Table, document, escaped, sec
 from pipeline.common.page.words import moment
 from pipeline.eval.report.charts import curves, scales
 from pipeline.eval.report.drawing import UNDRAWN, svg
+from pipeline.eval.report.epoch_losses import epoch_table
 from pipeline.eval.report.facts import attempts_table, config_table, headline, layout_table
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import BarChart, BarPart, Chart, HeatChart, LineChart, Look
@@ -134,6 +135,9 @@ def _square(colour: str, more: str = "stroke-width:0") -> str:
 
 
 def _tables(runs: Sequence[RunFacts]) -> Iterator[str]:
+    recorded = [(facts.name, facts.epoch_losses) for facts in runs]
+    if any(losses for _, losses in recorded):
+        yield section("Loss by source and epoch", *epoch_table(recorded))
     tries, note = attempts_table(runs)
     yield section("Attempts", tries, note)
     yield "<div class='pair'>"

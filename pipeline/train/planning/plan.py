@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.data.provenance.loss_file import losses_bytes
 from pipeline.train.layout_check import PlannedModel, planned_model, planned_spec
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
@@ -93,6 +94,13 @@ class ResourcePlan:
     def peak_bytes(self) -> int:
         """Bytes of the process that needs the most."""
         return max(rank.total for rank in self.memory)
+
+    @property
+    def losses_bytes(self) -> int:
+        """Bytes of the losses of all samples of the run on disk; 0 if they are not recorded."""
+        if not self.config.train.metrics.windows:
+            return 0
+        return losses_bytes(sum(phase.steps * phase.shape.batch_size for phase in self.phases))
 
     @property
     def main(self) -> PhasePlan:

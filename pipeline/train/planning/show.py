@@ -57,6 +57,8 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
     if plan.experts is not None:
         yield from expert_lines(plan.experts, plan.layout, plan.peak_bytes)
     yield f"checkpoint: {size(plan.checkpoint_bytes)}"
+    if plan.losses_bytes:
+        yield f"losses of samples (train.metrics.windows): {size(plan.losses_bytes)} in all"
     yield from _memory_lines(plan)
     first, left_out, last = first_and_last(plan.phases, MOST_SHAPES)
     yield from (line for phase in first for line in _phase_lines(plan, phase))
@@ -91,6 +93,7 @@ def to_json(plan: ResourcePlan) -> dict[str, Any]:
         "active_parameters": plan.model.active_parameters,
         "experts": expert_json(plan.experts),
         "checkpoint_bytes": plan.checkpoint_bytes,
+        **({"losses_bytes": plan.losses_bytes} if plan.losses_bytes else {}),
         "memory_limit_bytes": plan.memory_limit,
         "memory": [_memory_json(rank) for rank in plan.memory],
         "phases": [_phase_json(plan, phase) for phase in plan.phases],

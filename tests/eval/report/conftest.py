@@ -31,7 +31,7 @@ SPIKES = dict.fromkeys(range(14, 20), 1000.0)
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`done`: 24 steps, evaluated twice. `again`: diverged behind a checkpoint and went on. `failed`: diverged."""
     root = tmp_path_factory.mktemp("runs")
-    file = tiny.write_run(root, {"train.duration": "24 steps"})
+    file = tiny.write_run(root, {"train.duration": "24 steps", "train.metrics.windows": True})
     preprocess(load(file))
     done = train(root, "done")
     for step in (21, 24):

@@ -57,6 +57,15 @@ def test_figures_are_those_of_the_metrics(root: Path, seen: dict[str, Report]) -
         assert number(cell) == pytest.approx(statistics.mean(v for v in values if v is not None), rel=1e-5)
 
 
+def test_losses_by_epoch_are_those_of_the_steps(root: Path, seen: dict[str, Report]) -> None:
+    head, *rows = seen["done"].tables["Loss by source and epoch"]
+    assert head == ["source", "epoch", "samples", "mean loss"] and {row[0] for row in rows} == {"sea", "land"}
+    steps = steps_that_count(root / "done").values()
+    assert sum(number(row[2]) for row in rows) == 4 * len(steps)
+    mean = sum(number(row[2]) * number(row[3]) for row in rows) / (4 * len(steps))
+    assert mean == pytest.approx(statistics.mean(row["loss"] for row in steps), rel=1e-3)
+
+
 def test_validations_are_those_of_the_metrics(root: Path, seen: dict[str, Report]) -> None:
     found = seen["done"]
     lines = [orjson.loads(line) for line in (root / "done/metrics.jsonl").read_bytes().splitlines()]

@@ -179,6 +179,13 @@ def test_json_has_its_names(run_file: Path, call: Callable[..., tuple[int, str, 
         assert rank["total"] == total
 
 
+def test_recorded_losses_have_a_size(run_file: Path, call: Callable[..., tuple[int, str, str]]) -> None:
+    code, text, _ = call(run_file, "train.metrics.windows=true", "--json")
+    found = json.loads(text)
+    samples = sum(phase["steps"] * phase["batch_size"] for phase in found["phases"])
+    assert code == 0 and found["losses_bytes"] == 32 + 2 * samples
+
+
 @pytest.mark.guard
 def test_what_does_not_fit_ends_with_2(run_file: Path, call: Callable[..., tuple[int, str, str]]) -> None:
     large = "model={layers: 48, dim: 8192, heads: 64}"
