@@ -14,7 +14,7 @@ import yaml
 
 from pipeline.cli.main import app
 from pipeline.common.errors import UserError
-from pipeline.config.load import dump
+from pipeline.config.load import dump, load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance import loss_documents, loss_stream
 from pipeline.data.provenance.loss_file import encode, losses
@@ -31,9 +31,9 @@ def _quiet(_: str) -> None:
     pass
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of several epochs with a ramp, a phase, a slice and skips, and the losses of its first 40 steps."""
+@pytest.fixture(scope="module", params=["windows", "best_fit"])
+def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A run, on windows or on packs, of several epochs with a ramp, a phase, a slice and skips, and the losses of its first 40 steps."""
     root = tmp_path_factory.mktemp("losses")
     write_text(root / "text", 30)
     rows = [
@@ -46,7 +46,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"name": "j", "type": "jsonl", "paths": [f"{root}/lines.jsonl"], "metadata": ["lang"], "weight": 2},
     ]
     config = make_config(root, sources)
-    preprocess(config)
     values = yaml.safe_load(dump(config))
     values["train"] |= {"duration": "60 steps", "sequence_length": 24, "batch_size": 6, "micro_batch_size": 2}
     values["train"] |= {
@@ -57,8 +56,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "phases": [{"until": "30 steps"}, {"sequence_length": 17, "slices": {"j": [0.1, 0.8]}}],
         "skip": [{"steps": "7-8"}, {"samples": "30-33"}, {"source": "t", "documents": ["3-9", 15], "from_step": 10}],
     }
+    values["data"]["loader"] = {"packing": request.param}
     (root / "run.yaml").write_text(yaml.safe_dump(values))
-    (root / "run").mkdir(exist_ok=True)
+    preprocess(load(root / "run.yaml"))
     return root
 
 
