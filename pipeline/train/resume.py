@@ -33,6 +33,8 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "data": ("place", "the datasets are compared by content (resume.allow: data)"),
     "data.loader": ("run file", "how the files are read"),
     "data.sources": ("from here on", "weights, slices and limits of sources; new sources may be added"),
+    "heldout_sets": ("run file", ""),
+    "data.heldout_sources": ("place", "never trained on"),
     "blend": ("from here on", "phases may be appended, skips added"),
     "stage": ("place", "copies on the node"),
     "tokenizer": ("checkpoint", "by content (resume.allow: tokenizer)"),

@@ -182,7 +182,7 @@ class RunSnapshot:
         """True if a process of preprocessing gives signs of life, on whatever machine."""
         if (config := self.config) is None:
             return False
-        folders = [tokenizer_folder(config), *(config.data_dir / source.name for source in config.data.sources)]
+        folders = [tokenizer_folder(config), *(config.data_dir / source.name for source in config.data.inputs.values())]
         return self.read(
             "leases",
             lambda: any(each.state == "works" for folder in folders for each in read_workers(folder, self.now)),

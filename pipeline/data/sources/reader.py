@@ -40,7 +40,7 @@ from pipeline.data.sources.records import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.config.data import SourceConfig
+    from pipeline.config.data import InputConfig
 
 SMALLEST_UNIT = 16 * 2**20
 UNITS_AT_LEAST = 64
@@ -100,7 +100,7 @@ class Reader(ABC):
     dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def from_config(cls, source: SourceConfig, **limits: Any) -> Self:
+    def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
         return cls(source.text_key, source.id_key, tuple(source.metadata), **limits)
 
