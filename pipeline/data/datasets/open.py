@@ -40,6 +40,11 @@ def open_datasets(config: Config, split: str) -> dict[str, Dataset]:
     return {source.name: Dataset.open(dataset_folder(config, source, split), read) for source in config.data.sources}
 
 
+def has_split(config: Config, split: str) -> bool:
+    """True if some source of the run has the split."""
+    return any(dataset_folder(config, source, split).exists() for source in config.data.sources)
+
+
 def open_set(config: Config, name: str) -> dict[str, Dataset]:
     """The datasets of a set of `heldout_sets`, by source.
 

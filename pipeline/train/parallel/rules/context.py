@@ -164,8 +164,8 @@ CONTEXT_RULES: Sequence[Rule] = (
             "parallel.sequence_parallel",
         ),
         "The sequence length of the run, of each phase and of each held-out set is a multiple of `tp` with "
-        "`sequence_parallel`, of `cp` with `ulysses`, of 2 x `cp` with `all_gather`, and of `cp` x `tp` too where both cut "
-        "it.",
+        "`sequence_parallel`, of `cp` with `ulysses`, of 2 x `cp` with `all_gather`, and of `cp` x `tp` too where both "
+        "cut it.",
         _sequence,
     ),
     Rule(
