@@ -106,10 +106,10 @@ class SourceConfig(InputConfig):
 
 
 class HeldOutSourceConfig(InputConfig):
-    """One source that is never trained on; `heldout_sets` name it."""
+    """One source that is never trained on; sets of `heldout_sets` name it."""
 
     split: str = "heldout"
-    """Split of `dataset`, a folder in it. Documents of files go to one split, `heldout`, all of them."""
+    """Split of `dataset`, which is a folder in it. Documents of files all go to the split `heldout`."""
 
     @model_validator(mode="after")
     def _one_split(self) -> HeldOutSourceConfig:

@@ -24,7 +24,10 @@ SetName = Annotated[str, AfterValidator(_is_name)]
 
 
 class HeldOutSetConfig(Section):
-    """A named set of held-out documents: its sources, its windows, and the steps at which it is scored."""
+    """A named set of held-out documents, scored while training and by `pipeline eval`.
+
+    It comes besides the split that `train.validation` and `eval` name.
+    """
 
     sources: list[str] = Field(min_length=1)
     """Sources of the set, by name: of `data.sources`, of which `split` is taken, and of `data.heldout_sources`."""

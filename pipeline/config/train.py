@@ -308,7 +308,7 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(default=None, ge=1)
     """Keep for ever the checkpoints of every N steps; one is written at each of these steps."""
     keep_best: int | None = Field(default=None, ge=1)
-    """Keep besides the N checkpoints with the lowest validation loss, of those of validated steps."""
+    """Number of best checkpoints to keep besides: those with the lowest validation loss."""
     best_of: str | None = None
     """keep_best: the set of `heldout_sets` whose loss decides; by default the loss of `train.validation`."""
     async_save: bool = True

@@ -362,7 +362,7 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
 
 
 def _score(row: dict[str, Any]) -> Score:
-    """A score of a file, in which what is no number is null."""
+    """A score of a file, in which null stands for NaN."""
     return Score(**{**row, **{key: math.nan for key in ("loss", "perplexity") if row[key] is None}})
 
 

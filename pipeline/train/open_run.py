@@ -118,7 +118,7 @@ def open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> Hel
     for name, each in config.heldout_sets.items():
         if each.samples:
             found.sets[name] = open_set_windows(config, name)
-    for splits in (found.split, *found.sets.values()):
+    for splits in filter(None, (found.split, *found.sets.values())):
         datasets = {name: split.dataset for name, split in splits.items()}
         if check:
             check_datasets(datasets)
