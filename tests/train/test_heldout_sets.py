@@ -60,7 +60,8 @@ def test_a_resumed_run_scores_the_sets_at_the_same_steps(folder: Path) -> None:
 def test_the_best_checkpoints_stay(folder: Path, of: str | None) -> None:
     name = f"best-of-{of}"
     rules = {"every_steps": 4, "keep": 1, "keep_best": 1, "best_of": of, "async_save": False}
-    values = [f"train.checkpoint={orjson.dumps(rules).decode()}", "train.duration=16 steps", "train.optimizer.lr=0.3"]
+    values = [f"train.checkpoint={orjson.dumps(rules).decode()}", "train.duration=16 steps", "train.optimizer.lr=3"]
+    values.append("train.schedule={type: constant, warmup: 8 steps}")
     run = train(folder, name, *values)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = {
