@@ -15,6 +15,7 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.config.objective import MixedObjectiveConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.plan.build import make_data_plan
 from pipeline.data.preprocess.stage import preprocess
@@ -22,8 +23,10 @@ from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.eval.report.command import report
 from pipeline.eval.summary import show, summarize
 from pipeline.eval.table import show_table
+from pipeline.train.run.folder import read_metrics
 from pipeline.train.trainer import train
 from slurm.status.command import status
+from tests import tiny
 from tests.heldout_sets import SETS, mean, nats_by_window, spread, write
 
 
@@ -179,3 +182,28 @@ def test_what_cannot_be_scored_is_refused(root: Path, config: Config, tmp_path: 
         preprocess(load(root / "refused.yaml"))
     with pytest.raises(UserError, match="different tokenizers"):
         make_data_plan(load(root / "refused.yaml"))
+
+
+@pytest.mark.guard
+def test_a_set_has_an_objective_of_its_own(tmp_path: Path) -> None:
+    """It is scored as a training with that objective and length would be."""
+    sentinels = {"special_tokens": [f"<extra_id_{n}>" for n in range(20)], "train": {"vocab_size": 320}}
+    spans = {"type": "spans", "rate": 0.2}
+    noisy = {"type": "spans", "rate": 0.4}
+    sets = {
+        "same": {"sources": ["sea", "land"], "samples": 4},
+        "noisy": {"sources": ["sea", "land"], "sequence_length": 48, "objective": noisy},
+    }
+    changes = {"model.encoder": {"layers": 1}, "tokenizer": sentinels, "train.objective": spans, "heldout_sets": sets}
+    changes |= {"train.duration": "2 steps", "train.precision.compute": "fp32"}
+    config = load(tiny.write_run(tmp_path, changes))
+    preprocess(config)
+    train(config)
+    row = next(row for row in read_metrics(config.run.dir) if "validation_loss" in row)
+    assert row["validation"]["same"]["loss"] == row["validation_loss"]
+    found = evaluate(config)
+    assert found.sets["same"].blended == found.blended
+    wanted = config.train.model_copy(update={"sequence_length": 48, "objective": MixedObjectiveConfig(**noisy)})
+    other = evaluate(config.model_copy(update={"train": wanted, "heldout_sets": {}}), keep=False)
+    assert found.sets["noisy"].blended.targets == other.blended.targets > found.blended.targets
+    assert found.sets["noisy"].blended.loss == pytest.approx(other.blended.loss, rel=1e-6)
