@@ -341,6 +341,7 @@ class Trainer:
         self._saver.report(self._write)
         checkpoint, self._plan = go_back(rewind, self._config, self._plan, self._folder, self._console)
         self._saver.unsaved.rewound()
+        self._validator.forget()
         self._loader = self._open_loader()
         if self._stepper.spikes is not None:
             self._stepper.spikes.load({})  # of a checkpoint that has none

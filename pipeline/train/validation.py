@@ -57,7 +57,7 @@ class Validator:
         self._config, self._setup = config, setup
         self._sampled = {"": (texts.split, config.train.validation.samples)} if texts.split else {}
         self._sampled |= {name: (splits, config.heldout_sets[name].samples) for name, splits in texts.sets.items()}
-        self.found: tuple[int, dict[str, HeldOutLoss]] = (0, {})
+        self._found: tuple[int, dict[str, HeldOutLoss]] = (0, {})
         """Step of the last validation, and the loss of each set; that of `train.validation` is named ""."""
 
     def due(self, step: int, total: int) -> list[str]:
@@ -90,7 +90,7 @@ class Validator:
         """
         losses = {name: self._losses(name, model, runner, tokens, advance) for name in due}
         together = {name: sum(each.values(), HeldOutLoss(0.0, 0)) for name, each in losses.items() if each}
-        self.found = step, together
+        self._found = (step, together)
         values: dict[str, Any] = {}
         for name, whole in together.items():
             by_source = {source: loss.mean for source, loss in losses[name].items()}
@@ -123,7 +123,11 @@ class Validator:
 
     def losses_at(self, step: int) -> dict[str, float]:
         """Loss of each set that was scored after a step."""
-        return {name: loss.mean for name, loss in self.found[1].items()} if self.found[0] == step else {}
+        return {name: loss.mean for name, loss in self._found[1].items()} if self._found[0] == step else {}
+
+    def forget(self) -> None:
+        """Forget what was found, since the run goes back."""
+        self._found = (0, {})
 
 
 def validation_line(losses: Mapping[str, float]) -> str:
