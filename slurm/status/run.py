@@ -125,7 +125,7 @@ class RunStatus:
     loss: float | None
     validation_loss: float | None
     validation_step: int | None
-    validation_sets: dict[str, SetLoss]
+    validation_sets: dict[str, SetLoss] | None
     """By name of `heldout_sets`, as far as they were scored."""
     step_seconds: float | None
     """Median of the last steps."""
@@ -221,7 +221,8 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
         validation_step=rows.validated["step"] if rows.validated else None,
         validation_sets={
             name: SetLoss(row["step"], row["validation"][name].get("loss")) for name, row in rows.sets.items()
-        },
+        }
+        or None,
         step_seconds=median,
         tokens_per_second=statistics.median(rates) if (rates := _each(rows, "tokens_per_second")) else None,
         mfu=statistics.median(shares) if (shares := _each(rows, "mfu")) else None,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
@@ -120,7 +120,10 @@ def test_an_evaluation_has_a_result_for_each_set_and_source(root: Path, config: 
     show(config, figures, Console(file=out, width=300))
     assert "loss of rare" in out.getvalue()
     (now,) = status({config.run.dir: None})
-    assert now.validation_sets["waters"].loss == scored(config.run.dir, "waters")[8]["loss"]
+    assert (
+        now.validation_sets is not None
+        and now.validation_sets["waters"].loss == scored(config.run.dir, "waters")[8]["loss"]
+    )
     page = report([config.run.dir], Console(quiet=True)).read_text()
     assert "Validation by set" in page and "set waters" in page
 
