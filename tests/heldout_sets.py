@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.model.decoder import Context
-from pipeline.train.setup import load_for_inference
+from pipeline.train.setup import InferenceModel
 from tests import tiny
 
 SETS: dict[str, Any] = {
@@ -41,13 +40,15 @@ def write(root: Path, changes: Mapping[str, Any] | None = None, name: str = "run
     return tiny.write_run(root, {**common, **(changes or {})}, name)
 
 
-def nats_by_window(config: Config, dataset: Dataset, length: int) -> list[list[float]]:
-    """Cross entropy of each target of each window of a text, in fp64, without batches or padding."""
-    loaded = load_for_inference(config, None)
+def nats_by_window(
+    loaded: InferenceModel, dataset: Dataset, length: int, windows: Sequence[int] | None = None
+) -> list[list[float]]:
+    """Cross entropy of each target of all windows of a text, or of some, in fp64, without batches or padding."""
     end = loaded.tokenizer.end_of_document
     row = [end, *dataset.read(0, dataset.tokens).tolist()]
     found = []
-    for first in range(0, dataset.tokens, length):
+    for window in range(-(-dataset.tokens // length)) if windows is None else windows:
+        first = window * length
         tokens = torch.tensor(row[first : first + length + 1])
         with torch.no_grad():
             log_p = loaded.model.whole(tokens[None, :-1], Context())[0].double().log_softmax(-1)

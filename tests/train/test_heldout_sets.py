@@ -17,6 +17,7 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import best
 from pipeline.train.parallel.rules.layout import check_layout
+from tests import tiny
 from tests.heldout_sets import write
 from tests.train.distributed.ranks import Ranks
 from tests.train.parallel import layouts
@@ -36,6 +37,7 @@ def losses(run: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: row["validation"] for row in rows if "validation" in row}
 
 
+@pytest.mark.guard
 def test_training_is_the_same_with_and_without_sets(folder: Path) -> None:
     plain = train(folder, "plain", "heldout_sets={}", "data.heldout_sources=[]")
     sets = train(folder, "with-sets")
@@ -82,16 +84,18 @@ def test_best_of_losses() -> None:
     assert best(CheckpointConfig(), {1: 3.0}) == []
 
 
-def test_a_length_that_a_layout_cannot_cut_is_refused(folder: Path) -> None:
+def test_a_length_that_a_layout_cannot_cut_is_refused(tmp_path: Path) -> None:
+    file = tiny.write_run(tmp_path, {"heldout_sets": {"far": {"sources": ["sea"], "sequence_length": 48}}})
+
     def told(*values: str) -> str:
         with pytest.raises(UserError) as caught:
-            check_layout(load(folder / "run.yaml", list(values)), 2)
+            check_layout(load(file, list(values)), 2)
         return str(caught.value)
 
     far = "heldout_sets.far.sequence_length"
     assert f"{far}=46 cannot be cut" in told("parallel.cp=2", f"{far}=46")
     assert f"{far}=47 cannot be cut" in told("parallel.tp=2", f"{far}=47")
-    check_layout(load(folder / "run.yaml", ["parallel.cp=2"]), 2)
+    check_layout(load(file, ["parallel.cp=2"]), 2)
 
 
 @pytest.mark.guard
