@@ -12,6 +12,9 @@ from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
 from pipeline.config.blend import LossWeight, Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
 
+HELD_OUT = "heldout"
+"""Split of sources that are never trained on."""
+
 
 class HubConfig(Section):
     """A dataset of the Hugging Face hub, or a local folder that `datasets.load_dataset` can stream."""
@@ -36,8 +39,8 @@ def _likely_type(path: str) -> str | None:
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}.get(suffix)
 
 
-class SourceConfig(Section):
-    """One source of documents: `paths` of files, a `hub` dataset, or a `dataset` made before."""
+class InputConfig(Section):
+    """Documents by name: `paths` of files, a `hub` dataset, or a `dataset` made before."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     """Name of the source. The order of its samples is keyed by this name, never by its place in the list."""
@@ -58,23 +61,8 @@ class SourceConfig(Section):
     `FILE#ROW`."""
     metadata: list[str] = Field(default_factory=list)
     """Keys or columns that are kept beside the tokens, like `url`; `pipeline data inspect` shows them."""
-    weight_key: str | None = None
-    """Key or column of a number from 0.000001 to 1,000,000: the weight of the document's tokens in the training loss.
-    Kept with the tokens; a record without it, or with another value, is rejected. Of a `dataset`: the key that its
-    weights were read from, to use them."""
     dataset: AbsPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
-    weight: float | None = Field(default=None, gt=0)
-    """Share of the blend, relative to the other sources. Without any weight, shares are proportional to tokens."""
-    loss_weight: LossWeight = 1.0
-    """Weight of its tokens in the training loss, relative to the other sources; times those of `weight_key`. It moves
-    no sample. `docs/blend.md` has the formula."""
-    slice: Slice | None = None
-    """Train only on the documents from the first place up to the second, like `[0, 0.9]` or `[0, 500 documents]`."""
-    max_epochs: float | None = Field(default=None, gt=0)
-    """Train on the source's tokens at most N times; fractions are allowed."""
-    on_exhausted: Literal["renormalize", "stop", "repeat"] = "renormalize"
-    """At `max_epochs`: the other sources share its place, the run ends, or it repeats with a warning."""
 
     @field_validator("name")
     @classmethod
@@ -84,7 +72,7 @@ class SourceConfig(Section):
         return name
 
     @model_validator(mode="after")
-    def _one_way(self) -> SourceConfig:
+    def _one_way(self) -> InputConfig:
         if [bool(self.paths), self.hub is not None, self.dataset is not None].count(True) != 1:
             raise ValueError("give exactly one of paths (files to preprocess), hub and dataset (a dataset folder)")
         kinds = {kind for path in self.paths if (kind := _likely_type(path)) is not None}
@@ -93,11 +81,50 @@ class SourceConfig(Section):
             raise ValueError(f"type is not set, and without it each {kind} file is one document: write type: {kind}")
         if (self.type == "hub") != (self.hub is not None):
             raise ValueError("type: hub needs the key hub, and hub needs type: hub")
+        return self
+
+
+class SourceConfig(InputConfig):
+    """One source of documents: `paths` of files, a `hub` dataset, or a `dataset` made before."""
+
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the blend, relative to the other sources. Without any weight, shares are proportional to tokens."""
+    loss_weight: LossWeight = 1.0
+    """Weight of its tokens in the training loss, relative to the other sources; times those of `weight_key`. It moves
+    no sample. `docs/blend.md` has the formula."""
+    weight_key: str | None = None
+    """Key or column of a number from 0.000001 to 1,000,000: the weight of the document's tokens in the training loss.
+    Kept with the tokens; a record without it, or with another value, is rejected. Of a `dataset`: the key that its
+    weights were read from, to use them."""
+    slice: Slice | None = None
+    """Train only on the documents from the first place up to the second, like `[0, 0.9]` or `[0, 500 documents]`."""
+    max_epochs: float | None = Field(default=None, gt=0)
+    """Train on the source's tokens at most N times; fractions are allowed."""
+    on_exhausted: Literal["renormalize", "stop", "repeat"] = "renormalize"
+    """At `max_epochs`: the other sources share its place, the run ends, or it repeats with a warning."""
+
+    @model_validator(mode="after")
+    def _limited(self) -> SourceConfig:
         if self.weight_key is not None and self.type == "text" and self.dataset is None:
             raise ValueError("weight_key needs records with keys: a file of type: text has none; remove weight_key")
         if self.on_exhausted != "renormalize" and self.max_epochs is None:
             raise ValueError(
                 f"on_exhausted: {self.on_exhausted} needs max_epochs: set max_epochs, or remove on_exhausted"
+            )
+        return self
+
+
+class HeldOutSourceConfig(InputConfig):
+    """One source that is never trained on; sets of `heldout_sets` name it."""
+
+    split: str = "heldout"
+    """Split of `dataset`, which is a folder in it. Documents of files all go to the split `heldout`."""
+
+    @model_validator(mode="after")
+    def _one_split(self) -> HeldOutSourceConfig:
+        if self.dataset is None and self.split != HELD_OUT:
+            raise ValueError(
+                f"split: {self.split!r} is for a `dataset`; all documents of files are in one split: remove it"
             )
         return self
 
@@ -164,6 +191,9 @@ class DataConfig(Section):
     """Folder of the datasets; by default `data` in the run folder."""
     sources: list[SourceConfig] = Field(min_length=1)
     """Sources to read."""
+    heldout_sources: list[HeldOutSourceConfig] = Field(default_factory=list)
+    """Sources that are never trained on, and not curated: other texts to evaluate on, by `heldout_sets`. They are
+    tokenized as the others are."""
     splits: dict[str, Share] = Field(default_factory=lambda: {"heldout": Share(share=0.01)})
     """Documents kept from training, by the name of the split: a share of them, or a number of a source's. Chosen by a
     keyed hash, so the same ones when documents are added. Append new splits: a split moves those behind it. `{}` keeps
@@ -183,11 +213,29 @@ class DataConfig(Section):
         # The split that evaluation and validation name by default is there, and empty.
         return {"heldout": 0} if splits == {} else splits
 
+    @property
+    def inputs(self) -> dict[str, InputConfig]:
+        """All sources by key: those that are trained on first, then those that never are."""
+        return {
+            **{f"data.sources.{number}": source for number, source in enumerate(self.sources)},
+            **{f"data.heldout_sources.{number}": source for number, source in enumerate(self.heldout_sources)},
+        }
+
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
         names = [source.name for source in self.sources]
         if len(set(names)) != len(names):
             raise ValueError(f"sources need different names, got {names}")
+        held_out = [source.name for source in self.heldout_sources]
+        trained = {source.dataset for source in self.sources if source.dataset is not None}
+        for number, each in enumerate(self.heldout_sources):
+            if each.split == "train" and each.dataset in trained:
+                raise ValueError(
+                    f"heldout_sources.{number}: {each.dataset} is one of sources, whose split 'train' is trained on; "
+                    "name another split of it"
+                )
+        if twice := [name for number, name in enumerate(held_out) if name in (*names, *held_out[:number])]:
+            raise ValueError(f"heldout_sources: {twice[0]!r} is the name of another source, too; choose another name")
         if bad := [name for name in self.splits if name == "train" or not _SPLIT_NAME.match(name)]:
             raise ValueError(
                 f"splits: {bad[0]!r} is not a valid name of a split; use letters, digits, - and _, but not 'train'"
@@ -206,7 +254,9 @@ class DataConfig(Section):
     def _curated(self) -> DataConfig:
         if self.curate is None:
             return self
-        if reserved := [name for name in (*(source.name for source in self.sources), *self.splits) if name == "curate"]:
+        if reserved := [
+            name for name in (*(each.name for each in self.inputs.values()), *self.splits) if name == "curate"
+        ]:
             raise ValueError(f"{reserved[0]!r} is the name of the folder of the curation; choose another name")
         names = [source.name for source in self.sources if source.dataset is None]
         named = {f"scopes.{scope}": name for scope, each in self.curate.scopes.items() for name in each}

@@ -6,13 +6,14 @@ import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from pipeline.common.run_files import RunFiles
 from pipeline.config.base import Section
 from pipeline.config.blend import BlendConfig, PhaseConfig, StageConfig
 from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig, ServeConfig
+from pipeline.config.heldout import HeldOutSetConfig, SetName
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import OBJECTIVE_MODELS, ModelNeeds, ObjectiveConfig
 from pipeline.config.parallel import ParallelConfig
@@ -33,6 +34,9 @@ class Config(Section):
     """Documents and datasets."""
     blend: BlendConfig = BlendConfig()
     """Shares of the sources in each step."""
+    heldout_sets: dict[SetName, HeldOutSetConfig] = Field(default_factory=dict)
+    """Named sets of held-out documents, besides the split of `train.validation` and of `eval`: scored while training,
+    and by `pipeline eval`."""
     stage: StageConfig = StageConfig()
     """Node-local copy of the data."""
     tokenizer: TokenizerConfig
@@ -63,6 +67,68 @@ class Config(Section):
                 raise ValueError(
                     f"{key}: {name!r} is not in data.splits ({have}); add '{name}: 0' there to hold nothing out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _sets_exist(self) -> Config:
+        of_run = {source.name: source for source in self.data.sources}
+        never_trained = [source.name for source in self.data.heldout_sources]
+        for name, each in self.heldout_sets.items():
+            for source in each.sources:
+                if source not in of_run and source not in never_trained:
+                    near = difflib.get_close_matches(source, [*of_run, *never_trained], n=1)
+                    hint = f"; did you mean {near[0]}?" if near else ""
+                    raise ValueError(
+                        f"heldout_sets.{name}.sources: {source!r} is neither one of data.sources ({', '.join(of_run)}) "
+                        f"nor of data.heldout_sources ({', '.join(never_trained) or 'none'}){hint}"
+                    )
+                if source in of_run and each.split == "train":
+                    raise ValueError(
+                        f"heldout_sets.{name}.split: 'train' of source {source!r} is what the run trains on; name one "
+                        f"of data.splits ({', '.join(self.data.splits)})"
+                    )
+                if source in of_run and of_run[source].dataset is None and each.split not in self.data.splits:
+                    raise ValueError(
+                        f"heldout_sets.{name}.split: {each.split!r} is not in data.splits "
+                        f"({', '.join(self.data.splits)}); name one of them"
+                    )
+        used = {source for each in self.heldout_sets.values() for source in each.sources}
+        if unused := [source for source in never_trained if source not in used]:
+            raise ValueError(
+                f"data.heldout_sources: no set has {unused[0]!r}; name it in heldout_sets.NAME.sources, or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_known(self) -> Config:
+        rules, key = self.train.checkpoint, "train.checkpoint.keep_best"
+        if rules.keep_best is None:
+            return self
+        if rules.best_of is None:
+            every, cadence, samples = (
+                self.train.validation.every_steps,
+                "train.validation",
+                (self.train.validation.samples),
+            )
+        elif rules.best_of in self.heldout_sets:
+            chosen, cadence = self.heldout_sets[rules.best_of], f"heldout_sets.{rules.best_of}"
+            every, samples = self.set_every(rules.best_of), chosen.samples
+        else:
+            raise ValueError(
+                f"train.checkpoint.best_of: {rules.best_of!r} is not one of heldout_sets "
+                f"({', '.join(self.heldout_sets) or 'none'})"
+            )
+        if not samples:
+            raise ValueError(
+                f"{key}: the loss that decides is not measured while training ({cadence}.samples: 0); raise that, or "
+                "name another set in train.checkpoint.best_of"
+            )
+        if rules.every_steps % every:
+            raise ValueError(
+                f"{key}: checkpoints of every {rules.every_steps} steps (train.checkpoint.every_steps) are not always "
+                f"validated, which happens every {every} steps ({cadence}.every_steps); make the one a multiple of the "
+                "other"
+            )
         return self
 
     @model_validator(mode="after")
@@ -179,6 +245,9 @@ class Config(Section):
         for key, objective in places:
             yield key, objective
             yield from ((f"{key}.by_source.{name}", each) for name, each in objective.by_source.items())
+        for name, one in self.heldout_sets.items():
+            if one.objective is not None:
+                yield f"heldout_sets.{name}.objective", one.objective
 
     @model_validator(mode="after")
     def _together(self) -> Config:
@@ -187,6 +256,13 @@ class Config(Section):
             raise ValueError(
                 f"model.max_positions {rows} is less than the longest sequence_length {self.max_sequence_length}"
             )
+        for name in self.heldout_sets if self.model.positions == "learned" else ():
+            if self.set_length(name) > self.max_positions:
+                raise ValueError(
+                    f"heldout_sets.{name}.sequence_length: {self.set_length(name)} is more than the "
+                    f"{self.max_positions} learned positions of the model (model.max_positions, or the longest "
+                    "sequence_length of the training); lower it"
+                )
         return self
 
     @model_validator(mode="after")
@@ -197,7 +273,14 @@ class Config(Section):
                 f"eval.stride: {stride} is more than train.sequence_length {self.train.sequence_length}, so tokens "
                 "between two windows would not count; lower it, or leave it out for windows that do not overlap"
             )
+        for name in self.heldout_sets:
+            if stride is not None and stride > self.set_length(name):
+                raise ValueError(
+                    f"eval.stride: {stride} is more than heldout_sets.{name}.sequence_length {self.set_length(name)}, "
+                    "so tokens between two windows would not count; lower it, or raise that"
+                )
         by_objective = [one.type for one in self.train.objective.all if one.chooses]
+        by_objective += [o.type for s in self.heldout_sets.values() if (o := s.objective) is not None and o.chooses]
         for key, given in (("stride", stride is not None), ("documents", self.eval.documents)):
             if given and by_objective:
                 raise ValueError(
@@ -221,8 +304,16 @@ class Config(Section):
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest window that the run reads; validation and evaluation have train.sequence_length."""
+        """Tokens of the longest window that the run reads; a model has positions for them."""
         return max([self.train.sequence_length, *(phase.sequence_length or 0 for phase in self.blend.phases)])
+
+    def set_length(self, name: str) -> int:
+        """Tokens of a window of a set of `heldout_sets`."""
+        return self.heldout_sets[name].sequence_length or self.train.sequence_length
+
+    def set_every(self, name: str) -> int:
+        """Steps from one look at a set of `heldout_sets` to the next while training."""
+        return self.heldout_sets[name].every_steps or self.train.validation.every_steps
 
     @property
     def data_dir(self) -> Path:

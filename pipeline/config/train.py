@@ -307,6 +307,10 @@ class CheckpointConfig(Section):
     """Number of latest checkpoints to keep."""
     keep_every: int | None = Field(default=None, ge=1)
     """Keep for ever the checkpoints of every N steps; one is written at each of these steps."""
+    keep_best: int | None = Field(default=None, ge=1)
+    """Number of best checkpoints to keep besides: those with the lowest validation loss."""
+    best_of: str | None = None
+    """keep_best: the set of `heldout_sets` whose loss decides; by default the loss of `train.validation`."""
     async_save: bool = True
     """Write while training continues: a step waits only until model and optimizer are copied to the memory of the host,
     which needs room for that copy."""

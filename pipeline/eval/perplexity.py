@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from pipeline.common import storage
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.config.objective import mixed_values
+from pipeline.config.objective import mixed_values, objective_values
+from pipeline.data.datasets.open import has_split
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.eval.benchmarks import run_benchmarks
@@ -26,7 +28,7 @@ from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, Weigh
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
 from pipeline.train.exported_model import with_tokenizer
-from pipeline.train.open_run import open_heldout
+from pipeline.train.open_run import open_heldout, open_set_windows
 from pipeline.train.setup import ALONE, check_tokenizer, init_rank
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
@@ -64,6 +66,15 @@ class PseudoScore:
 
 
 @dataclass(frozen=True)
+class SetScores:
+    """Held-out loss on a set of `heldout_sets`."""
+
+    sources: dict[str, Score]
+    blended: Score
+    """All sources together, weighted by their tokens."""
+
+
+@dataclass(frozen=True)
 class EvalReport:
     """Held-out loss of a checkpoint, or of weights in a folder."""
 
@@ -72,12 +83,15 @@ class EvalReport:
     made_with: dict[str, Any]
     """All that the figures depend on: weights, held-out data, windows, precision."""
     sources: dict[str, Score]
+    """By source of `eval.split`; empty where there are only named sets."""
     blended: Score
     """All sources together, weighted by their tokens."""
     export: dict[str, Any] | None = None
     """Origin of weights in a folder."""
     pseudo: dict[str, PseudoScore] = field(default_factory=dict)
     """By source, of an encoder."""
+    sets: dict[str, SetScores] = field(default_factory=dict)
+    """By name of the set."""
 
     def to_json(self) -> dict[str, Any]:
         """For the file of the report."""
@@ -86,6 +100,8 @@ class EvalReport:
             del values["export"]
         if not self.pseudo:
             del values["pseudo"]
+        if not self.sets:
+            del values["sets"]
         return values
 
 
@@ -129,12 +145,13 @@ def evaluate(
     refuse_tasks(config)
     with watched(config, ranks) as beat:
         init_rank(config, ranks)
-        broadcast_from_rank0(lambda: bool(heldout_splits(config)))  # rank 0 alone says what is wrong
+        broadcast_from_rank0(lambda: check_heldout(config))  # rank 0 alone says what is wrong
         engine = open_engine(config, which, ranks)
         beat()
         report = heldout_report(engine, console, beat)
         assert engine.source is not None
-        console.print(_table(report, described(engine.source, config.eval.weights)))
+        for table in _tables(report, described(engine.source, config.eval.weights)):
+            console.print(table)
         if keep and ranks.rank == 0:
             path = report_path(config, evaluated_by(engine.source))
             path.parent.mkdir(exist_ok=True)
@@ -159,14 +176,34 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
     """
     config, found = engine.config, engine.source
     assert found is not None, "a report is of weights that are kept"
-    splits = heldout_splits(config)
-    broadcast_from_rank0(
-        lambda: check_tokenizer({name: split.dataset for name, split in splits.items()}, engine.tokenizer)
+    splits, sets = heldout_splits(config), named_sets(config)
+    for each in (splits, *sets.values()):
+        datasets = {name: split.dataset for name, split in each.items()}
+        broadcast_from_rank0(partial(check_tokenizer, datasets, engine.tokenizer))
+    main = _scores(engine, splits, console, beat)
+    return EvalReport(
+        step=found.step,
+        made_with=_made_with(config, found),
+        sources=main.sources,
+        blended=main.blended,
+        export=found.origin() if isinstance(found, ExportedWeights) else None,
+        pseudo=_pseudo_scores(engine, splits, console, beat),
+        sets={name: _scores(engine, each, console, beat, name) for name, each in sets.items()},
     )
+
+
+def _scores(
+    engine: GenerationEngine, splits: Mapping[str, HeldOut], console: Console, beat: Callable[[], None], of: str = ""
+) -> SetScores:
+    """Score the windows of a split or of a set that `eval` names, by source; `of` is the name of the set."""
+    config = engine.config
     losses: dict[str, HeldOutLoss] = {}
     sampled = sample(splits, config.eval.samples)
+    # As many tokens at once as windows of the training have.
+    length = config.set_length(of) if of else config.train.sequence_length
+    batch_size = max(1, config.eval.batch_size * config.train.sequence_length // length)
     for name, windows in sampled.items():
-        with measuring(engine, console, name, len(windows), beat) as done:
+        with measuring(engine, console, f"{of}: {name}" if of else name, len(windows), beat) as done:
             losses[name] = heldout_loss(
                 config,
                 engine.setup,
@@ -174,22 +211,20 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
                 engine.runner,
                 splits[name],
                 windows,
-                batch_size=config.eval.batch_size,
+                batch_size=batch_size,
                 advance=done,
             )
     texts = {name: _text_of(splits[name], windows, engine) for name, windows in sampled.items()}
     sizes = [size for _, size in texts.values()]
-    return EvalReport(
-        step=found.step,
-        made_with=_made_with(config, found),
+    if not sampled:
+        return SetScores({}, Score(0, 0, None, math.nan, math.nan, None))
+    return SetScores(
         sources={name: score(losses[name], *texts[name]) for name in sampled},
         blended=score(
             sum(losses.values(), HeldOutLoss(0.0, 0)),
             sum(documents for documents, _ in texts.values()),
             None if None in sizes else sum(size or 0 for size in sizes),
         ),
-        export=found.origin() if isinstance(found, ExportedWeights) else None,
-        pseudo=_pseudo_scores(engine, splits, console, beat),
     )
 
 
@@ -249,21 +284,52 @@ def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -
 
 
 def heldout_splits(config: Config) -> dict[str, HeldOut]:
-    """The held-out splits that have documents, by source.
+    """The held-out splits that have documents, by source; none is wanted where there are named sets.
 
     Raises:
         UserError: none has.
     """
     wanted = config.eval
+    if config.heldout_sets and not has_split(config, wanted.split):
+        return {}
     opened = open_heldout(config, wanted.split, stride=wanted.stride, documents=wanted.documents)
     splits = {name: split for name, split in opened.items() if len(split)}
-    if not splits:
+    if not splits and not config.heldout_sets:
         raise UserError(
             f"nothing is held out (data.splits.{config.eval.split} is {config.data.splits.get(config.eval.split)}), so "
             "there is nothing to evaluate on; raise it, or add sources with more documents, and preprocess into a new "
             "data.dir"
         )
     return splits
+
+
+def named_sets(config: Config) -> dict[str, dict[str, HeldOut]]:
+    """The windows of the sets of `heldout_sets`, by source; without sources that have no token.
+
+    Raises:
+        UserError: as `open_set_windows`.
+    """
+    wanted = config.eval
+    return {
+        name: {
+            source: split
+            for source, split in open_set_windows(
+                config, name, stride=wanted.stride, documents=wanted.documents
+            ).items()
+            if len(split)
+        }
+        for name in config.heldout_sets
+    }
+
+
+def check_heldout(config: Config) -> None:
+    """Check that there is something to evaluate on, and that it can be opened.
+
+    Raises:
+        UserError: as `heldout_splits` and `named_sets`.
+    """
+    heldout_splits(config)
+    named_sets(config)
 
 
 def read_report(config: Config, of: int | Path) -> EvalReport | None:
@@ -281,12 +347,23 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
             value["step"],
             value["made_with"],
             {name: Score(**row) for name, row in value["sources"].items()},
-            Score(**value["blended"]),
+            _score(value["blended"]),
             value.get("export"),
             {name: PseudoScore(**row) for name, row in value.get("pseudo", {}).items()},
+            {
+                name: SetScores(
+                    {source: Score(**row) for source, row in each["sources"].items()}, Score(**each["blended"])
+                )
+                for name, each in value.get("sets", {}).items()
+            },
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+
+
+def _score(row: dict[str, Any]) -> Score:
+    """A score of a file, in which null stands for NaN."""
+    return Score(**{**row, **{key: math.nan for key in ("loss", "perplexity") if row[key] is None}})
 
 
 def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
@@ -294,9 +371,18 @@ def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
     objective = config.train.objective
     scored = {"objective": mixed_values(objective)} if any(one.chooses for one in objective.all) else {}
     pseudo = {"pseudo_tokens": config.eval.pseudo_tokens} if _measures_pseudo(config) else {}
+    sets = {
+        name: {
+            "data": {source: split.dataset.fingerprint for source, split in splits.items()},
+            "sequence_length": config.set_length(name),
+            **({} if (own := config.heldout_sets[name].objective) is None else {"objective": objective_values(own)}),
+        }
+        for name, splits in named_sets(config).items()
+    }
     return {
         **scored,
         **pseudo,
+        **({"sets": sets} if sets else {}),
         **identity(config, source),
         "data": {name: split.dataset.fingerprint for name, split in heldout_splits(config).items()},
         "split": config.eval.split,
@@ -308,15 +394,25 @@ def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
     }
 
 
-def _table(report: EvalReport, weights: str) -> Table:
-    title = f"held-out loss{weights}{_how(report.made_with)}"
+def _tables(report: EvalReport, weights: str) -> Iterator[Table]:
+    """A table for the split, and one for each set."""
+    how = _how(report.made_with)
+    if report.sources:
+        yield _table(f"held-out loss{weights}{how}", report.sources, report.blended, report.pseudo)
+    for name, each in report.sets.items():
+        length = report.made_with["sets"][name]["sequence_length"]
+        windows = "" if length == report.made_with["sequence_length"] else f", windows of {length:,} tokens"
+        yield _table(f"held-out loss of {name}{weights}{windows}{how}", each.sources, each.blended, {})
+
+
+def _table(title: str, sources: Mapping[str, Score], blended: Score, pseudo: Mapping[str, PseudoScore]) -> Table:
     table = Table("source", title=title, title_justify="left")
     columns = ["documents", "tokens", "loss", "perplexity", "bits per byte"]
-    for column in [*columns, *["pseudo-perplexity"] * bool(report.pseudo)]:
+    for column in [*columns, *["pseudo-perplexity"] * bool(pseudo)]:
         table.add_column(column, justify="right")
-    rows = dict(report.sources)
+    rows = dict(sources)
     if len(rows) > 1:
-        rows["all"] = report.blended
+        rows["all"] = blended
     for name, row in rows.items():
         table.add_row(
             name,
@@ -325,7 +421,7 @@ def _table(report: EvalReport, weights: str) -> Table:
             f"{row.loss:.4f}",
             f"{row.perplexity:,.2f}",
             "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
-            *([f"{report.pseudo[name].perplexity:,.2f}" if name in report.pseudo else "-"] if report.pseudo else []),
+            *([f"{pseudo[name].perplexity:,.2f}" if name in pseudo else "-"] if pseudo else []),
         )
     return table
 

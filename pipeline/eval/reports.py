@@ -43,6 +43,10 @@ class Evaluation:
     """Fingerprint."""
     measure: str
     """Hash of what the losses of two reports have to have in common to be compared."""
+    sets: dict[str, Scores]
+    """Scores of the sets of `heldout_sets`, by name."""
+    set_measures: dict[str, str]
+    """As `measure`, of each set."""
     replaced: bool
     """True if the checkpoint of this step is another one by now: the run went back and came here again."""
 
@@ -154,7 +158,8 @@ def _checked(value: Any) -> Any:
         KeyError, TypeError, ValueError: something is missing.
     """
     int(value["step"])
-    for scores in (value["blended"], *value["sources"].values()):
+    sets = [each["blended"] for each in value.get("sets", {}).values()]
+    for scores in (value["blended"], *value["sources"].values(), *sets):
         _scores(scores)
     [value["made_with"][key] for key in ("checkpoint", "weights", *_MEASURE)]
     return value
@@ -172,12 +177,18 @@ def _evaluation(value: Any, time: float, tokens: dict[int, int], fingerprints: d
         time,
         made_with["checkpoint"],
         _measure(made_with),
+        {name: _scores(each["blended"]) for name, each in value.get("sets", {}).items()},
+        {name: _set_measure(made_with, name) for name in value.get("sets", {})},
         fingerprints.get(step, made_with["checkpoint"]) != made_with["checkpoint"],
     )
 
 
 def _measure(made_with: Any) -> str:
     return value_hash([*(made_with[key] for key in _MEASURE), *(made_with.get(key, WINDOWS[key]) for key in WINDOWS)])
+
+
+def _set_measure(made_with: Any, name: str) -> str:
+    return value_hash([made_with["sets"][name], made_with["compute"], *(made_with[key] for key in WINDOWS)])
 
 
 def _scores(value: Any) -> Scores:

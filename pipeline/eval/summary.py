@@ -36,7 +36,8 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
         console: where the generated continuation is printed.
     """
     path = RunFiles(config.run.dir).summary
-    train, heldout = (list(open_datasets(config, split).values()) for split in (TRAIN, config.eval.split))
+    train = list(open_datasets(config, TRAIN).values())
+    heldout = list(open_datasets(config, config.eval.split).values()) if report.sources else []
     rows = [row for row in read_metrics(config.run.dir) if "loss" in row and row["step"] <= report.step]
     if not rows:
         raise UserError(f"{RunFiles(config.run.dir).metrics} has no step up to {report.step}; was it moved or emptied?")
@@ -50,18 +51,25 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
         "loss_first": rows[0]["loss"],
         "loss_last": rows[-1]["loss"],
         "weights": config.eval.weights,
-        "heldout_loss": report.blended.loss,
-        "perplexity": report.blended.perplexity,
+        "heldout_loss": report.blended.loss if report.sources else None,
+        "perplexity": report.blended.perplexity if report.sources else None,
         "bits_per_byte": report.blended.bits_per_byte,
         "generate": config.generate.model_dump(mode="json"),
     }
+    if report.sets:
+        keys = ("loss", "perplexity", "bits_per_byte")
+        figures["sets"] = {
+            name: {key: getattr(each.blended, key) for key in keys} for name, each in report.sets.items()
+        }
     with suppress(FileNotFoundError, ValueError):
         before = storage.get_json(path)
         if isinstance(before, dict) and all(before.get(key) == value for key, value in figures.items()):
             return before
     tokenizer = run_tokenizer(config)
-    figures["unigram_bits_per_byte"] = unigram_bits_per_byte(train, heldout, tokenizer.vocab_size)
-    figures["zstd_bits_per_byte"] = zstd_bits_per_byte(heldout, tokenizer)
+    figures["unigram_bits_per_byte"] = figures["zstd_bits_per_byte"] = None
+    if heldout:
+        figures["unigram_bits_per_byte"] = unigram_bits_per_byte(train, heldout, tokenizer.vocab_size)
+        figures["zstd_bits_per_byte"] = zstd_bits_per_byte(heldout, tokenizer)
     figures["seconds"] = seconds
     try:
         encoder = config.model.direction == "both"  # which writes no text
@@ -76,10 +84,12 @@ def summarize(config: Config, report: EvalReport, seconds: dict[str, float], con
 def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     """Print the summary and commands to try next."""
 
-    def number(key: str, form: str) -> str:
+    def form(value: Any, how: str) -> str:
+        return "-" if value is None else format(value, how)
+
+    def number(key: str, how: str) -> str:
         """A figure; a dash where there is none (not computed, or not finite)."""
-        value = summary[key]
-        return "-" if value is None else format(value, form)
+        return form(summary[key], how)
 
     table = Table(title=f"summary of {config.run.dir}", title_justify="left", show_header=False)
     table.add_column()
@@ -101,6 +111,10 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
         ("bits per byte", number("bits_per_byte", ".3f"), "this model"),
         ("", number("unigram_bits_per_byte", ".3f"), "unigram model of the tokens"),
         ("", number("zstd_bits_per_byte", ".3f"), "zstd -19, documents concatenated"),
+        *(
+            (f"loss of {name}", form(scores["loss"], ".4f"), f"{form(scores['bits_per_byte'], '.3f')} bits per byte")
+            for name, scores in summary.get("sets", {}).items()
+        ),
         *(
             (f"{stage} time", f"{seconds[stage]:.1f} s")
             for stage in ("curate", "preprocess", "train", "eval")

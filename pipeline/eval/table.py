@@ -119,15 +119,18 @@ def _rows(found: list[Evaluation]) -> list[dict[str, Any]]:
     for each in found:
         values = asdict(each)
         scores = values.pop("scores")
+        if not each.sets:
+            del values["sets"], values["set_measures"]
         rows.append(values | scores | {"best": each in marked})
     return rows
 
 
 def _csv(found: list[Evaluation]) -> str:
-    """A line an evaluation; of runs with several sources their figures follow as `loss of NAME`."""
-    marked, sources = best(found), _sources(found)
+    """A line an evaluation; figures of several sources follow as `loss of NAME`, of sets as `loss of set NAME`."""
+    marked, sources, sets = best(found), _sources(found), _sets(found)
     head = ["step", "tokens", "weights", "split", *_SCORES, "best", "replaced", "time"]
     head += [f"{score} of {name}" for name in sources for score in _SCORES]
+    head += [f"{score} of set {name}" for name in sets for score in _SCORES]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(head)
@@ -135,13 +138,14 @@ def _csv(found: list[Evaluation]) -> str:
         row = [each.step, each.tokens, each.weights, each.split, *(each.scores[score] for score in _SCORES)]
         row += [int(each in marked), int(each.replaced), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(each.time))]
         row += [each.sources.get(name, {}).get(score) for name in sources for score in _SCORES]
+        row += [each.sets.get(name, {}).get(score) for name in sets for score in _SCORES]
         writer.writerow(row)
     return text.getvalue()
 
 
 def _lines(run: Path, found: list[Evaluation]) -> Iterator[str]:
     """For the screen, in lines as long as they need to be; what is the same in all rows is above them."""
-    marked, sources = best(found), _sources(found)
+    marked, sources, sets = best(found), _sources(found), _sets(found)
     weights, splits = {each.weights for each in found}, {each.split for each in found}
     of = " of the moving average" if weights == {"ema"} else ""
     yield f"evaluations{of} of {run}"
@@ -150,6 +154,7 @@ def _lines(run: Path, found: list[Evaluation]) -> Iterator[str]:
         "tokens",
         *(score.replace("_", " ") for score in _SCORES),
         *(f"loss of {name}" for name in sources),
+        *(f"loss of set {name}" for name in sets),
     ]
     words = [*(["weights"] if len(weights) > 1 else []), *(["split"] if len(splits) > 1 else []), "when", ""]
     cells = [numbers + words]
@@ -157,6 +162,7 @@ def _lines(run: Path, found: list[Evaluation]) -> Iterator[str]:
         row = [f"{each.step:,}", "-" if each.tokens is None else f"{each.tokens:,}"]
         row += [_text(each.scores, score) for score in _SCORES]
         row += [_text(each.sources.get(name, {}), "loss") for name in sources]
+        row += [_text(each.sets.get(name, {}), "loss") for name in sets]
         row += [each.weights] if len(weights) > 1 else []
         row += [each.split] if len(splits) > 1 else []
         row.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)))
@@ -180,6 +186,11 @@ def _sources(found: list[Evaluation]) -> list[str]:
     """Names of the sources if there are several; the figures of one are those of all."""
     names = list(dict.fromkeys(name for each in found for name in each.sources))
     return names if len(names) > 1 else []
+
+
+def _sets(found: list[Evaluation]) -> list[str]:
+    """Names of the sets."""
+    return list(dict.fromkeys(name for each in found for name in each.sets))
 
 
 def _text(scores: Scores, score: str) -> str:

@@ -161,7 +161,7 @@ def _check_unused(config: Config) -> None:
     if config.data_dir.is_relative_to(child):
         inside = config.data_dir.relative_to(child).parts
         # Data right in the run folder: their folders are beside its files.
-        mine |= {inside[0]} if inside else {"tokenizer", *(source.name for source in config.data.sources)}
+        mine |= {inside[0]} if inside else {"tokenizer", *(source.name for source in config.data.inputs.values())}
     for path in sorted(child.iterdir()):
         hidden_or_file = path.name.startswith(".") or (path.is_file() and path.suffix in _OF_THE_USER)
         if path.name not in mine and not hidden_or_file:

@@ -16,10 +16,11 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.versions import code_hash, versions
 from pipeline.config import Config
-from pipeline.data.datasets.open import open_datasets
+from pipeline.data.datasets.open import open_datasets, open_set
 from pipeline.data.datasets.validate import check_datasets
-from pipeline.data.loading.heldout import HeldOut
-from pipeline.data.loading.objectives.choice import heldout_objectives
+from pipeline.data.loading.heldout import HeldOut, HeldOutTexts
+from pipeline.data.loading.objectives.choice import heldout_objectives, set_objectives
+from pipeline.data.preprocess.source_settings import check_heldout_settings
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import differences
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -109,16 +110,22 @@ def _same_as_rank_0(theirs: dict[str, Any], mine: dict[str, Any], ranks: Process
         )
 
 
-def open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> dict[str, HeldOut]:
-    """Validation data by source, checked like training data, since it is read only after many steps."""
-    if not config.train.validation.samples:
-        return {}
-    splits = open_heldout(config, config.train.validation.split)
-    datasets = {name: split.dataset for name, split in splits.items()}
+def open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> HeldOutTexts:
+    """Validation data, checked like training data, since it is read only after many steps."""
+    found = HeldOutTexts({}, {})
+    if config.train.validation.samples:
+        found.split.update(open_heldout(config, config.train.validation.split))
+    for name, each in config.heldout_sets.items():
+        if each.samples:
+            found.sets[name] = open_set_windows(config, name)
+    for splits in filter(None, (found.split, *found.sets.values())):
+        datasets = {name: split.dataset for name, split in splits.items()}
+        if check:
+            check_datasets(datasets)
+        check_tokenizer(datasets, tokenizer)
     if check:
-        check_datasets(datasets)
-    check_tokenizer(datasets, tokenizer)
-    return splits
+        check_heldout_settings(config)
+    return found
 
 
 def open_heldout(
@@ -131,4 +138,20 @@ def open_heldout(
     return {
         name: HeldOut(each, length, stride=stride, documents=documents, objective=objectives[name])
         for name, each in datasets.items()
+    }
+
+
+def open_set_windows(
+    config: Config, name: str, *, stride: int | None = None, documents: bool = False
+) -> dict[str, HeldOut]:
+    """The windows of a set of `heldout_sets`, by source.
+
+    Raises:
+        UserError: a dataset is not there, the set has no token, or the objective does not fit.
+    """
+    datasets, length = open_set(config, name), config.set_length(name)
+    objectives = set_objectives(config, name, datasets)
+    return {
+        source: HeldOut(each, length, stride=stride, documents=documents, objective=objectives[source])
+        for source, each in datasets.items()
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,12 +18,13 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.data.loading.batch import StepData
-from pipeline.data.loading.heldout import HeldOut
+from pipeline.data.loading.heldout import HeldOutTexts
 from pipeline.data.loading.loader import Loader, open_loader
 from pipeline.data.loading.local_copy import copy_locally
 from pipeline.data.loading.prefetch import copied
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.train.checkpoint import dcp_storage
+from pipeline.train.checkpoint.committed import VALIDATION_LOSSES
 from pipeline.train.checkpoint.manager import Checkpoint
 from pipeline.train.checkpoint.policy import due
 from pipeline.train.distributed import process_group
@@ -56,7 +57,7 @@ from pipeline.train.saving import Saver
 from pipeline.train.setup import be_deterministic, init_rank
 from pipeline.train.step import Stepper, agree
 from pipeline.train.step_metrics import Issued, StepMetrics
-from pipeline.train.validation import HeldOutLoss, validation_losses
+from pipeline.train.validation import Validator, validation_line
 from pipeline.train.warm_start import WeightsOrigin, warm_start
 
 _COMPILED = "compiled"
@@ -71,7 +72,7 @@ class Trainer:
         config: Config,
         plan: RunPlan,
         setup: Setup,
-        heldout: Mapping[str, HeldOut],
+        heldout: HeldOutTexts,
         folder: RunFolder,
         watchdog: Watchdog,
         requests: Requests,
@@ -79,6 +80,7 @@ class Trainer:
         checkpoint: Checkpoint | None,
     ) -> None:
         self._config, self._plan, self._setup, self._heldout = config, plan, setup, heldout
+        self._validator = Validator(config, setup, heldout)
         self._folder, self._watchdog, self._requests, self._console = folder, watchdog, requests, console
         self._schedule = Schedule(config.train.schedule, config.train.duration, plan.length.steps, plan.journal.tokens)
         self._loader = self._open_loader()
@@ -156,8 +158,8 @@ class Trainer:
                     if stop:
                         # Before a validation, which may take longer than there is until the processes are killed.
                         self._save(step, last=True)
-                    if step % train.validation.every_steps == 0 or step == total:
-                        self._validate(step)
+                    if sets := self._validator.due(step, total):
+                        self._validate(step, sets)
                     if (save or unsaved or due(train.checkpoint, step, total)) and not stop:
                         self._save(step, last=unsaved or step == total, overdue=unsaved and step < total)
                     if stop or step == total:
@@ -203,30 +205,17 @@ class Trainer:
             if issued.result is not None:
                 self._faults.after(row)
 
-    def _validate(self, step: int) -> None:
+    def _validate(self, step: int, due: Sequence[str]) -> None:
         self._read_numbers()
         # As many tokens at once as in a micro-batch of the step, whose windows may be shorter or longer.
         samples, length = self._shape(step)
         with span("validation"):
-            losses = validation_losses(
-                self._config,
-                self._setup,
-                self._heldout,
-                self._model,
-                self._stepper.runner,
-                batch_size=max(1, samples * length // self._config.train.sequence_length),
-                advance=self._watchdog.beat,
+            values = self._validator.validate(
+                step, due, self._model, self._stepper.runner, tokens=samples * length, advance=self._watchdog.beat
             )
-        if not losses:
-            return
-        blended = sum(losses.values(), HeldOutLoss(0.0, 0))
-        values = {
-            "validation_seconds": self._rows.wall.take(),
-            "validation_loss": blended.mean,
-            "validation_loss_by_source": {name: loss.mean for name, loss in losses.items()},
-        }
-        self._write(step, values)
-        say(self._console, f"step {step}: validation loss {blended.mean:.4f}")
+        if values:
+            self._write(step, {"validation_seconds": self._rows.wall.take(), **values})
+            say(self._console, f"step {step}: {validation_line(self._validator.losses_at(step))}")
 
     def _save(self, step: int, *, last: bool, overdue: bool = False) -> None:
         """Save, and remove what is too old.
@@ -241,6 +230,8 @@ class Trainer:
         self._watchdog.phase("save", step)
         more = {name: part.state() for name, part in self._stateful().items()}
         more[_COMPILED] = {self._setup.device.type: self._compiles}
+        if self._config.train.checkpoint.keep_best is not None:
+            more[VALIDATION_LOSSES] = self._validator.losses_at(step)
         prune = not self._faults.troubled
         with span("save"):
             self._losses.sync()
@@ -318,7 +309,7 @@ class Trainer:
         flops = flops_per_token(self._setup.spec, stream, causal=True)
         for line in [
             *start_lines(self._config, self._plan, self._setup, first, flops),
-            *nothing_held_out(self._config, [len(split) for split in self._heldout.values()]),
+            *nothing_held_out(self._config, [len(split) for split in self._heldout.split.values()]),
         ]:
             say(self._console, line)
         kernel = attention_choice(self._config, self._setup)
@@ -360,6 +351,7 @@ class Trainer:
         self._saver.report(self._write)
         checkpoint, self._plan = go_back(rewind, self._config, self._plan, self._folder, self._console)
         self._saver.unsaved.rewound()
+        self._validator.forget()
         self._loader = self._open_loader()
         if self._stepper.spikes is not None:
             self._stepper.spikes.load({})  # of a checkpoint that has none

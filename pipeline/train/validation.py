@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
-from pipeline.data.loading.heldout import HeldOut, sample
+from pipeline.data.loading.heldout import HeldOutTexts, sample
 from pipeline.train.model.context import Context
 from pipeline.train.model.loss import Criterion, TokenLosses
 from pipeline.train.parallel.context import sequence_shard
@@ -42,42 +42,100 @@ class HeldOutLoss:
         return HeldOutLoss(self.nats + other.nats, self.targets + other.targets)
 
 
-def validation_losses(
-    config: Config,
-    setup: Setup,
-    heldout: Mapping[str, HeldOut],
-    model: ParallelModel,
-    runner: Runner,
-    *,
-    batch_size: int,
-    advance: Callable[[], None],
-) -> dict[str, HeldOutLoss]:
-    """Loss by source on the sample of `train.validation`; empty where there is none. Every rank calls this.
+class Validator:
+    """Validation of a run while it trains: the split of `train.validation`, and the sets of `heldout_sets`.
+
+    Each has its cadence, in steps of the run: a run that is resumed validates at the same steps.
 
     Args:
         config: resolved config.
         setup: mesh and device of the model.
-        heldout: windows by source.
-        model: what is validated.
-        runner: of the model.
-        batch_size: windows at once.
-        advance: called after each batch.
+        texts: windows.
     """
-    samples = config.train.validation.samples
-    splits = {name: split for name, split in heldout.items() if samples and len(split)}
-    return {
-        name: heldout_loss(
-            config,
-            setup,
-            model,
-            runner,
-            splits[name],
-            windows,
-            batch_size=batch_size,
-            advance=lambda windows: advance(),
-        )
-        for name, windows in sample(splits, samples).items()
-    }
+
+    def __init__(self, config: Config, setup: Setup, texts: HeldOutTexts) -> None:
+        self._config, self._setup = config, setup
+        self._sampled = {"": (texts.split, config.train.validation.samples)} if texts.split else {}
+        self._sampled |= {name: (splits, config.heldout_sets[name].samples) for name, splits in texts.sets.items()}
+        self._found: tuple[int, dict[str, HeldOutLoss]] = (0, {})
+        """Step of the last validation, and the loss of each set; that of `train.validation` is named ""."""
+
+    def due(self, step: int, total: int) -> list[str]:
+        """Sets that are scored after `step` of `total` steps, in the order of the run file."""
+        every = {
+            name: self._config.set_every(name) if name else self._config.train.validation.every_steps
+            for name in self._sampled
+        }
+        return [name for name in self._sampled if step % every[name] == 0 or step == total]
+
+    def validate(
+        self,
+        step: int,
+        due: Sequence[str],
+        model: ParallelModel,
+        runner: Runner,
+        *,
+        tokens: int,
+        advance: Callable[[], None],
+    ) -> dict[str, Any]:
+        """Score sets, one after the other, and return their losses as a row of metrics has them; every rank calls this.
+
+        Args:
+            step: steps done.
+            due: which sets.
+            model: what is validated.
+            runner: of the model.
+            tokens: tokens at once on a rank, or one window where it is longer.
+            advance: called after each batch.
+        """
+        losses = {name: self._losses(name, model, runner, tokens, advance) for name in due}
+        together = {name: sum(each.values(), HeldOutLoss(0.0, 0)) for name, each in losses.items() if each}
+        self._found = (step, together)
+        values: dict[str, Any] = {}
+        for name, whole in together.items():
+            by_source = {source: loss.mean for source, loss in losses[name].items()}
+            if name:
+                values.setdefault("validation", {})[name] = {"loss": whole.mean, "loss_by_source": by_source}
+            else:
+                values |= {"validation_loss": whole.mean, "validation_loss_by_source": by_source}
+        return values
+
+    def _losses(
+        self, name: str, model: ParallelModel, runner: Runner, tokens: int, advance: Callable[[], None]
+    ) -> dict[str, HeldOutLoss]:
+        """Loss by source on the sample of a set; empty where nothing is held out."""
+        splits, samples = self._sampled[name]
+        length = self._config.set_length(name) if name else self._config.train.sequence_length
+        splits = {source: split for source, split in splits.items() if len(split)}
+        return {
+            source: heldout_loss(
+                self._config,
+                self._setup,
+                model,
+                runner,
+                splits[source],
+                windows,
+                batch_size=max(1, tokens // length),
+                advance=lambda windows: advance(),
+            )
+            for source, windows in sample(splits, samples).items()
+        }
+
+    def losses_at(self, step: int) -> dict[str, float]:
+        """Loss of each set that was scored after a step."""
+        return {name: loss.mean for name, loss in self._found[1].items()} if self._found[0] == step else {}
+
+    def forget(self) -> None:
+        """Forget what was found, since the run goes back."""
+        self._found = (0, {})
+
+
+def validation_line(losses: Mapping[str, float]) -> str:
+    """Losses of a validation in words."""
+    named = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if name)
+    if "" not in losses:
+        return f"validation loss of {named}"
+    return f"validation loss {losses['']:.4f}" + (f"; of {named}" if named else "")
 
 
 class HeldOutRows(Protocol):

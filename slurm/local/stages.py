@@ -225,14 +225,14 @@ def evaluate(config: Config, which: WeightsOf = None, console: Console | None = 
 
 def _evaluate_elsewhere(config: Config, which: WeightsOf, console: Console | None) -> EvalReport | None:
     """On processes that are started for it."""
-    from pipeline.eval.perplexity import heldout_splits, read_report
+    from pipeline.eval.perplexity import check_heldout, read_report
     from pipeline.train.checkpoint.manager import Checkpoints
 
     with heavy_imports():
         from slurm.local.launcher import launch_evaluation
 
     # What would be refused is refused before they are started; and all of them have the same checkpoint.
-    heldout_splits(config)
+    check_heldout(config)
     of = which if isinstance(which, Path) else Checkpoints.of_run(config.run.dir).find(which).step
     launch_evaluation(config, of, console)
     return read_report(config, of)
@@ -267,10 +267,10 @@ def run(config: Config, console: Console | None = None) -> None:
     preprocess(config)
 
     from pipeline.eval.benchmarks import benchmarks_are_made
-    from pipeline.eval.perplexity import heldout_splits, read_report
+    from pipeline.eval.perplexity import check_heldout, read_report
     from pipeline.eval.summary import show, summarize
 
-    heldout_splits(config)
+    check_heldout(config)
     step = train(config, console)
     report = read_report(config, step) if benchmarks_are_made(config, step) else None
     report = report or evaluate(config, step, console)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,8 @@ class MetricRows:
     trained: dict[str, Any] | None
     """The last one with a loss."""
     validated: dict[str, Any] | None
+    sets: dict[str, dict[str, Any]]
+    """Newest row in which a set of `heldout_sets` was scored, by its name."""
     newest: dict[str, Any] | None
     """The last one of a step, also of one that was skipped."""
 
@@ -154,7 +156,9 @@ class RunSnapshot:
 
     def rows(self, step: int | None) -> MetricRows:
         """The end of the metrics; of steps after `step`, which were lost, nothing."""
-        return self.read(RunFiles.metrics, lambda: _rows(self.files, step), MetricRows([], None, None, None))
+        wanted = {} if self.config is None else self.config.heldout_sets
+        names = {name for name, each in wanted.items() if each.samples}
+        return self.read(RunFiles.metrics, lambda: _rows(self.files, step, names), MetricRows([], None, None, {}, None))
 
     def evaluations(self) -> list[tuple[float, dict[str, Any]]]:
         """Results of evaluations and when they were written, in seconds since 1970; the newest last."""
@@ -180,7 +184,7 @@ class RunSnapshot:
         """True if a process of preprocessing gives signs of life, on whatever machine."""
         if (config := self.config) is None:
             return False
-        folders = [tokenizer_folder(config), *(config.data_dir / source.name for source in config.data.sources)]
+        folders = [tokenizer_folder(config), *(config.data_dir / source.name for source in config.data.inputs.values())]
         return self.read(
             "leases",
             lambda: any(each.state == "works" for folder in folders for each in read_workers(folder, self.now)),
@@ -221,11 +225,12 @@ def _stages(files: RunFiles) -> list[StageRun]:
     return list(found.values())
 
 
-def _rows(files: RunFiles, step: int | None) -> MetricRows:
+def _rows(files: RunFiles, step: int | None, names: Set[str]) -> MetricRows:
     steps: list[dict[str, Any]] = []
     trained = validated = newest = None
+    sets: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(files.newest_rows()):
-        enough = trained is not None and validated is not None and len(steps) >= _RECENT
+        enough = trained is not None and validated is not None and len(steps) >= _RECENT and sets.keys() >= names
         if number >= _ROWS or enough:
             break
         at = row.get("step")
@@ -233,13 +238,16 @@ def _rows(files: RunFiles, step: int | None) -> MetricRows:
             continue
         if "validation_loss" in row:
             validated = validated or row
+        if isinstance(scored := row.get("validation"), dict):
+            for name in (name for name, each in scored.items() if isinstance(each, dict)):
+                sets.setdefault(name, row)
         if "tokens" in row:
             newest = newest or row
         if "loss" in row:
             trained = trained or row
             if row.get("attempt") == trained.get("attempt") and len(steps) < _RECENT:
                 steps.append(row)
-    return MetricRows(steps, trained, validated, newest)
+    return MetricRows(steps, trained, validated, sets, newest)
 
 
 def _result(file: Path) -> tuple[float, dict[str, Any]]:

@@ -103,6 +103,14 @@ class ExpertLoads:
 
 
 @dataclass(frozen=True)
+class SetLoss:
+    """The newest validation loss on a set of `heldout_sets`."""
+
+    step: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """Status of a run; None stands for what is not known."""
 
@@ -117,6 +125,8 @@ class RunStatus:
     loss: float | None
     validation_loss: float | None
     validation_step: int | None
+    validation_sets: dict[str, SetLoss] | None
+    """By name of `heldout_sets`, as far as they were scored."""
     step_seconds: float | None
     """Median of the last steps."""
     tokens_per_second: float | None
@@ -209,6 +219,10 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
         loss=rows.trained["loss"] if rows.trained else None,
         validation_loss=rows.validated["validation_loss"] if rows.validated else None,
         validation_step=rows.validated["step"] if rows.validated else None,
+        validation_sets={
+            name: SetLoss(row["step"], row["validation"][name].get("loss")) for name, row in rows.sets.items()
+        }
+        or None,
         step_seconds=median,
         tokens_per_second=statistics.median(rates) if (rates := _each(rows, "tokens_per_second")) else None,
         mfu=statistics.median(shares) if (shares := _each(rows, "mfu")) else None,

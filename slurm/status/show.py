@@ -126,6 +126,11 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
     if each.loss is not None or each.validation_loss is not None:
         at = f"validation {_number(each.validation_loss, '.4f')} at step {each.validation_step or 0:,}"
         yield "loss", _number(each.loss, ".4f") + (f"; {at}" if each.validation_step is not None else "")
+    if each.validation_sets:
+        found = (
+            f"{name} {_number(one.loss, '.4f')} at step {one.step:,}" for name, one in each.validation_sets.items()
+        )
+        yield "sets", "; ".join(found)
     if each.tokens_per_second is not None:
         mfu = f", MFU {percent(each.mfu, 1)}" if each.mfu is not None else ""
         pace = f", {each.step_seconds:.3g} s per step" if each.step_seconds is not None else ""

@@ -21,7 +21,7 @@ from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.work.units import find_source_files
-from pipeline.eval.perplexity import heldout_splits
+from pipeline.eval.perplexity import check_heldout
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.open_run import open_validation
 from pipeline.train.optim.lr_schedule import Schedule
@@ -136,7 +136,7 @@ def _check_sources(config: Config, found: PreflightReport) -> None:
     with found.collecting():
         for source in find_source_files(config):
             source.reader.check_columns(source.files)
-    for source_config in config.data.sources:
+    for source_config in config.data.inputs.values():
         if source_config.dataset is not None:
             with found.collecting():
                 Dataset.open(dataset_folder(config, source_config, TRAIN))
@@ -244,8 +244,10 @@ def _check_evaluation(
         check_evaluation_layout(config, job.processes)
     if not makes_data:
         with found.collecting():
-            heldout_splits(config)
-    elif all(split.share == 0 and not split.documents for split in config.data.splits.values()):
+            check_heldout(config)
+    elif not config.heldout_sets and all(
+        split.share == 0 and not split.documents for split in config.data.splits.values()
+    ):
         found.problem(
             f"nothing is held out (data.splits.{config.eval.split} is {config.data.splits.get(config.eval.split)}), so "
             f"there is nothing to evaluate on; set data.splits.{config.eval.split} to a share or a number of documents"

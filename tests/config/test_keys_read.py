@@ -17,6 +17,7 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.config.base import Section, record_reads
+from pipeline.config.data import HeldOutSourceConfig, SourceConfig
 from pipeline.config.load import load
 from pipeline.config.model import LayerKindConfig, ModelConfig
 from pipeline.config.objective import FIM_SENTINELS, MixedObjectiveConfig, ObjectiveConfig
@@ -208,7 +209,8 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     # Keys of a kind of layers take the place of those of `model:`, and are read as such.
     read = reads | {(LayerKindConfig, name) for section, name in reads if section is ModelConfig}
-    # The objective of a source is read as that of all.
+    # A source that is never trained on is read as the others, and the objective of a source as that of all.
+    read |= {(HeldOutSourceConfig, name) for section, name in reads if section is SourceConfig}
     read |= {(ObjectiveConfig, name) for section, name in reads if section is MixedObjectiveConfig}
     unread = [key.path for key in keys(Config) if (key.section, key.name) not in read]
     assert unread == sorted(EXEMPT)
@@ -262,6 +264,9 @@ def _with_jsonl(root: Path) -> Path:
         {"name": "records", "type": "jsonl", "paths": [str(records)]},
         {"name": "hub", "type": "hub", "hub": {"path": "json", "data_files": [str(records)]}},
     ]
+    tale = {"name": "tale", "paths": [str(root / "land" / "00*.txt")]}
+    sets = {"tales": {"sources": ["tale", "sea"], "sequence_length": 16, "every_steps": 2, "objective": {}}}
+    best = {"keep_best": 1, "best_of": "tales", "every_steps": 2}
     extra = root / "both.yaml"
     evaluation = {
         "tasks": [{"type": "wikitext", "path": str(records)}],
@@ -270,7 +275,9 @@ def _with_jsonl(root: Path) -> Path:
     (root / "tasks").mkdir()
     (root / "tasks" / "choice.yaml").write_text(json.dumps(_choice(records)))
     extra.write_text(
-        f"include: {path.name}\ndata: {{dir: {root / 'both'}, sources: {json.dumps(sources)}}}\n"
+        f"include: {path.name}\ndata: {{dir: {root / 'both'}, sources: {json.dumps(sources)}, "
+        f"heldout_sources: {json.dumps([tale])}}}\nheldout_sets: {json.dumps(sets)}\n"
+        f"train: {{checkpoint: {json.dumps(best)}}}\n"
         f"eval: {json.dumps(evaluation)}\n"
     )
     return extra

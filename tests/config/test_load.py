@@ -118,8 +118,8 @@ corpus: x
         "run.yaml:13: model.norm: must be one of 'rmsnorm', 'layernorm'",
         "run.yaml:17: train.lr: unknown key; did you mean train.optimizer.lr?",
         "run.yaml:19: train.optimizer.betas: the list needs another entry",
-        "run.yaml:20: corpus: unknown key; a run file has the keys run, launch, data, blend, stage, tokenizer, "
-        "model, parallel, train, resume, eval, generate, serve, slurm",
+        "run.yaml:20: corpus: unknown key; a run file has the keys run, launch, data, blend, heldout_sets, "
+        "stage, tokenizer, model, parallel, train, resume, eval, generate, serve, slurm",
     ]
 
 

@@ -68,7 +68,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained run of each family, and what one process says of it."""
     root = tmp_path_factory.mktemp("engine")
     for family, changes in FAMILIES.items():
-        common = {"run.dir": str(root / family), "train.duration": "2 steps", "launch.device": "cpu"}
+        common: dict[str, Any] = {"run.dir": str(root / family), "train.duration": "2 steps", "launch.device": "cpu"}
+        common |= {"heldout_sets": {"near": {"sources": ["land"], "sequence_length": 24}}}
         file = tiny.write_run(
             root, {**common, "train.precision.compute": "fp32", "train.checkpoint.every_steps": 2, **changes}
         )
@@ -115,8 +116,10 @@ def test_every_layout_gives_the_number_of_one_process(
     for reports in by_rank:
         for windows, report, expected in zip(WINDOWS, reports, alone[family], strict=True):
             assert report["made_with"] == expected["made_with"]
-            for name, score in [*report["sources"].items(), ("all", report["blended"])]:
-                other = expected["blended"] if name == "all" else expected["sources"][name]
+            near = report["sets"]["near"]["blended"]
+            for name, score in [*report["sources"].items(), ("all", report["blended"]), ("near", near)]:
+                whole = {"all": expected["blended"], "near": expected["sets"]["near"]["blended"]}
+                other = {**expected["sources"], **whole}[name]
                 assert score["targets"] == other["targets"], (windows, name)
                 assert score["loss"] == pytest.approx(other["loss"], rel=1e-6), (windows, name)
                 assert score["bits_per_byte"] == pytest.approx(other["bits_per_byte"], rel=1e-6), (windows, name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.config.curation.curate import CurateConfig
-from pipeline.config.data import SourceConfig
+from pipeline.config.data import InputConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.files import curate_folder
 from pipeline.data.curate.measurers import measure_settings
@@ -51,7 +51,7 @@ class CurationPlan(FrozenPlan):
         )
 
 
-def reading_settings(source: SourceConfig, config: Config) -> dict[str, Any]:
+def reading_settings(source: InputConfig, config: Config) -> dict[str, Any]:
     """Settings of the run file that decide the documents of a source and their places."""
     preprocess = config.data.preprocess
     settings: dict[str, Any] = {

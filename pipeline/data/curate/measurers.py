@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.common.compiled import has_numba
 from pipeline.common.errors import UserError
 from pipeline.config.curation.curate import CurateConfig
-from pipeline.config.data import SourceConfig
+from pipeline.config.data import InputConfig
 from pipeline.config.root import Config
 from pipeline.data.curate.batch import Measurer
 from pipeline.data.curate.chunk_writer import FIXED_COLUMNS
@@ -54,7 +54,7 @@ def items_folder(config: Config) -> Path:
     return config.data_dir / CURATE / ITEMS
 
 
-def measure_settings(config: Config, source: SourceConfig, *, has_items: bool = True) -> dict[str, Any]:
+def measure_settings(config: Config, source: InputConfig, *, has_items: bool = True) -> dict[str, Any]:
     """Settings of the run file that decide the measures of a source, with versions, and hashes of models and items.
 
     Args:
@@ -84,7 +84,7 @@ def measure_settings(config: Config, source: SourceConfig, *, has_items: bool = 
     return settings
 
 
-def _check_metadata(config: CurateConfig, source: SourceConfig) -> None:
+def _check_metadata(config: CurateConfig, source: InputConfig) -> None:
     """Refuse keys of metadata that the source does not keep."""
     wanted = [("keep", key) for key in date_keys(config.duplicates)]
     if config.duplicates.url is not None:

@@ -70,7 +70,7 @@ def curate(
     started = time.monotonic()
     console = Console()
     curate_config(config)
-    sources = find_source_files(config)
+    sources = find_source_files(config, held_out=False)
     check_against(curate_config(config))
     with reading(config, sources):
         if dry_run:

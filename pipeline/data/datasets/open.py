@@ -5,19 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.common.errors import UserError
-from pipeline.config.data import SourceConfig
+from pipeline.config.data import HeldOutSourceConfig, InputConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 
 
-def dataset_folder(config: Config, source: SourceConfig, split: str) -> Path:
+def dataset_folder(config: Config, source: InputConfig, split: str) -> Path:
     """Folder of a source's dataset.
 
     Args:
         config: the run.
         source: one of its sources.
-        split: `train`, or one of `data.splits`.
+        split: `train`, or one of `data.splits`; a source that is never trained on has its own.
     """
+    split = source.split if isinstance(source, HeldOutSourceConfig) else split
     return (source.dataset or config.data_dir / source.name) / split
 
 
@@ -37,3 +38,35 @@ def open_datasets(config: Config, split: str) -> dict[str, Dataset]:
             )
     read = config.data.loader.read
     return {source.name: Dataset.open(dataset_folder(config, source, split), read) for source in config.data.sources}
+
+
+def has_split(config: Config, split: str) -> bool:
+    """True if some source of the run has the split."""
+    return any(dataset_folder(config, source, split).exists() for source in config.data.sources)
+
+
+def open_set(config: Config, name: str) -> dict[str, Dataset]:
+    """The datasets of a set of `heldout_sets`, by source.
+
+    Raises:
+        UserError: one is not there, not finished, or damaged; or the set has no token.
+    """
+    chosen, found = config.heldout_sets[name], dict[str, Dataset]()
+    inputs = {source.name: (key, source) for key, source in config.data.inputs.items()}
+    for each in chosen.sources:
+        key, source = inputs[each]
+        folder = dataset_folder(config, source, chosen.split)
+        if not folder.exists():
+            where = "pipeline preprocess RUN.yaml makes it"
+            if source.dataset is not None:
+                split = f"{key}.split" if isinstance(source, HeldOutSourceConfig) else f"heldout_sets.{name}.split"
+                where = f"correct {key}.dataset or {split}, or make it (`pipeline data adopt --split {folder.name}`)"
+            raise UserError(f"heldout_sets.{name}: source {each!r} has no dataset {folder}: {where}")
+        found[each] = Dataset.open(folder, config.data.loader.read)
+    if not any(dataset.tokens for dataset in found.values()):
+        folders = ", ".join(str(dataset.folder) for dataset in found.values())
+        raise UserError(
+            f"heldout_sets.{name} has no token ({folders}), so there is nothing to score; raise "
+            f"data.splits.{chosen.split}, name other sources, or remove the set"
+        )
+    return found

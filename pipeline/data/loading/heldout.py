@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,16 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.loading.arranged_rows import padded, stack
 from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.objectives.base import Objective
+
+
+@dataclass(frozen=True)
+class HeldOutTexts:
+    """Windows that a training validates on, by source."""
+
+    split: dict[str, HeldOut]
+    """Of the split that the run file names; empty where none is wanted."""
+    sets: dict[str, dict[str, HeldOut]]
+    """Of named sets, by the name of the set."""
 
 
 class HeldOut:

@@ -24,8 +24,8 @@ from pipeline.config.base import parse_count
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
-from pipeline.data.datasets.open import dataset_folder, open_datasets
-from pipeline.data.datasets.validate import check_datasets
+from pipeline.data.datasets.open import dataset_folder, open_datasets, open_set
+from pipeline.data.datasets.validate import check_datasets, check_tokenizers
 from pipeline.data.loading.objectives.choice import check_objectives, uses
 from pipeline.data.loading.stream_shape import padding_share, stream_shape
 from pipeline.data.order.blend import UNIT
@@ -52,7 +52,7 @@ from pipeline.data.order.run_length import (
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Sized
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
-from pipeline.data.preprocess.source_settings import check_settings, unused_weights
+from pipeline.data.preprocess.source_settings import check_heldout_settings, check_settings, unused_weights
 from pipeline.data.provenance.run import checkpoint_steps, shortened
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
@@ -323,6 +323,11 @@ def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Data
         check_tokenizer_settings(config)
         if config.train.validation.samples:
             check_datasets(open_datasets(config, config.train.validation.split))
+        for name in config.heldout_sets:
+            chosen = open_set(config, name)
+            check_datasets(chosen)
+            check_tokenizers({**datasets, **{f"{source} of heldout_sets.{name}": d for source, d in chosen.items()}})
+        check_heldout_settings(config)
     return found
 
 

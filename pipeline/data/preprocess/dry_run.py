@@ -212,7 +212,7 @@ def _tokenizer(config: Config) -> Tokenizer | None:
 
 def _problem(config: Config, found: SourceFiles, sample: SourceSample) -> str:
     """Problem of a source of which no sampled record is a document."""
-    key = f"data.sources.{config.data.sources.index(found.source)}"
+    key = next(key for key, source in config.data.inputs.items() if source.name == found.source.name)
     keys = f"{key}.type (now {found.reader.type})"
     if found.reader.has_keys:
         keys = f"{key}.text_key (now {found.reader.text_key!r}) or {keys}"

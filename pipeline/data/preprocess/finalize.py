@@ -11,6 +11,7 @@ import orjson
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
+from pipeline.config.data import HELD_OUT
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.manifest import CODE_VERSION, PART, WEIGHTED_PART, write_dataset
@@ -96,8 +97,11 @@ class Finalizer:
         bad.write()
         report.records, report.damaged, report.first_rejected = bad.records, bad.damaged, bad.first
         bad.check(self._config.data.preprocess)
-        if not report.splits[TRAIN].documents:
-            raise self._nothing_to_train_on(bad.rejected)
+        if self._plan.found.held_out:
+            if not report.splits[HELD_OUT].documents:
+                raise self._nothing("to score", bad.rejected)
+        elif not report.splits[TRAIN].documents:
+            raise self._nothing("to train on", bad.rejected)
 
     def write(self) -> SourceReport:
         """Write the manifests of `parts` and the report."""
@@ -120,7 +124,7 @@ class Finalizer:
             self.report.written.append(path)
         return self.report
 
-    def _nothing_to_train_on(self, rejected: Counter[str]) -> UserError:
+    def _nothing(self, use: str, rejected: Counter[str]) -> UserError:
         records = self.report.records
         empty, curated = rejected[EMPTY], sum(self.report.curated.values())
         elsewhere = records - rejected.total() - curated
@@ -134,4 +138,4 @@ class Finalizer:
         what = " and ".join(f"{count} {'is' if count == 1 else 'are'} {kind}" for count, kind in kinds if count)
         found = f"of {counted(records, 'record')} {what}" if records else "its files hold no records"
         lower = f", or lower data.splits ({splits_in_words(self._config.data)})" if elsewhere else ""
-        return UserError(f"source {self.report.name!r} has no document to train on: {found}; add documents{lower}")
+        return UserError(f"source {self.report.name!r} has no document {use}: {found}; add documents{lower}")

@@ -49,7 +49,7 @@ def prepare_tokenizer(
 
     Args:
         config: the run.
-        sources: with their files.
+        sources: with their files; those that are never trained on are left out.
         splits: of each source; a tokenizer is trained on documents of the training split.
         check: raises if the tokenizer must not be used. Called before it is saved.
 
@@ -57,7 +57,7 @@ def prepare_tokenizer(
         OtherTokenizer: the saved one is another.
         UserError: there is nothing to train on.
     """
-    folder = tokenizer_folder(config)
+    folder, sources = tokenizer_folder(config), [found for found in sources if not found.held_out]
     saved = saved_origin(folder)
     if config.tokenizer.path is not None:
         tokenizer = Tokenizer.load(config.tokenizer.path, config.tokenizer)

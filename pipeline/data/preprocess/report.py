@@ -122,7 +122,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
     for column in table.columns[2:]:
         column.justify = "right"
     for source in report.sources:
-        for name, split in source.splits.items():
+        for number, (name, split) in enumerate(source.splits.items()):
             table.add_row(
                 source.name,
                 name,
@@ -130,9 +130,9 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
                 f"{split.tokens:,}",
                 size(split.text_bytes),
                 f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-",
-                f"{sum(source.rejected.values()):,}" if name == TRAIN else "",
-                *([f"{sum(source.curated.values()):,}" if name == TRAIN else ""] if has_curation else []),
-                *([size(source.lost) if name == TRAIN else ""] if has_damage else []),
+                f"{sum(source.rejected.values()):,}" if not number else "",
+                *([f"{sum(source.curated.values()):,}" if not number else ""] if has_curation else []),
+                *([size(source.lost) if not number else ""] if has_damage else []),
             )
     if report.sources:
         console.print(table)
@@ -140,7 +140,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
         say(console, f"{name} is not used any more ({evidence}); its output was made again")
     for source in report.sources:
         for name, wanted in splits.items():
-            if wanted.share and not source.splits[name].documents:
+            if TRAIN in source.splits and wanted.share and not source.splits[name].documents:
                 documents = counted(source.splits["train"].documents, "document")
                 say(
                     console,

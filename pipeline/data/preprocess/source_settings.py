@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.common.errors import UserError
-from pipeline.config.data import SourceConfig
+from pipeline.config.data import HELD_OUT, HeldOutSourceConfig, InputConfig
 from pipeline.config.root import Config
+from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import WEIGHT_KEY, Manifest
+from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.preprocess.splits import documents_wanted
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.records import MAX_RECORD_BYTES
@@ -28,11 +30,11 @@ def unused_weights(config: Config, manifests: Mapping[str, Manifest]) -> list[st
     ]
 
 
-def settings_of(source: SourceConfig, config: Config) -> dict[str, Any]:
+def settings_of(source: InputConfig, config: Config) -> dict[str, Any]:
     """Settings of the run file that decide the content of a source's dataset."""
-    preprocess = config.data.preprocess
+    preprocess, held_out = config.data.preprocess, isinstance(source, HeldOutSourceConfig)
     settings: dict[str, Any] = {
-        "data.splits": {name: str(split) for name, split in config.data.splits.items()},
+        "data.splits": {} if held_out else {name: str(split) for name, split in config.data.splits.items()},
         "data.split_by": config.data.split_by,
         "data.preprocess.seed": preprocess.seed,
         "data.preprocess.unit_bytes": preprocess.unit_bytes,
@@ -45,7 +47,7 @@ def settings_of(source: SourceConfig, config: Config) -> dict[str, Any]:
     }
     if preprocess.max_record_bytes != MAX_RECORD_BYTES:  # datasets of earlier versions do not name it
         settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
-    if preprocess.on_damaged_file == "drop" and documents_wanted(config.data):
+    if preprocess.on_damaged_file == "drop" and documents_wanted(config.data) and not held_out:
         settings["data.preprocess.on_damaged_file"] = "drop"  # splits with numbers of documents are counted without
     return settings | reader_of(source, config).settings()
 
@@ -66,20 +68,37 @@ def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
                 f"data.sources: {source.name}: weight_key {source.weight_key!r}, but of loss weights of documents "
                 f"{source.dataset} has {has}; write that key, or remove weight_key, or make the dataset again with it"
             )
-        if source.dataset is not None or not made:
-            continue
-        asked = settings_of(source, config)
-        # Of any format: the type may be one of the differences.
-        left_open = {*_NOT_OF_THE_RUN_FILE, *(name for each in SOURCE_FORMATS.values() for name in each.pinned)}
-        known = {name: value for name, value in made.items() if name not in left_open}
-        differences = setting_differences(known, asked)
-        curated = config.data.curate is not None and config.data.curate.mode == "apply"
-        if curated != ("curation" in made):
-            words = {True: "left out what was removed", False: "kept all documents"}
-            differences.append(f"data.curate: it {words[not curated]} then, {words[curated]} now")
-        if differences:
-            raise UserError(
-                f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"
-                + "\n".join(f"  {difference}" for difference in differences)
-                + "\nSet them back; or run `pipeline preprocess` with this run file, which says how to make it again"
-            )
+        _check(config, source, manifests[source.name])
+
+
+def check_heldout_settings(config: Config) -> None:
+    """Do the same for the sources that are never trained on.
+
+    Raises:
+        UserError: a setting differs, or a dataset is not there.
+    """
+    for source in config.data.heldout_sources:
+        if source.dataset is None:
+            _check(config, source, Dataset.open(dataset_folder(config, source, HELD_OUT)).manifest)
+
+
+def _check(config: Config, source: InputConfig, manifest: Manifest) -> None:
+    made = manifest.settings
+    if source.dataset is not None or not made:
+        return
+    asked = settings_of(source, config)
+    # Of any format: the type may be one of the differences.
+    left_open = {*_NOT_OF_THE_RUN_FILE, *(name for each in SOURCE_FORMATS.values() for name in each.pinned)}
+    known = {name: value for name, value in made.items() if name not in left_open}
+    differences = setting_differences(known, asked)
+    applies = config.data.curate is not None and config.data.curate.mode == "apply"
+    curated = applies and not isinstance(source, HeldOutSourceConfig)
+    if curated != ("curation" in made):
+        words = {True: "left out what was removed", False: "kept all documents"}
+        differences.append(f"data.curate: it {words[not curated]} then, {words[curated]} now")
+    if differences:
+        raise UserError(
+            f"the dataset of source {source.name!r} was made with other settings than the run file has now:\n"
+            + "\n".join(f"  {difference}" for difference in differences)
+            + "\nSet them back; or run `pipeline preprocess` with this run file, which says how to make it again"
+        )

@@ -17,7 +17,14 @@ from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import AppliedCuration
 from pipeline.data.preprocess.source_plan import counting_job, planned_settings
-from pipeline.data.preprocess.splits import Splits, documents_wanted, make_splits, splits_from_settings, splits_in_words
+from pipeline.data.preprocess.splits import (
+    Splits,
+    all_held_out,
+    documents_wanted,
+    make_splits,
+    splits_from_settings,
+    splits_in_words,
+)
 from pipeline.data.preprocess.tokenize_unit import SmallestHashes, UnitJob, make_sample_hashes
 from pipeline.data.sources.records import EMPTY
 from pipeline.data.work.leases import Lease, LeaseWatch, take
@@ -46,7 +53,10 @@ def find_splits(
     """
     wanted = documents_wanted(config.data)
     if not wanted:
-        return {found.source.name: make_splits(config.data) for found in sources}
+        return {
+            found.source.name: all_held_out(config.data) if found.held_out else make_splits(config.data)
+            for found in sources
+        }
     return {
         found.source.name: known_splits(config, found, curations.get(found.source.name))
         or _counted(config, console, found, wanted, curations.get(found.source.name))
@@ -56,6 +66,8 @@ def find_splits(
 
 def known_splits(config: Config, found: SourceFiles, curation: AppliedCuration | None = None) -> Splits | None:
     """The splits of a source if none of its documents has to be read for them."""
+    if found.held_out:
+        return all_held_out(config.data)
     return _planned(config, found, curation) if documents_wanted(config.data) else make_splits(config.data)
 
 

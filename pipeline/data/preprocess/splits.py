@@ -16,6 +16,7 @@ import xxhash
 from pipeline.common.errors import UserError
 from pipeline.common.format import percent
 from pipeline.common.hashing import key
+from pipeline.config.data import HELD_OUT
 from pipeline.data.datasets.files import TRAIN
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ class Splits:
     def settings(self) -> dict[str, Any]:
         """The ends by name, for the plan."""
         return dict(zip(self.names[1:], self.ends, strict=True))
+
+
+def all_held_out(config: DataConfig) -> Splits:
+    """The one split of a source that is never trained on."""
+    return Splits((HELD_OUT,), (), config.split_by == "id")
 
 
 def split_names(config: DataConfig) -> list[str]:

@@ -412,13 +412,13 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
 
 def _check_datasets(config: Config, tokenizer: Tokenizer) -> None:
     """Datasets made elsewhere have to be there, with the run's tokenizer, and with their packs if it needs any."""
-    for number, source in enumerate(config.data.sources):
+    for at, source in config.data.inputs.items():
         if source.dataset is None:
             continue
         folder = dataset_folder(config, source, TRAIN)
-        key = f"data.sources.{number}.dataset"
+        key, split = f"{at}.dataset", folder.name
         if not folder.is_dir():
-            raise UserError(f"{key}: {source.dataset} has no folder train/; name the folder that has train/ in it")
+            raise UserError(f"{key}: {source.dataset} has no folder {split}/; name the folder that has {split}/ in it")
         info = Dataset.open(folder).manifest.tokenizer
         if info.fingerprint != tokenizer.fingerprint:
             raise UserError(

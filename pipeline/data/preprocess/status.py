@@ -21,7 +21,7 @@ from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, size
-from pipeline.config.data import SourceConfig
+from pipeline.config.data import InputConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
 from pipeline.data.datasets.manifest import PLAN_KEYS
@@ -144,8 +144,8 @@ class SourceProgress:
 def read_state(config: Config) -> list[SourceProgress]:
     """Progress of each source that has files or a hub dataset."""
     now = time.time()
-    condemned = frozenset(_condemned(config))
-    states = [_read_source(config, source, condemned, now) for source in config.data.sources if source.dataset is None]
+    condemned, inputs = frozenset(_condemned(config)), config.data.inputs.values()
+    states = [_read_source(config, source, condemned, now) for source in inputs if source.dataset is None]
     if any(state.state in _BUSY for state in states):
         for state in states:
             if state.state == "stopped":
@@ -160,7 +160,7 @@ def _condemned(config: Config) -> dict[str, str]:
         return {}
 
 
-def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str], now: float) -> SourceProgress:
+def _read_source(config: Config, source: InputConfig, condemned: frozenset[str], now: float) -> SourceProgress:
     folder = config.data_dir / source.name
     places = [folder, *(packs_folder(folder / TRAIN, length) for length in config.pack_lengths)]
     state = SourceProgress(source.name, folder, workers=[each for place in places for each in read_workers(place, now)])

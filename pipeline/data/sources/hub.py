@@ -13,7 +13,7 @@ from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import Document, Hub, Piece
 
 if TYPE_CHECKING:
-    from pipeline.config.data import SourceConfig
+    from pipeline.config.data import InputConfig
 
 _REVISION = "hub.revision"
 
@@ -35,7 +35,7 @@ class HubReader(Reader):
     hub: Hub = dataclasses.field(kw_only=True)
 
     @classmethod
-    def from_config(cls, source: SourceConfig, **limits: Any) -> Self:
+    def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source with the key `hub`."""
         asked = source.hub
         assert asked is not None

@@ -40,7 +40,7 @@ from pipeline.data.sources.records import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.config.data import SourceConfig
+    from pipeline.config.data import InputConfig, SourceConfig
 
 SMALLEST_UNIT = 16 * 2**20
 UNITS_AT_LEAST = 64
@@ -102,10 +102,10 @@ class Reader(ABC):
     weight_key: str | None = None
 
     @classmethod
-    def from_config(cls, source: SourceConfig, **limits: Any) -> Self:
+    def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
         keys = source.text_key, source.id_key, tuple(source.metadata)
-        return cls(*keys, weight_key=source.weight_key, **limits)
+        return cls(*keys, weight_key=source.weight_key if isinstance(source, SourceConfig) else None, **limits)
 
     @classmethod
     def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.common import storage
 from pipeline.common.errors import MachineError
 from pipeline.common.hashing import key, value_hash
-from pipeline.config.data import SourceConfig
+from pipeline.config.data import HeldOutSourceConfig, InputConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
@@ -31,9 +31,14 @@ CHUNK_RECORDS = 2**20
 class SourceFiles:
     """A source's files, found but not yet planned."""
 
-    source: SourceConfig
+    source: InputConfig
     reader: Reader
     files: list[File]
+
+    @property
+    def held_out(self) -> bool:
+        """True if no document is trained on."""
+        return isinstance(self.source, HeldOutSourceConfig)
 
     @property
     def bytes(self) -> int:
@@ -46,23 +51,27 @@ class SourceFiles:
         return sum(self.reader.expected_text_bytes(file) for file in self.files)
 
 
-def reader_of(source: SourceConfig, config: Config) -> Reader:
+def reader_of(source: InputConfig, config: Config) -> Reader:
     """Reader of a source, by the run file."""
     preprocess = config.data.preprocess
     limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
     return SOURCE_FORMATS[source.type].from_config(source, **limits)
 
 
-def find_source_files(config: Config) -> list[SourceFiles]:
-    """Look for the files of all sources that have `paths` or `hub`."""
+def find_source_files(config: Config, *, held_out: bool = True) -> list[SourceFiles]:
+    """Look for the files of all sources that have `paths` or `hub`.
+
+    Args:
+        config: the run.
+        held_out: of the sources that are never trained on, too, as the last ones.
+    """
     found = []
-    for number, source in enumerate(config.data.sources):
-        if source.dataset is None:
-            key = f"data.sources.{number}"
+    for place, source in config.data.inputs.items():
+        if source.dataset is None and (held_out or not isinstance(source, HeldOutSourceConfig)):
             try:
-                found.append(_find(config, source, key))
+                found.append(_find(config, source, place))
             except PermissionError as error:
-                raise may_not_be_read(f"{key}.{SOURCE_FORMATS[source.type].key}", error) from error
+                raise may_not_be_read(f"{place}.{SOURCE_FORMATS[source.type].key}", error) from error
     return found
 
 
@@ -77,8 +86,8 @@ def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
         yield
     except PermissionError as error:
         keys = {
-            file.path: f"data.sources.{number}.{found.reader.key}"
-            for number, source in enumerate(config.data.sources)
+            file.path: f"{place}.{found.reader.key}"
+            for place, source in config.data.inputs.items()
             for found in sources
             if found.source.name == source.name
             for file in found.files
@@ -100,7 +109,7 @@ def may_not_be_read(key: str, error: PermissionError) -> MachineError:
     )
 
 
-def _find(config: Config, source: SourceConfig, key: str) -> SourceFiles:
+def _find(config: Config, source: InputConfig, key: str) -> SourceFiles:
     def planned() -> Any:
         """Settings of the plan that is there; none if it cannot be read."""
         plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)

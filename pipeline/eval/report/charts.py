@@ -13,7 +13,7 @@ from pipeline.common.page.html import Table
 from pipeline.common.page.words import NONE, count, figure, seconds
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Axis, Line, LineChart, Look, Marks
-from pipeline.eval.report.series import Curve, Floats, curve
+from pipeline.eval.report.series import Curve, Floats, Validation, curve
 
 T = TypeVar("T")
 TABLE_ROWS = 12
@@ -55,7 +55,8 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     """The charts that follow the steps of the runs."""
     yield _by_step(runs, scale, "loss", "Loss", "nats per token", line="training", validation=True, logarithmic=True)
     yield from _losses_by_source(runs, scale)
-    yield from _validations_by_source(runs, scale)
+    yield from _validations_by(runs, scale, "source", lambda each: each.columns.validations)
+    yield from _validations_by(runs, scale, "set", lambda each: each.columns.set_validations)
     if _has(runs, "mtp_loss"):
         title = "Loss of multi-token prediction"
         yield _by_step(runs, scale, "mtp_loss", title, "nats per token, mean of the depths", logarithmic=True)
@@ -195,22 +196,25 @@ def _losses_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineCh
     )
 
 
-def _validations_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
+def _validations_by(
+    runs: Sequence[RunFacts], scale: Scale, of: str, looks: Callable[[RunFacts], list[Validation]]
+) -> Iterator[LineChart]:
     def values(each: RunFacts, name: str) -> tuple[Floats, Floats]:
-        found = [v for v in each.columns.validations if name in v.by_source]
+        found = [v for v in looks(each) if name in v.by_source]
         return np.array([scale.at(each, v.step, v.time) for v in found]), np.array([v.by_source[name] for v in found])
 
     return _by_source(
         runs,
         scale,
         "validation loss",
-        "Validation by source",
-        lambda each: list(dict.fromkeys(name for v in each.columns.validations for name in v.by_source)),
+        f"Validation by {of}",
+        lambda each: list(dict.fromkeys(name for v in looks(each) for name in v.by_source)),
         values,
         lambda each, names: [
             (count(v.step), count(_tokens_at(each, v.step)), *(figure(v.by_source.get(name)) for name in names))
-            for v in _some(each.columns.validations)
+            for v in _some(looks(each))
         ],
+        of=of,
         points=True,
     )
 
@@ -224,14 +228,15 @@ def _by_source(
     values: Callable[[RunFacts, str], tuple[Floats, Floats]],
     rows: Callable[[RunFacts, list[str]], list[tuple[str, ...]]],
     *,
+    of: str = "source",
     points: bool,
 ) -> Iterator[LineChart]:
     every = list(dict.fromkeys(name for each in runs for name in names_of(each)))
-    if len(every) < 2:
+    if len(every) < (2 if of == "source" else 1):
         return  # of one source it is the loss itself
     order = {row.source: place for place, row in enumerate(c for each in runs for c in each.consumption)}
     names = sorted(every, key=lambda name: order.get(name, len(order)))[:MOST_LINES]
-    left = f" The {len(names)} largest of {len(every)} sources." if len(every) > len(names) else ""
+    left = f" The {len(names)} largest of {len(every)} {of}s." if len(every) > len(names) else ""
 
     def line(each: RunFacts, name: str, label: str, look: Look) -> Line:
         x, y = values(each, name)
@@ -243,7 +248,7 @@ def _by_source(
         note = "" if points else f"Means of {steps:,} steps." if steps > 1 else "Each point is a step."
         return LineChart(
             title=title,
-            description=f"{what.capitalize()} of each source over {scale.label}, nats per token.",
+            description=f"{what.capitalize()} of each {of} over {scale.label}, nats per token.",
             axis=scale.axis,
             x_label=scale.label,
             y_label="nats per token",

@@ -148,9 +148,12 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
                 if len(found.sources) > 1 and len(runs) == 1
                 else {}
             )
+            measured = dict.fromkeys(parts, found.measure)
+            for of, scores in found.sets.items():
+                parts[f"{name}: set {of}"], measured[f"{name}: set {of}"] = scores, found.set_measures[of]
             for label, scores in parts.items():
                 if (loss := scores["loss"]) is not None:
-                    series.setdefault((label, found.measure), []).append((found.step, loss))
+                    series.setdefault((label, measured[label]), []).append((found.step, loss))
                 cells.append(
                     (label, count(found.step), *(figure(scores[k]) for k in ("loss", "perplexity", "bits_per_byte")))
                 )

@@ -62,6 +62,8 @@ class Columns:
         self.spikes, self.skipped, self.passed_over = array("q"), array("q"), array("q")
         """Steps that were spikes; that were not applied to the weights; of which nothing was computed."""
         self.validations: list[Validation] = []
+        self.set_validations: list[Validation] = []
+        """Looks at named sets, whose losses are `by_source`."""
         self.newest: dict[str, Any] | None = None
         """Row of the last step; None where the run went back and has made none since."""
         self.lost = 0
@@ -94,6 +96,9 @@ class Columns:
             by_source = row.get("validation_loss_by_source")
             losses = {str(k): number(v) for k, v in by_source.items()} if isinstance(by_source, dict) else {}
             self.validations.append(Validation(step, time, number(row["validation_loss"]), losses))
+        if isinstance(sets := row.get("validation"), dict):
+            losses = {str(k): number(v.get("loss")) for k, v in sets.items() if isinstance(v, dict)}
+            self.set_validations.append(Validation(step, time, math.nan, losses))
         if "tokens" not in row:
             return
         if self.step and step <= self.step[-1]:
@@ -158,8 +163,9 @@ class Columns:
             for steps in (self.spikes, self.skipped, self.passed_over):
                 del steps[bisect_right(steps, step) :]
             self.loads.go_back(step)
-        while self.validations and self.validations[-1].step > step:
-            self.validations.pop()
+        for looks in (self.validations, self.set_validations):
+            while looks and looks[-1].step > step:
+                looks.pop()
 
 
 @dataclass(frozen=True)

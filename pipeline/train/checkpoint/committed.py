@@ -7,8 +7,8 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,12 @@ from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import file_hash
 from pipeline.common.run_files import CHECKPOINT_STATE
+from pipeline.config.train import CheckpointConfig
 
 COMMIT = "COMMIT"
+VALIDATION_LOSSES = "validation_losses"
+"""In state.json of runs that keep the best: the losses of the sets that were scored at this step, by name; "" is the
+split of `train.validation`."""
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Errors that reading the state or the list of files of a damaged checkpoint may raise."""
 
@@ -190,6 +194,15 @@ def changed(
             raise
         return f"{path} cannot be read: {error.strerror}"
     return None if now == digest else f"{path} has changed since it was written (xxh3 differs)"
+
+
+def validation_losses(checkpoints: Iterable[Checkpoint], config: CheckpointConfig) -> dict[int, float | None]:
+    """Loss by step of the set that decides which checkpoints are the best, as far as it was measured at their steps."""
+    found = dict[int, float | None]()
+    for checkpoint in checkpoints if config.keep_best is not None else ():
+        with suppress(*UNREADABLE):
+            found[checkpoint.step] = checkpoint.state().get(VALIDATION_LOSSES, {}).get(config.best_of or "")
+    return found
 
 
 def record_of(path: Path) -> tuple[int, str]:

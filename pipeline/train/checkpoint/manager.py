@@ -27,9 +27,10 @@ from pipeline.train.checkpoint.committed import (
     Parent,
     record_of,
     step_of,
+    validation_losses,
     wait_until_visible,
 )
-from pipeline.train.checkpoint.policy import to_prune
+from pipeline.train.checkpoint.policy import best, to_prune
 
 __all__ = ["Checkpoint", "Checkpoints", "Files", "NotRemoved", "Verify", "record_of"]
 
@@ -324,7 +325,7 @@ class Checkpoints:
             config,
             [checkpoint.step for checkpoint in everything],
             latest.step if latest else None,
-            [last_good.step] if last_good else [],
+            [*([last_good.step] if last_good else []), *best(config, validation_losses(everything, config))],
         )
         gone = [checkpoint for checkpoint in everything if checkpoint.step in steps]
         return gone if dry_run else self.remove(gone)

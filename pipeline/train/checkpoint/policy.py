@@ -7,7 +7,7 @@ folder, with the rules of that folder.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pipeline.config.train import CheckpointConfig
 
@@ -34,12 +34,23 @@ def to_prune(
         config: how many stay, and which ones permanently.
         steps: of all of them, in any order.
         latest: the one that the run resumes from, which stays.
-        good: others that must stay, like the last one that can be trusted.
+        good: others that must stay: the last one that can be trusted, and the `best`.
     """
     if latest is None:
         return []
     stay = {latest, *good, *sorted(steps)[-config.keep :]}
     return [step for step in sorted(steps) if step < latest and step not in stay and not is_permanent(config, step)]
+
+
+def best(config: CheckpointConfig, losses: Mapping[int, float | None]) -> list[int]:
+    """Steps of the `keep_best` checkpoints with the lowest validation loss, the earlier one of equals.
+
+    Args:
+        config: how many.
+        losses: of the set that decides, by step; None, or no number, where it is not known.
+    """
+    known = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return sorted(known, key=lambda step: (known[step], step))[: config.keep_best or 0]
 
 
 def saves_lost(config: CheckpointConfig, step: int, reached: int, saved: Collection[int]) -> int:

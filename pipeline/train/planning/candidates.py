@@ -53,6 +53,7 @@ def candidates(config: Config, spec: DecoderSpec, world_size: int, node_devices:
     batch = min(shape.batch_size for shape in shapes)
     streams = [run_stream(config), *(shape.stream for shape in shapes)]
     lengths = [side for stream in streams for side in (stream.encoder, stream.decoder) if side]
+    lengths += [config.set_length(name) for name in config.heldout_sets]
     layouts = _layouts(world_size, node_devices, batch, min(lengths), len(spec.layers))
     for layout in (each for one in layouts for each in _with_experts(one, spec, node_devices)):
         # What remains of a length that tp does not divide cannot be cut.

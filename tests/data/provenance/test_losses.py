@@ -33,7 +33,7 @@ def _quiet(_: str) -> None:
 
 @pytest.fixture(scope="module", params=["windows", "best_fit"])
 def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A run, on windows or on packs, of several epochs with a ramp, a phase, a slice and skips, and the losses of its first 40 steps."""
+    """A run on windows or on packs: several epochs, a ramp, a phase, a slice, skips; losses of its first 40 steps."""
     root = tmp_path_factory.mktemp("losses")
     write_text(root / "text", 30)
     rows = [

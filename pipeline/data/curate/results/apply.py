@@ -159,7 +159,7 @@ def applied_curations(config: Config, sources: list[SourceFiles]) -> dict[str, A
 
     Args:
         config: the run.
-        sources: all that have files.
+        sources: all that have files; those that are never trained on are not curated.
 
     Raises:
         UserError: the active decisions are not those of the run file.
@@ -168,6 +168,7 @@ def applied_curations(config: Config, sources: list[SourceFiles]) -> dict[str, A
         return {}
     from pipeline.data.curate.curation_plan import plan_sources
 
+    sources = [found for found in sources if not found.held_out]
     # Before plans are made: these open models, and the items of evaluations that the command `curate` writes.
     folders = [curate_folder(config.data_dir / found.source.name) for found in sources]
     if missing := [folder for folder in folders if not (folder / CURATION_FILE).exists()]:
@@ -208,7 +209,7 @@ def decisions_of_run(config: Config, plans: Sequence[CurationPlan]) -> dict[str,
 def active_curation(config: Config, found: SourceFiles) -> AppliedCuration | None:
     """Active decisions about a source that preprocess would follow, be they of the run file or not."""
     curate = config.data.curate
-    if curate is None or curate.mode != "apply":
+    if curate is None or curate.mode != "apply" or found.held_out:
         return None
     active = find_curation(curate_folder(config.data_dir / found.source.name))
     return None if active is None else _applied(active, curate)

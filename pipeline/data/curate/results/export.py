@@ -61,7 +61,7 @@ def export(config: Config, folder: Path, form: ExportFormat, console: Console) -
     Raises:
         UserError: the decisions are not those of the run file, or the folder has an export of others.
     """
-    sources = find_source_files(config)
+    sources = find_source_files(config, held_out=False)
     with reading(config, sources):
         plans = plan_sources(config, sources)
         curations = decisions_of_run(config, plans)

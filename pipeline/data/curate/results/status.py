@@ -96,7 +96,9 @@ def _print_passes(console: Console, config: Config, measured: set[str]) -> bool:
         return False
     complete = True
     try:
-        plans = [plan for plan in plan_sources(config, find_source_files(config)) if plan.name in measured]
+        plans = [
+            plan for plan in plan_sources(config, find_source_files(config, held_out=False)) if plan.name in measured
+        ]
         of_run = {plan.name: plan.settings for plan in plans}
         for scope in make_scopes(config, plans) if len(of_run) == len(measured) and of_run else ():
             receipts = [Receipts(plan.folder) for plan in scope.plans]

@@ -30,7 +30,7 @@ def what_if(
         UserError: what was changed decides measures, or there are no active decisions.
     """
     curate_config(config)
-    sources = find_source_files(changed)
+    sources = find_source_files(changed, held_out=False)
     plans = plan_sources(changed, sources)
     active = {plan.name: read_curation(plan.folder) for plan in plans}
     for plan in plans:

@@ -180,10 +180,31 @@ def heldout_objectives(config: Config, datasets: Mapping[str, Dataset]) -> dict[
     Raises:
         UserError: As `make_objective`.
     """
-    if not datasets or not any(objective.chooses for objective in config.train.objective.all):
+    return _chosen(config, uses(config), datasets)
+
+
+def set_objectives(config: Config, name: str, datasets: Mapping[str, Dataset]) -> dict[str, Objective | None]:
+    """The same of a set of `heldout_sets`: its own objective, or that of the training at the set's length.
+
+    Args:
+        config: The run file.
+        name: Of the set.
+        datasets: Of its sources.
+
+    Raises:
+        UserError: As `make_objective`.
+    """
+    own, length = config.heldout_sets[name].objective, config.set_length(name)
+    if own is not None:
+        return _chosen(config, [Use(f"heldout_sets.{name}.objective", own, length)], datasets)
+    return _chosen(config, [use._replace(length=length) for use in uses(config)], datasets)
+
+
+def _chosen(config: Config, found: list[Use], datasets: Mapping[str, Dataset]) -> dict[str, Objective | None]:
+    if not datasets or not any(use.objective.chooses for use in found):
         return dict.fromkeys(datasets)
     first = next(iter(datasets.values()))
-    made = _made(config, uses(config), datasets, first.manifest.tokenizer, first.folder)
+    made = _made(config, found, datasets, first.manifest.tokenizer, first.folder)
     return {name: objective if objective.chooses else None for name, objective in made.items()}
 
 

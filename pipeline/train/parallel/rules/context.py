@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
-from pipeline.data.loading.stream_shape import StreamShape
+from pipeline.data.loading.stream_shape import StreamShape, stream_shape
 from pipeline.train.model.part_spec import MixerSpec
 from pipeline.train.parallel.layout import Layout, sequence_multiple, sequence_pieces
 from pipeline.train.parallel.rules.base import Rule, key_of, nearest_multiples, parts_of, spec_of
@@ -25,6 +25,10 @@ def _streams(config: Config, layout: Layout) -> dict[str, StreamShape]:
     streams = {"train.sequence_length": run_stream(config)}  # of validation too, whatever the phases have
     for shape in step_shapes(config, layout.dp):
         streams[shape.length_key] = shape.stream
+    for name, each in config.heldout_sets.items():
+        if each.sequence_length is not None or each.objective is not None:
+            objective = each.objective or config.train.objective
+            streams[f"heldout_sets.{name}.sequence_length"] = stream_shape(objective, config.set_length(name))
     return streams
 
 
@@ -152,9 +156,16 @@ def _not_exchanged(config: Config, mixer: MixerSpec, tp: int, cp: int) -> Iterat
 
 CONTEXT_RULES: Sequence[Rule] = (
     Rule(
-        ("train.sequence_length", "blend.phases.N.sequence_length", "parallel.cp", "parallel.sequence_parallel"),
-        "The sequence length of the run and of each phase is a multiple of `tp` with `sequence_parallel`, of `cp` with "
-        "`ulysses`, of 2 x `cp` with `all_gather`, and of `cp` x `tp` too where both cut it.",
+        (
+            "train.sequence_length",
+            "blend.phases.N.sequence_length",
+            "heldout_sets.NAME.sequence_length",
+            "parallel.cp",
+            "parallel.sequence_parallel",
+        ),
+        "The sequence length of the run, of each phase and of each held-out set is a multiple of `tp` with "
+        "`sequence_parallel`, of `cp` with `ulysses`, of 2 x `cp` with `all_gather`, and of `cp` x `tp` too where both "
+        "cut it.",
         _sequence,
     ),
     Rule(

@@ -78,6 +78,7 @@ def _tokens(config: Config, layout: Layout) -> Iterator[str]:
     multiple = fp8.multiple * layout.cp
     # Validation has batches of any number of windows, so that each window has to be one.
     lengths = dict.fromkeys((shape.length_key, shape.sequence_length) for shape in step_shapes(config, layout.dp))
+    lengths |= {(f"heldout_sets.{name}.sequence_length", config.set_length(name)): None for name in config.heldout_sets}
     for key, length in lengths:
         if length % multiple:
             cut = f" over parallel.cp={layout.cp}" if layout.cp > 1 else ""

@@ -1,0 +1,54 @@
+"""`heldout_sets:`: named sets of held-out documents, scored while training and by `pipeline eval`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
+
+from pipeline.config.base import Section
+from pipeline.config.objective import ObjectiveConfig
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+
+
+def _is_name(name: str) -> str:
+    if not _NAME.match(name):
+        raise ValueError(f"{name!r} is not a valid name of a set; use letters, digits, - and _")
+    return name
+
+
+SetName = Annotated[str, AfterValidator(_is_name)]
+"""Name of a set, part of the names of metrics."""
+
+
+class HeldOutSetConfig(Section):
+    """A named set of held-out documents, scored while training and by `pipeline eval`.
+
+    It comes besides the split that `train.validation` and `eval` name.
+    """
+
+    sources: list[str] = Field(min_length=1)
+    """Sources of the set, by name: of `data.sources`, of which `split` is taken, and of `data.heldout_sources`."""
+    split: str = "heldout"
+    """Split of those of `data.sources`, one of `data.splits`."""
+    sequence_length: int | None = Field(default=None, ge=1)
+    """Tokens of a window; by default train.sequence_length."""
+    every_steps: int | None = Field(default=None, ge=1)
+    """Score the set every N steps while training, and at the end; by default train.validation.every_steps."""
+    samples: int = Field(default=64, ge=0)
+    """Windows that are scored while training, of which each source has its share, the same ones each time; 0: only
+    `pipeline eval` scores the set. There `eval.samples` counts, by default all windows."""
+    objective: ObjectiveConfig | None = None
+    """Objective by which windows are scored; by default that of the training."""
+
+    @model_validator(mode="after")
+    def _together(self) -> HeldOutSetConfig:
+        if twice := [name for number, name in enumerate(self.sources) if name in self.sources[:number]]:
+            raise ValueError(f"sources: {twice[0]!r} is there twice; remove one of them")
+        if self.objective is not None and self.objective.type == "fim":
+            raise ValueError(
+                "objective.type: fim only rearranges documents for training; remove it to score text as it is"
+            )
+        return self
