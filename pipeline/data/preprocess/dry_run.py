@@ -210,7 +210,8 @@ def _problem(config: Config, found: SourceFiles, sample: SourceSample) -> str:
     key = f"data.sources.{config.data.sources.index(found.source)}"
     keys = f"{key}.type (now {found.reader.type})"
     if found.reader.has_keys:
-        keys = f"{key}.text_key (now {found.reader.text_key!r}) or {keys}"
+        reader = found.reader
+        keys = f"{key}.{reader.text_config_key} (now {', '.join(map(repr, reader.text_keys))}) or {keys}"
     advice = _hint(found, sample) or f"correct {keys}, or repair the files"
     return f"{key} ({found.source.name}): {sample.in_words}; the first is in {sample.first_bad}; {advice}"
 

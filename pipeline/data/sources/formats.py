@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pipeline.data.sources.arrow import ArrowReader
+from pipeline.data.sources.delimited import CsvReader, TsvReader
 from pipeline.data.sources.hub import HubReader
 from pipeline.data.sources.jsonl import JsonlReader
 from pipeline.data.sources.parquet import ParquetReader
@@ -13,5 +14,5 @@ from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.text import TextReader
 
 SOURCE_FORMATS: dict[str, type[Reader]] = {
-    each.type: each for each in (TextReader, JsonlReader, ParquetReader, ArrowReader, HubReader)
+    each.type: each for each in (TextReader, JsonlReader, CsvReader, TsvReader, ParquetReader, ArrowReader, HubReader)
 }

@@ -95,7 +95,7 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
             cursor.give_up(piece, error.reason, error.detail)
             return
     shard, count = int(found[1]), int(found[2])
-    stream = _stream(hub, (reader.text_key, reader.id_key, *reader.metadata))
+    stream = _stream(hub, (*reader.text_keys, reader.id_key, *reader.metadata))
     if stream.num_shards != count:
         raise UserError(f"{hub.path} had {count} shards when the plan was made, and {stream.num_shards} now")
     if count > 1:

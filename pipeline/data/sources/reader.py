@@ -38,6 +38,7 @@ from pipeline.data.sources.records import (
     Unit,
     printable,
 )
+from pipeline.data.sources.template import RecordTemplate
 
 if TYPE_CHECKING:
     from pipeline.config.data import SourceConfig
@@ -79,6 +80,7 @@ class Reader(ABC):
         max_record_bytes: a longer file, line or value is rejected.
         verify: whether all of a compressed member is read before any of its text is given. Samples do without.
         dropped: damaged files of which nothing is taken, by name, with the reason and the detail.
+        template: puts the text together, in place of the value of `text_key`.
     """
 
     type: ClassVar[str]
@@ -98,21 +100,36 @@ class Reader(ABC):
     max_record_bytes: int = MAX_RECORD_BYTES
     verify: bool = True
     dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
+    template: RecordTemplate | None = None
 
     @classmethod
     def from_config(cls, source: SourceConfig, **limits: Any) -> Self:
         """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
-        return cls(source.text_key, source.id_key, tuple(source.metadata), **limits)
+        template = RecordTemplate.from_config(source)
+        return cls(source.text_key, source.id_key, tuple(source.metadata), template=template, **limits)
 
     @classmethod
     def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
         """The reader that a plan was made with, whose settings have `settings()` and `pins()`."""
         keys = settings.get("text_key", "text"), settings.get("id_key", "id")
-        return cls(*keys, tuple(settings["metadata"]), **limits)
+        template = RecordTemplate.from_settings(settings)
+        return cls(*keys, tuple(settings["metadata"]), template=template, **limits)
 
     def settings(self) -> dict[str, Any]:
         """Values of the run file that decide the documents of the source, besides `metadata` and limits."""
-        return {"id_key": self.id_key, "text_key": self.text_key} if self.has_keys else {}
+        if not self.has_keys:
+            return {}
+        return {"id_key": self.id_key} | (self.template.settings() if self.template else {"text_key": self.text_key})
+
+    @property
+    def text_keys(self) -> tuple[str, ...]:
+        """Keys or columns that the text is made from."""
+        return self.template.keys if self.template else (self.text_key,)
+
+    @property
+    def text_config_key(self) -> str:
+        """Key of the source in the run file that names these."""
+        return "text_key" if self.template is None else next(iter(self.template.settings()))
 
     def pins(self) -> dict[str, Any]:
         """Values that `find` has settled and the run file leaves open; kept in the plan beside `settings()`."""
