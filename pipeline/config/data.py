@@ -66,9 +66,9 @@ class CsvConfig(Section):
 class WarcConfig(Section):
     """Pages of the WARC files of a source with `type: warc`."""
 
-    html: Literal["trafilatura", "resiliparse", "skip"] | None = None
-    """Library that takes the main text out of HTML pages, or `skip` for plain text alone. Required as soon as a file
-    has an HTML page; files of text (WET) need none."""
+    html: Literal["trafilatura", "skip"] | None = None
+    """Library that takes the main text out of HTML pages (`pip install 'pretraining-pipeline[html]'`), or `skip` to
+    read plain text alone. Required as soon as a file has an HTML page; files of text (WET) need none."""
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
@@ -81,10 +81,16 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ValueError(f"{error}; write braces that are text as {{{{ and }}}}") from None
-    for _, key, spec, conversion in parts:
+    result: list[tuple[str, str | None]] = []
+    before = ""
+    for literal, key, spec, conversion in parts:
         if key is not None and (spec or conversion or not key.removesuffix("?")):
             raise ValueError("a key stands alone in its braces, as in {title} or {title?}, without ! or :")
-    return [(literal, key) for literal, key, _, _ in parts]
+        before += literal  # a brace that is text ends a part, too
+        if key is not None:
+            result.append((before, key))
+            before = ""
+    return [*result, (before, None)] if before else result
 
 
 class MessagesConfig(Section):

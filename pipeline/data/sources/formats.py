@@ -12,7 +12,9 @@ from pipeline.data.sources.jsonl import JsonlReader
 from pipeline.data.sources.parquet import ParquetReader
 from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.text import TextReader
+from pipeline.data.sources.web.warc import WarcReader
 
 SOURCE_FORMATS: dict[str, type[Reader]] = {
-    each.type: each for each in (TextReader, JsonlReader, CsvReader, TsvReader, ParquetReader, ArrowReader, HubReader)
+    each.type: each
+    for each in (TextReader, JsonlReader, CsvReader, TsvReader, WarcReader, ParquetReader, ArrowReader, HubReader)
 }

@@ -15,8 +15,8 @@ import zstandard
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import SourceConfig
-from pipeline.data.provenance.source_location import Origins
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.provenance.source_location import Origins
 from pipeline.data.sources.delimited import CUT_FILE, CsvReader, TsvReader
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import NOT_UTF8, line_of
@@ -125,7 +125,7 @@ def test_any_bytes_are_read_as_python_reads_them(tmp_path):
     """Where this is stricter a record is rejected, and the others stay the same."""
     chance = random.Random(5)
     accepted = 0
-    for trial in range(600):
+    for trial in range(250):
         body = "".join(chance.choices(["a", "b", '"', '"', ",", ",", "\n", "\r\n", "é"], k=chance.randint(1, 24)))
         path = _write(tmp_path, f"id,url,text\n{body}\n".encode())
         reader = CsvReader("text", "id", ("url",))
@@ -147,7 +147,7 @@ def test_any_bytes_are_read_as_python_reads_them(tmp_path):
                 assert [json.loads(document.metadata)["url"], document.text] == row[1:], (trial, body)
                 assert document.id == (row[0] or f"a.csv@{document.byte}")
                 accepted += 1
-    assert accepted > 40
+    assert accepted > 20
 
 
 @pytest.mark.parametrize(
