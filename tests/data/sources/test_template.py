@@ -32,8 +32,8 @@ RECORDS: list[dict[str, Any]] = [
     {"id": "d", "title": "T", "body": None, "year": 1},
     {"id": "e", "title": "T", "body": "漢字", "year": 0},
 ]
-TEMPLATE = KeysTemplate("{title?}\n\n{{{body}}} ({year})")
-TEXTS = ["Sea\n\n{Waves {and} wind} (1999)", "{no title} (2001)", "{null} (-3)", None, "T\n\n{漢字} (0)"]
+TEMPLATE = KeysTemplate("{title?}\n\n{body} {{{year}}}")
+TEXTS = ["Sea\n\nWaves {and} wind {1999}", "no title {2001}", "null {-3}", None, "T\n\n漢字 {0}"]
 ROLES = {"system": "<s>{content}\n", "user": "U: {content}\n", "assistant": "{{A}}: {content}</s>\n"}
 MESSAGES = MessagesTemplate.of(MessagesConfig(roles=ROLES))
 TALKS: list[Any] = [
@@ -79,7 +79,7 @@ def test_several_keys(tmp_path: Path, kind: type[Reader], name: str) -> None:
     path = _write(tmp_path / name, RECORDS)
     documents = read(path, reader)
     if kind is CsvReader:  # an empty field is empty text
-        assert [d.text for d in documents] == [*TEXTS[:3], "T\n\n{} (1)", TEXTS[4]]
+        assert [d.text for d in documents] == [*TEXTS[:3], "T\n\n {1}", TEXTS[4]]
         return
     assert [d.text or None for d in documents] == TEXTS
     assert [d.id for d in documents] == ["a", "b", "c", "", "e"]
