@@ -262,7 +262,8 @@ class DataConfig(Section):
     dir: AbsPath | None = None
     """Folder of the datasets; by default `data` in the run folder."""
     sources: list[SourceConfig] = Field(min_length=1)
-    """Sources to read."""
+    """Sources to read: a list, or sections by name, as the included files of corpora have them. Sections are merged
+    across files; a name with the value null leaves its source out."""
     splits: dict[str, Share] = Field(default_factory=lambda: {"heldout": Share(share=0.01)})
     """Documents kept from training, by the name of the split: a share of them, or a number of a source's. Chosen by a
     keyed hash, so the same ones when documents are added. Append new splits: a split moves those behind it. `{}` keeps
