@@ -254,7 +254,20 @@ def _with_jsonl(root: Path) -> Path:
         {"name": "sea", "type": "text", "paths": [str(root / "sea" / "*.txt")], **limits},
         {"name": "records", "type": "jsonl", "paths": [str(records)]},
         {"name": "hub", "type": "hub", "hub": {"path": "json", "data_files": [str(records)]}},
+        {"name": "table", "type": "csv", "paths": [str(root / "a.csv")], "csv": {"columns": ["id", "text"]}},
+        {
+            "name": "chats",
+            "type": "jsonl",
+            "paths": [str(root / "c.jsonl")],
+            "messages": {"roles": {"user": "{content}"}},
+        },
+        {"name": "crawl", "type": "warc", "paths": [str(root / "a.warc")], "warc": {"html": "skip"}},
     ]
+    (root / "a.csv").write_text("".join(f"{n},wind and sea\n" for n in range(20)))
+    chat = json.dumps({"messages": [{"role": "user", "content": "wind and sea"}]})
+    (root / "c.jsonl").write_text(f"{chat}\n" * 20)
+    head = "WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: 12\r\n\r\n"
+    (root / "a.warc").write_text(f"{head}wind and sea\r\n\r\n" * 20)
     extra = root / "both.yaml"
     evaluation = {
         "tasks": [{"type": "wikitext", "path": str(records)}],

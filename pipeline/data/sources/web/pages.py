@@ -7,7 +7,7 @@ import zlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from pipeline.common.errors import UserError
+from pipeline.common.errors import UserError, install_extra
 from pipeline.data.sources.records import NO_PAGE
 from pipeline.data.sources.template import UnusableRecord
 from pipeline.data.sources.web.records import header_fields
@@ -39,7 +39,7 @@ _SAME_NAME = re.compile(r"iso-8859-(?:[2-8]|1[03-6])|windows-125[0-8]|koi8-[ru]|
 """Names that mean the same to Python. A page does not choose among all of its codecs."""
 
 
-class Page(NamedTuple):
+class WebPage(NamedTuple):
     """The body of an HTTP response, decoded to what it was before it was sent."""
 
     media_type: str
@@ -47,7 +47,7 @@ class Page(NamedTuple):
     body: bytes
 
 
-def page_of(block: bytes, longest: int, too_long: str) -> Page:
+def page_of(block: bytes, longest: int, too_long: str) -> WebPage:
     """The page of an HTTP response of status 200.
 
     Args:
@@ -75,7 +75,7 @@ def page_of(block: bytes, longest: int, too_long: str) -> Page:
     for coding in reversed([each.strip().lower() for each in fields.get("content-encoding", "").split(",")]):
         body = _decoded(body, coding, longest, too_long)
     charset = re.search(r"""charset\s*=\s*["']?\s*([\w:.-]{1,40})""", parameters, re.ASCII | re.IGNORECASE)
-    return Page(media_type, charset and charset[1], body)
+    return WebPage(media_type, charset and charset[1], body)
 
 
 def _joined(body: bytes) -> bytes:
@@ -126,7 +126,7 @@ def _inflated(body: bytes, window: int, longest: int, too_long: str) -> bytes:
     return b"".join(parts)
 
 
-def characters(page: Page) -> str:
+def characters(page: WebPage) -> str:
     """The body as text, as browsers read it: a byte that the character set does not have becomes U+FFFD.
 
     The set is that of a byte order mark, of the HTTP header, or of a `meta` tag at the beginning of an HTML page; else
@@ -185,6 +185,6 @@ def main_text(html: str) -> str:
 
 def _not_installed(why: str) -> UserError:
     return UserError(
-        f"warc.html: trafilatura needs the package trafilatura{why}: pip install 'pretraining-pipeline[html]'; or set "
+        f"warc.html: trafilatura needs the package trafilatura{why}: {install_extra('html')}; or set "
         "warc.html: skip to read plain text alone"
     )

@@ -22,7 +22,7 @@ from pipeline.data.provenance.source_location import Origins
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import EMPTY, NO_PAGE, NOT_UTF8
 from pipeline.data.sources.web import pages
-from pipeline.data.sources.web.pages import Page, characters
+from pipeline.data.sources.web.pages import WebPage, characters
 from pipeline.data.sources.web.warc import WarcReader
 from tests.data.reading import check_chain, check_resume, damage, files, read, units
 from tests.data.runs import make_config, text, tree
@@ -208,7 +208,7 @@ def test_the_library_is_pinned_and_asked_for(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_character_sets(body: bytes, charset: str | None, expected: str) -> None:
-    assert characters(Page("text/html", charset, body)).endswith(expected)
+    assert characters(WebPage("text/html", charset, body)).endswith(expected)
 
 
 BAD = {
