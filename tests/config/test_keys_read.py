@@ -263,11 +263,11 @@ def _with_jsonl(root: Path) -> Path:
         },
         {"name": "crawl", "type": "warc", "paths": [str(root / "a.warc")], "warc": {"html": "skip"}},
     ]
-    (root / "a.csv").write_text("".join(f"{n},wind and sea\n" for n in range(20)))
-    chat = json.dumps({"messages": [{"role": "user", "content": "wind and sea"}]})
-    (root / "c.jsonl").write_text(f"{chat}\n" * 20)
-    head = "WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: 12\r\n\r\n"
-    (root / "a.warc").write_text(f"{head}wind and sea\r\n\r\n" * 20)
+    (root / "a.csv").write_text("".join(f"{n},wind and sea {n}\n" for n in range(20)))
+    chats = [json.dumps({"messages": [{"role": "user", "content": f"wind and sea {n}"}]}) for n in range(20)]
+    (root / "c.jsonl").write_text("\n".join(chats))
+    head = "WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: 15\r\n\r\n"
+    (root / "a.warc").write_text("".join(f"{head}wind and sea {n:02d}\r\n\r\n" for n in range(20)))
     extra = root / "both.yaml"
     evaluation = {
         "tasks": [{"type": "wikitext", "path": str(records)}],

@@ -34,6 +34,7 @@ CUT_FILE = "truncated CSV file"
 _BUFFER_BYTES = 2**18
 _HEAD_BYTES = 200
 _THREADS = 16
+_MOST_COLUMNS = 2**16
 _OTHERS = ",;\t|"
 """Delimiters that a header may have been written with."""
 
@@ -138,7 +139,7 @@ class CsvReader(Reader):
         """
         names, end = list(self.columns), 0
         if not names:
-            for record in _records(stream.readline, self, begin=True):
+            for record in _records(stream.readline, self, _MOST_COLUMNS, begin=True):
                 end += record.size
                 if not record.blank:
                     names = [name.decode("utf-8", "backslashreplace") for name in record.fields or ()]
@@ -175,7 +176,7 @@ class CsvReader(Reader):
         own_id = names.index(self.id_key) if names.count(self.id_key) == 1 else None
         cursor.offset = max(cursor.offset, 0)
         consumed = source.consumed if source else 0
-        records = _records(file.readline, self, cursor.offset == 0, cursor.digest.update)
+        records = _records(file.readline, self, len(names), cursor.offset == 0, cursor.digest.update)
         while cursor.offset < end and (record := next(records, None)) is not None:
             byte, line = cursor.offset, cursor.line
             cursor.offset += record.size
@@ -189,13 +190,13 @@ class CsvReader(Reader):
             if record.blank or cursor.offset <= header.end:
                 continue
             fields = record.fields
-            if record.cut or (fields is not None and record.last and len(fields) < len(names)):
+            if record.cut or (fields is not None and record.last and record.count < len(names)):
                 lost = record.size if source is None else piece.file.size * record.size // cursor.offset
                 about = ": a quote in it is not closed" if record.cut else ""
                 cursor.damaged(CUT_FILE, f"the record of byte {byte} ends inside{about}", lost)
                 continue
-            if fields is None or len(fields) != len(names):
-                problem = record.problem or ("wrong number of fields", f"{len(fields or ())} instead of {len(names)}")
+            if fields is None or record.count != len(names):
+                problem = record.problem or ("wrong number of fields", f"{record.count} instead of {len(names)}")
                 yield cursor.rejected(line, byte, *problem, record.head)
                 continue
             name = self.id_key
@@ -242,6 +243,7 @@ class _Record(NamedTuple):
 
     Attributes:
         fields: their bytes; None of a blank line, and of a record that `problem` or `cut` is about.
+        count: number of fields; of more than are wanted none is held.
         size: bytes.
         lines: that it takes; the last one of a file may lack its end.
         head: its first bytes.
@@ -251,6 +253,7 @@ class _Record(NamedTuple):
     """
 
     fields: list[bytes] | None
+    count: int
     size: int
     lines: int
     head: bytes
@@ -271,6 +274,7 @@ _BEHIND = ("text behind a closing quote", "a quote inside of quotes is doubled")
 def _records(
     readline: Callable[[int], bytes],
     reader: CsvReader,
+    most: int,
     begin: bool,
     update: Callable[[bytes], object] = lambda _: None,
 ) -> Iterator[_Record]:
@@ -279,6 +283,7 @@ def _records(
     Args:
         readline: of the stream.
         reader: has the dialect.
+        most: number of fields that a record may have.
         begin: whether this is the beginning of the file, where there may be a byte order mark.
         update: is given all bytes that are read, before their record.
     """
@@ -292,21 +297,22 @@ def _records(
             raw, begin = raw.removeprefix(BOM), False
         head = raw[:_HEAD_BYTES]
         if (quoting and b'"' in raw) or (size == longest and not ends):
-            splitter = _Splitter(delimiter, plain, quoting)
+            splitter = _Splitter(delimiter, plain, quoting, most)
             lines, size, last = _read_on(splitter, raw, size, readline, longest, update)
             if size > longest:
-                yield _Record(None, size, lines, head, (reader.too_long, f"{size} bytes"), last, splitter.is_open)
+                yield _Record(None, 0, size, lines, head, (reader.too_long, f"{size} bytes"), last, splitter.is_open)
             else:
                 fields = None if splitter.problem or splitter.is_open else splitter.fields
-                yield _Record(fields, size, lines, head, splitter.problem, last, splitter.is_open)
+                yield _Record(fields, splitter.count, size, lines, head, splitter.problem, last, splitter.is_open)
             continue
         line = (raw[:-1] if ends else raw).removesuffix(b"\r")
         if not line:
-            yield _Record(None, size, 1, head)
+            yield _Record(None, 0, size, 1, head)
         elif b"\r" in line:
-            yield _Record(None, size, 1, head, _RETURN)
+            yield _Record(None, 0, size, 1, head, _RETURN)
         else:
-            yield _Record(line.split(delimiter), size, 1, head, last=not ends)
+            count = line.count(delimiter) + 1
+            yield _Record(line.split(delimiter) if count <= most else [], count, size, 1, head, last=not ends)
 
 
 def _read_on(
@@ -345,16 +351,18 @@ class _Splitter:
     """Fields of a record that is given in parts, which may be cut anywhere.
 
     Attributes:
-        fields: so far.
+        fields: so far, `most` of them.
+        count: of all fields so far.
         problem: of the record.
 
     Args:
         delimiter: one byte.
         plain: matches what a field without quotes has.
         quoting: whether fields may stand in quotes.
+        most: number of fields that are held.
     """
 
-    def __init__(self, delimiter: bytes, plain: re.Pattern[bytes], quoting: bool) -> None:
+    def __init__(self, delimiter: bytes, plain: re.Pattern[bytes], quoting: bool, most: int) -> None:
         self._delimiter = delimiter
         self._plain = plain
         self._quoting = quoting
@@ -362,6 +370,8 @@ class _Splitter:
         self._parts: list[bytes] = []
         self._in_quotes = False
         self._holds = True
+        self._most = most
+        self.count = 0
         self.fields: list[bytes] = []
         self.problem: tuple[str, str] | None = None
 
@@ -382,6 +392,9 @@ class _Splitter:
 
     def take(self, raw: bytes) -> None:
         """Go through a part, in which a line end is the last byte."""
+        if self._state == _OPEN and b'"' not in raw:
+            self._hold(raw)
+            return
         at, size = 0, len(raw)
         while at < size:
             if self._state == _START:
@@ -441,5 +454,6 @@ class _Splitter:
             if b"\r" in value:
                 self.problem = self.problem or _RETURN
         self._in_quotes = False
-        if self._holds:
+        self.count += 1
+        if self._holds and self.count <= self._most:
             self.fields.append(value)

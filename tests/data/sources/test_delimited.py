@@ -163,6 +163,8 @@ def test_any_bytes_are_read_as_python_reads_them(tmp_path):
         (b'r1,u,"' + b"x\n" * 1000 + b'"', "longer than data.preprocess.max_record_bytes (1024)"),
         (b'r1,u,"' + b'x""' * 1000 + b'"', "longer than data.preprocess.max_record_bytes (1024)"),
         (b"r1,u,", "empty document"),
+        (b"," * 1000, "wrong number of fields"),
+        (b'"",' * 300, "wrong number of fields"),
     ],
 )
 def test_a_bad_record_is_rejected_alone(tmp_path, line, reason):
