@@ -190,13 +190,13 @@ class CsvReader(Reader):
             if record.blank or cursor.offset <= header.end:
                 continue
             fields = record.fields
-            if record.cut or (fields is not None and record.last and record.count < len(names)):
+            if record.cut or (fields is not None and record.last and record.width < len(names)):
                 lost = record.size if source is None else piece.file.size * record.size // cursor.offset
                 about = ": a quote in it is not closed" if record.cut else ""
                 cursor.damaged(CUT_FILE, f"the record of byte {byte} ends inside{about}", lost)
                 continue
-            if fields is None or record.count != len(names):
-                problem = record.problem or ("wrong number of fields", f"{record.count} instead of {len(names)}")
+            if fields is None or record.width != len(names):
+                problem = record.problem or ("wrong number of fields", f"{record.width} instead of {len(names)}")
                 yield cursor.rejected(line, byte, *problem, record.head)
                 continue
             name = self.id_key
@@ -243,7 +243,7 @@ class _Record(NamedTuple):
 
     Attributes:
         fields: their bytes; None of a blank line, and of a record that `problem` or `cut` is about.
-        count: number of fields; of more than are wanted none is held.
+        width: number of fields; of more than are wanted none is held.
         size: bytes.
         lines: that it takes; the last one of a file may lack its end.
         head: its first bytes.
@@ -253,7 +253,7 @@ class _Record(NamedTuple):
     """
 
     fields: list[bytes] | None
-    count: int
+    width: int
     size: int
     lines: int
     head: bytes
