@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, Literal
+import string
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -39,15 +40,93 @@ def _likely_type(path: str) -> str | None:
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}.get(suffix)
 
 
+class CsvConfig(Section):
+    """Dialect of the files of a source with `type: csv` or `tsv`."""
+
+    delimiter: str | None = None
+    """Character between fields; by default a comma, and a tab with `type: tsv`."""
+    quoting: bool = True
+    """Fields may stand in double quotes; quotes in them are doubled, and line ends belong to the field. `false`: a
+    quote is a character like any other and each line is a record, so that large plain files are cut into units."""
+    columns: list[str] = Field(default_factory=list)
+    """Names of the columns of files without a header; by default the first record of each file has them."""
+
+    @field_validator("delimiter")
+    @classmethod
+    def _one_character(cls, delimiter: str | None) -> str | None:
+        if delimiter is not None and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n'):
+            raise ValueError("must be one ASCII character, and no double quote or line end")
+        return delimiter
+
+    @field_validator("columns")
+    @classmethod
+    def _different(cls, columns: list[str]) -> list[str]:
+        if len(set(columns)) != len(columns):
+            raise ValueError("columns need different names")
+        return columns
+
+
+class WarcConfig(Section):
+    """Pages of the WARC files of a source with `type: warc`."""
+
+    html: Literal["trafilatura", "skip"] | None = None
+    """Library that takes the main text out of HTML pages (`pip install 'pretraining-pipeline[html]'`), or `skip` to
+    read plain text alone. Required as soon as a file has an HTML page; files of text (WET) need none."""
+
+
+def template_parts(template: str) -> list[tuple[str, str | None]]:
+    """(literal text, key behind it) of the parts of a template; the key is None at the end.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"{error}; write braces that are text as {{{{ and }}}}") from None
+    result: list[tuple[str, str | None]] = []
+    before = ""
+    for literal, key, spec, conversion in parts:
+        if key is not None and (spec or conversion or not key.removesuffix("?")):
+            raise ValueError("a key stands alone in its braces, as in {title} or {title?}, without ! or :")
+        before += literal  # a brace that is text ends a part, too
+        if key is not None:
+            result.append((before, key))
+            before = ""
+    return [*result, (before, None)] if before else result
+
+
+class MessagesConfig(Section):
+    """Conversations: a list of messages, each with a role and a content, as one text."""
+
+    key: str = "messages"
+    """Key or column of the list."""
+    role_key: str = "role"
+    """Key of a message's role."""
+    content_key: str = "content"
+    """Key of a message's text."""
+    roles: dict[str, str] = Field(min_length=1)
+    """Text of a message by its role, with `{content}` in it. A conversation with another role is rejected."""
+
+    @field_validator("roles")
+    @classmethod
+    def _templates(cls, roles: dict[str, str]) -> dict[str, str]:
+        for role, template in roles.items():
+            if [key for _, key in template_parts(template) if key is not None] != ["content"]:
+                raise ValueError(f"the text of role {role!r} needs {{content}} once, and no other key")
+        return roles
+
+
 class InputConfig(Section):
     """Documents by name: `paths` of files, a `hub` dataset, or a `dataset` made before."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     """Name of the source. The order of its samples is keyed by this name, never by its place in the list."""
-    type: Literal["text", "jsonl", "parquet", "arrow", "hub"] = "text"
-    """`text`: one document per file (text or code). `jsonl`: one JSON object per line. Both may be compressed (`.gz`,
-    `.zst`, `.bz2`, `.xz`). `parquet`: one row a document. `arrow`: Arrow files, like those of `Dataset.save_to_disk`.
-    `hub`: what `hub` names, through `datasets` streaming."""
+    type: Literal["text", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] = "text"
+    """`text`: one document per file (text or code). `jsonl`: one JSON object per line. `csv`, `tsv`: one record a
+    document. `warc`: pages of a crawl (WARC) or their texts (WET). All these may be compressed (`.gz`, `.zst`, `.bz2`,
+    `.xz`). `parquet`: one row a document. `arrow`: Arrow files, like those of `Dataset.save_to_disk`. `hub`: what `hub`
+    names, through `datasets` streaming."""
     paths: list[AbsGlob] = Field(default_factory=list)
     """Files to read; globs with `**` are understood."""
     exclude: list[str] = Field(default_factory=list)
@@ -56,6 +135,15 @@ class InputConfig(Section):
     """Dataset to stream, with `type: hub`."""
     text_key: str = "text"
     """Key or column of the document's text."""
+    text_template: str | None = None
+    """Text of a document from several keys or columns, as in `"{title}\\n\\n{text}"`, in place of `text_key`.
+    `{title?}` is left out, with the text between it and the next key, where a record has no title."""
+    messages: MessagesConfig | None = None
+    """Text of a document from a list of messages, in place of `text_key`."""
+    csv: CsvConfig = CsvConfig()
+    """Dialect of `csv` and `tsv` files."""
+    warc: WarcConfig = WarcConfig()
+    """Pages of `warc` files."""
     id_key: str = "id"
     """Key or column of the document's id; a record without it gets `FILE@BYTE`, where its line begins, or
     `FILE#ROW`."""
@@ -63,6 +151,30 @@ class InputConfig(Section):
     """Keys or columns that are kept beside the tokens, like `url`; `pipeline data inspect` shows them."""
     dataset: AbsPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
+
+    without_keys: ClassVar[tuple[str, ...]] = ("text", "warc")
+    """Types whose records have no keys."""
+
+    @field_validator("text_template")
+    @classmethod
+    def _has_a_key(cls, template: str | None) -> str | None:
+        if template is not None and all(key is None for _, key in template_parts(template)):
+            raise ValueError("names no key; write one in braces, as in {text}")
+        return template
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> InputConfig:
+        ways = [key for key in ("text_key", "text_template", "messages") if key in self.model_fields_set]
+        ways = [key for key in ways if getattr(self, key) is not None]
+        given = [key for key in ("text_template", "messages") if getattr(self, key) is not None]
+        if given and self.type in self.without_keys:
+            raise ValueError(f"{given[0]} needs records with keys; those of type: {self.type} have none")
+        if given and len(ways) > 1:
+            raise ValueError(f"give one of {' and '.join(ways)}")
+        for key, types in (("csv", ("csv", "tsv")), ("warc", ("warc",))):
+            if getattr(self, key) != type(self).model_fields[key].default and self.type not in types:
+                raise ValueError(f"{key} needs type: {' or '.join(types)}")
+        return self
 
     @field_validator("name")
     @classmethod
@@ -105,8 +217,10 @@ class SourceConfig(InputConfig):
 
     @model_validator(mode="after")
     def _limited(self) -> SourceConfig:
-        if self.weight_key is not None and self.type == "text" and self.dataset is None:
-            raise ValueError("weight_key needs records with keys: a file of type: text has none; remove weight_key")
+        if self.weight_key is not None and self.type in self.without_keys and self.dataset is None:
+            raise ValueError(
+                f"weight_key needs records with keys: those of type: {self.type} have none; remove weight_key"
+            )
         if self.on_exhausted != "renormalize" and self.max_epochs is None:
             raise ValueError(
                 f"on_exhausted: {self.on_exhausted} needs max_epochs: set max_epochs, or remove on_exhausted"
@@ -190,7 +304,8 @@ class DataConfig(Section):
     dir: AbsPath | None = None
     """Folder of the datasets; by default `data` in the run folder."""
     sources: list[SourceConfig] = Field(min_length=1)
-    """Sources to read."""
+    """Sources to read: a list, or sections by name, as the included files of corpora have them. Sections are merged
+    across files; a name with the value null leaves its source out."""
     heldout_sources: list[HeldOutSourceConfig] = Field(default_factory=list)
     """Sources that are never trained on, and not curated: other texts to evaluate on, by `heldout_sets`. They are
     tokenized as the others are."""

@@ -1,7 +1,8 @@
 """From a run file on disk to a validated `Config`: includes, overrides, interpolation, validation.
 
 The order: every file of `include:` (depth first), the file itself, then the command line. Sections are merged key by
-key; any other value, lists too, replaces the one before it. Interpolation comes after that, so `${run.dir}` sees an
+key; any other value, lists too, replaces the one before it.
+Sources that are written by name are a section until then. Interpolation comes after that, so `${run.dir}` sees an
 override of `run.dir`.
 """
 
@@ -109,6 +110,7 @@ def _validated(
         problems += _override(plain, places, override, failed)
     problems += _interpolate(plain, places, failed)
     _take_as_written(plain, places)
+    problems += _list_sources(plain, places, failed)
     beside = _profile_beside(plain, places)
     for key, value in (values or {}).items():
         places[tuple(key.split("."))] = Place(COMMAND_LINE)
@@ -362,6 +364,32 @@ def _take_as_written(plain: Any, places: Mapping[KeyPath, Place]) -> None:
     for path in _DIGITS:
         if path in places and (digits := places[path].digits) is not None:
             _assign(plain, path, digits)
+
+
+_SOURCES: KeyPath = ("data", "sources")
+
+
+def _list_sources(plain: Any, places: dict[KeyPath, Place], failed: set[KeyPath]) -> Iterator[Problem]:
+    """Sources written by name as the list that they stand for; one whose value is null is left out."""
+    data = plain.get("data")
+    if not isinstance(data, dict) or not isinstance(data.get("sources"), dict):
+        return
+    sources: list[dict[str, Any]] = []
+    for name, source in data["sources"].items():
+        below = {path: place for path, place in places.items() if path[:3] == (*_SOURCES, name)}
+        for path in below:
+            del places[path]
+        if source is None:
+            continue
+        if not isinstance(source, dict):
+            failed.add(_SOURCES)
+            yield Problem(
+                place_of((*_SOURCES, name), below | places), f"data.sources.{name}: must be a section with keys"
+            )
+            continue
+        places.update({(*_SOURCES, len(sources), *path[3:]): place for path, place in below.items()})
+        sources.append({"name": str(name), **source})
+    data["sources"] = sources
 
 
 def _profile_beside(plain: Any, places: Mapping[KeyPath, Place]) -> Path | None:

@@ -263,10 +263,23 @@ def _with_jsonl(root: Path) -> Path:
         {"name": "sea", "type": "text", "paths": [str(root / "sea" / "*.txt")], **limits},
         {"name": "records", "type": "jsonl", "paths": [str(records)]},
         {"name": "hub", "type": "hub", "hub": {"path": "json", "data_files": [str(records)]}},
+        {"name": "table", "type": "csv", "paths": [str(root / "a.csv")], "csv": {"columns": ["id", "text"]}},
+        {
+            "name": "chats",
+            "type": "jsonl",
+            "paths": [str(root / "c.jsonl")],
+            "messages": {"roles": {"user": "{content}"}},
+        },
+        {"name": "crawl", "type": "warc", "paths": [str(root / "a.warc")], "warc": {"html": "skip"}},
     ]
     tale = {"name": "tale", "paths": [str(root / "land" / "00*.txt")]}
     sets = {"tales": {"sources": ["tale", "sea"], "sequence_length": 16, "every_steps": 2, "objective": {}}}
     best = {"keep_best": 1, "best_of": "tales", "every_steps": 2}
+    (root / "a.csv").write_text("".join(f"{n},wind and sea {n}\n" for n in range(20)))
+    chats = [json.dumps({"messages": [{"role": "user", "content": f"wind and sea {n}"}]}) for n in range(20)]
+    (root / "c.jsonl").write_text("\n".join(chats))
+    head = "WARC/1.0\r\nWARC-Type: conversion\r\nContent-Type: text/plain\r\nContent-Length: 15\r\n\r\n"
+    (root / "a.warc").write_text("".join(f"{head}wind and sea {n:02d}\r\n\r\n" for n in range(20)))
     extra = root / "both.yaml"
     evaluation = {
         "tasks": [{"type": "wikitext", "path": str(records)}],

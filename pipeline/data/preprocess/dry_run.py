@@ -33,7 +33,7 @@ from pipeline.data.sources.compression import FORMATS, MAGIC, compression_of
 from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.reader import UnitReader
-from pipeline.data.sources.records import EMPTY, Unit
+from pipeline.data.sources.records import NOT_BAD, Unit
 from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -83,15 +83,15 @@ class SourceSample:
 
     @property
     def bad(self) -> int:
-        """Records that are rejected and not just empty."""
-        return self.rejected.total() - self.rejected[EMPTY]
+        """Records that are rejected and bad."""
+        return self.rejected.total() - sum(self.rejected[reason] for reason in NOT_BAD)
 
     def reject(self, reason: str, detail: str, path: str) -> None:
         """Count a record."""
         self.rejected[reason] += 1
         # Of a record without the key, its keys say enough.
         self.details.setdefault(reason, detail.partition(": {")[0][:_DETAIL_SHOWN])
-        if reason != EMPTY:
+        if reason not in NOT_BAD:
             self.first_bad = self.first_bad or path
 
     @property
@@ -100,7 +100,7 @@ class SourceSample:
         reasons = [
             f"{count:,} {reason}" + (f" ({self.details[reason]})" if self.details[reason] else "")
             for reason, count in self.rejected.most_common()
-            if reason != EMPTY
+            if reason not in NOT_BAD
         ]
         are = "is" if self.bad == 1 else "are"
         return f"{self.bad:,} of {counted(self.records, 'sampled record')} {are} bad: {', '.join(reasons)}"
@@ -215,7 +215,8 @@ def _problem(config: Config, found: SourceFiles, sample: SourceSample) -> str:
     key = next(key for key, source in config.data.inputs.items() if source.name == found.source.name)
     keys = f"{key}.type (now {found.reader.type})"
     if found.reader.has_keys:
-        keys = f"{key}.text_key (now {found.reader.text_key!r}) or {keys}"
+        reader = found.reader
+        keys = f"{key}.{reader.text_config_key} (now {', '.join(map(repr, reader.text_keys))}) or {keys}"
     advice = _hint(found, sample) or f"correct {keys}, or repair the files"
     return f"{key} ({found.source.name}): {sample.in_words}; the first is in {sample.first_bad}; {advice}"
 

@@ -18,7 +18,7 @@ from pipeline.data.datasets.manifest import CODE_VERSION, PART, WEIGHTED_PART, w
 from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
-from pipeline.data.sources.records import EMPTY
+from pipeline.data.sources.records import EMPTY, NO_PAGE
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.bad_input import BadInput, put_changed, reasons_in_words
 from pipeline.data.work.receipt_totals import Counts
@@ -127,11 +127,12 @@ class Finalizer:
     def _nothing(self, use: str, rejected: Counter[str]) -> UserError:
         records = self.report.records
         empty, curated = rejected[EMPTY], sum(self.report.curated.values())
-        elsewhere = records - rejected.total() - curated
-        bad = rejected.total() - empty
+        elsewhere, pageless = records - rejected.total() - curated, rejected[NO_PAGE]
+        bad = rejected.total() - empty - pageless
         kinds = [
             (bad, f"bad ({reasons_in_words(rejected)})"),
             (empty, "empty"),
+            (pageless, NO_PAGE),
             (curated, "removed by data.curate"),
             (elsewhere, "held out"),
         ]

@@ -25,7 +25,7 @@ from pipeline.data.preprocess.run_tokenizer import (
     what_differs,
 )
 from pipeline.data.preprocess.splits import Splits
-from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import START, Piece, Position, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import is_begun, withdraw
@@ -96,13 +96,20 @@ def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, 
         found.source.name: value_hash(
             [
                 found.reader.type,
-                found.reader.text_key if found.reader.has_keys else "",
+                _text_settings(found.reader),
                 [[file.name, file.size] for file in found.files],
             ]
         )
         for found in sources
     }
     return run_file_settings(config) | {"the files of data.sources": files}
+
+
+def _text_settings(reader: Reader) -> Any:
+    """Settings that say where the text of a source's documents is."""
+    if reader.template is not None:
+        return reader.template.settings()
+    return reader.text_key if reader.has_keys else ""
 
 
 def is_unused(config: Config, sources: list[SourceFiles]) -> bool:

@@ -21,7 +21,7 @@ from pipeline.data.preprocess.tokenize_unit import (
     make_tokenize,
     read_condemned,
 )
-from pipeline.data.sources.records import EMPTY
+from pipeline.data.sources.records import NOT_BAD
 from pipeline.data.tokenization.engine_choice import EngineChoice
 from pipeline.data.tokenization.engines import EngineDiffers
 from pipeline.data.work.job_run import Busy, JobRun
@@ -145,11 +145,11 @@ class _Run(JobRun[UnitJob, UnitDone]):
         """Say once, while there is time to stop, that a source has more bad records than are allowed."""
         source = job.source.folder.name
         self._records[source] += done.records
-        self._bad[source] += sum(count for reason, count in done.rejected.items() if reason != EMPTY)
+        self._bad[source] += sum(count for reason, count in done.rejected.items() if reason not in NOT_BAD)
         records, bad = self._records[source], self._bad[source]
         if records >= _WARN_AFTER_RECORDS and bad > self._limit * records and source not in self._warned:
             self._warned.add(source)
-            reasons = ", ".join(f"{count} {reason}" for reason, count in done.rejected.items() if reason != EMPTY)
+            reasons = ", ".join(f"{count} {reason}" for reason, count in done.rejected.items() if reason not in NOT_BAD)
             warn(
                 self._console,
                 f"{bad} of the first {records} records of {source} are bad, more than "

@@ -26,7 +26,7 @@ from pipeline.data.preprocess.splits import (
     splits_in_words,
 )
 from pipeline.data.preprocess.tokenize_unit import SmallestHashes, UnitJob, make_sample_hashes
-from pipeline.data.sources.records import EMPTY
+from pipeline.data.sources.records import NOT_BAD
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.units import SourceFiles, cut_units
@@ -117,7 +117,7 @@ def _counted(
         return _counted(config, console, found, wanted, curation, damaged)
     if len(smallest) < wanted:
         removed = f" without the {curated:,} that data.curate removes" if curated else ""
-        bad = Counter({reason: count for reason, count in rejected.items() if reason != EMPTY})
+        bad = Counter({reason: count for reason, count in rejected.items() if reason not in NOT_BAD})
         if bad.total() > len(smallest):
             reasons = ", ".join(
                 f"{count:,} {reason}" if len(bad) > 1 else reason for reason, count in bad.most_common()

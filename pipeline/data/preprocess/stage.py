@@ -50,7 +50,7 @@ from pipeline.data.preprocess.tokenize_unit import (
     receipt_stands,
 )
 from pipeline.data.sources.damage import damaged_error, look_at_ends
-from pipeline.data.sources.records import EMPTY, START, Unit
+from pipeline.data.sources.records import NOT_BAD, START, Unit
 from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.work.freezing import freeze_alone
@@ -261,7 +261,7 @@ class _Stage:
         if self._is_retracted(plan, found, condemned) or (found.is_shuffled and self._shuffle_pass.has_left(plan)):
             return False
         receipts = [receipt for unit in plan.units for receipt in found.receipts.of(unit.index)]
-        if any(receipt.get("damaged") or receipt["rejected"].keys() - {EMPTY} for receipt in receipts):
+        if any(receipt.get("damaged") or receipt["rejected"].keys() - NOT_BAD for receipt in receipts):
             return False  # whether so much may be, finishing tells
         source = replace(found.job, has_parts=not found.is_shuffled)
         if not all(_is_done(source, unit, found.receipts, condemned) for unit in plan.units):

@@ -173,7 +173,7 @@ class Origins:
         if self._kind == "row" and any(stretch.damaged for stretch in places):
             raise UserError(f"--row: row {number} of {path} holds no record: the file was damaged, and rows of it lost")
         if wanted < end:
-            raise UserError(f"--row: line {number} of {path} holds no record: the line is blank")
+            raise UserError(f"--row: line {number} of {path} holds no record: it is blank, or no record begins there")
         if not all(self._has_all_receipts(unit) for _, unit, _ in self._pieces[index]):
             raise self._without_receipts(path)
         raise UserError(f"--row: {path} had {end:,} {self._kind}s when it was read, so it has no {self._kind} {number}")

@@ -27,7 +27,7 @@ _BEAT_BYTES = 2**25
 _XZ_MEMORY = 2**28
 """Memory that an .xz file may ask for; `xz -9` needs 65 MiB."""
 
-FORMATS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+FORMATS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00"}
 """First bytes of files of each."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import orjson
@@ -24,6 +25,7 @@ from pipeline.data.sources.records import (
     loss_weight,
     metadata_json,
 )
+from pipeline.data.sources.template import UnusableRecord
 
 _BUFFER_BYTES = 2**18
 _CHUNK_BYTES = 2**18
@@ -59,14 +61,14 @@ def _read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     path = piece.file.path
     if compression_of(path) is None:
         with open(path, "rb", buffering=min(_BUFFER_BYTES, max(piece.file.size, 1024))) as file:
-            _seek(file, piece, cursor)
+            seek_line(file, piece, cursor)
             yield from _lines(cursor, piece, file, piece.end, None)
         return
     with open_stream(path, verify=cursor.reader.verify, beat=cursor.beat) as stream:
         source = stream.raw
         assert isinstance(source, Decompressed)
         try:
-            _skip(stream, cursor)
+            skip_read(stream, cursor)
             yield from _lines(cursor, piece, stream, 2**63, source)
         except StreamError as error:
             cursor.ended = True
@@ -75,7 +77,7 @@ def _read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
             cursor.damaged(error.reason, taken, piece.file.size - error.sound)
 
 
-def _seek(file: BinaryIO, piece: Piece, cursor: Cursor) -> None:
+def seek_line(file: BinaryIO, piece: Piece, cursor: Cursor) -> None:
     """Go to the first line that belongs to a piece, or to where reading resumes."""
     if cursor.offset >= 0:
         file.seek(cursor.offset)
@@ -89,13 +91,15 @@ def _seek(file: BinaryIO, piece: Piece, cursor: Cursor) -> None:
             position += len(skipped)
             if skipped.endswith(b"\n"):
                 break
+    else:
+        file.seek(0)
     cursor.offset = position
 
 
-def _skip(stream: BinaryIO, cursor: Cursor) -> None:
-    """Decompress and forget what was read before."""
+def skip_read(stream: BinaryIO, cursor: Cursor, done: int = 0) -> None:
+    """Decompress and forget what was read before. `done`: bytes that the stream has given by now."""
     cursor.offset = max(cursor.offset, 0)
-    left = cursor.offset
+    left = cursor.offset - done
     while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
         left -= len(chunk)
 
@@ -103,7 +107,7 @@ def _skip(stream: BinaryIO, cursor: Cursor) -> None:
 def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decompressed | None) -> Iterator[Document]:
     """The records of the lines that begin before `end`. This is the loop that runs for every record of a corpus."""
     reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
-    text_key, id_key, prefix = reader.text_key, reader.id_key, f"{piece.file.name}@"
+    text_key, id_key, prefix, template = reader.text_key, reader.id_key, f"{piece.file.name}@", reader.template
     longest, weight_key = reader.max_record_bytes, reader.weight_key
     readline, update, loads = file.readline, cursor.digest.update, orjson.loads
     position, line = cursor.offset, cursor.line
@@ -151,6 +155,12 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
                 yield cursor.rejected(line - 1, byte, reason, detail, raw)
                 continue
         text = record.get(text_key) if type(record) is dict else None
+        if template is not None and type(record) is dict:
+            try:
+                text = template.render(record)
+            except UnusableRecord as unusable:
+                yield cursor.rejected(line - 1, byte, unusable.reason, unusable.detail, raw)
+                continue
         if type(text) is not str:
             reason, detail = _text_reason(record, text_key)
             yield cursor.rejected(line - 1, byte, reason, detail, raw)
@@ -197,8 +207,11 @@ def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) 
         raise _Rejected(*_json_reason(raw, error)) from None
     if isinstance(record, dict):
         text, own = record.get(reader.text_key), record.get(reader.id_key)
+        if reader.template is not None:
+            with suppress(UnusableRecord):
+                text = reader.template.render(record)
         if isinstance(text, str) and _LONE_SURROGATE.search(text):
-            raise _Rejected("lone surrogate", f"in the value of {reader.text_key!r}")
+            raise _Rejected("lone surrogate", f"in the value of {' or '.join(map(repr, reader.text_keys))}")
         if isinstance(own, str):
             record[reader.id_key] = escaped(own)
     return record

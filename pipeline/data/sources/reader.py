@@ -38,6 +38,7 @@ from pipeline.data.sources.records import (
     Unit,
     printable,
 )
+from pipeline.data.sources.template import RecordTemplate
 
 if TYPE_CHECKING:
     from pipeline.config.data import InputConfig, SourceConfig
@@ -80,6 +81,7 @@ class Reader(ABC):
         verify: whether all of a compressed member is read before any of its text is given. Samples do without.
         dropped: damaged files of which nothing is taken, by name, with the reason and the detail.
         weight_key: key or column of the document's weight in the training loss, if it has one.
+        template: puts the text together, in place of the value of `text_key`.
     """
 
     type: ClassVar[str]
@@ -100,24 +102,41 @@ class Reader(ABC):
     verify: bool = True
     dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
     weight_key: str | None = None
+    template: RecordTemplate | None = None
 
     @classmethod
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
-        keys = source.text_key, source.id_key, tuple(source.metadata)
-        return cls(*keys, weight_key=source.weight_key if isinstance(source, SourceConfig) else None, **limits)
+        keys, template = (source.text_key, source.id_key, tuple(source.metadata)), RecordTemplate.from_config(source)
+        weight_key = source.weight_key if isinstance(source, SourceConfig) else None
+        return cls(*keys, weight_key=weight_key, template=template, **limits)
 
     @classmethod
     def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
         """The reader that a plan was made with, whose settings have `settings()` and `pins()`."""
         keys = settings.get("text_key", "text"), settings.get("id_key", "id")
-        return cls(*keys, tuple(settings["metadata"]), weight_key=settings.get("weight_key"), **limits)
+        metadata, weight_key = tuple(settings["metadata"]), settings.get("weight_key")
+        template = RecordTemplate.from_settings(settings)
+        return cls(*keys, metadata, weight_key=weight_key, template=template, **limits)
 
     def settings(self) -> dict[str, Any]:
         """Values of the run file that decide the documents of the source, besides `metadata` and limits."""
-        keys = {"id_key": self.id_key, "text_key": self.text_key} if self.has_keys else {}
+        if not self.has_keys:
+            return {}
         # Plans of sources without weights do not name the key.
-        return keys if self.weight_key is None else {**keys, "weight_key": self.weight_key}
+        weight = {} if self.weight_key is None else {"weight_key": self.weight_key}
+        text = self.template.settings() if self.template else {"text_key": self.text_key}
+        return {"id_key": self.id_key} | text | weight
+
+    @property
+    def text_keys(self) -> tuple[str, ...]:
+        """Keys or columns that the text is made from."""
+        return self.template.keys if self.template else (self.text_key,)
+
+    @property
+    def text_config_key(self) -> str:
+        """Key of the source in the run file that names these."""
+        return "text_key" if self.template is None else next(iter(self.template.settings()))
 
     def pins(self) -> dict[str, Any]:
         """Values that `find` has settled and the run file leaves open; kept in the plan beside `settings()`."""

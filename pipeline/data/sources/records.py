@@ -16,7 +16,11 @@ from pipeline.data.sources.globs import File
 MAX_RECORD_BYTES = 32 * 2**20
 """A longer file, line or value is rejected without being held, by default."""
 EMPTY = "empty document"
-"""The one reason that is not an error: the record is sound, there is only nothing in it."""
+"""The reason of a record that is sound, and there is only nothing in it."""
+NO_PAGE = "not a page of text"
+"""The reason of a sound record of a crawl that is an image, say, or a page that was not found."""
+NOT_BAD = frozenset({EMPTY, NO_PAGE})
+"""Reasons that are no error."""
 NOT_UTF8 = "not UTF-8"
 BAD_WEIGHT = "bad loss weight"
 BOM = b"\xef\xbb\xbf"

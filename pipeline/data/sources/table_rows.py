@@ -26,6 +26,7 @@ from pipeline.data.sources.records import (
     loss_weight,
     metadata_json,
 )
+from pipeline.data.sources.template import RecordTemplate, UnusableRecord
 
 BATCH_BYTES = 2**22
 """Bytes that are turned into documents at a time."""
@@ -48,8 +49,9 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
     Raises:
         UserError: the text or a metadata column is missing, or the text column cannot hold text.
     """
-    weights = [] if reader.weight_key is None else [reader.weight_key]
-    for key, columns in (("text_key", (reader.text_key,)), ("metadata", reader.metadata), ("weight_key", weights)):
+    weights = () if reader.weight_key is None else (reader.weight_key,)
+    text_key = reader.text_config_key
+    for key, columns in ((text_key, reader.text_keys), ("metadata", reader.metadata), ("weight_key", weights)):
         for name in columns:
             if name not in schema.names:
                 there = ", ".join(map(repr, schema.names)) or "none"
@@ -59,21 +61,36 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
                 )
             if len(schema.get_all_field_indices(name)) > 1:
                 raise UserError(f"{path} has several columns named {name!r}; rename all but one")
-    kind = schema.field(reader.text_key).type
-    if not _holds_text(kind) and not pa.types.is_null(kind):
-        raise UserError(
-            f"{path}: column {reader.text_key!r} is of type {kind}, not text; set text_key to a column of strings, "
-            f"or leave the file out with exclude. Its columns are {', '.join(map(repr, schema.names))}"
-        )
-    for name in (*reader.metadata, *weights):
-        if _shares(schema.field(name).type):
+    for name in reader.text_keys:
+        kind = schema.field(name).type
+        if not _gives_text(kind, reader) and not pa.types.is_null(kind):
+            wanted = "a column of lists" if reader.template and reader.template.nested else "a column of strings"
             raise UserError(
-                f"{path}: column {name!r} is of type {schema.field(name).type}, which is not kept: its values "
-                "may share bytes, so their size is unknown. Leave it out of metadata and weight_key, or write it as "
-                "another type"
+                f"{path}: column {name!r} is of type {kind}, not text; set {reader.text_config_key} to {wanted}, "
+                f"or leave the file out with exclude. Its columns are {', '.join(map(repr, schema.names))}"
             )
+    for key, names in (
+        ("metadata", reader.metadata),
+        ("weight_key", weights),
+        (text_key, reader.text_keys if reader.template else ()),
+    ):
+        for name in names:
+            if _shares(schema.field(name).type):
+                raise UserError(
+                    f"{path}: column {name!r} is of type {schema.field(name).type}, which is not kept: its values "
+                    f"may share bytes, so their size is unknown. Leave it out of {key}, or write it as another type"
+                )
     own_id = [reader.id_key] if len(schema.get_all_field_indices(reader.id_key)) == 1 else []
-    return list(dict.fromkeys([reader.text_key, *own_id, *reader.metadata, *weights]))
+    return list(dict.fromkeys([*reader.text_keys, *own_id, *reader.metadata, *weights]))
+
+
+def _gives_text(kind: pa.DataType, reader: Reader) -> bool:
+    """Tell whether the text of a document can be made from a column."""
+    if reader.template is None:
+        return _holds_text(kind)
+    if reader.template.nested:
+        return any(check(kind) for check in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+    return _holds_text(kind) or pa.types.is_integer(kind)
 
 
 def rows(
@@ -103,15 +120,19 @@ def rows(
         part = batch.slice(begin, step)
         if not trusted:
             _check_offsets(part)
-        if nested := sum(_expanded(part.column(key)) for key in others if part.schema.field(key).type.num_fields):
+        wide = dict.fromkeys((*others, *(reader.text_keys if reader.template else ())))
+        if nested := sum(_expanded(part.column(key)) for key in wide if part.schema.field(key).type.num_fields):
             cursor.check_expansion(piece, nested, "lists and structs of one batch of rows take", free=HELD_BYTES)
-        texts = text_bytes(part.column(reader.text_key))
+        texts = text_bytes(part.column(reader.text_key)) if reader.template is None else [None] * len(part)
+        made = None if reader.template is None else _Rendered(part, reader.template)
         ids = values(part.column(reader.id_key)) if own_ids else None
         metadata_values = [(key, values(part.column(key))) for key in kept]
         weights = None if weight_key is None else values(part.column(weight_key))
-        for place in range(skip, len(texts)):
-            raw, row = texts[place], first + begin + place
-            texts[place] = None  # one text at a time is held twice
+        for place in range(skip, len(part)):
+            row, null = first + begin + place, ("text is null", "")
+            raw, texts[place] = texts[place], None  # one text at a time is held twice
+            if made is not None:
+                raw, null = made.text(place)
             update(length(-1 if raw is None else len(raw)))
             size = 0
             if raw is not None:
@@ -143,7 +164,7 @@ def rows(
             cursor.input_bytes += size
             cursor.bytes_read = low + (high - low) * (begin + place + 1) // count
             if raw is None:
-                yield cursor.rejected(None, row, "text is null", "")
+                yield cursor.rejected(None, row, *null)
                 continue
             if len(raw) > reader.max_record_bytes:
                 yield cursor.rejected(None, row, reader.too_long, f"{len(raw)} bytes", raw)
@@ -168,6 +189,36 @@ def rows(
             if weight is not None:
                 document.weight = weight
             yield document
+
+
+class _Rendered:
+    """Texts that a template makes of the rows of a batch, each when it is asked for: values may repeat."""
+
+    def __init__(self, batch: pa.RecordBatch, template: RecordTemplate) -> None:
+        self._template = template
+        self._columns = {key: _strictly(batch.column(key)) for key in template.keys}
+
+    def text(self, row: int) -> tuple[bytes | None, tuple[str, str]]:
+        """The text, or None and (one of a few reasons, the detail)."""
+        try:
+            return self._template.render({key: value(row) for key, value in self._columns.items()}).encode(), ("", "")
+        except UnusableRecord as unusable:
+            return None, (unusable.reason, unusable.detail)
+        except UnicodeError as error:
+            return None, (NOT_UTF8, one_line(error))
+
+
+def _strictly(column: pa.Array) -> Callable[[int], Any]:
+    """The value of a row of a column; asking for one that is not UTF-8 raises a UnicodeDecodeError."""
+    if not _holds_text(column.type):
+        return lambda row: column[row].as_py()
+    raw = text_bytes(column)
+
+    def value(row: int) -> str | None:
+        found = raw[row]
+        return None if found is None else found.decode()
+
+    return value
 
 
 def _holds_text(kind: pa.DataType) -> bool:

@@ -20,7 +20,7 @@ from pipeline.data.datasets.files import rejected_path
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.sources.damage import DAMAGED_FILE, DamagedFile, damage_in, damaged_error
 from pipeline.data.sources.reader import Reader
-from pipeline.data.sources.records import EMPTY, Piece, Unit
+from pipeline.data.sources.records import EMPTY, NOT_BAD, Piece, Unit
 from pipeline.data.work.receipts import Receipts
 
 REJECTED_FILE = "rejected.jsonl"
@@ -85,14 +85,14 @@ class BadInput:
 
     def _check_rejected(self, settings: PreprocessConfig) -> None:
         rejected, records = self.rejected, self.records
-        bad = rejected.total() - rejected[EMPTY]
+        bad = rejected.total() - sum(rejected[reason] for reason in NOT_BAD)
         # With `fail`, chunks may be left of a run that skipped.
         limit = settings.max_error_rate if settings.on_error == "skip" else 0
         if bad > limit * records:
             path = self._folder / REJECTED_FILE
             allowed = f"max_error_rate {limit}" if settings.on_error == "skip" else "on_error: fail"
             with path.open("rb") as lines:
-                first = next(record for record in map(orjson.loads, lines) if record["reason"] != EMPTY)
+                first = next(record for record in map(orjson.loads, lines) if record["reason"] not in NOT_BAD)
             empty = f" (with {counted(rejected[EMPTY], 'empty document')}, not counted here)" if rejected[EMPTY] else ""
             skipped = (
                 "raise data.preprocess.max_error_rate"
@@ -215,5 +215,5 @@ def put_changed(path: Path, content: bytes) -> bool:
 
 
 def reasons_in_words(rejected: Counter[str]) -> str:
-    """Numbers of records by reason, but for empty ones."""
-    return ", ".join(f"{count} {reason}" for reason, count in rejected.most_common() if reason != EMPTY)
+    """Numbers of records by reason, but for those that are not bad."""
+    return ", ".join(f"{count} {reason}" for reason, count in rejected.most_common() if reason not in NOT_BAD)

@@ -15,7 +15,7 @@ from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.sources.damage import damage_in
 from pipeline.data.sources.reader import Reader
-from pipeline.data.sources.records import EMPTY, Document, Unit, line_of
+from pipeline.data.sources.records import NOT_BAD, Document, Unit, line_of
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.units import input_stat
 
@@ -63,7 +63,7 @@ class UnitSource:
 
     def check_on_error(self, unit: Unit, document: Document) -> None:
         """Refuse a rejected record where `data.preprocess.on_error` says so."""
-        if self.fail_on_error and document.reason != EMPTY:
+        if self.fail_on_error and document.reason not in NOT_BAD:
             piece = unit.pieces[document.piece]
             line = None if document.line is None else line_of(piece.file.path, document.byte)
             place = self.reader.locate(piece, line, document.byte)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import shutil
@@ -53,6 +54,11 @@ def write(root: Path, kind: str = "jsonl", **changes: Any) -> Path:
         records += [{"text": "bad", "quality": value} for value in BAD] + [{"text": "no key"}]
         records.append({"text": "a longer text", "quality": "", "id": "last"} | {"quality": weight_of("a longer text")})
         (root / "sea.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    elif kind == "csv":
+        with (root / "sea.csv").open("w", newline="") as file:
+            written = csv.DictWriter(file, ["text", "id", "quality"])
+            written.writeheader()
+            written.writerows(records[:-1] + [{**records[-1], "quality": "high"}])
     else:
         column = pa.array([record["quality"] for record in records[:-1]] + [None], pa.float64())
         names = {name: [record[name] for record in records] for name in ("text", "id")}
@@ -106,10 +112,11 @@ def test_documents_keep_their_weights(tmp_path: Path, shuffle: str, monkeypatch:
 
 
 @pytest.mark.guard
-def test_a_column_of_a_table(tmp_path: Path) -> None:
-    preprocess(load(write(tmp_path, "parquet")))
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_a_column_of_a_table(tmp_path: Path, kind: str) -> None:
+    preprocess(load(write(tmp_path, kind)))
     sea = tmp_path / "data" / "sea"
-    assert check_weights(sea / "train") + check_weights(sea / "heldout") == 59  # of 60 one is null
+    assert check_weights(sea / "train") + check_weights(sea / "heldout") == 59  # of 60 one is bad
     missing = load(tmp_path / "run.yaml", ["data.sources.0.weight_key=other", f"data.dir={tmp_path / 'else'}"])
     with pytest.raises(UserError, match="no column 'other'.*set weight_key"):
         preprocess(missing)

@@ -212,7 +212,7 @@ def test_places_that_hold_nothing(made: Made) -> None:
     (_, lines), _ = _opened(config, "plain")
     (_, table), _ = _opened(config, "damaged")
     (_, texts), _ = _opened(config, "text")
-    with pytest.raises(UserError, match=r"line 6 of .*a\.jsonl holds no record: the line is blank"):
+    with pytest.raises(UserError, match=r"line 6 of .*a\.jsonl holds no record: it is blank"):
         lines.find("a.jsonl", 6)
     with pytest.raises(UserError, match=r"had 63 lines when it was read, so it has no line 64"):
         lines.find("a.jsonl", 64)
