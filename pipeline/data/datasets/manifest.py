@@ -353,7 +353,9 @@ def _units_of(source: Path, plan: Any) -> int:
     """Units whose documents are in the datasets of a source: while it grows, its plan has more."""
     manifests = (storage.find_json(source / name / MANIFEST_FILE, "config_hash") for name in plan["splits"])
     made = {manifest["config_hash"] for manifest in manifests if manifest is not None}
-    return min((units for config_hash, units in generations_of(plan) if config_hash in made), default=len(plan["units"]))
+    return min(
+        (units for config_hash, units in generations_of(plan) if config_hash in made), default=len(plan["units"])
+    )
 
 
 def _grows(folder: Path, manifest: Manifest) -> bool:

@@ -105,13 +105,14 @@ class _Copy:
     def __init__(self, base: Path, dataset: Dataset) -> None:
         self.folder = base / dataset.fingerprint
         self._dataset = dataset
-        self._parts = read_parts(dataset.folder, dataset.manifest)
+        self._parts = read_parts(dataset.folder, dataset.whole)
         self._needed = np.zeros(len(self._parts), bool)
 
     def need(self, documents: tuple[int, int] | None) -> None:
         """The parts with documents [first, end) are needed; None for all."""
         if documents is None:
-            self._needed[:] = True
+            # All but what was appended to the dataset since the run began.
+            self._needed[: self._dataset.manifest.parts] = True
             return
         counts = self._parts["documents"].astype(np.int64)
         ends = np.cumsum(counts)
@@ -169,7 +170,7 @@ class _LocalCopy(Dataset):
     def __init__(
         self, folder: Path, origin: Dataset, parts: npt.NDArray[Any], copied: npt.NDArray[np.bool_], read: ReadBy
     ) -> None:
-        super().__init__(folder, origin.manifest, parts, read)
+        super().__init__(folder, origin.whole, parts, read, len(origin.manifest.generations))
         self._origin = origin
         self._copied = copied
 

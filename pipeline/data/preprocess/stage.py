@@ -67,9 +67,7 @@ _ROUNDS = 10
 __all__ = ["PreprocessReport", "dataset_folder", "open_datasets", "preprocess", "run_tokenizer"]
 
 
-def preprocess(
-    config: Config, *, dry_run: bool = False, units: bool = False, grow: bool = False
-) -> PreprocessReport:
+def preprocess(config: Config, *, dry_run: bool = False, units: bool = False, grow: bool = False) -> PreprocessReport:
     """Run the stage; prints progress and a table.
 
     Args:

@@ -202,8 +202,8 @@ def _read_source(config: Config, source: SourceConfig, condemned: frozenset[str]
         manifests = [folder / name / MANIFEST_FILE for name in names]
         finished = all(path.is_file() for path in manifests)
         if len(generations) > 1:
-            found = [storage.find_json(path, "config_hash") for path in manifests]
-            finished = all(each and each["config_hash"] == plan["config_hash"] for each in found)
+            grown = [storage.find_json(path, "config_hash") for path in manifests]
+            finished = all(each and each["config_hash"] == plan["config_hash"] for each in grown)
         state.state = "finished" if finished else "tokenized"
         state.rate = None  # nothing is left to be read
     return state

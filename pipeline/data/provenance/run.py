@@ -11,16 +11,15 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from pipeline.common import storage
 from pipeline.common.console import echo
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, numbered
-from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
+from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
-from pipeline.data.datasets.open import open_datasets
+from pipeline.data.datasets.open import begun_fingerprint, open_datasets
 from pipeline.data.loading.objectives.base import Objective
 from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.order.journal import Journal
@@ -365,7 +364,7 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
     _check_datasets(saved, datasets, path)
     replaced = [*_replaced(folder, datasets)]
     # Training resumes from the newest checkpoint, which may be behind.
-    kept = max(checkpoint_steps(folder), default=0)
+    kept = max(RunFiles(folder).checkpoint_steps(), default=0)
     journal = plan_journal(config, datasets, saved)
     try:
         _check_end(journal, kept)
@@ -407,7 +406,7 @@ def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Pat
         for name, state in segment.sources.items():
             dataset = datasets[name]
             first, end = state.documents or (0, dataset.documents)
-            has = -1 if end > dataset.documents else dataset.document_start(end) - dataset.document_start(first)
+            has = -1 if end > dataset.whole.documents else dataset.document_start(end) - dataset.document_start(first)
             if has != state.tokens:
                 raise UserError(
                     f"{dataset.folder} is not the dataset that the run was started with: {path} says that documents "
@@ -417,24 +416,19 @@ def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Pat
 
 def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
     """Warnings about datasets that were made again since the newest checkpoint, with as many tokens as before."""
-    for name, fingerprint in _newest_state(folder).get("fingerprints", {}).get("data", {}).items():
-        if name in datasets and datasets[name].fingerprint != fingerprint:
+    for name, fingerprint in RunFiles(folder).newest_state().get("fingerprints", {}).get("data", {}).items():
+        begun = begun_fingerprint(fingerprint)
+        if name in datasets and datasets[name].fingerprint != begun:
             yield (
                 f"{datasets[name].folder} was made again: the newest checkpoint was trained on fingerprint "
-                f"{fingerprint}, and it has {datasets[name].fingerprint} now; its documents in earlier steps differ "
+                f"{begun}, and it has {datasets[name].fingerprint} now; its documents in earlier steps differ "
                 "from those shown"
             )
 
 
-def checkpoint_steps(folder: Path) -> dict[int, Path]:
-    """The committed checkpoints of a run by the steps they were saved after, ascending."""
-    names = {path.name.removeprefix("step-"): path for path in RunFiles(folder).checkpoints.glob("step-*")}
-    return dict(sorted((int(number), path) for number, path in names.items() if number.isdecimal()))
-
-
 def _steps_done(folder: Path) -> int:
     """Steps of the newest checkpoint, or in the metrics, which have every step."""
-    done = max(checkpoint_steps(folder), default=0)
+    done = max(RunFiles(folder).checkpoint_steps(), default=0)
     for row in RunFiles(folder).newest_rows():
         with suppress(ValueError, KeyError, TypeError):  # it is about something else
             return max(done, int(row["step"]))
@@ -443,15 +437,6 @@ def _steps_done(folder: Path) -> int:
 
 def newest_ranks(folder: Path) -> int | None:
     """Data-parallel ranks of the newest checkpoint; None without one."""
-    layout = _newest_state(folder).get("layout", {})
+    layout = RunFiles(folder).newest_state().get("layout", {})
     ranks = layout.get("dp", layout.get("world_size"))
     return None if ranks is None else int(ranks)
-
-
-def _newest_state(folder: Path) -> dict[str, Any]:
-    """State of the newest checkpoint; empty without one."""
-    steps = checkpoint_steps(folder)
-    try:
-        return dict(storage.get_json(steps[max(steps)] / CHECKPOINT_STATE, "layout")) if steps else {}
-    except FileNotFoundError:  # training has just removed it
-        return {}

@@ -1,8 +1,8 @@
 """The frozen plan of a stage for a source: its files, its units and every setting that decides the result.
 
-The plan is written before any work and not changed once a unit was begun, but that a generation of new files may be
-appended. A later run makes its plan anew and compares: whatever would mix two kinds of output in one folder is explained
-and refused.
+The plan is written before any work. Once a unit was begun it is not changed; a generation of new files may be appended.
+A later run makes its plan anew and compares: whatever would mix two kinds of output in one folder is explained and
+refused.
 """
 
 from __future__ import annotations
