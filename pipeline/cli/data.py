@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder
-from pipeline.common.console import Console, alarm, echo
+from pipeline.common.console import Console, echo
 from pipeline.common.errors import EXIT_OTHER
 
 data_app = typer.Typer(
@@ -30,19 +30,23 @@ def data_inspect(
 
 @data_app.command("verify")
 def data_verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="DIR|RUN.yaml", help="A dataset's folder, or one of several; or a run file.")
+    ],
+    overrides: Overrides = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Make damaged and missing parts again from the source files, byte for byte."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --repair: show what would be made again; write nothing.")
+    ] = False,
 ) -> None:
     """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
-    from pipeline.data.datasets.manifest import verify
+    from pipeline.data.preprocess.repair import verify_all
 
-    found = verify(folder)
-    for problem in found.problems:
-        alarm("bad:", problem)
-    for repair in found.repairs:
-        alarm("to repair:", repair)
-    if found.problems:
+    if not verify_all(data, overrides or (), Console(), repairs=repair, dry_run=dry_run):
         raise typer.Exit(EXIT_OTHER)
-    echo(f"{folder}: {found}: everything is as it was written")
 
 
 @data_app.command("merge")

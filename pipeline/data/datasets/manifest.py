@@ -266,6 +266,8 @@ class Verification:
     Attributes:
         problems: each naming the file; empty if everything is as it was written.
         adopted: folders among the datasets whose files were made by other programs.
+        damaged: parts that differ from what was written, or are not there: (dataset, unit, chunk).
+        lost: receipts that are not there or cannot be read: (folder of the source, unit, chunk).
     """
 
     datasets: int = 0
@@ -274,6 +276,8 @@ class Verification:
     receipts: int = 0
     problems: list[str] = field(default_factory=list)
     adopted: list[Path] = field(default_factory=list)
+    damaged: list[tuple[Path, int, int]] = field(default_factory=list)
+    lost: list[tuple[Path, int, int]] = field(default_factory=list)
 
     @property
     def repairs(self) -> list[str]:
@@ -337,12 +341,10 @@ def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterato
                 receipt = storage.get_json(path, *RECEIPT_KEYS)
                 for name in receipt["splits"]:
                     storage.plain_name(name, path)
-            except UserError as error:
-                yield str(error)
-                break
-            except FileNotFoundError:
-                if finished:
-                    yield f"{path} is missing"
+            except (UserError, FileNotFoundError) as error:
+                if isinstance(error, UserError) or finished:
+                    result.lost.append((plan.parent, unit, chunk))
+                    yield str(error) if isinstance(error, UserError) else f"{path} is missing"
                 break
             result.receipts += 1
             if receipt["last"]:
@@ -394,8 +396,11 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
     inner_ends: Counter[Path] = Counter()
     for index in range(manifest.parts):
         result.parts += 1
-        prefix = part_prefix(folder, int(parts[index]["unit"]), int(parts[index]["link"]))
-        yield from _verify_part(prefix, parts[index], manifest, inner_ends)
+        unit, chunk = int(parts[index]["unit"]), int(parts[index]["link"])
+        problems = list(_verify_part(part_prefix(folder, unit, chunk), parts[index], manifest, inner_ends))
+        if problems:
+            result.damaged.append((folder, unit, chunk))
+        yield from problems
     if manifest.inner_ends and inner_ends.total() != manifest.inner_ends:
         found = inner_ends.total()
         yield f"{folder}: {found} end-of-document tokens inside of documents, but {manifest.inner_ends} were adopted"
