@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder
+from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, shard_bytes
 from pipeline.common.console import Console, echo
 from pipeline.common.errors import EXIT_OTHER
 
@@ -15,6 +15,8 @@ data_app = typer.Typer(
     no_args_is_help=True,
     help="Datasets: inspect, verify, convert. Runs: review their data (plan), trace it (where, when, why).",
 )
+
+Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files if they are stored nowhere else.")]
 
 
 @data_app.command("inspect")
@@ -47,6 +49,37 @@ def data_verify(
 
     if not verify_all(data, overrides or (), Console(), repairs=repair, dry_run=dry_run):
         raise typer.Exit(EXIT_OTHER)
+
+
+@data_app.command("export")
+def data_export(
+    data: Annotated[Path, typer.Argument(metavar="DATASET", help="A dataset's folder, or a source's with --split.")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of the files.")],
+    form: Annotated[Literal["jsonl", "parquet"], typer.Option("--format", help="Format of the files.")] = "jsonl",
+    documents: Annotated[
+        str | None, typer.Option(metavar="A-B", help="Numbers of documents, from 0, both ends included; default: all.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the source; default: train.")] = None,
+    ids: Ids = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also write the token ids.")] = False,
+    max_shard: Annotated[str | None, typer.Option(help="Text of a file, about; default: 256MiB.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core.", min=1)] = None,
+) -> None:
+    """Write the documents of a dataset as text with their places, as JSON Lines or Parquet. Rerun to resume."""
+    from pipeline.data.provenance.export_dataset import export_dataset
+
+    export_dataset(
+        data,
+        to,
+        form,
+        Console(),
+        documents=documents,
+        split=split,
+        ids=ids,
+        tokens=tokens,
+        shard_bytes=shard_bytes(max_shard),
+        workers=workers,
+    )
 
 
 @data_app.command("merge")
@@ -134,9 +167,6 @@ def data_plan(
         as_json=as_json,
         check=lambda journal, steps: Schedule(config.train.schedule, config.train.duration, steps, journal.tokens),
     )
-
-
-Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files if they are stored nowhere else.")]
 
 
 @data_app.command("where")

@@ -303,6 +303,18 @@ class Dataset(TokenRanges):
         except UserError as error:
             raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
 
+    def part_of(self, document: int) -> tuple[int, range]:
+        """The part that a document is in, and the documents of that part."""
+        index, _, _ = self._locate(document)
+        return index, range(self._document_view[index], self._document_view[index + 1])
+
+    def sequences(self, document: int) -> list[int]:
+        """Tokens of each sequence of a document: several where it was encoded in pieces."""
+        index, place, _ = self._locate(document)
+        part = self._part(self, index)
+        first, end = part.bounds[place : place + 2].tolist()
+        return [int(length) for length in part.lengths[first:end]]
+
     def _locate(self, document: int) -> tuple[int, int, int]:
         """The part that a document is in, its place there, and the number of documents of that part."""
         if not 0 <= document < self.whole.documents:

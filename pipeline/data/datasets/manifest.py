@@ -367,7 +367,7 @@ def _grows(folder: Path, manifest: Manifest) -> bool:
 
 
 def generations_of(plan: Any) -> list[tuple[str, int]]:
-    """Of each generation of a plan, oldest first: its hash, and the number of units up to its end."""
+    """Hash of each generation of a plan, and the number of units up to its end, oldest first."""
     earlier = [(each["config_hash"], each["units"]) for each in plan.get("generations", [])]
     return [*earlier, (plan["config_hash"], len(plan["units"]))]
 

@@ -29,8 +29,7 @@ from pipeline.data.order.run_length import RunLength, run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Skip
 from pipeline.data.order.windows import Span, Windows, windows_of
-from pipeline.data.provenance.adopted_location import AdoptedOrigins, open_origins
-from pipeline.data.provenance.document_search import hash_of_id
+from pipeline.data.provenance.adopted_location import AdoptedOrigins, known_id, open_origins
 from pipeline.data.provenance.source_location import Origin, Origins
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -229,13 +228,7 @@ class RunView:
 
     def _id(self, source: str, document: int, place: Origin | None, id_hash: int) -> str | None:
         """The id that has this hash: what the place or the kept metadata say."""
-        if place is not None and place.id is not None and hash_of_id(place.id) == id_hash:
-            return place.id
-        origins, dataset = self.origins(source), self.datasets[source]
-        if origins is None or origins.id_key is None or origins.id_key not in dataset.manifest.settings["metadata"]:
-            return None
-        kept = dataset.metadata(document).get(origins.id_key)
-        return str(kept) if type(kept) in (str, int) and hash_of_id(str(kept)) == id_hash else None
+        return known_id(self.datasets[source], self.origins(source), document, place, id_hash)
 
     def words(self, source: str, about: DocumentInfo, tokens: Range) -> str:
         """The beginning of some tokens of a document as text."""

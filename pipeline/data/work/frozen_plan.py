@@ -46,7 +46,7 @@ class FrozenPlan(ABC):
 
     @property
     def earlier(self) -> tuple[tuple[str, int], ...]:
-        """Of each earlier generation: its `config_hash`, and the number of units up to its end."""
+        """The `config_hash` of each earlier generation, and the number of units up to its end."""
         generation = {file.name: number for number, files in enumerate(self.found.generations) for file in files}
         counts = Counter(generation[unit.pieces[0].file.name] for unit in self.units)
         ends = itertools.accumulate(counts[number] for number in range(len(self.found.earlier)))
