@@ -101,14 +101,13 @@ def test_some_documents_without_ids(config: Config, tmp_path: Path) -> None:
 
 @pytest.mark.guard
 def test_texts_that_give_other_ids_are_flagged(tmp_path: Path) -> None:
-    """A tokenizer that drops capitals gives the same ids for its text; one that adds a space does not."""
+    """The text of unknown words is not theirs."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     lines = ["plain words", "double  space", "plain again", " leading"]
     (corpus / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    engine = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"[UNK]": 0, "<|endoftext|>": 1, "plain": 2, "words": 3}, "[UNK]")
-    )
+    words = {"[UNK]": 0, "<|endoftext|>": 1, "plain": 2, "words": 3}
+    engine = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
     engine.add_special_tokens(["<|endoftext|>"])
     engine.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     engine.save(str(tmp_path / "tokenizer.json"))
