@@ -8,6 +8,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from rich.console import Console
 
 from pipeline.config.load import load
 from pipeline.data.datasets.dataset import Dataset
@@ -16,6 +17,7 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
+from pipeline.train.fork import fork
 from tests import tiny
 from tests.train.runs import column, exact, start, train, weights_hash
 
@@ -63,6 +65,14 @@ def test_a_run_that_has_begun_keeps_its_data(grown: tuple[Path, Path]) -> None:
         assert states[0][key] == states[1][key]
     config = load(root / "run.yaml", [f"run.dir={run}"])
     assert open_datasets(config, "heldout")["sea"].documents == Dataset.open(before / "sea/heldout").documents
+
+
+def test_a_fork_keeps_the_data_of_its_parent(grown: tuple[Path, Path]) -> None:
+    root, _ = grown
+    child = load(root / "run.yaml", [f"run.dir={root / 'child'}", f"data.dir={root / 'data'}", CONSTANT])
+    fork(root / "half", 4, child, Console(quiet=True))
+    run = train(root, "child", CONSTANT)
+    assert exact(run) == exact(root / "straight")[4:]
 
 
 def test_a_new_run_reads_all_of_it(grown: tuple[Path, Path]) -> None:

@@ -137,6 +137,8 @@ def _find(config: Config, source: SourceConfig, key: str, grow: bool) -> SourceF
 
 def _in_generations(found: SourceFiles, plan: Any, grow: bool) -> SourceFiles:
     """The files as the plan of the source has grown by them; with `grow`, new ones are appended."""
+    if not (grow or "generations" in plan):
+        return found
     names = [name for name, _, _ in plan["files"]]
     ends = [each["files"] for each in plan.get("generations", [])]
     sizes = {file.name: file.size for file in found.files}

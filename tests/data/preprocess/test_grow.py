@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import verify
-from pipeline.data.preprocess.stage import is_complete, preprocess
+from pipeline.data.preprocess.repair import verify_all
+from pipeline.data.preprocess.stage import grow_plans, is_complete, preprocess
 from pipeline.data.preprocess.status import read_state
 from pipeline.data.provenance.adopted_location import open_origins
 from tests.data.runs import make_config, write_jsonl
-from tests.data.stage import write_run_file
+from tests.data.stage import killed_at_rename, write_run_file
 
 
 def config_of(root: Path, **data: Any) -> Config:
@@ -123,7 +122,11 @@ def test_twice(tmp_path):
     states = [documents(folder)]
     for number in range(2):
         write_jsonl(tmp_path / "corpus" / f"a{number}.jsonl", 30, 20 + number)
-        preprocess(config, grow=True)
+        if number:
+            grow_plans(config)  # as before jobs are submitted, which are not told
+            assert not is_complete(config) and documents(folder) == states[-1]
+            assert read_state(config)[0].state == "stopped"
+        preprocess(config, grow=not number)
         states.append(documents(folder))
     assert states[2][: len(states[1])] == states[1] and states[1][: len(states[0])] == states[0]
     assert [len(Dataset.open(folder, generation=n).manifest.generations) for n in range(3)] == [0, 1, 2]
@@ -134,6 +137,10 @@ def test_twice(tmp_path):
         if path.name != "parts.bin":
             path.unlink()
     preprocess(config)
+    assert files_of(config) == whole
+    for path in sorted(folder.glob("parts/*/*.prov"))[::2]:
+        path.unlink()
+    assert verify_all(config.data_dir, [], Console(quiet=True), repairs=True)
     assert files_of(config) == whole
 
 
@@ -156,40 +163,6 @@ def test_what_is_refused(tmp_path):
         preprocess(shuffled, grow=True)
 
 
-_KILLED = """
-import os, signal, sys
-log, wanted = sys.argv[1], int(sys.argv[2])
-
-def hook(event, arguments):
-    if event == "os.rename":
-        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(file, b"x")
-        size = os.fstat(file).st_size
-        os.close(file)
-        if size == wanted:
-            os.killpg(0, signal.SIGKILL)
-
-sys.addaudithook(hook)
-sys.argv[:3] = ["pipeline"]
-from pipeline.cli.main import app
-app()
-"""
-
-
-def grow_killed(file: Path, log: Path, wanted: int) -> subprocess.CompletedProcess[str]:
-    """The command, killed with its workers before the rename with this number; returns how many there were."""
-    log.unlink(missing_ok=True)
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", _KILLED, str(log), str(wanted), "preprocess", str(file), "--grow"],
-        start_new_session=True,
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-
-
 @pytest.mark.guard
 def test_killed_at_any_instant(tmp_path):
     first_files(tmp_path)
@@ -201,7 +174,7 @@ def test_killed_at_any_instant(tmp_path):
     then = [documents(folder) for folder in folders]
     more_files(tmp_path)
     file, log = write_run_file(config, tmp_path / "run.yaml"), tmp_path / "renames"
-    clean = grow_killed(file, log, 0)
+    clean = killed_at_rename(log, 0, "preprocess", file, "--grow")
     assert clean.returncode == 0, clean.stdout + clean.stderr
     whole, renames = files_of(config), log.stat().st_size
     last = [documents(folder) for folder in folders]
@@ -214,7 +187,7 @@ def test_killed_at_any_instant(tmp_path):
     for number in chosen:
         shutil.rmtree(config.data_dir)
         shutil.copytree(kept, config.data_dir)
-        assert grow_killed(file, log, number).returncode == -9
+        assert killed_at_rename(log, number, "preprocess", file, "--grow").returncode == -9
         for folder, old, new in zip(folders, then, last, strict=True):
             found = documents(folder)
             assert found in (old, new)

@@ -18,7 +18,7 @@ from pipeline.data.datasets.merge import merge
 from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
 from tests.data.runs import make_config, tree, write_jsonl
-from tests.data.stage import write_run_file
+from tests.data.stage import killed_at_rename, write_run_file
 
 QUIET = Console(quiet=True)
 
@@ -43,8 +43,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(made: Path, tmp_path: Path) -> Path:
+    """A copy to damage; its plan names the files of `made`."""
     shutil.copytree(made, tmp_path / "root")
-    # Of the same times: a plan has the paths of the corpus that was read, which is that of `made`.
     return tmp_path / "root"
 
 
@@ -97,8 +97,32 @@ def test_each_file_alone_and_receipts(root: Path) -> None:
     assert not list(data.rglob("*.tmp"))
 
 
-def test_other_input_changes_nothing(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # The corpus is read where it was: a copy is damaged in its own place.
+@pytest.mark.guard
+def test_killed_at_any_instant(root: Path, tmp_path: Path) -> None:
+    data, kept, log = root / "run" / "data", tmp_path / "kept", tmp_path / "renames"
+    before = tree(data)
+    for path in parts(root)[::9]:
+        truncate(path)
+    shutil.copytree(data, kept)
+    words = ("data", "verify", data, "--repair")
+    clean = killed_at_rename(log, 0, *words)
+    assert clean.returncode == 0, clean.stdout + clean.stderr
+    renames = log.stat().st_size
+    assert tree(data) == before and renames > 8
+    for number in range(1, renames + 1, max(1, renames // 6)):
+        shutil.rmtree(data)
+        shutil.copytree(kept, data)
+        assert killed_at_rename(log, number, *words).returncode == -9
+        # What is there is as it was written, or as it was found.
+        found = {name: content for name, content in tree(data).items() if ".tmp/" not in name}
+        damaged = tree(kept)
+        assert all(found[name] in (before[name], damaged[name]) for name in damaged)
+        assert verify_all(data, [], QUIET, repairs=True) is True
+        assert {name: content for name, content in tree(data).items() if ".tmp/" not in name} == before
+
+
+@pytest.mark.guard
+def test_other_input_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(tmp_path / "corpus" / "a.jsonl", 60)
     config = config_of(tmp_path)
     preprocess(config)

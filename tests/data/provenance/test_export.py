@@ -16,7 +16,9 @@ from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.data.datasets.adopt import adopt
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.merge import merge
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.export_dataset import export_dataset
 from tests.data.runs import make_config, write_jsonl
@@ -97,6 +99,21 @@ def test_some_documents_without_ids(config: Config, tmp_path: Path) -> None:
         export_dataset(folder, tmp_path / "to", "jsonl", QUIET, documents="5-8")
     with pytest.raises(UserError, match="it has heldout, train"):
         export_dataset(config.data_dir / "web", tmp_path / "other", "jsonl", QUIET, split="test")
+
+
+@pytest.mark.guard
+def test_an_adopted_dataset(config: Config, tmp_path: Path) -> None:
+    """Its documents have several sequences, ids that follow from their places, and no line."""
+    train = config.data_dir / "web" / "train"
+    merge(train, tmp_path / "pair")
+    adopt([tmp_path / "pair"], tmp_path / "adopted", tokenizer=train / "tokenizer.json")
+    export_dataset(tmp_path / "adopted", tmp_path / "to", "parquet", QUIET, workers=1)
+    export_dataset(train, tmp_path / "other", "jsonl", QUIET, workers=1)
+    found = rows(tmp_path / "to")
+    assert [row["text"] for row in found] == [row["text"] for row in rows(tmp_path / "other")]
+    for number, row in enumerate(found):
+        assert (row["row"], row["id"], row["line"]) == (number, f"pair#{number}", None)
+        assert row["file"] == str((tmp_path / "pair").resolve())
 
 
 @pytest.mark.guard
