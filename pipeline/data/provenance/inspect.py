@@ -13,7 +13,7 @@ from rich.text import Text
 from pipeline.common.console import Console, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import REPAIR, datasets_below
+from pipeline.data.datasets.manifest import REPAIR, Manifest, datasets_below
 from pipeline.data.provenance.adopted_location import open_origins
 from pipeline.data.provenance.run import shortened
 from pipeline.data.sources.records import printable
@@ -53,6 +53,7 @@ def _print_counts(console: Console, path: Path, dataset: Dataset) -> None:
     for name, value in [
         ("source, split", f"{manifest.source}, {manifest.split}"),
         ("documents", f"{manifest.documents:,}"),
+        *([("generations", _generations(manifest))] if manifest.generations else []),
         ("tokens", f"{manifest.tokens:,}"),
         ("text bytes", f"{manifest.text_bytes:,}"),
         ("bytes per token", per_token),
@@ -64,6 +65,13 @@ def _print_counts(console: Console, path: Path, dataset: Dataset) -> None:
         table.add_row(Text(name, style="dim"), Text(value))
     console.print(Text(str(path), style="bold"), soft_wrap=True)
     console.print(table)
+
+
+def _generations(manifest: Manifest) -> str:
+    """Numbers of the documents of each generation."""
+    ends = [each.documents for each in manifest.lineage]
+    ranges = zip([0, *ends], ends, strict=False)
+    return ", ".join(f"{start:,}-{end - 1:,}" if start < end else "no documents" for start, end in ranges)
 
 
 def _print_documents(console: Console, dataset: Dataset, count: int) -> None:

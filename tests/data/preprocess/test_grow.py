@@ -155,6 +155,11 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"files changed: 1, the first is b0\.jsonl"):
         preprocess(config_of(tmp_path, tokenizer={"path": str(config.data_dir / "tokenizer")}), grow=True)
     assert files_of(config) == before
+    curated = config_of(tmp_path, curate={"mode": "apply", "rules": {"gopher_quality": {}}})
+    write_jsonl(tmp_path / "corpus" / "b0.jsonl", 60, 0)
+    with pytest.raises(UserError, match="mode: apply"):
+        preprocess(curated, grow=True)
+    assert files_of(config) == before
     shuffled = config_of(tmp_path / "two", preprocess={"shuffle": "global"})
     first_files(tmp_path / "two")
     preprocess(shuffled)

@@ -13,10 +13,12 @@ import pytest
 from rich.console import Console
 
 from pipeline.config import Config
+from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.adopt import adopt
 from pipeline.data.datasets.merge import merge
 from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
+from tests.data.curate.runs import curate_config, write_corpus
 from tests.data.runs import make_config, tree, write_jsonl
 from tests.data.stage import killed_at_rename, write_run_file
 
@@ -165,3 +167,20 @@ def test_what_cannot_be_repaired_is_named(root: Path, tmp_path: Path, capsys: py
     flip(parts_of(shuffled)[0])
     assert not verify_all(shuffled.data_dir, [], QUIET, repairs=True)
     assert "shuffle: global" in "".join(capsys.readouterr())
+
+
+@pytest.mark.guard
+def test_documents_that_were_curated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"mode": "apply", "rules": {"gopher_quality": {"min_words": 5}}, "clean": {"pii": {"email": "mask"}}}
+    config = curate_config(tmp_path, write_corpus(tmp_path / "corpus"), settings)
+    curate(config)
+    preprocess(config)
+    before = tree(config.data_dir)
+    assert b'"curation"' in before["a/plan.json"]
+    for number, path in enumerate(sorted(config.data_dir.glob("*/train/parts/*/*.bin"))):
+        (flip, Path.unlink)[number % 2](path)
+    assert not verify_all(config.data_dir, [], QUIET, repairs=True)
+    assert "name the run file" in "".join(capsys.readouterr())
+    file = write_run_file(config, tmp_path / "run.yaml")
+    assert verify_all(file, [], QUIET, repairs=True)
+    assert tree(config.data_dir) == before
