@@ -11,7 +11,6 @@ from pipeline.config import Config
 from pipeline.config.base import Duration
 from pipeline.config.blend import Bound, PhaseConfig
 from pipeline.config.data import SourceConfig
-from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.order.blend import integer_weights, keyed_offset, tempered, tokens_of_epochs
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.segments import Interval, Segment, Sized, Skip, SourceState
@@ -341,7 +340,8 @@ class _Planner:
 
 def _all_documents(dataset: Sized) -> int:
     """Documents that a run can read, also of generations that were appended since it began."""
-    return dataset.whole.documents if isinstance(dataset, Dataset) else dataset.documents
+    # What is only assumed has no generations, and the class of datasets is not imported here: it needs the tokenizer.
+    return int(getattr(dataset, "whole", dataset).documents)
 
 
 def _slice(name: str, bounds: tuple[Bound, Bound], dataset: Sized, key: str) -> tuple[Interval | None, int]:
