@@ -7,14 +7,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder
-from pipeline.common.console import Console, alarm, echo
+from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, shard_bytes
+from pipeline.common.console import Console, echo
 from pipeline.common.errors import EXIT_OTHER
 
 data_app = typer.Typer(
     no_args_is_help=True,
     help="Datasets: inspect, verify, convert. Runs: review their data (plan), trace it (where, when, losses, why).",
 )
+
+Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files if they are stored nowhere else.")]
 
 
 @data_app.command("inspect")
@@ -30,22 +32,23 @@ def data_inspect(
 
 @data_app.command("verify")
 def data_verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="DIR|RUN.yaml", help="A dataset's folder, or one of several; or a run file.")
+    ],
+    overrides: Overrides = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Make damaged and missing parts again from the source files, byte for byte."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --repair: show what would be made again; write nothing.")
+    ] = False,
 ) -> None:
     """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
-    from pipeline.data.datasets.manifest import verify
-    from pipeline.data.datasets.packing.verify import PackVerification, verify_packs
+    from pipeline.data.preprocess.repair import verify_all
 
-    found = verify(folder)
-    # The packs of a dataset that is damaged are looked at when it is repaired.
-    packs = PackVerification() if found.problems else verify_packs(folder)
-    for problem in found.problems + packs.problems:
-        alarm("bad:", problem)
-    for repair in found.repairs + packs.repairs:
-        alarm("to repair:", repair)
-    if found.problems or packs.problems:
+    if not verify_all(data, overrides or (), Console(), repairs=repair, dry_run=dry_run):
         raise typer.Exit(EXIT_OTHER)
-    echo(f"{folder}: {', '.join(filter(None, map(str, (found, packs))))}: everything is as it was written")
 
 
 @data_app.command("pack")
@@ -65,6 +68,37 @@ def data_pack(
     from pipeline.data.packing.command import pack
 
     pack(dataset, length, workers=workers, dry_run=dry_run, console=Console())
+
+
+@data_app.command("export")
+def data_export(
+    data: Annotated[Path, typer.Argument(metavar="DATASET", help="A dataset's folder, or a source's with --split.")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of the files.")],
+    form: Annotated[Literal["jsonl", "parquet"], typer.Option("--format", help="Format of the files.")] = "jsonl",
+    documents: Annotated[
+        str | None, typer.Option(metavar="A-B", help="Numbers of documents, from 0, both ends included; default: all.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the source; default: train.")] = None,
+    ids: Ids = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also write the token ids.")] = False,
+    max_shard: Annotated[str | None, typer.Option(help="Text of a file, about; default: 256MiB.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core.", min=1)] = None,
+) -> None:
+    """Write the documents of a dataset as text with their places, as JSON Lines or Parquet. Rerun to resume."""
+    from pipeline.data.provenance.export_dataset import export_dataset
+
+    export_dataset(
+        data,
+        to,
+        form,
+        Console(),
+        documents=documents,
+        split=split,
+        ids=ids,
+        tokens=tokens,
+        shard_bytes=shard_bytes(max_shard),
+        workers=workers,
+    )
 
 
 @data_app.command("merge")
@@ -152,9 +186,6 @@ def data_plan(
         as_json=as_json,
         check=lambda journal, steps: Schedule(config.train.schedule, config.train.duration, steps, journal.tokens),
     )
-
-
-Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files if they are stored nowhere else.")]
 
 
 @data_app.command("where")

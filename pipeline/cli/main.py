@@ -72,6 +72,9 @@ def preprocess(
     units: Annotated[
         bool, typer.Option("--units", help="Process unclaimed units, then exit (used by array tasks).")
     ] = False,
+    grow: Annotated[
+        bool, typer.Option("--grow", help="Append files that were added to sources to their datasets.")
+    ] = False,
 ) -> None:
     """Tokenize documents into datasets (data.sources). Rerun to resume."""
     # NumPy's library of matrix products would start a thread for each core, and this command multiplies no matrices.
@@ -83,11 +86,15 @@ def preprocess(
 
         print_status(Console(), config, shlex.join([str(run), *(overrides or ())]))
         return
+    if grow and (slurm or local) and not dry_run:
+        from pipeline.data.preprocess.stage import grow_plans
+
+        grow_plans(config)  # the jobs find the plans that have grown
     if submitted(config, ["preprocess"], slurm, local, dry_run):
         return
     from slurm.local.stages import preprocess as stage
 
-    stage(config, dry_run=dry_run, units=units)
+    stage(config, dry_run=dry_run, units=units, grow=grow)
 
 
 @app.command()

@@ -129,3 +129,16 @@ class RunFiles:
     def newest_rows(self) -> Iterator[dict[str, Any]]:
         """The metrics from the last row on, without damaged lines; raises as `storage.json_lines`."""
         return storage.json_lines_backwards(self.metrics)
+
+    def checkpoint_steps(self) -> dict[int, Path]:
+        """The committed checkpoints by the steps they were saved after, ascending."""
+        names = {path.name.removeprefix("step-"): path for path in self.checkpoints.glob("step-*")}
+        return dict(sorted((int(number), path) for number, path in names.items() if number.isdecimal()))
+
+    def newest_state(self) -> dict[str, Any]:
+        """State of the newest checkpoint; empty without one."""
+        steps = self.checkpoint_steps()
+        try:
+            return dict(storage.get_json(steps[max(steps)] / CHECKPOINT_STATE, "layout")) if steps else {}
+        except FileNotFoundError:  # training has just removed it
+            return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.open import open_datasets
+from pipeline.data.datasets.open import begun_fingerprint, open_datasets
 from pipeline.data.datasets.packing.verify import check_packs
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.loading.objectives.choice import uses
@@ -78,24 +79,26 @@ def plan_run(
         UserError: the data are not as they were written or were made with another tokenizer, the blend cannot be had
             from them, or the run differs from its checkpoint.
     """
-    datasets = open_datasets(config, "train")
+    state = checkpoint.state() if checkpoint is not None else {}
+    datasets = open_datasets(config, "train", state["fingerprints"]["data"] if state else {})
     if check:
         check_datasets(datasets)
         check_packs(datasets, config.pack_lengths)
     tokenizer = run_tokenizer(config)
     check_tokenizer(datasets, tokenizer)
-    state = checkpoint.state() if checkpoint is not None else {}
     if checkpoint is not None and saved is None:
         saved = saved_journal(config.run.dir, state["journal"], checkpoint.step)
     journal = plan_journal(config, datasets, saved)
-    now = fingerprints(config, {name: d.fingerprint for name, d in datasets.items()}, tokenizer.fingerprint)
+    now = fingerprints(
+        config, {name: _identity(d, name, journal) for name, d in datasets.items()}, tokenizer.fingerprint
+    )
     warnings = unused_weights(config, {name: dataset.manifest for name, dataset in datasets.items()})
     if checkpoint is not None and saved is not None:
         warnings += [
             f"allowed difference from the checkpoint: {line}"
             for line in compare(
-                _of_sources(state["fingerprints"], saved, checkpoint.step),
-                _of_sources(now, saved, checkpoint.step),
+                _of_sources(state["fingerprints"], datasets, saved, checkpoint.step),
+                _of_sources(now, datasets, saved, checkpoint.step),
                 config.resume.allow,
             )
         ]
@@ -112,10 +115,28 @@ def plan_run(
     return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions)
 
 
-def _of_sources(values: Fingerprints, journal: Journal, step: int) -> Fingerprints:
+def _identity(dataset: Dataset, source: str, journal: Journal) -> str | dict[str, str]:
+    """Fingerprint of the data that a run began with; if it reads documents that were added since, also of all of it."""
+    ends = [segment.sources[source].documents for segment in journal.segments if source in segment.sources]
+    if max((end for _, end in filter(None, ends)), default=0) <= dataset.documents:
+        return dataset.fingerprint
+    return {"begun": dataset.fingerprint, "grown": dataset.whole.fingerprint}
+
+
+def _of_sources(values: Fingerprints, datasets: Mapping[str, Dataset], journal: Journal, step: int) -> Fingerprints:
     """`values` with the data of those sources alone that the steps before `step` are made of.
 
-    What later steps read may be added or replaced until then, like the phases that they are in.
+    What later steps read may be added or replaced until then, like the phases that they are in. What was read of a
+    dataset that grew is the same if it is a generation of the dataset.
     """
-    used = {name for segment, _ in journal.drawn(step) for name in segment.sources}
-    return {**values, "data": {name: value for name, value in values["data"].items() if name in used}}
+    ends: dict[str, int] = {}
+    for segment, _ in journal.drawn(step):
+        for name, state in segment.sources.items():
+            ends[name] = max(ends.get(name, 0), state.documents[1] if state.documents else 0)
+    found = {name: value for name, value in values["data"].items() if name in ends}
+    for name in found.keys() & datasets.keys():
+        begun, lineage = begun_fingerprint(found[name]), datasets[name].lineage
+        grown = found[name]["grown"] if isinstance(found[name], dict) else begun
+        is_newer = ends[name] > datasets[name].documents
+        found[name] = {"begun": begun, "grown": lineage[-1] if grown in lineage else grown} if is_newer else begun
+    return {**values, "data": found}

@@ -71,15 +71,15 @@ def _task_items_writer(config: Config) -> Callable[[str, Callable[[int], None]],
     return write
 
 
-def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
+def preprocess(config: Config, *, dry_run: bool = False, units: bool = False, grow: bool = False) -> None:
     """Documents to tokens; see `pipeline.data.preprocess.stage`. A dry run leaves no trace."""
     from pipeline.data.preprocess.stage import preprocess as stage
 
     if dry_run:
-        stage(config, dry_run=True)
+        stage(config, dry_run=True, grow=grow)
         return
     with _stage(config, "preprocess"), _terminate_stops():
-        stage(config, units=units)
+        stage(config, units=units, grow=grow)
 
 
 @contextmanager

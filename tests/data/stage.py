@@ -65,6 +65,39 @@ def on_terminal(file: Path, until: Callable[[], object]) -> Iterator[subprocess.
         yield process
 
 
+_KILLED = """
+import os, signal, sys
+log, wanted = sys.argv[1], int(sys.argv[2])
+
+def hook(event, arguments):
+    if event == "os.rename":
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, b"x")
+        size = os.fstat(file).st_size
+        os.close(file)
+        if size == wanted:
+            os.killpg(0, signal.SIGKILL)
+
+sys.addaudithook(hook)
+sys.argv[:3] = ["pipeline"]
+from pipeline.cli.main import app
+app()
+"""
+
+
+def killed_at_rename(log: Path, wanted: int, *words: object) -> subprocess.CompletedProcess[str]:
+    """A command that is killed with its workers before the rename with this number; `log` has a byte for each."""
+    log.unlink(missing_ok=True)
+    return subprocess.run(
+        [sys.executable, "-c", _KILLED, str(log), str(wanted), *map(str, words)],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
 def receipts(config: Config) -> int:
     """Links, and buckets of a global shuffle, that are done."""
     return sum(1 for _ in config.data_dir.glob("*/receipts/**/*.json"))

@@ -146,10 +146,11 @@ CLASSES = {
     "pipeline.data.order.consumption": ("SliceAccount",),
     "pipeline.config.objective": (),  # the run file's keys, by which fingerprints and reports are compared
     "pipeline.data.plan.build": ("DataPlan", "SliceRow", "SegmentRow", "ObjectiveRow", "PreviewRow"),
-    "pipeline.data.datasets.manifest": ("Manifest", "TokenizerInfo"),
+    "pipeline.data.datasets.manifest": ("Generation", "Manifest", "TokenizerInfo"),
     "pipeline.data.work.unit_chunks": (),  # Damage
     "pipeline.data.curate.results.show_differences": (),  # Changed
     "pipeline.data.curate.results.differences": ("Changed",),
+    "pipeline.data.provenance.export_dataset": ("ShardCounts",),
     "pipeline.data.provenance.why_show": ("FiredRule", "ClusterMember", "FoundNgram", "Recheck"),
     "pipeline.data.sources.records": ("Damage",),
     "pipeline.data.preprocess.report": (),  # Counts

@@ -104,16 +104,28 @@ class Dataset(TokenRanges):
 
     Tokens and documents are numbered over all parts. Safe to use from several threads.
 
+    Of a dataset that has grown, an earlier generation may be taken: `tokens`, `documents`, `text_bytes`, `manifest` and
+    `fingerprint` are of that one, and what was appended since is behind its end.
+
     Args:
         folder: The dataset.
         manifest: Of the folder.
         parts: Of the folder, by `read_parts`.
         read: `mmap`, or `pread` for file systems on which mapping is slow or fails.
+        generation: Index in `manifest.lineage`.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, parts: npt.NDArray[Any], read: ReadBy = "mmap") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        parts: npt.NDArray[Any],
+        read: ReadBy = "mmap",
+        generation: int = -1,
+    ) -> None:
         self.folder = self.place = folder
-        self.manifest = manifest
+        self.whole = manifest
+        self.manifest = manifest = manifest.lineage[generation]
         self.read_by = read
         self._part = _mapped_part if read == "mmap" else _read_part
         self.tokens = manifest.tokens
@@ -126,21 +138,42 @@ class Dataset(TokenRanges):
         # Shape (parts + 1,): where each part begins.
         self._token_starts = np.concatenate([[0], np.cumsum(parts["tokens"], dtype=np.int64)])
         self._document_starts = np.concatenate([[0], np.cumsum(parts["documents"], dtype=np.int64)])
-        if (self._token_starts[-1], self._document_starts[-1]) != (self.tokens, self.documents):
+        if (self._token_starts[-1], self._document_starts[-1]) != (self.whole.tokens, self.whole.documents):
             raise UserError(f"{folder}: {PARTS_FILE} and manifest.json have different totals; {REPAIR}")
         # The same arrays; Python looks single numbers up in them several times faster than NumPy.
         self._token_view = self._token_starts.data
         self._document_view = self._document_starts.data
 
     @classmethod
-    def open(cls, folder: Path, read: ReadBy = "mmap") -> Dataset:
+    def open(cls, folder: Path, read: ReadBy = "mmap", generation: int = -1) -> Dataset:
         """Open a dataset folder.
+
+        Args:
+            folder: The dataset.
+            read: How.
+            generation: Index in the lineage of its manifest.
 
         Raises:
             UserError: not a finished dataset, or damaged; the message names the file.
         """
         manifest = read_manifest(folder)
-        return cls(folder, manifest, read_parts(folder, manifest), read)
+        return cls(folder, manifest, read_parts(folder, manifest), read, generation)
+
+    @property
+    def newer(self) -> list[str]:
+        """Fingerprints of this generation and of those that it has grown to."""
+        return self.lineage[self.lineage.index(self.fingerprint) :]
+
+    @property
+    def lineage(self) -> list[str]:
+        """Fingerprint of each generation, oldest first."""
+        return [manifest.fingerprint for manifest in self.whole.lineage]
+
+    def check_range(self, start: int, count: int) -> None:
+        if start < 0 or count < 0 or start + count > self.whole.tokens:
+            raise IndexError(
+                f"tokens [{start}, {start + count}) are outside of [0, {self.whole.tokens}) of {self.folder}"
+            )
 
     def prefix(self, index: int) -> Path:
         """Prefix of the files of a part."""
@@ -187,11 +220,13 @@ class Dataset(TokenRanges):
         return result
 
     def document_start(self, document: int) -> int:
-        """The token at which a document begins; for `documents`, the number of tokens."""
-        if not 0 <= document <= self.documents:
-            raise IndexError(f"document {document} is outside of [0, {self.documents}] of {self.folder}")
+        """The token at which a document begins; for the one behind the last one, the number of tokens."""
+        if not 0 <= document <= self.whole.documents:
+            raise IndexError(f"document {document} is outside of [0, {self.whole.documents}] of {self.folder}")
         if document == self.documents:
             return self.tokens
+        if document == self.whole.documents:
+            return self.whole.tokens
         index = self._index_of_document(document)
         return self._token_view[index] + self._part(self, index).document_start(document - self._document_view[index])
 
@@ -333,10 +368,22 @@ class Dataset(TokenRanges):
         except UserError as error:
             raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
 
+    def part_of(self, document: int) -> tuple[int, range]:
+        """The part that a document is in, and the documents of that part."""
+        index, _, _ = self._locate(document)
+        return index, range(self._document_view[index], self._document_view[index + 1])
+
+    def sequences(self, document: int) -> list[int]:
+        """Tokens of each sequence of a document: several where it was encoded in pieces."""
+        index, place, _ = self._locate(document)
+        part = self._part(self, index)
+        first, end = part.bounds[place : place + 2].tolist()
+        return [int(length) for length in part.lengths[first:end]]
+
     def _locate(self, document: int) -> tuple[int, int, int]:
         """The part that a document is in, its place there, and the number of documents of that part."""
-        if not 0 <= document < self.documents:
-            raise IndexError(f"document {document} is outside of [0, {self.documents}) of {self.folder}")
+        if not 0 <= document < self.whole.documents:
+            raise IndexError(f"document {document} is outside of [0, {self.whole.documents}) of {self.folder}")
         index = self._index_of_document(document)
         return index, document - self._document_view[index], self.size_of_part(index)[1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +69,17 @@ class TokenizerInfo(_Entry):
     special_tokens: dict[str, int]
 
 
+class Generation(_Entry):
+    """Totals of a dataset before files were added to its source: what its manifest said then."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    config_hash: str
+    parts: int
+    parts_hash: str
+
+
 class Manifest(_Entry):
     """Totals and identity of a dataset.
 
@@ -81,6 +92,8 @@ class Manifest(_Entry):
         code_version: of the stage that wrote it.
         parts: number of parts.
         parts_hash: xxh3-128 of `parts.bin`.
+        generations: earlier states of a dataset that has grown, oldest first. Its parts are appended, so each of these
+            is the beginning of the next.
     """
 
     format_version: int
@@ -97,6 +110,20 @@ class Manifest(_Entry):
     code_version: str
     parts: int
     parts_hash: str
+    generations: list[Generation] = []
+
+    @property
+    def lineage(self) -> list[Manifest]:
+        """The manifest of each generation, oldest first; the last one is this."""
+        earlier = [
+            self.model_copy(update={**dict(state), "generations": self.generations[:number]})
+            for number, state in enumerate(self.generations)
+        ]
+        return [*earlier, self]
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON of the file; a dataset that has not grown has no `generations`."""
+        return self.model_dump(exclude=None if self.generations else {"generations"})
 
     @property
     def has_weights(self) -> bool:
@@ -115,7 +142,11 @@ class Manifest(_Entry):
 
 
 def write_dataset(
-    folder: Path, parts: npt.NDArray[Any], tokenizer: Tokenizer, manifest: dict[str, Any]
+    folder: Path,
+    parts: npt.NDArray[Any],
+    tokenizer: Tokenizer,
+    manifest: dict[str, Any],
+    earlier: Sequence[tuple[int, int, str]] = (),
 ) -> tuple[Manifest, bool]:
     """Write tokenizer, `parts.bin` and, last, the manifest of a dataset whose parts are there already.
 
@@ -125,6 +156,7 @@ def write_dataset(
         tokenizer: of the token ids.
         manifest: source, split, text_bytes, settings, config_hash, code_version; and, where they are not the usual
             ones, dtype and inner_ends.
+        earlier: of each earlier generation, oldest first: its number of parts, text_bytes and config_hash.
 
     Returns:
         The manifest, and whether anything was written; a dataset that has all of it already is left alone.
@@ -146,13 +178,24 @@ def write_dataset(
         tokenizer=info,
         parts=len(parts),
         parts_hash=xxhash.xxh3_128_hexdigest(data),
+        generations=[
+            Generation(
+                documents=int(parts["documents"][:count].sum()),
+                tokens=int(parts["tokens"][:count].sum()),
+                text_bytes=text_bytes,
+                config_hash=config_hash,
+                parts=count,
+                parts_hash=xxhash.xxh3_128_hexdigest(data[: count * parts.dtype.itemsize]),
+            )
+            for count, text_bytes, config_hash in earlier
+        ],
         **({"dtype": tokenizer.dtype.name} | manifest),
     )
     if _is_written(folder, result, data, tokenizer):
         return result, False
     tokenizer.save(folder)
     storage.put(folder / PARTS_FILE, data)
-    storage.put_json(folder / MANIFEST_FILE, result.model_dump())
+    storage.put_json(folder / MANIFEST_FILE, result.as_json())
     return result, True
 
 
@@ -194,6 +237,9 @@ def read_manifest(folder: Path) -> Manifest:
 def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
     """Read `parts.bin`: `PART` or `WEIGHTED_PART` records, shape (parts,).
 
+    The file may have more records than the manifest, or the one of an earlier generation, counts: it is replaced before
+    the manifest is, when a dataset grows.
+
     Raises:
         UserError: missing, or not the one that the manifest was written with.
     """
@@ -202,7 +248,9 @@ def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
         data = storage.read_bytes(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing; {REPAIR}") from None
-    if len(data) != manifest.parts * manifest.part.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
+    size = len(data)
+    data = data[: manifest.parts * manifest.part.itemsize]
+    if size % manifest.part.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
         raise UserError(
             f"{path} is not the file that {MANIFEST_FILE} was written with: it is truncated or damaged; {REPAIR}"
         )
@@ -238,6 +286,8 @@ class Verification:
     Attributes:
         problems: each naming the file; empty if everything is as it was written.
         adopted: folders among the datasets whose files were made by other programs.
+        damaged: parts that differ from what was written, or are not there: (dataset, unit, chunk).
+        lost: receipts that are not there or cannot be read: (folder of the source, unit, chunk).
     """
 
     datasets: int = 0
@@ -246,6 +296,8 @@ class Verification:
     receipts: int = 0
     problems: list[str] = field(default_factory=list)
     adopted: list[Path] = field(default_factory=list)
+    damaged: list[tuple[Path, int, int]] = field(default_factory=list)
+    lost: list[tuple[Path, int, int]] = field(default_factory=list)
 
     @property
     def repairs(self) -> list[str]:
@@ -301,23 +353,43 @@ def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterato
     except UserError as error:
         yield str(error)
         return
-    for unit in range(units):
+    due = units if not finished else _units_of(plan.parent, found)
+    for unit in range(due):
         for chunk in itertools.count():
             path = receipt_path(plan.parent, unit, chunk)
             try:
                 receipt = storage.get_json(path, *RECEIPT_KEYS)
                 for name in receipt["splits"]:
                     storage.plain_name(name, path)
-            except UserError as error:
-                yield str(error)
-                break
-            except FileNotFoundError:
-                if finished:
-                    yield f"{path} is missing"
+            except (UserError, FileNotFoundError) as error:
+                if isinstance(error, UserError) or finished:
+                    result.lost.append((plan.parent, unit, chunk))
+                    yield str(error) if isinstance(error, UserError) else f"{path} is missing"
                 break
             result.receipts += 1
             if receipt["last"]:
                 break
+
+
+def _units_of(source: Path, plan: Any) -> int:
+    """Units whose documents are in the datasets of a source: while it grows, its plan has more."""
+    manifests = (storage.find_json(source / name / MANIFEST_FILE, "config_hash") for name in plan["splits"])
+    made = {manifest["config_hash"] for manifest in manifests if manifest is not None}
+    return min(
+        (units for config_hash, units in generations_of(plan) if config_hash in made), default=len(plan["units"])
+    )
+
+
+def _grows(folder: Path, manifest: Manifest) -> bool:
+    """Tell whether the plan of a dataset has a generation behind that of its manifest."""
+    plan = storage.find_json(folder.parent / PLAN_FILE, *PLAN_KEYS)
+    return plan is not None and manifest.config_hash in [each["config_hash"] for each in plan.get("generations", [])]
+
+
+def generations_of(plan: Any) -> list[tuple[str, int]]:
+    """Hash of each generation of a plan, and the number of units up to its end, oldest first."""
+    earlier = [(each["config_hash"], each["units"]) for each in plan.get("generations", [])]
+    return [*earlier, (plan["config_hash"], len(plan["units"]))]
 
 
 def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
@@ -330,6 +402,8 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
         return
     if "adopted" in manifest.settings:
         result.adopted.append(folder)
+    if (folder / PARTS_FILE).stat().st_size > parts.nbytes and not _grows(folder, manifest):
+        yield f"{folder / PARTS_FILE} has bytes behind its last part"
     for total in ("documents", "tokens"):
         listed, found = getattr(manifest, total), int(parts[total].sum())
         if found != listed:
@@ -342,8 +416,11 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
     inner_ends: Counter[Path] = Counter()
     for index in range(manifest.parts):
         result.parts += 1
-        prefix = part_prefix(folder, int(parts[index]["unit"]), int(parts[index]["link"]))
-        yield from _verify_part(prefix, parts[index], manifest, inner_ends)
+        unit, chunk = int(parts[index]["unit"]), int(parts[index]["link"])
+        problems = list(_verify_part(part_prefix(folder, unit, chunk), parts[index], manifest, inner_ends))
+        if problems:
+            result.damaged.append((folder, unit, chunk))
+        yield from problems
     if manifest.inner_ends and inner_ends.total() != manifest.inner_ends:
         found = inner_ends.total()
         yield f"{folder}: {found} end-of-document tokens inside of documents, but {manifest.inner_ends} were adopted"

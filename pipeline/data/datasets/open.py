@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config.data import HeldOutSourceConfig, InputConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.files import TRAIN
+from pipeline.data.datasets.manifest import read_manifest
 
 
 def dataset_folder(config: Config, source: InputConfig, split: str) -> Path:
@@ -22,8 +27,14 @@ def dataset_folder(config: Config, source: InputConfig, split: str) -> Path:
     return (source.dataset or config.data_dir / source.name) / split
 
 
-def open_datasets(config: Config, split: str) -> dict[str, Dataset]:
+def open_datasets(config: Config, split: str, begun: Mapping[str, Any] | None = None) -> dict[str, Dataset]:
     """A split of each source by name, in the order of the run file.
+
+    Args:
+        config: the run.
+        split: `train`, or one of `data.splits`.
+        begun: fingerprints of the run's data by source, as a checkpoint has them; by default those of the newest one.
+            A dataset that has grown since is opened at the generation that the run began with.
 
     Raises:
         UserError: one is not finished, or damaged.
@@ -36,8 +47,7 @@ def open_datasets(config: Config, split: str) -> dict[str, Dataset]:
                 f"another split (train.validation.split, eval.split), make it (`pipeline data adopt --split {split}`), "
                 "or train without validation (train.validation.samples: 0)"
             )
-    read = config.data.loader.read
-    return {source.name: Dataset.open(dataset_folder(config, source, split), read) for source in config.data.sources}
+    return {source.name: open_split(config, source, split, begun) for source in config.data.sources}
 
 
 def has_split(config: Config, split: str) -> bool:
@@ -70,3 +80,26 @@ def open_set(config: Config, name: str) -> dict[str, Dataset]:
             f"data.splits.{chosen.split}, name other sources, or remove the set"
         )
     return found
+
+
+def open_split(config: Config, source: InputConfig, split: str, begun: Mapping[str, Any] | None = None) -> Dataset:
+    """A split of one source; see `open_datasets`."""
+    folder = dataset_folder(config, source, split)
+    dataset = Dataset.open(folder, config.data.loader.read)
+    if not dataset.whole.generations:
+        return dataset
+    if begun is None:
+        begun = RunFiles(config.run.dir).newest_state().get("fingerprints", {}).get("data", {})
+    # The training split is written last, and decides for the others.
+    lineage = read_manifest(dataset_folder(config, source, TRAIN)).lineage if split != TRAIN else dataset.whole.lineage
+    fingerprints = [manifest.fingerprint for manifest in lineage]
+    value = begun_fingerprint(begun.get(source.name))
+    generation = fingerprints.index(value) if value in fingerprints else len(lineage) - 1
+    if generation >= len(dataset.lineage) - 1:
+        return dataset
+    return Dataset.open(folder, config.data.loader.read, generation)
+
+
+def begun_fingerprint(value: Any) -> Any:
+    """Fingerprint of the data that a run began with, of what a checkpoint has: a pair if it reads what was added."""
+    return value["begun"] if isinstance(value, dict) else value

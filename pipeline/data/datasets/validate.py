@@ -127,7 +127,7 @@ def _size(path: str) -> int:
 
 def _problems(dataset: Dataset) -> Iterator[str]:
     """The files of a dataset that are missing or have another size than they should."""
-    parts = read_parts(dataset.folder, dataset.manifest)
+    parts = read_parts(dataset.folder, dataset.whole)
     tokens, documents = parts["tokens"].astype(np.int64), parts["documents"].astype(np.int64)
     none = np.zeros(len(parts), np.int64)
     prefixes = part_prefixes(dataset.folder, parts)

@@ -114,13 +114,14 @@ class _Copy:
         self.folder = base / dataset.fingerprint
         self._dataset = dataset
         self._pack_lengths = pack_lengths
-        self._parts = read_parts(dataset.folder, dataset.manifest)
+        self._parts = read_parts(dataset.folder, dataset.whole)
         self._needed = np.zeros(len(self._parts), bool)
 
     def need(self, documents: tuple[int, int] | None) -> None:
         """The parts with documents [first, end) are needed; None for all."""
         if documents is None:
-            self._needed[:] = True
+            # All but what was appended to the dataset since the run began.
+            self._needed[: self._dataset.manifest.parts] = True
             return
         counts = self._parts["documents"].astype(np.int64)
         ends = np.cumsum(counts)
@@ -145,7 +146,7 @@ class _Copy:
         for length in self._pack_lengths:
             source, target = (packs_folder(folder, length) for folder in (self._dataset.folder, self.folder))
             advice = f"run {pack_command(self._dataset.folder, length)}"
-            hashes = file_hashes(self._dataset.folder, self._dataset.fingerprint, length)
+            hashes = file_hashes(self._dataset.folder, self._dataset.newer, length)
             found += [_File(f"{source}/{name}", f"{target}/{name}", hashes[name], advice) for name in hashes]
         return found
 
@@ -187,7 +188,7 @@ class _LocalCopy(Dataset):
     def __init__(
         self, folder: Path, origin: Dataset, parts: npt.NDArray[Any], copied: npt.NDArray[np.bool_], read: ReadBy
     ) -> None:
-        super().__init__(folder, origin.manifest, parts, read)
+        super().__init__(folder, origin.whole, parts, read, len(origin.manifest.generations))
         self._origin = origin
         self._copied = copied
 

@@ -128,9 +128,9 @@ def _skips(config: Config, datasets: Mapping[str, Sized]) -> tuple[Skip, ...]:
     for number, entry in enumerate(config.blend.skip):
         documents = tuple(sorted((range_.first, range_.last + 1) for range_ in entry.documents))
         last = max((end - 1 for _, end in documents), default=-1)
-        if entry.source is not None and last >= datasets[entry.source].documents:
+        if entry.source is not None and last >= (count := _all_documents(datasets[entry.source])):
             raise UserError(
-                f"blend.skip.{number}: source {entry.source!r} has {datasets[entry.source].documents:,} documents, "
+                f"blend.skip.{number}: source {entry.source!r} has {count:,} documents, "
                 f"numbered from 0, so there is no document {last:,}"
             )
         result.append(
@@ -385,15 +385,23 @@ def _sample_epochs(state: SourceState, length: int) -> Fraction:
     return Fraction(length, state.tokens) if state.packs is None else Fraction(1, state.packs)
 
 
+def _all_documents(dataset: Sized) -> int:
+    """Documents that a run can read, also of generations that were appended since it began."""
+    # What is only assumed has no generations, and the class of datasets is not imported here: it needs the tokenizer.
+    return int(getattr(dataset, "whole", dataset).documents)
+
+
 def _slice(name: str, bounds: tuple[Bound, Bound], dataset: Sized, key: str) -> tuple[Interval | None, int]:
     """Documents [first, end), None for all, and the tokens of them."""
+    # Percentages are of what the run began with; numbers may be of documents that were added since.
     first, end = bounds[0].of(dataset.documents), bounds[1].of(dataset.documents)
+    documents = _all_documents(dataset)
     text = f"{key}: the slice [{bounds[0]}, {bounds[1]}] of source {name!r}"
-    if max(first, end) > dataset.documents:
-        raise UserError(f"{text} goes beyond its {dataset.documents:,} documents: lower its end")
+    if max(first, end) > documents:
+        raise UserError(f"{text} goes beyond its {documents:,} documents: lower its end")
     if first >= end:
         raise UserError(
-            f"{text} is empty: of its {dataset.documents:,} documents it begins with {first:,} and ends before {end:,}"
+            f"{text} is empty: of its {documents:,} documents it begins with {first:,} and ends before {end:,}"
         )
     if (first, end) == (0, dataset.documents):
         return None, dataset.tokens

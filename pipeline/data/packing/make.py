@@ -130,7 +130,7 @@ class PackMaker:
 
     def _index(self) -> PackIndex | None:
         try:
-            index = read_index(self.dataset.folder, self.dataset.fingerprint, self.length)
+            index = read_index(self.dataset.folder, self.dataset.newer, self.length)
             read_groups(self.dataset.folder, index)
         except UserError:
             return None

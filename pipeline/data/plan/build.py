@@ -19,12 +19,12 @@ import xxhash
 from pipeline.common import storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import UserError
-from pipeline.common.run_files import CHECKPOINT_STATE
+from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config.base import parse_count
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
-from pipeline.data.datasets.open import dataset_folder, open_datasets, open_set
+from pipeline.data.datasets.open import dataset_folder, open_datasets, open_set, open_split
 from pipeline.data.datasets.validate import check_datasets, check_tokenizers
 from pipeline.data.loading.objectives.choice import check_objectives, uses
 from pipeline.data.loading.stream_shape import padding_share, stream_shape
@@ -53,7 +53,7 @@ from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Sized
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
 from pipeline.data.preprocess.source_settings import check_heldout_settings, check_settings, unused_weights
-from pipeline.data.provenance.run import checkpoint_steps, shortened
+from pipeline.data.provenance.run import shortened
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 HASHED_STEPS = 1000
@@ -303,7 +303,7 @@ def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Data
         if source.name in assumed:
             found[source.name] = assumed[source.name]
         elif (folder / MANIFEST_FILE).exists():
-            found[source.name] = Dataset.open(folder)
+            found[source.name] = open_split(config, source, TRAIN)
         else:
             missing.append((source.name, folder))
     if missing:
@@ -337,7 +337,7 @@ def planned_journal(config: Config, sized: Mapping[str, Sized]) -> tuple[Journal
     Raises:
         UserError: It changes steps that were trained.
     """
-    checkpoints = checkpoint_steps(config.run.dir)
+    checkpoints = RunFiles(config.run.dir).checkpoint_steps()
     if not checkpoints:
         return plan_journal(config, sized), None
     done = max(checkpoints)

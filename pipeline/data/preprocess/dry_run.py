@@ -145,7 +145,8 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     samples = {}
     problems: list[str] = []
     notes: list[str] = []
-    for found in sources:
+    for whole in sources:
+        found = whole.generation(-1) if whole.grows else whole
         found.reader.check_columns(found.files)
         if damaged := look_at_ends(found.files, found.reader):
             refuses = settings.on_damaged_file == "fail"
@@ -173,7 +174,8 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
     for note in notes:
         say(console, note)
     states = {state.name: state for state in read_state(config)}
-    for found in sources:
+    for whole in sources:
+        found = whole.generation(-1) if whole.grows else whole
         more = len(found.files) - _FILES_SHOWN
         files = [file.path for file in found.files[:_FILES_SHOWN]] + ([f"and {more:,} more"] if more > 0 else [])
         say(console, f"{found.source.name}: {', '.join(files)}")
@@ -182,7 +184,7 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
             say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
         for each in sample.damaged:
             say(console, f"{found.source.name}: {each}")
-        if made := _made(config, found, tokenizer, states[found.source.name]):
+        if made := _made(config, whole, tokenizer, states[found.source.name]):
             say(console, f"{found.source.name}: {made}")
         for line in PackPass(config).plan_in_words(found.source.name):
             say(console, f"{found.source.name}: {line}")
@@ -248,6 +250,9 @@ def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state
         plan = make_plan(found, tokenizer, config, splits, curation)
         try:
             if differences := plan.differences(state.folder):
+                if found.grows and plan.can_grow and plan.extends(state.folder):
+                    units = len(plan.units) - plan.earlier[-1][1]
+                    return f"{counted(units, 'unit')} would be appended; all before would stay as it is"
                 verdict = "would be refused" if is_begun(state.folder) else "would be planned again"
                 return f"{verdict}: {'; '.join(differences)}"
         except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from typing import Any
 
@@ -60,6 +61,9 @@ class Finalizer:
         )
         self.parts: dict[str, npt.NDArray[Any]] = {}
         """`PART` records of each split in the order of the dataset."""
+        self._text_bytes: dict[str, list[int]] = {}
+        # By split, at the end of each earlier generation.
+        self._parts_before: list[int] = []
 
     def check(self) -> None:
         """Sum up the receipts, collect the rejected records.
@@ -78,21 +82,29 @@ class Finalizer:
         order = []
         record = PART if self._plan.found.reader.weight_key is None else WEIGHTED_PART
         names = record.names[4:] if record.names else ()
+        generations: list[int] = []
+        ends = [end for _, end in self._plan.earlier]
+        self._text_bytes = {name: [0] * len(ends) for name in self._plan.splits.names}
         for receipt in (receipt for unit in self._plan.units for receipt in self._receipts.of(unit.index)):
             engines[receipt["engine"]] += 1
             curated.update(receipt.get("curated", {}))
             report.checked += receipt["checked"]
             unit, chunk = receipt["unit"], receipt["link"]
             order.append(chunk_order(seed, self._plan.units[unit], chunk))
+            generations.append(bisect_right(ends, unit))
             for name, split in receipt["splits"].items():
                 hashes = (int(split["files"].get(f, {"xxh3": "0"})["xxh3"], 16) for f in names)
                 rows[name].append((split["tokens"], split["documents"], unit, chunk, *hashes))
                 for count in ("documents", "tokens", "text_bytes"):
                     setattr(report.splits[name], count, getattr(report.splits[name], count) + split[count])
+                for number in range(generations[-1], len(ends)):
+                    self._text_bytes[name][number] += split["text_bytes"]
         report.curated = dict(sorted(curated.items()))
         report.rejected = dict(sorted(bad.rejected.items()))
         report.engines = dict(sorted(engines.items()))
-        places = np.argsort(np.array(order, dtype=np.uint64), kind="stable")
+        # Within generations: parts are appended, so that documents keep their numbers.
+        places = np.lexsort((np.array(order, dtype=np.uint64), np.array(generations)))
+        self._parts_before = np.searchsorted(np.sort(generations), np.arange(1, len(ends) + 1)).tolist()
         self.parts = {name: np.array(table, dtype=record)[places] for name, table in rows.items()}
         bad.write()
         report.records, report.damaged, report.first_rejected = bad.records, bad.damaged, bad.first
@@ -107,7 +119,8 @@ class Finalizer:
         """Write the manifests of `parts` and the report."""
         path = self._folder / REPORT_FILE
         self.report.is_first = not path.exists()
-        for name, parts in self.parts.items():
+        # The training split last: what is new is used when all splits have it.
+        for name, parts in reversed(self.parts.items()):
             about = {
                 "source": self.report.name,
                 "split": name,
@@ -116,9 +129,11 @@ class Finalizer:
                 "config_hash": self._plan.config_hash,
                 "code_version": CODE_VERSION,
             }
-            _, is_new = write_dataset(self._folder / name, parts, self._tokenizer, about)
+            hashes = [config_hash for config_hash, _ in self._plan.earlier]
+            earlier = list(zip(self._parts_before, self._text_bytes[name], hashes, strict=True))
+            _, is_new = write_dataset(self._folder / name, parts, self._tokenizer, about, earlier)
             if is_new:
-                self.report.written.append(self._folder / name)
+                self.report.written.insert(0, self._folder / name)
         text = orjson.dumps(self.report.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         if put_changed(path, text):
             self.report.written.append(path)

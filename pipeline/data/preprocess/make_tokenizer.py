@@ -97,7 +97,8 @@ def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, 
             [
                 found.reader.type,
                 _text_settings(found.reader),
-                [[file.name, file.size] for file in found.files],
+                # What was added later is not what it was trained on.
+                [[file.name, file.size] for file in found.generations[0]],
             ]
         )
         for found in sources

@@ -107,7 +107,10 @@ def what_differs(saved: dict[str, Any], settings: dict[str, Any]) -> str:
     if "train" not in saved:
         return f"it was loaded from {saved['path']}, tokenizer.train trains one"
     names = [name for name, value in settings.items() if saved["train"].get(name) != value]
-    return f"{' and '.join(names)} changed since it was trained"
+    difference = f"{' and '.join(names)} changed since it was trained"
+    if "the files of data.sources" in names:
+        difference += " (files that were added to a source can be appended: `pipeline preprocess RUN.yaml --grow`)"
+    return difference
 
 
 class OtherTokenizer(UserError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from pipeline.data.preprocess.source_settings import settings_of
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import SourceJob
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.frozen_plan import FrozenPlan
+from pipeline.data.work.frozen_plan import ADDED, FrozenPlan
 from pipeline.data.work.units import SourceFiles, cut_units
+
+ADD_APART = "The added files can be used as a source of their own: name them there, and leave them out here (exclude)"
 
 
 @dataclass(frozen=True)
@@ -39,23 +41,38 @@ class SourcePlan(FrozenPlan):
 
     def refusal(self, folder: Path, differences: Iterable[str]) -> UserError:
         finished = all((folder / split / MANIFEST_FILE).is_file() for split in self.splits.names)
+        differences = list(differences)
+        grow = ""
+        if len(differences) == 1 and differences[0].startswith(ADDED):
+            grow = f" {ADD_APART}."
+            if self.can_grow:
+                grow = " To append the added files to the dataset, run `pipeline preprocess RUN.yaml --grow`."
         as_it_is = f"; or use the dataset as it is with `dataset: {folder}` in place of `paths`" if finished else ""
         return UserError(
             f"{folder} was made from other input or settings than source {self.found.source.name!r} has now:\n"
             + "\n".join(f"  {difference}" for difference in differences)
             + f"\nTokens of both must not be mixed. Restore what differs; or remove {folder} to make it again; or set "
-            f"data.dir to another folder{as_it_is}."
+            f"data.dir to another folder{as_it_is}.{grow}"
         )
+
+    @property
+    def can_grow(self) -> bool:
+        """Tell whether files can be added: not where all documents of a source are looked at as a whole."""
+        return self.curation is None and self.settings["data.preprocess.shuffle"] != "global"
 
 
 def planned_settings(config: Config, found: SourceFiles) -> dict[str, Any] | None:
-    """Settings of the plan that is there; None if there is none that can be read, or it is of other files."""
+    """Settings of the plan that is there; None if there is none that can be read, or it is of other files.
+
+    Files that the source grows by are not counted.
+    """
     plan = storage.find_json(config.data_dir / found.source.name / PLAN_FILE, *PLAN_KEYS)
     if plan is None:
         return None
-    same_files = [[name, size] for name, _, size in plan["files"]] == [[f.name, f.size] for f in found.files]
+    generations = found.generations[:-1] if found.grows else found.generations
+    files = sorted((file.name, file.size) for files in generations for file in files)
     settings: dict[str, Any] = plan["settings"]
-    return settings if same_files else None
+    return settings if sorted((name, size) for name, _, size in plan["files"]) == files else None
 
 
 def is_planned(config: Config, found: SourceFiles) -> bool:
@@ -94,7 +111,8 @@ def make_plan(
 
 def source_job(plan: SourcePlan, config: Config, start_over: str) -> SourceJob:
     """Job of a planned source, for workers."""
-    return counting_job(plan.found, config, plan.splits, plan.config_hash, start_over, plan.curation)
+    job = counting_job(plan.found, config, plan.splits, plan.config_hash, start_over, plan.curation)
+    return replace(job, earlier=plan.earlier)
 
 
 def counting_job(

@@ -23,6 +23,7 @@ from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import applied_curations
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, TRAIN
+from pipeline.data.datasets.manifest import read_manifest
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.disk_space import dataset_warning
@@ -38,7 +39,7 @@ from pipeline.data.preprocess.run_tokenizer import (
 )
 from pipeline.data.preprocess.run_units import Outcome, tokenize_units
 from pipeline.data.preprocess.shuffle_pass import ShufflePass
-from pipeline.data.preprocess.source_plan import SourcePlan, is_planned, make_plan, source_job
+from pipeline.data.preprocess.source_plan import ADD_APART, SourcePlan, is_planned, make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits, known_splits
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import (
@@ -68,13 +69,14 @@ _ROUNDS = 10
 __all__ = ["PreprocessReport", "dataset_folder", "open_datasets", "preprocess", "run_tokenizer"]
 
 
-def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) -> PreprocessReport:
+def preprocess(config: Config, *, dry_run: bool = False, units: bool = False, grow: bool = False) -> PreprocessReport:
     """Run the stage; prints progress and a table.
 
     Args:
         config: the run.
         dry_run: only print what there is to do.
         units: make units as long as there are free ones, and finish no source. A later run without this finishes.
+        grow: append files that were added to sources since their plans were made.
 
     Raises:
         UserError: something in the config or the data has to be fixed first.
@@ -84,14 +86,31 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False) ->
     started = time.monotonic()
     console = Console()
     _check_data_dir(config)
-    sources = find_source_files(config)
+    sources = find_source_files(config, grow=grow)
     with reading(config, sources):
         if dry_run:
             from pipeline.data.preprocess.dry_run import print_dry_run
 
             print_dry_run(console, config, sources)
             return PreprocessReport()
-        return _preprocess(config, console, sources, started, units=units)
+        tokenizer, plans = _frozen_plans(config, console, sources, units=units, grow=grow)
+        try:
+            stage = _Stage(config, console, tokenizer, plans)
+            return stage.make_units(started) if units else stage.run(started)
+        finally:
+            _remove_stale(config, plans)
+
+
+def grow_plans(config: Config) -> None:
+    """Append the files that were added to sources to their plans, as `preprocess` with `grow`; makes no unit.
+
+    Raises:
+        UserError: something in the config or the data has to be fixed first.
+    """
+    _check_data_dir(config)
+    sources = find_source_files(config, grow=True)
+    with reading(config, sources):
+        _frozen_plans(config, Console(), sources, units=True, grow=True)
 
 
 def is_complete(config: Config) -> bool:
@@ -130,16 +149,20 @@ def is_complete(config: Config) -> bool:
     return all(stage.is_finished(plan) for plan in plans)
 
 
-def _preprocess(
-    config: Config, console: Console, sources: list[SourceFiles], started: float, *, units: bool
-) -> PreprocessReport:
+def _frozen_plans(
+    config: Config, console: Console, sources: list[SourceFiles], *, units: bool, grow: bool
+) -> tuple[Tokenizer, list[SourcePlan]]:
+    """Make tokenizer and plans, or compare them with those that are there."""
+    if grow:
+        _check_growing(config, console, sources)
     curations = applied_curations(config, sources)
     for found in sources:
         is_new = not is_planned(config, found) and not is_begun(config.data_dir / found.source.name)
-        found.reader.check_columns(found.files, every=is_new)
-        refuses = is_new and config.data.preprocess.on_damaged_file == "fail"
-        if refuses and (damaged := look_at_ends(found.files, found.reader)):
-            raise damaged_error(found.source.name, damaged, found.bytes)
+        new = found.generation(-1) if found.grows else found
+        found.reader.check_columns(new.files, every=is_new or found.grows)
+        refuses = (is_new or found.grows) and config.data.preprocess.on_damaged_file == "fail"
+        if refuses and (damaged := look_at_ends(new.files, found.reader)):
+            raise damaged_error(found.source.name, damaged, new.bytes)
     splits = find_splits(config, console, sources, curations)
     tokenizer = _tokenizer(config, console, sources, splits)
     if not sources:
@@ -153,11 +176,24 @@ def _preprocess(
     for plan in plans:
         freeze_alone(plan, config.data_dir / plan.found.source.name, console)
     _remove_stale(config, plans)
-    try:
-        stage = _Stage(config, console, tokenizer, plans)
-        return stage.make_units(started) if units else stage.run(started)
-    finally:
-        _remove_stale(config, plans)
+    return tokenizer, plans
+
+
+def _check_growing(config: Config, console: Console, sources: list[SourceFiles]) -> None:
+    """Refuse sources that files cannot be added to; say which have none."""
+    for found in sources:
+        if not found.grows:
+            say(console, f"{found.source.name}: no files were added to a plan")
+            continue
+        curated = config.data.curate is not None and config.data.curate.mode == "apply"
+        if curated or config.data.preprocess.shuffle == "global":
+            key, why = ("data.curate.mode: apply", "its decisions compare all documents of a source")
+            if not curated:
+                key, why = ("data.preprocess.shuffle: global", "it permutes all documents of a source")
+            raise UserError(
+                f"--grow: source {found.source.name!r} has {counted(len(found.generations[-1]), 'added file')}, which "
+                f"cannot be appended with {key}: {why}. {ADD_APART}; curate that one first, if it is to be"
+            )
 
 
 @dataclass(frozen=True)
@@ -256,6 +292,10 @@ class _Stage:
         files += [folder / name / file for name in plan.splits.names for file in (MANIFEST_FILE, PARTS_FILE)]
         if not all(file.is_file() for file in files):
             return False
+        if plan.earlier and any(
+            read_manifest(folder / name).config_hash != plan.config_hash for name in plan.splits.names
+        ):
+            return False  # it has not grown yet
         if not all(self._tokenizer.is_saved_in(folder / name) for name in plan.splits.names):
             return False
         if self._is_retracted(plan, found, condemned) or (found.is_shuffled and self._shuffle_pass.has_left(plan)):
@@ -340,6 +380,7 @@ class _Stage:
     def _finish(self, plan: SourcePlan) -> SourceReport:
         found = self._found[plan.found.source.name]
         start_over = _start_over(self._config, plan)
+        found.job.check_plan()  # another command may have appended to it
         finish = Finalizer(plan, self._config, self._tokenizer, start_over, self._condemned(), found.receipts)
         finish.check()
         if found.is_shuffled and not self._shuffle_pass.has_left(plan):

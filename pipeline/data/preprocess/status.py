@@ -24,7 +24,7 @@ from pipeline.common.format import counted, duration, size
 from pipeline.config.data import InputConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
-from pipeline.data.datasets.manifest import PLAN_KEYS
+from pipeline.data.datasets.manifest import PLAN_KEYS, generations_of
 from pipeline.data.datasets.packing.files import packs_folder
 from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, tokenizer_folder
@@ -179,7 +179,8 @@ def _read_source(config: Config, source: InputConfig, condemned: frozenset[str],
     except (TypeError, ValueError):
         state.state, state.problem = "damaged", f"{folder / PLAN_FILE} is damaged: its units are not byte ranges"
         return state
-    totals = ReceiptTotals(sizes, str(plan["config_hash"]), condemned)
+    generations = generations_of(plan)
+    totals = ReceiptTotals(sizes, str(plan["config_hash"]), condemned, generations[:-1])
     totals.read(folder / "receipts")
     state.units, state.done, state.redo = len(sizes), len(totals.done), len(totals.redo)
     state.splits = {name: totals.splits.get(name, Counts()) for name in names}
@@ -204,7 +205,11 @@ def _read_source(config: Config, source: InputConfig, condemned: frozenset[str],
     elif state.done < state.units:
         state.state = "stopped"
     else:
-        finished = all((folder / name / MANIFEST_FILE).is_file() for name in names)
+        manifests = [folder / name / MANIFEST_FILE for name in names]
+        finished = all(path.is_file() for path in manifests)
+        if len(generations) > 1:
+            grown = [storage.find_json(path, "config_hash") for path in manifests]
+            finished = all(each and each["config_hash"] == plan["config_hash"] for each in grown)
         state.unpacked = PackPass(config).missing(source.name) if finished else []
         state.state = "finished" if finished and not state.unpacked else "tokenized"
         state.rate = None  # nothing is left to be read

@@ -217,7 +217,7 @@ class _TokenizedUnit(ChunkedUnit):
     def _refuse(self, receipt: Any) -> None:
         """Leave what another command has made of damaged files in another way, and finished since this one looked."""
         source = self._source
-        if receipt is None or receipt["config_hash"] != source.config_hash:
+        if receipt is None or receipt["config_hash"] != source.hash_of(self._unit.index):
             return
         finished = any((source.folder / name / MANIFEST_FILE).exists() for name in source.splits.names)
         if finished and not damage_stands(source, self._unit, receipt):
@@ -318,7 +318,7 @@ class _TokenizedUnit(ChunkedUnit):
         other = read_receipt(self._source.folder, self._unit.index, chunk)
         if other is None or other["engine"] in read_condemned(self._context.condemned):
             return None
-        same = (other["config_hash"], other["input"]["hash"]) == (self._source.config_hash, input_hash)
+        same = (other["config_hash"], other["input"]["hash"]) == (self._source.hash_of(self._unit.index), input_hash)
         return other if same else None
 
     def _refuse_other_result(self, chunk: int, earlier: Any, split: str, files: dict[str, HashedFile]) -> None:
@@ -427,7 +427,7 @@ def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position,
     """Tell whether a receipt is of this config, begins where the chunk begins, and its files are there."""
     return (
         receipt is not None
-        and receipt["config_hash"] == source.config_hash
+        and receipt["config_hash"] == source.hash_of(unit.index)
         and tuple(receipt["start"]) == start
         and receipt["engine"] not in condemned
         and damage_stands(source, unit, receipt)

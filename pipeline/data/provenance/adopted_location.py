@@ -1,4 +1,4 @@
-"""Origins of documents of datasets that were adopted; and which origins a dataset has."""
+"""Origins of documents of datasets that were adopted; which origins a dataset has; ids that nobody has to read."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipeline.common.errors import UserError
+from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import part_files, part_prefix
 from pipeline.data.datasets.manifest import Manifest
+from pipeline.data.provenance.document_search import hash_of_id
 from pipeline.data.provenance.source_location import Key, Origin, Origins, some_of
 
 
@@ -77,3 +79,23 @@ def open_origins(folder: Path, manifest: Manifest) -> Origins | AdoptedOrigins |
         return origins if origins.is_of(manifest) else None
     except (FileNotFoundError, UserError):
         return None
+
+
+def known_id(
+    dataset: Dataset, origins: Origins | AdoptedOrigins | None, document: int, place: Origin | None, id_hash: int
+) -> str | None:
+    """The id that has this hash: what the place or the kept metadata say; None if neither does.
+
+    Args:
+        dataset: of the document.
+        origins: of the dataset.
+        document: its number.
+        place: of the document.
+        id_hash: as `.prov` has it.
+    """
+    if place is not None and place.id is not None and hash_of_id(place.id) == id_hash:
+        return place.id
+    if origins is None or origins.id_key is None or origins.id_key not in dataset.manifest.settings["metadata"]:
+        return None
+    kept = dataset.metadata(document).get(origins.id_key)
+    return str(kept) if type(kept) in (str, int) and hash_of_id(str(kept)) == id_hash else None

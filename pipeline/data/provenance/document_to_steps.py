@@ -261,13 +261,13 @@ def find_documents(
     dataset = run.dataset(source)
     never = ""
     if document is not None:
-        if not 0 <= document < dataset.documents:
+        if not 0 <= document < dataset.whole.documents:
             raise UserError(
-                f"--document: {document}: {source} has {numbered('document', 0, dataset.documents - 1)} only"
+                f"--document: {document}: {source} has {numbered('document', 0, dataset.whole.documents - 1)} only"
             )
         documents = [document]
     elif id is not None:
-        documents = documents_with_id(dataset.folder, dataset.manifest, id)
+        documents = documents_with_id(dataset.folder, dataset.whole, id)
         if not documents:
             never = _split_of(dataset.folder, lambda folder: documents_with_id(folder, read_manifest(folder), id))
             if not never:
@@ -283,7 +283,7 @@ def find_documents(
         if origins is None:
             raise UserError(f"--row: no file beside {dataset.folder} says what it was made from; use --document N")
         key = _find_row(origins, row)
-        documents = documents_of_record(dataset.folder, dataset.manifest, *key)
+        documents = documents_of_record(dataset.folder, dataset.whole, *key)
         if not documents:
             never = _why_not(run, source, origins, key, row)
     return documents, never

@@ -14,7 +14,7 @@ from rich.text import Text
 from pipeline.common.console import Console, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import REPAIR, WEIGHT_KEY, datasets_below
+from pipeline.data.datasets.manifest import REPAIR, WEIGHT_KEY, Manifest, datasets_below
 from pipeline.data.datasets.packing.files import lengths_there, read_index
 from pipeline.data.packing.make import packs_in_words
 from pipeline.data.provenance.adopted_location import open_origins
@@ -56,6 +56,7 @@ def _print_counts(console: Console, path: Path, dataset: Dataset) -> None:
     for name, value in [
         ("source, split", f"{manifest.source}, {manifest.split}"),
         ("documents", f"{manifest.documents:,}"),
+        *([("generations", _generations(manifest))] if manifest.generations else []),
         ("tokens", f"{manifest.tokens:,}"),
         ("text bytes", f"{manifest.text_bytes:,}"),
         ("bytes per token", per_token),
@@ -79,9 +80,16 @@ def _packs(dataset: Dataset) -> Iterator[str]:
     """A line for each length that there are packs of."""
     for length in lengths_there(dataset.folder):
         try:
-            yield packs_in_words(read_index(dataset.folder, dataset.fingerprint, length))
+            yield packs_in_words(read_index(dataset.folder, dataset.newer, length))
         except UserError as error:
             yield str(error)
+
+
+def _generations(manifest: Manifest) -> str:
+    """Numbers of the documents of each generation."""
+    ends = [each.documents for each in manifest.lineage]
+    ranges = zip([0, *ends], ends, strict=False)
+    return ", ".join(f"{start:,}-{end - 1:,}" if start < end else "no documents" for start, end in ranges)
 
 
 def _print_documents(console: Console, dataset: Dataset, count: int) -> None:

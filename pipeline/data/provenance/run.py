@@ -11,16 +11,15 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from pipeline.common import storage
 from pipeline.common.console import echo
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, numbered
-from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
+from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
-from pipeline.data.datasets.open import open_datasets
+from pipeline.data.datasets.open import begun_fingerprint, open_datasets
 from pipeline.data.loading.arranged_packs import arranged_pack
 from pipeline.data.loading.objectives.base import Arranged, Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
@@ -33,8 +32,7 @@ from pipeline.data.order.run_length import RunLength, run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Skip
 from pipeline.data.order.windows import Instances, Span
-from pipeline.data.provenance.adopted_location import AdoptedOrigins, open_origins
-from pipeline.data.provenance.document_search import hash_of_id
+from pipeline.data.provenance.adopted_location import AdoptedOrigins, known_id, open_origins
 from pipeline.data.provenance.source_location import Origin, Origins
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -262,13 +260,7 @@ class RunView:
 
     def _id(self, source: str, document: int, place: Origin | None, id_hash: int) -> str | None:
         """The id that has this hash: what the place or the kept metadata say."""
-        if place is not None and place.id is not None and hash_of_id(place.id) == id_hash:
-            return place.id
-        origins, dataset = self.origins(source), self.datasets[source]
-        if origins is None or origins.id_key is None or origins.id_key not in dataset.manifest.settings["metadata"]:
-            return None
-        kept = dataset.metadata(document).get(origins.id_key)
-        return str(kept) if type(kept) in (str, int) and hash_of_id(str(kept)) == id_hash else None
+        return known_id(self.datasets[source], self.origins(source), document, place, id_hash)
 
     def words(self, source: str, about: DocumentInfo, tokens: Range) -> str:
         """The beginning of some tokens of a document as text."""
@@ -397,7 +389,7 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
     _check_datasets(saved, datasets, path)
     replaced = [*_replaced(folder, datasets)]
     # Training resumes from the newest checkpoint, which may be behind.
-    kept = max(checkpoint_steps(folder), default=0)
+    kept = max(RunFiles(folder).checkpoint_steps(), default=0)
     journal = plan_journal(config, datasets, saved)
     try:
         _check_end(journal, kept)
@@ -439,7 +431,7 @@ def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Pat
         for name, state in segment.sources.items():
             dataset = datasets[name]
             first, end = state.documents or (0, dataset.documents)
-            has = -1 if end > dataset.documents else dataset.document_start(end) - dataset.document_start(first)
+            has = -1 if end > dataset.whole.documents else dataset.document_start(end) - dataset.document_start(first)
             if has != state.tokens:
                 raise UserError(
                     f"{dataset.folder} is not the dataset that the run was started with: {path} says that documents "
@@ -449,24 +441,19 @@ def _check_datasets(journal: Journal, datasets: Mapping[str, Dataset], path: Pat
 
 def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
     """Warnings about datasets that were made again since the newest checkpoint, with as many tokens as before."""
-    for name, fingerprint in _newest_state(folder).get("fingerprints", {}).get("data", {}).items():
-        if name in datasets and datasets[name].fingerprint != fingerprint:
+    for name, fingerprint in RunFiles(folder).newest_state().get("fingerprints", {}).get("data", {}).items():
+        begun = begun_fingerprint(fingerprint)
+        if name in datasets and datasets[name].fingerprint != begun:
             yield (
                 f"{datasets[name].folder} was made again: the newest checkpoint was trained on fingerprint "
-                f"{fingerprint}, and it has {datasets[name].fingerprint} now; its documents in earlier steps differ "
+                f"{begun}, and it has {datasets[name].fingerprint} now; its documents in earlier steps differ "
                 "from those shown"
             )
 
 
-def checkpoint_steps(folder: Path) -> dict[int, Path]:
-    """The committed checkpoints of a run by the steps they were saved after, ascending."""
-    names = {path.name.removeprefix("step-"): path for path in RunFiles(folder).checkpoints.glob("step-*")}
-    return dict(sorted((int(number), path) for number, path in names.items() if number.isdecimal()))
-
-
 def _steps_done(folder: Path) -> int:
     """Steps of the newest checkpoint, or in the metrics, which have every step."""
-    done = max(checkpoint_steps(folder), default=0)
+    done = max(RunFiles(folder).checkpoint_steps(), default=0)
     for row in RunFiles(folder).newest_rows():
         with suppress(ValueError, KeyError, TypeError):  # it is about something else
             return max(done, int(row["step"]))
@@ -475,20 +462,11 @@ def _steps_done(folder: Path) -> int:
 
 def newest_ranks(folder: Path) -> int | None:
     """Data-parallel ranks of the newest checkpoint; None without one."""
-    layout = _newest_state(folder).get("layout", {})
+    layout = RunFiles(folder).newest_state().get("layout", {})
     ranks = layout.get("dp", layout.get("world_size"))
     return None if ranks is None else int(ranks)
 
 
 def newest_origin(folder: Path) -> dict[str, Any]:
     """Origin of a run by its newest checkpoint: `kind` is `fork` or `init_from`; empty if it began from scratch."""
-    return _newest_state(folder).get("origin") or {}
-
-
-def _newest_state(folder: Path) -> dict[str, Any]:
-    """State of the newest checkpoint; empty without one."""
-    steps = checkpoint_steps(folder)
-    try:
-        return dict(storage.get_json(steps[max(steps)] / CHECKPOINT_STATE, "layout")) if steps else {}
-    except FileNotFoundError:  # training has just removed it
-        return {}
+    return RunFiles(folder).newest_state().get("origin") or {}

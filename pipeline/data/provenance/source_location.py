@@ -22,7 +22,7 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import PLAN_FILE, rejected_path
-from pipeline.data.datasets.manifest import PLAN_KEYS, REPAIR, Manifest
+from pipeline.data.datasets.manifest import PLAN_KEYS, REPAIR, Manifest, generations_of
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader, UnitReader
@@ -258,8 +258,8 @@ class Origins:
         return self._reader.id_key if self._reader.has_keys else None
 
     def is_of(self, manifest: Manifest) -> bool:
-        """True if the plan is the one that a dataset was made by."""
-        return bool(self._plan["config_hash"] == manifest.config_hash)
+        """True if the plan, or an earlier generation of it, is the one that a dataset was made by."""
+        return manifest.config_hash in [config_hash for config_hash, _ in generations_of(self._plan)]
 
     @cached_property
     def _plan(self) -> Any:

@@ -41,7 +41,7 @@ from pipeline.data.sources.records import (
 from pipeline.data.sources.template import RecordTemplate
 
 if TYPE_CHECKING:
-    from pipeline.config.data import InputConfig, SourceConfig
+    from pipeline.config.data import InputConfig
 
 SMALLEST_UNIT = 16 * 2**20
 UNITS_AT_LEAST = 64
@@ -108,7 +108,7 @@ class Reader(ABC):
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
         keys, template = (source.text_key, source.id_key, tuple(source.metadata)), RecordTemplate.from_config(source)
-        weight_key = source.weight_key if isinstance(source, SourceConfig) else None
+        weight_key = getattr(source, "weight_key", None)  # sources that are never trained on have none
         return cls(*keys, weight_key=weight_key, template=template, **limits)
 
     @classmethod

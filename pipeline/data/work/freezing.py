@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.common.console import say
+from pipeline.common.format import counted, size
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.work.frozen_plan import FrozenPlan
 from pipeline.data.work.job_run import FAILURES_FILE
@@ -18,9 +19,17 @@ def freeze_alone(plan: FrozenPlan, folder: Path, console: Console) -> None:
     if (folder / PLAN_FILE).exists() and not plan.differences(folder):
         return
     with take_when_free(folder, "plan", LeaseWatch(), lambda _: None):
+        grows = plan.found.grows and plan.extends(folder)
         if differences := plan.freeze(folder):
             (folder / FAILURES_FILE).unlink(missing_ok=True)
             say(
                 console,
                 f"{plan.found.source.name}: planned again, since no unit was started ({'; '.join(differences)})",
+            )
+        elif grows:
+            new, units = plan.found.generation(-1), len(plan.units) - plan.earlier[-1][1]
+            say(
+                console,
+                f"{plan.found.source.name}: {counted(len(new.files), 'file')} added ({size(new.bytes)}, "
+                f"{counted(units, 'unit')}), as generation {len(plan.earlier) + 1}",
             )

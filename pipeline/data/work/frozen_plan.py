@@ -1,12 +1,15 @@
 """The frozen plan of a stage for a source: its files, its units and every setting that decides the result.
 
-The plan is written before any work and not changed once a unit was begun. A later run makes its plan anew and compares:
-whatever would mix two kinds of output in one folder is explained and refused.
+The plan is written before any work. Once a unit was begun it is not changed; a generation of new files may be appended.
+A later run makes its plan anew and compares: whatever would mix two kinds of output in one folder is explained and
+refused.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,8 @@ from pipeline.data.work.units import SourceFiles
 
 OTHER_STAGES = frozenset({"curate"})
 """Folders in that of a source that have plans of their own."""
+ADDED = "files added"
+"""Beginning of the difference of a plan that has more files."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,24 @@ class FrozenPlan(ABC):
     @property
     def config_hash(self) -> str:
         """Hash of everything that decides the output: the settings and the names and sizes of the files."""
-        return value_hash([self.settings, [[file.name, file.size] for file in self.found.files]])
+        return self._hashes[-1]
+
+    @property
+    def earlier(self) -> tuple[tuple[str, int], ...]:
+        """The `config_hash` of each earlier generation, and the number of units up to its end."""
+        generation = {file.name: number for number, files in enumerate(self.found.generations) for file in files}
+        counts = Counter(generation[unit.pieces[0].file.name] for unit in self.units)
+        ends = itertools.accumulate(counts[number] for number in range(len(self.found.earlier)))
+        return tuple(zip(self._hashes[:-1], ends, strict=True))
+
+    @property
+    def _hashes(self) -> list[str]:
+        """`config_hash` of each generation, which is of those before it, too."""
+        hashes: list[str] = []
+        for files in self.found.generations:
+            before = hashes[-1] if hashes else self.settings
+            hashes.append(value_hash([before, [[file.name, file.size] for file in files]]))
+        return hashes
 
     @property
     @abstractmethod
@@ -67,6 +89,9 @@ class FrozenPlan(ABC):
         differences = self.differences(folder) if there else []
         if there and not differences:
             return []
+        if there and self.extends(folder):
+            storage.put_json(path, self._as_json())
+            return []
         if not there or withdraw(folder):
             folder.mkdir(parents=True, exist_ok=True)
             storage.put_json(path, self._as_json())
@@ -90,15 +115,28 @@ class FrozenPlan(ABC):
         differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
         return differences or ["where the splits end"]
 
+    def extends(self, folder: Path) -> bool:
+        """Tell whether this is the plan in the folder with one generation more, which was asked for."""
+        if not self.found.grows:
+            return False
+        return bool(storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)["config_hash"] == self._hashes[-2])
+
     def _as_json(self) -> dict[str, Any]:
-        number = {file.name: i for i, file in enumerate(self.found.files)}
+        files = list(itertools.chain.from_iterable(self.found.generations))
+        number = {file.name: i for i, file in enumerate(files)}
+        ends = itertools.accumulate(map(len, self.found.earlier))
+        generations = [
+            {"config_hash": config_hash, "files": count, "units": units}
+            for (config_hash, units), count in zip(self.earlier, ends, strict=True)
+        ]
         return {
             "config_hash": self.config_hash,
             "settings": self.settings,
             "splits": self.splits_in_order,
-            "files": [[file.name, file.path, file.size] for file in self.found.files],
+            "files": [[file.name, file.path, file.size] for file in files],
             # A unit is a list of [file, first byte, end byte].
             "units": [[[number[p.file.name], p.start, p.end] for p in unit.pieces] for unit in self.units],
+            **({"generations": generations} if generations else {}),
         }
 
 
@@ -153,8 +191,8 @@ def _file_differences(old: dict[str, int], files: list[File]) -> list[str]:
     new = {file.name: file.size for file in files}
     added, removed = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
     changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
-    kinds = {"added": added, "gone": removed}
-    result = [f"files {kind}: {len(names)}, the first is {names[0]}" for kind, names in kinds.items() if names]
+    kinds = {ADDED: added, "files gone": removed}
+    result = [f"{kind}: {len(names)}, the first is {names[0]}" for kind, names in kinds.items() if names]
     if changed:
         name = changed[0]
         result.append(f"files changed: {len(changed)}, the first is {name} ({old[name]} bytes then, {new[name]} now)")

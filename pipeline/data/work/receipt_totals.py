@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import orjson
 
 from pipeline.data.sources.records import Damage
 from pipeline.data.work.receipts import ReceiptCounts, ReceiptSplit
+from pipeline.data.work.unit_source import hash_of_unit
 
 _MAX_RECEIPT = 2**26
 """A longer file is not a receipt."""
@@ -45,6 +47,7 @@ class ReceiptTotals:
     Attributes:
         sizes: bytes on disk of all units of the plan.
         config_hash: of the plan; receipts of others are skipped.
+        earlier: of each earlier generation of the plan: its hash, and the number of units up to its end.
         condemned: engines whose chunks are made again.
         done: units whose chunks are all there.
         redo: units with a chunk of a condemned engine.
@@ -62,6 +65,7 @@ class ReceiptTotals:
     sizes: list[int]
     config_hash: str
     condemned: frozenset[str] = frozenset()
+    earlier: Sequence[tuple[str, int]] = ()
     done: set[int] = field(default_factory=set)
     redo: set[int] = field(default_factory=set)
     open: dict[int, int] = field(default_factory=dict)
@@ -87,7 +91,7 @@ class ReceiptTotals:
 
     def _read_folder(self, folder: str) -> ReceiptTotals:
         """The sums over a folder, which has all chunks of its units."""
-        totals = ReceiptTotals(self.sizes, self.config_hash, self.condemned)
+        totals = ReceiptTotals(self.sizes, self.config_hash, self.condemned, self.earlier)
         units: dict[int, list[tuple[ReceiptCounts, float]]] = {}
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
             for entry in entries:
@@ -110,7 +114,7 @@ class ReceiptTotals:
         with open(path, "rb", buffering=0) as file:
             time = os.fstat(file.fileno()).st_mtime
             value = orjson.loads(file.read(_MAX_RECEIPT))
-        if value["config_hash"] != self.config_hash:
+        if value["config_hash"] != hash_of_unit(self.earlier, self.config_hash, unit):
             return None
         receipt = ReceiptCounts.model_validate(value)
         if (receipt.unit, receipt.link) != (unit, chunk) or unit >= len(self.sizes):

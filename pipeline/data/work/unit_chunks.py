@@ -168,7 +168,7 @@ class ChunkedUnit(ABC):
             "start": start,
             "next": None if last else reader.position,
             "input": {"hash": reader.input_hash, "stat": self._stat, "read": read},
-            "config_hash": self._unit_source.config_hash,
+            "config_hash": self._unit_source.hash_of(self._unit.index),
             "pieces": {str(piece): counts for piece, counts in reader.pieces.items()},
             "records": reader.records,
             "rejected": dict(rejected),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,12 @@ class UnitSource:
     """True if nothing is taken of files that are damaged, as far as `reader.dropped` knows them by now."""
     start_over: str
     """Advice on starting over with repaired files, for messages."""
+    earlier: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
+    """Of each earlier generation of the plan: its `config_hash`, and the number of units up to its end."""
+
+    def hash_of(self, unit: int) -> str:
+        """The `config_hash` that receipts of a unit have: that of its generation."""
+        return hash_of_unit(self.earlier, self.config_hash, unit)
 
     def reason_against(self, document: Document, raw: bytes) -> str | None:
         """Reason to reject a sound record; None for a document."""
@@ -79,6 +85,11 @@ class UnitSource:
         return sorted({piece.file.name for piece in unit.pieces} & self.reader.dropped.keys())
 
 
+def hash_of_unit(earlier: Sequence[tuple[str, int]], newest: str, unit: int) -> str:
+    """The `config_hash` of the generation that a unit belongs to."""
+    return next((config_hash for config_hash, end in earlier if unit < end), newest)
+
+
 def damage_stands(source: UnitSource, unit: Unit, receipt: Any) -> bool:
     """Tell whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
     dropped, wanted = receipt.get("dropped", []), source.dropped(unit)
@@ -95,7 +106,7 @@ def without_damaged(source: S, units: Sequence[Unit], receipts: Receipts) -> S:
     dropped: dict[str, tuple[str, str]] = {}
     for unit in units:
         for receipt in receipts.of(unit.index):
-            if not receipt.get("damaged") or receipt["config_hash"] != source.config_hash:
+            if not receipt.get("damaged") or receipt["config_hash"] != source.hash_of(unit.index):
                 continue
             if receipt["input"]["stat"] == input_stat(unit):
                 for damaged in damage_in(unit, receipt):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,23 @@ class SourceFiles:
     source: InputConfig
     reader: Reader
     files: list[File]
+    earlier: tuple[tuple[str, ...], ...] = ()
+    """Names of the files of each earlier generation of the source's plan; the last one has all others."""
+    grows: bool = False
+    """True if the last generation is new: it is to be appended to the plan that is there."""
+
+    @property
+    def generations(self) -> list[list[File]]:
+        """The files of each generation."""
+        if not self.earlier:
+            return [self.files]
+        by_name = {file.name: file for file in self.files}
+        parts = [[by_name.pop(name) for name in names if name in by_name] for names in self.earlier]
+        return [*parts, list(by_name.values())]
+
+    def generation(self, number: int) -> SourceFiles:
+        """The files of one generation as a source of their own."""
+        return replace(self, files=self.generations[number], earlier=(), grows=False)
 
     @property
     def held_out(self) -> bool:
@@ -58,18 +75,19 @@ def reader_of(source: InputConfig, config: Config) -> Reader:
     return SOURCE_FORMATS[source.type].from_config(source, **limits)
 
 
-def find_source_files(config: Config, *, held_out: bool = True) -> list[SourceFiles]:
+def find_source_files(config: Config, *, held_out: bool = True, grow: bool = False) -> list[SourceFiles]:
     """Look for the files of all sources that have `paths` or `hub`.
 
     Args:
         config: the run.
         held_out: of the sources that are never trained on, too, as the last ones.
+        grow: files that are new to a source that was begun are a generation of their own.
     """
     found = []
     for place, source in config.data.inputs.items():
         if source.dataset is None and (held_out or not isinstance(source, HeldOutSourceConfig)):
             try:
-                found.append(_find(config, source, place))
+                found.append(_find(config, source, place, grow))
             except PermissionError as error:
                 raise may_not_be_read(f"{place}.{SOURCE_FORMATS[source.type].key}", error) from error
     return found
@@ -109,22 +127,45 @@ def may_not_be_read(key: str, error: PermissionError) -> MachineError:
     )
 
 
-def _find(config: Config, source: InputConfig, key: str) -> SourceFiles:
+def _find(config: Config, source: InputConfig, key: str, grow: bool) -> SourceFiles:
+    # Another command may write the plan just now; settings and files are of one.
+    plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
+
     def planned() -> Any:
         """Settings of the plan that is there; none if it cannot be read."""
-        plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
         return plan["settings"] if plan else {}
 
     reader, files = reader_of(source, config).find(source.paths, source.exclude, key, planned)
-    return SourceFiles(source, reader, files)
+    found = SourceFiles(source, reader, files)
+    return found if plan is None else _in_generations(found, plan, grow)
+
+
+def _in_generations(found: SourceFiles, plan: Any, grow: bool) -> SourceFiles:
+    """The files as the plan of the source has grown by them; with `grow`, new ones are appended."""
+    if not (grow or "generations" in plan):
+        return found
+    names = [name for name, _, _ in plan["files"]]
+    ends = [each["files"] for each in plan.get("generations", [])]
+    sizes = {file.name: file.size for file in found.files}
+    grows = grow and len(sizes) > len(names) and all(sizes.get(name) == size for name, _, size in plan["files"])
+    ends += [len(names)] if grows else []
+    earlier = tuple(tuple(names[start:end]) for start, end in zip([0, *ends], ends, strict=False))
+    return replace(found, earlier=earlier, grows=grows)
 
 
 def cut_units(found: SourceFiles, seed: int, unit_bytes: int) -> list[Unit]:
-    """The units of a source, in the order of a keyed hash of their identity, which is the order of the parts."""
-    size = unit_size(found.text_bytes, unit_bytes)
-    groups = [Unit(0, found.source.name, pieces) for pieces in found.reader.cut(found.files, size)]
-    hashed = sorted(((key(seed, "parts", identity(unit)), unit) for unit in groups), key=lambda pair: pair[0])
-    return [Unit(index, unit.source, unit.pieces) for index, (_, unit) in enumerate(hashed)]
+    """The units of a source, in the order of a keyed hash of their identity, which is the order of the parts.
+
+    Those of a later generation follow those of the generations before.
+    """
+    units: list[Unit] = []
+    for number in range(len(found.earlier) + 1):
+        part = found.generation(number)
+        size = unit_size(part.text_bytes, unit_bytes)
+        groups = [Unit(0, found.source.name, pieces) for pieces in found.reader.cut(part.files, size)]
+        hashed = sorted(((key(seed, "parts", identity(unit)), unit) for unit in groups), key=lambda pair: pair[0])
+        units += [Unit(len(units) + index, unit.source, unit.pieces) for index, (_, unit) in enumerate(hashed)]
+    return units
 
 
 def chunk_order(seed: int, unit: Unit, chunk: int) -> int:

@@ -32,12 +32,12 @@ LATER_KEYS = (
 key is left out, so the default has to compute what those versions computed."""
 
 
-def fingerprints(config: Config, datasets: Mapping[str, str], tokenizer: str) -> Fingerprints:
+def fingerprints(config: Config, datasets: Mapping[str, str | dict[str, str]], tokenizer: str) -> Fingerprints:
     """The aspects of a run that decide what its steps compute, but for the order of the data.
 
     Args:
         config: resolved config.
-        datasets: source name -> fingerprint of its training split.
+        datasets: source name -> fingerprint of its training split; a pair if a run reads what was added since it began.
         tokenizer: fingerprint of the tokenizer.
     """
     return {

@@ -58,7 +58,7 @@ def write(root: Path, kind: str = "jsonl", **changes: Any) -> Path:
         with (root / "sea.csv").open("w", newline="") as file:
             written = csv.DictWriter(file, ["text", "id", "quality"])
             written.writeheader()
-            written.writerows(records[:-1] + [{**records[-1], "quality": "high"}])
+            written.writerows([*records[:-1], {**records[-1], "quality": "high"}])
     else:
         column = pa.array([record["quality"] for record in records[:-1]] + [None], pa.float64())
         names = {name: [record[name] for record in records] for name in ("text", "id")}

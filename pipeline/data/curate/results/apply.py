@@ -211,7 +211,12 @@ def active_curation(config: Config, found: SourceFiles) -> AppliedCuration | Non
     curate = config.data.curate
     if curate is None or curate.mode != "apply" or found.held_out:
         return None
-    active = find_curation(curate_folder(config.data_dir / found.source.name))
+    return applied_from(curate_folder(config.data_dir / found.source.name), curate)
+
+
+def applied_from(folder: Path, curate: CurateConfig) -> AppliedCuration | None:
+    """Active decisions of the curation in a folder, if there are any, with the edits that `data.curate` names."""
+    active = find_curation(folder)
     return None if active is None else _applied(active, curate)
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 from rich.console import Console
 
-from pipeline.common import storage
 from pipeline.common.console import say
-from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import plan_sources, unit_source
 from pipeline.data.curate.results.apply import AppliedCuration, decisions_of_run
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Document, Unit
+from pipeline.data.work.document_files import ExportFormat, claim_folder, document_file
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.unit_source import UnitSource, without_damaged
@@ -26,11 +24,10 @@ from pipeline.data.work.units import find_source_files, reading
 from pipeline.data.work.worker_count import worker_count
 from pipeline.data.work.worker_pool import Progress, Workers
 
-ExportFormat = Literal["jsonl", "parquet"]
-EXPORT_FILE = "exported.json"
-"""Beside the files: what they are of."""
-_BATCH = 1000
 _ADVANCE = 2**20
+_COLUMNS = dict.fromkeys(("id", "text", "metadata", "source", "file"), "string") | dict.fromkeys(
+    ("byte", "unit", "row"), "int64"
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,8 @@ def export(config: Config, folder: Path, form: ExportFormat, console: Console) -
         units = 0
         for plan in plans:
             own, curation = folder / plan.name, curations[plan.name]
-            _claim(own, {"curation": curation.hash, "format": form, "source": plan.name})
+            about = {"curation": curation.hash, "format": form, "source": plan.name}
+            claim_folder(own, about, "--export", "decisions or format")
             source = without_damaged(unit_source(plan, config), plan.units, Receipts(plan.folder))
             paths = {unit.index: own / f"{unit.index:08d}.{form}" for unit in plan.units}
             units += len(paths)
@@ -91,18 +89,6 @@ def export(config: Config, folder: Path, form: ExportFormat, console: Console) -
     return written
 
 
-def _claim(folder: Path, about: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / EXPORT_FILE
-    there = storage.find_json(path, *about)
-    if there is None and any(folder.iterdir()) and not path.exists():
-        raise UserError(f"--export: {folder} is not empty, and no export; name another folder")
-    if there is not None and there != about:
-        raise UserError(f"--export: {folder} has an export of other decisions or format; name another folder")
-    if there is None:
-        storage.put_json(path, about)
-
-
 def make_export() -> Any:
     """In a worker process: returns the function that runs an `ExportJob`."""
     return export_unit
@@ -113,12 +99,12 @@ def export_unit(job: ExportJob, progress: Progress) -> int:
     curation = job.curation.open(job.unit.index)
     reader = UnitReader(job.unit, job.source.reader)
     reported = documents = 0
-    writer: _Writer = _JsonLines(job.path) if job.form == "jsonl" else _Parquet(job.path)
-    with writer:
+    with document_file(job.path, job.form, _COLUMNS) as writer:
         for document in curation.checked(job.unit, reader):
             raw = document.text.encode()
             if job.source.reason_against(document, raw) is None and curation.apply(document) is None:
-                writer.add(_record(job.unit, document, job.source.reader.weight_key))
+                shape, weight_key = _record if job.form == "jsonl" else _row, job.source.reader.weight_key
+                writer.add(shape(job.unit, document, weight_key))
                 documents += 1
             if reader.bytes_read - reported >= _ADVANCE:
                 progress(reader.bytes_read - reported)
@@ -138,59 +124,9 @@ def _record(unit: Unit, document: Document, weight_key: str | None) -> dict[str,
     return {**metadata, "id": document.id, "text": document.text, "origin": {**place, "row": document.row}}
 
 
-class _Writer(ABC):
-    """A file of documents. As a context manager it removes what is not committed."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = storage.NewFile(path)
-
-    @abstractmethod
-    def add(self, record: dict[str, Any]) -> None:
-        """Write a document."""
-
-    def commit(self) -> None:
-        self._file.commit()
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
-
-
-class _JsonLines(_Writer):
-    def add(self, record: dict[str, Any]) -> None:
-        self._file.file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
-
-
-class _Parquet(_Writer):
-    """Metadata is a column with a JSON object, as its keys may have values of any type."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        super().__init__(path)
-        text, number = pa.string(), pa.int64()
-        names = {"id": text, "text": text, "metadata": text, "source": text, "file": text}
-        self._schema = pa.schema({**names, "byte": number, "unit": number, "row": number})
-        self._pa = pa
-        self._parquet = parquet.ParquetWriter(self._file.file, self._schema, compression="zstd")
-        self._batch: list[dict[str, Any]] = []
-
-    def add(self, record: dict[str, Any]) -> None:
-        metadata = {name: value for name, value in record.items() if name not in ("id", "text", "origin")}
-        row = {"id": record["id"], "text": record["text"], "metadata": orjson.dumps(metadata).decode()}
-        self._batch.append({**row, **record["origin"]})
-        if len(self._batch) >= _BATCH:
-            self._flush()
-
-    def commit(self) -> None:
-        self._flush()
-        self._parquet.close()
-        super().commit()
-
-    def _flush(self) -> None:
-        if self._batch:
-            self._parquet.write_table(self._pa.Table.from_pylist(self._batch, schema=self._schema))
-        self._batch = []
+def _row(unit: Unit, document: Document, weight_key: str | None) -> dict[str, Any]:
+    """A document as a row of a table: its metadata is a JSON object, as its keys may have values of any type."""
+    record = _record(unit, document, weight_key)
+    metadata = {name: value for name, value in record.items() if name not in ("id", "text", "origin")}
+    row = {"id": record["id"], "text": record["text"], "metadata": orjson.dumps(metadata).decode()}
+    return {**row, **record["origin"]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -147,8 +147,13 @@ def groups_bytes(counts: list[int]) -> bytes:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype("<u8").tobytes()
 
 
-def read_index(dataset: Path, fingerprint: str, length: int) -> PackIndex:
+def read_index(dataset: Path, fingerprints: Sequence[str], length: int) -> PackIndex:
     """Read `packs.json` of a dataset.
+
+    Args:
+        dataset: its folder.
+        fingerprints: of the dataset; those that it has grown to do as well, since groups of documents stay.
+        length: tokens of a pack.
 
     Raises:
         UserError: there is none, or it is damaged, or of another dataset; the message names the command.
@@ -165,7 +170,7 @@ def read_index(dataset: Path, fingerprint: str, length: int) -> PackIndex:
         ) from None
     except (UserError, ValidationError):
         raise UserError(f"{path} is damaged; make it again with {command}") from None
-    if index.identity != identity(fingerprint, length):
+    if index.identity not in [identity(fingerprint, length) for fingerprint in fingerprints]:
         raise UserError(f"{path} is of another dataset, or of another version of the program; run {command}")
     return index
 
@@ -186,14 +191,14 @@ def read_groups(dataset: Path, index: PackIndex) -> IntArray:
     return np.frombuffer(data, "<u8").astype(np.int64)
 
 
-def file_hashes(dataset: Path, fingerprint: str, length: int) -> dict[str, int]:
+def file_hashes(dataset: Path, fingerprints: Sequence[str], length: int) -> dict[str, int]:
     """xxh3-64 of all files that readers of packs need, by their names in the folder of the packs.
 
     Raises:
         UserError: the packs were not made, or the index is damaged.
     """
     folder = packs_folder(dataset, length)
-    index = read_index(dataset, fingerprint, length)
+    index = read_index(dataset, fingerprints, length)
     hashes = {INDEX_FILE: file_hash(folder / INDEX_FILE), GROUPS_FILE: int(index.groups.xxh3, 16)}
     for number, listed in enumerate(index.blocks):
         hashes[str(block_path(folder, number).relative_to(folder))] = int(listed.xxh3, 16)
@@ -215,7 +220,7 @@ class PackFiles:
         Raises:
             UserError: they were not made, or are damaged; the message names the command.
         """
-        index = read_index(dataset.folder, dataset.fingerprint, length)
+        index = read_index(dataset.folder, dataset.newer, length)
         return cls(dataset, index, read_groups(dataset.folder, index))
 
     def sections(self, first: int, end: int) -> list[PackSection]:

@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset, TokenSource
 from pipeline.data.datasets.packing import blocks
 from pipeline.data.datasets.packing.best_fit import IntArray
 from pipeline.data.datasets.packing.blocks import PackSection, section_in_memory, unpacked
-from pipeline.data.datasets.packing.files import PackFiles
+from pipeline.data.datasets.packing.files import PackFiles, pack_command, packs_folder
 
 _NONE = np.zeros(0, np.int64)
 
@@ -56,6 +57,11 @@ class Packs:
         """
         files = PackFiles.open(dataset, length)
         first, end = documents or (0, dataset.documents)
+        if end > files.index.documents:
+            raise UserError(
+                f"{packs_folder(dataset.folder, length)} has packs of the dataset before it grew; run "
+                f"{pack_command(dataset.folder, length)}"
+            )
         group = blocks.GROUP
         # Documents of whole groups; the last group on disk may have fewer documents than others.
         low = min(-(-first // group) * group, end)

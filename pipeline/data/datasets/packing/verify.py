@@ -43,7 +43,7 @@ def check_packs(datasets: Mapping[str, Dataset], lengths: Sequence[int]) -> None
     """
     for dataset in datasets.values():
         for length in lengths:
-            index = read_index(dataset.folder, dataset.fingerprint, length)
+            index = read_index(dataset.folder, dataset.newer, length)
             read_groups(dataset.folder, index)
             folder = packs_folder(dataset.folder, length)
             paths = [str(block_path(folder, block)) for block in range(len(index.blocks))]
@@ -89,7 +89,7 @@ def verify_packs(folder: Path) -> PackVerification:
 
 
 def _problems(dataset: Dataset, length: int) -> Iterator[str]:
-    index = read_index(dataset.folder, dataset.fingerprint, length)
+    index = read_index(dataset.folder, dataset.newer, length)
     read_groups(dataset.folder, index)
     bounds = block_bounds(dataset.documents)
     if len(index.blocks) != len(bounds):
