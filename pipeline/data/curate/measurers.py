@@ -18,14 +18,20 @@ from pipeline.data.curate.chunk_writer import FIXED_COLUMNS
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.compiled import has_numba
 from pipeline.data.curate.decontamination.index import INDEX_FILE, index_settings
-from pipeline.data.curate.decontamination.measure import ContaminationMeasurer
+from pipeline.data.curate.decontamination.measure import CONTAMINATION_COLUMNS, ContaminationMeasurer
 from pipeline.data.curate.duplicates.kinds import date_keys
-from pipeline.data.curate.duplicates.measure import DuplicateMeasurer, duplicate_settings
+from pipeline.data.curate.duplicates.measure import DuplicateMeasurer, duplicate_columns, duplicate_settings
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.measures import engine_choice, words
-from pipeline.data.curate.measures.counters import CounterMeasurer
-from pipeline.data.curate.models.measure import classifier_settings, language_settings, model_measurers, score_column
-from pipeline.data.curate.report.domains import DomainMeasurer, address_key
+from pipeline.data.curate.measures.counters import COUNTER_COLUMNS, CounterMeasurer
+from pipeline.data.curate.models.measure import (
+    classifier_settings,
+    language_settings,
+    model_columns,
+    model_measurers,
+    score_column,
+)
+from pipeline.data.curate.report.domains import DOMAIN_COLUMNS, DomainMeasurer, address_key
 from pipeline.data.work.leases import LeaseWatch
 
 EngineKind = Literal["numba", "python"]
@@ -107,6 +113,23 @@ def choose_engine(which: Literal["auto", "numba", "python"]) -> tuple[EngineKind
     return ("numba" if has_numba() and engine.name == "numba" else "python"), note
 
 
+def comparison_engine(which: Literal["auto", "numba", "python"]) -> EngineKind:
+    """Engine that compares documents. Its results are those of the other, so it is loaded, and not checked on texts.
+
+    Raises:
+        UserError: numba is asked for and cannot be used.
+    """
+    if which == "python" or not has_numba():
+        return choose_engine(which)[0] if which == "numba" else "python"
+    try:
+        from pipeline.data.curate.duplicates.components.compiled import NumbaComponents
+
+        NumbaComponents(1).add(np.zeros(1, np.uint32), np.zeros(1, np.uint32))
+    except Exception:  # whatever a compiler that does not fit this machine raises; asked for, it says why
+        return choose_engine(which)[0]
+    return "numba"
+
+
 class Measuring:
     """State of a worker process of the pass `measure`, opened once; a pickled copy opens it again.
 
@@ -170,8 +193,12 @@ class Measuring:
         return self._measurers[source]
 
     def table_type(self, source: str) -> np.dtype[Any]:
-        """Type of the records of a source's table."""
-        return table_type(self.measurers(source))
+        """Type of the records of a source's table: that of its measurers, none of which is opened for it."""
+        curate = self._curate
+        columns = [*FIXED_COLUMNS, *model_columns(curate.language, curate.classifiers), *COUNTER_COLUMNS]
+        columns += duplicate_columns(curate.duplicates)
+        columns += [] if curate.decontaminate is None else CONTAMINATION_COLUMNS
+        return np.dtype([*columns, *([] if self._settings[source].get(DOMAIN) is None else DOMAIN_COLUMNS)])
 
 
 def table_type(measurers: list[Measurer]) -> np.dtype[Any]:

@@ -22,7 +22,7 @@ from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_c
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.measure_units import measure_units, missing_units
-from pipeline.data.curate.measurers import Measuring, choose_engine, items_folder
+from pipeline.data.curate.measurers import Measuring, choose_engine, comparison_engine, items_folder
 from pipeline.data.curate.passes.finish import ReadTexts, SourceCuration, finish_source
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.names import MEASURE
@@ -136,6 +136,13 @@ class CurationStage:
         return Measuring(self._config, {plan.name: plan.settings for plan in self._plans}, engine)
 
     @cached_property
+    def _comparing(self) -> Measuring:
+        """What the passes behind `measure` need of it: types of tables, and an engine."""
+        compares = any(scope.compared for scope in self.scopes)
+        engine = comparison_engine(self._curate.engine) if compares else "python"
+        return Measuring(self._config, {plan.name: plan.settings for plan in self._plans}, engine)
+
+    @cached_property
     def scopes(self) -> list[ScopePlan]:
         """Scopes of the run."""
         return make_scopes(self._config, self._plans)
@@ -217,7 +224,7 @@ class CurationStage:
             units = sum(len(plan.units) for plan in self._plans)
             self._is_checked = False
             for plan in self._plans:
-                self.context.table_type(plan.name)  # forked workers share what is opened here
+                self.context.measurers(plan.name)  # forked workers share what is opened here
             outcome = measure_units(self._config, self._console, missing, units, self.context, waits=waits)
             return _Step(MEASURE, outcome)
         if not self._is_checked:
@@ -236,7 +243,7 @@ class CurationStage:
 
     def _passes(self) -> list[ScopePasses]:
         return [
-            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self.context)
+            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self._comparing)
             for scope in self.scopes
         ]
 
