@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
     """Documents to decisions; see `pipeline.data.curate.stage`. A dry run leaves no trace."""
     from pipeline.data.curate.stage import curate as stage
-    from pipeline.data.provenance.excerpts import excerpt_reader
+    from pipeline.data.provenance.excerpts import ExcerptReader
 
     if dry_run:
         stage(config, dry_run=True)
         return
     with _stage(config, "curate"), _terminate_stops():
         _write_task_items(config)
-        stage(config, units=units, read_texts=excerpt_reader(config.data.curate))
+        stage(config, units=units, read_texts=ExcerptReader(config.data.curate))
 
 
 def _write_task_items(config: Config) -> None:

@@ -23,7 +23,8 @@ from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.measure_units import measure_units, missing_units
 from pipeline.data.curate.measurers import Measuring, choose_engine, comparison_engine, items_folder
-from pipeline.data.curate.passes.finish import ReadTexts, SourceCuration, finish_source
+from pipeline.data.curate.passes.excerpts import ReadTexts
+from pipeline.data.curate.passes.finish import SourceCuration, finish_source
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.names import MEASURE
 from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, check_against, make_scopes
@@ -137,7 +138,7 @@ class CurationStage:
 
     @cached_property
     def _comparing(self) -> Measuring:
-        """What the passes behind `measure` need of it: types of tables, and an engine."""
+        """Types of tables and the engine, for the passes behind `measure`."""
         compares = any(scope.compared for scope in self.scopes)
         engine = comparison_engine(self._curate.engine) if compares else "python"
         return Measuring(self._config, {plan.name: plan.settings for plan in self._plans}, engine)
@@ -179,8 +180,7 @@ class CurationStage:
         found = []
         for passes in self._passes():
             for number in range(len(passes.plan.plans)):
-                mode, read_texts = self._curate.mode, self._read_texts
-                found.append(finish_source(passes, number, mode, read_texts, activate=activate))
+                found.append(finish_source(passes, number, self._curate.mode, activate=activate))
         return sorted(found, key=lambda each: each.name)
 
     def _remove(self, error: DamagedResult) -> _Step:
@@ -243,7 +243,7 @@ class CurationStage:
 
     def _passes(self) -> list[ScopePasses]:
         return [
-            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self._comparing)
+            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self._comparing, self._read_texts)
             for scope in self.scopes
         ]
 

@@ -23,10 +23,10 @@ def planned(tmp_path: Path, duplicates: dict[str, Any], *stages: StageName, back
 @pytest.mark.parametrize(
     ("duplicates", "passes"),
     [
-        ({}, ["measure", "decide"]),
-        ({"exact": "text"}, ["measure", "match", "join", "rank", "choose", "decide"]),
-        ({"lines": {}}, ["measure", "rank", "kept", "lines", "decide"]),
-        (ALL, ["measure", "match", "join", "rank", "choose", "kept", "lines", "decide"]),
+        ({}, ["measure", "excerpts", "decide"]),
+        ({"exact": "text"}, ["measure", "match", "join", "rank", "choose", "excerpts", "decide"]),
+        ({"lines": {}}, ["measure", "rank", "kept", "lines", "excerpts", "decide"]),
+        (ALL, ["measure", "match", "join", "rank", "choose", "kept", "lines", "excerpts", "decide"]),
     ],
 )
 def test_an_array_for_each_pass(tmp_path: Path, duplicates: dict[str, Any], passes: list[str]) -> None:

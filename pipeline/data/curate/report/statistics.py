@@ -62,13 +62,16 @@ class JudgedChunk:
     groups: Mapping[str, Groups] = field(default_factory=dict)
 
 
-def chunk_statistics(chunk: JudgedChunk, seed: int, *, early: bool = True) -> dict[str, Any]:
+def chunk_statistics(
+    chunk: JudgedChunk, seed: int, *, early: bool = True, stored: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Statistics of a chunk, as JSON.
 
     Args:
         chunk: its measures and verdicts.
         seed: of the curation, for examples.
         early: `examples.is_early` of the chunk.
+        stored: rows of the chunk whose beginnings are stored; None if none of the source are.
 
     Returns:
         `rows`, `rejected`, `documents`, `bytes`, `kept`, `kept_bytes`, `edited` (kept documents whose text is edited),
@@ -82,7 +85,9 @@ def chunk_statistics(chunk: JudgedChunk, seed: int, *, early: bool = True) -> di
     size = table["bytes"].astype(np.int64)
     fires = chunk.fires & documents
     number = fires.sum(axis=0, dtype=np.int64)
-    sampler = ExampleSampler(seed, chunk.unit, chunk.first, early)
+    late = np.full(len(table), stored is not None or not early, np.uint8)
+    late[np.array(stored or (), np.int64)] = 0
+    sampler = ExampleSampler(seed, chunk.unit, chunk.first, late)
     near = documents & np.isin(verdicts["rule"], [n for n, name in enumerate(chunk.rules, 1) if name == NEAR_RULE])
     rules, examples = [], []
     for place in range(len(chunk.rules)):

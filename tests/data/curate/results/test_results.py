@@ -17,6 +17,7 @@ from pipeline.data.curate.results.status import print_status, read_progress
 from pipeline.data.curate.results.what_if import what_if
 from pipeline.data.curate.stage import curate
 from pipeline.data.curate.verdicts import read_curation, read_decisions
+from pipeline.data.provenance.excerpts import ExcerptReader
 from tests.data.curate.runs import curate_config, everything, write_corpus
 from tests.data.runs import tree
 
@@ -29,7 +30,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(corpus, tmp_path_factory) -> Config:
     config = curate_config(tmp_path_factory.mktemp("done"), corpus)
-    curate(config)
+    curate(config, read_texts=ExcerptReader(config.data.curate))
     return config
 
 
