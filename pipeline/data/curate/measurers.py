@@ -60,13 +60,16 @@ def items_folder(config: Config) -> Path:
     return config.data_dir / CURATE / ITEMS
 
 
-def measure_settings(config: Config, source: SourceConfig, *, has_items: bool = True) -> dict[str, Any]:
+def measure_settings(
+    config: Config, source: SourceConfig, *, has_items: bool = True, known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Settings of the run file that decide the measures of a source, with versions, and hashes of models and items.
 
     Args:
         config: the run.
         source: of it.
         has_items: whether the items of evaluations are there by now; without them, nothing is said of them.
+        known: settings of an earlier plan: models that it has are taken to be as they were, and are not read.
 
     Raises:
         UserError: a model cannot be used, a key of metadata is not kept, or the items of evaluations are not there.
@@ -74,13 +77,15 @@ def measure_settings(config: Config, source: SourceConfig, *, has_items: bool = 
     curate = config.data.curate
     assert curate is not None, "the stage runs with it alone"
     _check_metadata(curate, source)
+    before = known or {}
     settings: dict[str, Any] = {"curate_version": MEASURE_VERSION, COUNTERS: words.settings()}
     if clean := Cleaner(curate.clean, curate.seed).settings():
         settings[CLEAN] = clean
     if curate.language is not None:
-        settings[LANGUAGE] = language_settings(curate.language)
+        settings[LANGUAGE] = before.get(LANGUAGE) or language_settings(curate.language)
     for number, each in enumerate(curate.classifiers):
-        settings[classifier_name(each.name)] = classifier_settings(each, number)
+        name = classifier_name(each.name)
+        settings[name] = before.get(name) or classifier_settings(each, number)
     if duplicates := duplicate_settings(curate.duplicates):
         settings[DUPLICATES] = duplicates
     if curate.decontaminate is not None and has_items:

@@ -7,6 +7,7 @@ same. The decisions are the same bytes for any number of workers, commands at a 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,7 +54,12 @@ class CurationReport:
 
 
 def curate(
-    config: Config, *, dry_run: bool = False, units: bool = False, read_texts: ReadTexts | None = None
+    config: Config,
+    *,
+    dry_run: bool = False,
+    units: bool = False,
+    read_texts: ReadTexts | None = None,
+    problems: Sequence[str] = (),
 ) -> CurationReport:
     """Run the stage; prints progress and a table.
 
@@ -62,6 +68,7 @@ def curate(
         dry_run: only print what there is to do.
         units: do free jobs of the first pass that is not complete, and finish nothing. A later run without this does.
         read_texts: reads examples for the report.
+        problems: with `dry_run`, more that the command would be refused for.
 
     Raises:
         UserError: something in the config or the data has to be fixed first.
@@ -77,7 +84,7 @@ def curate(
         if dry_run:
             from pipeline.data.curate.results.dry_run import print_dry_run
 
-            print_dry_run(console, config, sources)
+            print_dry_run(console, config, sources, problems)
             return CurationReport()
         if (contamination := curate_config(config).decontaminate) is not None:
             prepare_index(contamination, items_folder(config))

