@@ -16,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# As the command does before NumPy is imported: with threads, workers would be spawned instead of forked.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from pipeline.cli.main import main as pipeline
 from pipeline.data.curate import stage
 

@@ -70,15 +70,15 @@ def curate(
         print_status(Console(), config, words)
     elif what_if:
         from pipeline.data.curate.results.what_if import what_if as show
-        from pipeline.data.provenance.excerpts import excerpt_reader
+        from pipeline.data.provenance.excerpts import ExcerptReader
 
         changed = load_run(run, [*(overrides or ()), *_full_keys(what_if)], None)
-        show(config, changed, Console(), excerpt_reader(config.data.curate), listed=listed)
+        show(config, changed, Console(), ExcerptReader(config.data.curate), listed=listed)
     elif compare:
         from pipeline.data.curate.results.compare import compare as show_differences
-        from pipeline.data.provenance.excerpts import excerpt_reader
+        from pipeline.data.provenance.excerpts import ExcerptReader
 
-        show_differences(_two(compare), Console(), excerpt_reader(config.data.curate), listed=listed)
+        show_differences(_two(compare), Console(), ExcerptReader(config.data.curate), listed=listed)
     elif export is not None:
         from pipeline.data.curate.results.export import export as write
 

@@ -21,6 +21,11 @@ def njit(function: Callable[..., Any]) -> Any:
     Use it as a decorator, in modules that are imported only where `has_numba()`. Arithmetic keeps the order of the
     source (no fastmath), so all machines agree.
     """
+    return load_numba().njit(cache=True, nogil=True, error_model="numpy")(function)
+
+
+def load_numba() -> Any:
+    """The package, set up as it has to be before it is imported."""
     # Caches on disks that machines share are written by several at a time.
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "numba"))
     import numba
@@ -29,4 +34,4 @@ def njit(function: Callable[..., Any]) -> Any:
     # Other packages' extensions are not needed here. They import much, and start threads, with which a process cannot
     # fork its workers.
     entrypoints._already_initialized = True
-    return numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    return numba

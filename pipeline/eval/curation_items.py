@@ -54,6 +54,24 @@ def write_task_items(config: Config, folder: Path) -> Path | None:
     return path
 
 
+def task_problems(config: Config) -> list[str]:
+    """Reasons why items of tasks could not be read, for a dry run; no data of the harness is loaded."""
+    problems = []
+    for name in _asked(config):
+        task = _built_in(config, name)
+        if task is not None:
+            if not task.path.is_file():
+                problems.append(f"{KEY}.tasks: {name} reads {task.path}, which is missing")
+            continue
+        from pipeline.eval.tasks.harness import check_harness_tasks
+
+        try:
+            check_harness_tasks(_harness(config, name))
+        except UserError as error:
+            problems.append(_of_harness(config, error))
+    return problems
+
+
 def _asked(config: Config) -> list[str]:
     curate = config.data.curate
     return [] if curate is None or curate.decontaminate is None else list(dict.fromkeys(curate.decontaminate.tasks))
@@ -107,20 +125,27 @@ def _built_in_items(task: TaskConfig, name: str) -> Iterator[EvalItem]:
 
 def _harness_items(config: Config, name: str) -> Iterator[EvalItem]:
     """Documents of a task, or of all tasks of a group or tag."""
-    own = config.eval.harness
-    harness = HarnessConfig(tasks=[name], include_path=None if own is None else own.include_path)
     from pipeline.eval.tasks.harness import load_harness_tasks
 
     try:
-        loaded = load_harness_tasks(harness)
+        loaded = load_harness_tasks(_harness(config, name))
     except UserError as error:
-        titles = ", ".join(repr(task.title) for task in config.eval.tasks) or "none"
-        message = str(error).replace("eval.harness.tasks", f"{KEY}.tasks")
-        raise UserError(f"{message}. Tasks in eval.tasks: {titles}") from error
+        raise UserError(_of_harness(config, error)) from error
     for title, task in loaded.items():
         full = title if title == name else f"{name}/{title}"
         for number, doc in enumerate(task.eval_docs):
             yield EvalItem(full, str(number), _document_text(task, doc))
+
+
+def _harness(config: Config, name: str) -> HarnessConfig:
+    own = config.eval.harness
+    return HarnessConfig(tasks=[name], include_path=None if own is None else own.include_path)
+
+
+def _of_harness(config: Config, error: UserError) -> str:
+    """A refusal of the harness by the key that named the task here."""
+    titles = ", ".join(repr(task.title) for task in config.eval.tasks) or "none"
+    return f"{str(error).replace('eval.harness.tasks', f'{KEY}.tasks')}. Tasks in eval.tasks: {titles}"
 
 
 def _document_text(task: Any, doc: Any) -> str:

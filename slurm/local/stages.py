@@ -32,14 +32,24 @@ if TYPE_CHECKING:
 def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> None:
     """Documents to decisions; see `pipeline.data.curate.stage`. A dry run leaves no trace."""
     from pipeline.data.curate.stage import curate as stage
-    from pipeline.data.provenance.excerpts import excerpt_reader
+    from pipeline.data.provenance.excerpts import ExcerptReader
 
     if dry_run:
-        stage(config, dry_run=True)
+        stage(config, dry_run=True, problems=_task_problems(config))
         return
     with _stage(config, "curate"), _terminate_stops():
         _write_task_items(config)
-        stage(config, units=units, read_texts=excerpt_reader(config.data.curate))
+        stage(config, units=units, read_texts=ExcerptReader(config.data.curate))
+
+
+def _task_problems(config: Config) -> list[str]:
+    """Reasons why items of the tasks that curation looks for could not be read."""
+    curate = config.data.curate
+    if curate is None or curate.decontaminate is None or not curate.decontaminate.tasks:
+        return []
+    from pipeline.eval.curation_items import task_problems
+
+    return task_problems(config)
 
 
 def _write_task_items(config: Config) -> None:

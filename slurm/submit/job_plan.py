@@ -243,7 +243,8 @@ def _curation(
     from pipeline.data.curate.passes.names import ONE_JOB, pass_names
 
     assert config.data.curate is not None, "the command refuses a run without it"
-    resources, name = resources_of(config, site, "curate"), job_name(config, "decide")
+    # Not `decide`: that is the last one of the passes.
+    resources, name = resources_of(config, site, "curate"), f"{job_name(config, 'curate')}-finish"
     if backend == "local":
         return [PlannedJob("decide", ("curate",), resources, name=name, after=after)]
     tasks = config.slurm.array.tasks if units is None else max(1, min(config.slurm.array.tasks, units))

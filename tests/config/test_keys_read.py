@@ -159,7 +159,7 @@ def test_recording() -> None:
 def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.data.curate.stage import curate
     from pipeline.data.preprocess.stage import preprocess
-    from pipeline.data.provenance.excerpts import excerpt_reader
+    from pipeline.data.provenance.excerpts import ExcerptReader
     from pipeline.eval.text import continue_prompt
     from pipeline.train.trainer import train
     from slurm.local.stages import run
@@ -192,7 +192,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with record_reads() as reads:
         run(first)
         for config in curated, after:
-            curate(config, read_texts=excerpt_reader(config.data.curate))
+            curate(config, read_texts=ExcerptReader(config.data.curate))
             preprocess(config)
         continue_prompt(first)
         train(longer)

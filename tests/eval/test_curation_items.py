@@ -16,7 +16,7 @@ from pipeline.data.curate.decontamination.index import open_index, prepare_index
 from pipeline.data.curate.decontamination.items import PIECE, EvalItem, read_items
 from pipeline.data.curate.decontamination.matching import open_matcher, texts_batch
 from pipeline.eval import curation_items
-from pipeline.eval.curation_items import write_task_items
+from pipeline.eval.curation_items import task_problems, write_task_items
 from pipeline.eval.tasks.wikitext import read_pages
 from tests import tiny
 from tests.eval import small
@@ -135,6 +135,19 @@ class TwoBeginnings:
 
     def doc_to_choice(self, doc: Any) -> list[str]:
         return ["The sofa", "The table"]
+
+
+def test_a_dry_run_names_unknown_tasks_and_missing_files(root: Path) -> None:
+    assert task_problems(config(root, "quiz", "wikitext")) == []
+    problems = task_problems(config(root, "quizz", "wikitext"))
+    assert len(problems) == 1 and "'quizz'" in problems[0] and "data.curate.decontaminate.tasks" in problems[0]
+    (wikitext,) = [task for task in config(root, "wikitext").eval.tasks if task.type == "wikitext"]
+    moved = wikitext.path.rename(wikitext.path.with_suffix(".away"))
+    try:
+        (problem,) = task_problems(config(root, "wikitext"))
+    finally:
+        moved.rename(wikitext.path)
+    assert str(wikitext.path) in problem
 
 
 def test_choices_may_be_beginnings() -> None:

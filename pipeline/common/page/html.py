@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
@@ -73,6 +74,11 @@ def escaped(text: str) -> str:
     return html.escape(clean(text), quote=True)
 
 
+def prose(text: str) -> str:
+    """`escaped`, where what stands between backticks is code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escaped(text))
+
+
 def document(title: str, body: Iterable[str], more_css: str = "") -> bytes:
     """The whole file.
 
@@ -126,7 +132,7 @@ def table(figures: Table) -> str:
 def section(title: str, figures: Table, words: str = "") -> str:
     """A table with its title, and words on it."""
     shown = table(figures) if figures.rows else "<p class='note'>None.</p>"
-    note = f"<p class='note'>{escaped(words)}</p>" if words else ""
+    note = f"<p class='note'>{prose(words)}</p>" if words else ""
     return f"<section class='wide'><h3>{escaped(title)}</h3>{shown}{note}</section>"
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
 import time
-import unicodedata
 
 from pipeline.common.format import duration, percent
 from pipeline.common.redaction import masked
@@ -13,6 +13,8 @@ NONE = "–"
 """Sign for a figure that is missing."""
 _TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 """Characters that turn the direction of what comes after them."""
+_UNSEEN = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff{_TURNS}]")
+"""Those, controls but for tabs and line ends, and halves of pairs."""
 
 
 def si(value: float) -> str:
@@ -64,8 +66,4 @@ def clean(text: str) -> str:
 
     Without what is not a character to show (controls, halves of pairs, turns of direction), and `masked`.
     """
-    return masked("".join("\ufffd" if _unseen(letter) else letter for letter in text))
-
-
-def _unseen(letter: str) -> bool:
-    return (unicodedata.category(letter) in ("Cc", "Cs") and letter not in "\n\t") or letter in _TURNS
+    return masked(_UNSEEN.sub("\ufffd", text))

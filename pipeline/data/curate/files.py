@@ -5,6 +5,7 @@ Below the folder of a source:
 - `curate/plan.json`: files, units and all that decides the measures; the form is that of `preprocess`
 - `curate/receipts/`: of the chunks of units, in the form of those of `preprocess`, so places are found in the same way
 - `curate/measured/00000/00000012-00003.NAME`: what was measured of a chunk
+- `curate/excerpts/`: beginnings of some documents, for reports
 - `curate/decisions/HASH/`: verdicts under one set of bounds, with their receipts, report and `curation.json`
 - `curate/curation.json`: the decisions that hold
 

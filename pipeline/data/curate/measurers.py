@@ -18,14 +18,20 @@ from pipeline.data.curate.batch import Measurer
 from pipeline.data.curate.chunk_writer import FIXED_COLUMNS
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.decontamination.index import INDEX_FILE, index_settings
-from pipeline.data.curate.decontamination.measure import ContaminationMeasurer
+from pipeline.data.curate.decontamination.measure import CONTAMINATION_COLUMNS, ContaminationMeasurer
 from pipeline.data.curate.duplicates.kinds import date_keys
-from pipeline.data.curate.duplicates.measure import DuplicateMeasurer, duplicate_settings
+from pipeline.data.curate.duplicates.measure import DuplicateMeasurer, duplicate_columns, duplicate_settings
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.measures import engine_choice, words
-from pipeline.data.curate.measures.counters import CounterMeasurer
-from pipeline.data.curate.models.measure import classifier_settings, language_settings, model_measurers, score_column
-from pipeline.data.curate.report.domains import DomainMeasurer, address_key
+from pipeline.data.curate.measures.counters import COUNTER_COLUMNS, CounterMeasurer
+from pipeline.data.curate.models.measure import (
+    classifier_settings,
+    language_settings,
+    model_columns,
+    model_measurers,
+    score_column,
+)
+from pipeline.data.curate.report.domains import DOMAIN_COLUMNS, DomainMeasurer, address_key
 from pipeline.data.work.leases import LeaseWatch
 
 EngineKind = Literal["numba", "python"]
@@ -54,13 +60,16 @@ def items_folder(config: Config) -> Path:
     return config.data_dir / CURATE / ITEMS
 
 
-def measure_settings(config: Config, source: InputConfig, *, has_items: bool = True) -> dict[str, Any]:
+def measure_settings(
+    config: Config, source: InputConfig, *, has_items: bool = True, known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Settings of the run file that decide the measures of a source, with versions, and hashes of models and items.
 
     Args:
         config: the run.
         source: of it.
         has_items: whether the items of evaluations are there by now; without them, nothing is said of them.
+        known: settings of an earlier plan: models that it has are taken to be as they were, and are not read.
 
     Raises:
         UserError: a model cannot be used, a key of metadata is not kept, or the items of evaluations are not there.
@@ -68,13 +77,15 @@ def measure_settings(config: Config, source: InputConfig, *, has_items: bool = T
     curate = config.data.curate
     assert curate is not None, "the stage runs with it alone"
     _check_metadata(curate, source)
+    before = known or {}
     settings: dict[str, Any] = {"curate_version": MEASURE_VERSION, COUNTERS: words.settings()}
     if clean := Cleaner(curate.clean, curate.seed).settings():
         settings[CLEAN] = clean
     if curate.language is not None:
-        settings[LANGUAGE] = language_settings(curate.language)
+        settings[LANGUAGE] = before.get(LANGUAGE) or language_settings(curate.language)
     for number, each in enumerate(curate.classifiers):
-        settings[classifier_name(each.name)] = classifier_settings(each, number)
+        name = classifier_name(each.name)
+        settings[name] = before.get(name) or classifier_settings(each, number)
     if duplicates := duplicate_settings(curate.duplicates):
         settings[DUPLICATES] = duplicates
     if curate.decontaminate is not None and has_items:
@@ -105,6 +116,23 @@ def choose_engine(which: Literal["auto", "numba", "python"]) -> tuple[EngineKind
     """
     engine, note = engine_choice.open_once(which)
     return ("numba" if has_numba() and engine.name == "numba" else "python"), note
+
+
+def comparison_engine(which: Literal["auto", "numba", "python"]) -> EngineKind:
+    """Engine that compares documents. Its results are those of the other, so it is loaded, and not checked on texts.
+
+    Raises:
+        UserError: numba is asked for and cannot be used.
+    """
+    if which == "python" or not has_numba():
+        return choose_engine(which)[0] if which == "numba" else "python"
+    try:
+        from pipeline.data.curate.duplicates.components.compiled import NumbaComponents
+
+        NumbaComponents(1).add(np.zeros(1, np.uint32), np.zeros(1, np.uint32))
+    except Exception:  # whatever a compiler that does not fit this machine raises; asked for, it says why
+        return choose_engine(which)[0]
+    return "numba"
 
 
 class Measuring:
@@ -170,8 +198,12 @@ class Measuring:
         return self._measurers[source]
 
     def table_type(self, source: str) -> np.dtype[Any]:
-        """Type of the records of a source's table."""
-        return table_type(self.measurers(source))
+        """Type of the records of a source's table: that of its measurers, none of which is opened for it."""
+        curate = self._curate
+        columns = [*FIXED_COLUMNS, *model_columns(curate.language, curate.classifiers), *COUNTER_COLUMNS]
+        columns += duplicate_columns(curate.duplicates)
+        columns += [] if curate.decontaminate is None else CONTAMINATION_COLUMNS
+        return np.dtype([*columns, *([] if self._settings[source].get(DOMAIN) is None else DOMAIN_COLUMNS)])
 
 
 def table_type(measurers: list[Measurer]) -> np.dtype[Any]:

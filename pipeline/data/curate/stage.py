@@ -7,6 +7,7 @@ same. The decisions are the same bytes for any number of workers, commands at a 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,8 +23,9 @@ from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_c
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.measure_units import measure_units, missing_units
-from pipeline.data.curate.measurers import Measuring, choose_engine, items_folder
-from pipeline.data.curate.passes.finish import ReadTexts, SourceCuration, finish_source
+from pipeline.data.curate.measurers import Measuring, choose_engine, comparison_engine, items_folder
+from pipeline.data.curate.passes.excerpts import ReadTexts
+from pipeline.data.curate.passes.finish import SourceCuration, finish_source
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.names import MEASURE
 from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, check_against, make_scopes
@@ -52,7 +54,12 @@ class CurationReport:
 
 
 def curate(
-    config: Config, *, dry_run: bool = False, units: bool = False, read_texts: ReadTexts | None = None
+    config: Config,
+    *,
+    dry_run: bool = False,
+    units: bool = False,
+    read_texts: ReadTexts | None = None,
+    problems: Sequence[str] = (),
 ) -> CurationReport:
     """Run the stage; prints progress and a table.
 
@@ -61,6 +68,7 @@ def curate(
         dry_run: only print what there is to do.
         units: do free jobs of the first pass that is not complete, and finish nothing. A later run without this does.
         read_texts: reads examples for the report.
+        problems: with `dry_run`, more that the command would be refused for.
 
     Raises:
         UserError: something in the config or the data has to be fixed first.
@@ -76,7 +84,7 @@ def curate(
         if dry_run:
             from pipeline.data.curate.results.dry_run import print_dry_run
 
-            print_dry_run(console, config, sources)
+            print_dry_run(console, config, sources, problems)
             return CurationReport()
         if (contamination := curate_config(config).decontaminate) is not None:
             prepare_index(contamination, items_folder(config))
@@ -136,6 +144,13 @@ class CurationStage:
         return Measuring(self._config, {plan.name: plan.settings for plan in self._plans}, engine)
 
     @cached_property
+    def _comparing(self) -> Measuring:
+        """Types of tables and the engine, for the passes behind `measure`."""
+        compares = any(scope.compared for scope in self.scopes)
+        engine = comparison_engine(self._curate.engine) if compares else "python"
+        return Measuring(self._config, {plan.name: plan.settings for plan in self._plans}, engine)
+
+    @cached_property
     def scopes(self) -> list[ScopePlan]:
         """Scopes of the run."""
         return make_scopes(self._config, self._plans)
@@ -172,8 +187,7 @@ class CurationStage:
         found = []
         for passes in self._passes():
             for number in range(len(passes.plan.plans)):
-                mode, read_texts = self._curate.mode, self._read_texts
-                found.append(finish_source(passes, number, mode, read_texts, activate=activate))
+                found.append(finish_source(passes, number, self._curate.mode, activate=activate))
         return sorted(found, key=lambda each: each.name)
 
     def _remove(self, error: DamagedResult) -> _Step:
@@ -217,7 +231,7 @@ class CurationStage:
             units = sum(len(plan.units) for plan in self._plans)
             self._is_checked = False
             for plan in self._plans:
-                self.context.table_type(plan.name)  # forked workers share what is opened here
+                self.context.measurers(plan.name)  # forked workers share what is opened here
             outcome = measure_units(self._config, self._console, missing, units, self.context, waits=waits)
             return _Step(MEASURE, outcome)
         if not self._is_checked:
@@ -236,7 +250,7 @@ class CurationStage:
 
     def _passes(self) -> list[ScopePasses]:
         return [
-            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self.context)
+            ScopePasses(scope, [self._receipts[plan.name] for plan in scope.plans], self._comparing, self._read_texts)
             for scope in self.scopes
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.common.errors import UserError
@@ -16,21 +17,22 @@ _CHUNKS = 128
 """Most chunks that are read. Examples are taken from fewer, unless a rule removes documents nowhere else."""
 _CLEANED = 20_000
 """Characters of a document that are cleaned."""
-ReadTexts = Callable[[Path, Sequence[Key]], Mapping[Key, Excerpt]]
 
 
-def excerpt_reader(config: CurateConfig | None) -> ReadTexts:
+@dataclass(frozen=True)
+class ExcerptReader:
     """A reader of beginnings, by the folder of a source's curation; edited, so that masks hide what they should.
 
-    Args:
+    Attributes:
         config: `data.curate` of the run file.
     """
-    cleaner = Cleaner(CleanConfig(), 0) if config is None else Cleaner(config.clean, config.seed)
 
-    def read(folder: Path, keys: Sequence[Key]) -> Mapping[Key, Excerpt]:
+    config: CurateConfig | None
+
+    def __call__(self, folder: Path, keys: Sequence[Key]) -> Mapping[Key, Excerpt]:
+        config = self.config
+        cleaner = Cleaner(CleanConfig(), 0) if config is None else Cleaner(config.clean, config.seed)
         return read_excerpts(folder, keys, cleaner.clean)
-
-    return read
 
 
 def read_excerpts(folder: Path, keys: Sequence[Key], clean: Callable[[str], str]) -> dict[Key, Excerpt]:

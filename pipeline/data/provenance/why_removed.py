@@ -92,6 +92,11 @@ def find_document(origins: Origins, text: str, say: Say) -> Key:
     Raises:
         UserError: there is none, or several have the id.
     """
+    if not text.strip():
+        raise UserError(
+            "--document: it is empty; name the document as FILE:LINE, FILE: row N, UNIT:ROW (as the report shows it) "
+            "or by its id"
+        )
     if found := _KEY.fullmatch(text):
         return int(found["unit"]), int(found["row"])
     parts = _PLACE.fullmatch(text)

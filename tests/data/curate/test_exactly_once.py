@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.indexed import HashedFile
-from pipeline.data.provenance.excerpts import excerpt_reader
+from pipeline.data.provenance.excerpts import ExcerptReader
 from tests.data.curate.runs import curate_config, results, write_corpus
 from tests.data.stage import children, left_behind, write_run_file
 from tests.tiny import command
@@ -42,7 +42,7 @@ def corpus(tmp_path_factory):
 def done(corpus, tmp_path_factory):
     """A run that nothing disturbed."""
     config = curate_config(tmp_path_factory.mktemp("done"), corpus)
-    curate(config, read_texts=excerpt_reader(config.data.curate))
+    curate(config, read_texts=ExcerptReader(config.data.curate))
     return config
 
 
@@ -112,10 +112,10 @@ def test_full_disk_in_a_pass(corpus, done, tmp_path, name):
 
         patch.setattr(HashedFile, "write", full)
         with pytest.raises(OSError, match="No space left") as caught:
-            curate(config, read_texts=excerpt_reader(config.data.curate))
+            curate(config, read_texts=ExcerptReader(config.data.curate))
         assert PASSES[name] in str(caught.value.filename)
     assert left_behind(config) == []
-    curate(config, read_texts=excerpt_reader(config.data.curate))
+    curate(config, read_texts=ExcerptReader(config.data.curate))
     check_finished(config, done)
 
 
@@ -123,7 +123,7 @@ def test_full_disk_in_a_pass(corpus, done, tmp_path, name):
 def test_a_flipped_byte_in_a_file_of_a_pass(corpus, done, tmp_path, name, capsys):
     """A run that needs the file finds the damage, names file and pass, and makes it again."""
     config = curate_config(tmp_path, corpus)
-    curate(config, read_texts=excerpt_reader(config.data.curate))
+    curate(config, read_texts=ExcerptReader(config.data.curate))
     for path in sorted(config.data_dir.rglob("*")):
         inside = f"/{path.relative_to(config.data_dir)}"
         if path.is_file() and PASSES[name] in inside and path.stat().st_size > 8 and path.suffix != ".json":
@@ -138,6 +138,6 @@ def test_a_flipped_byte_in_a_file_of_a_pass(corpus, done, tmp_path, name, capsys
     capsys.readouterr()
     if name == "decide":
         return  # `test_stage` has what reads verdicts
-    curate(config, read_texts=excerpt_reader(config.data.curate))
+    curate(config, read_texts=ExcerptReader(config.data.curate))
     assert f"pass '{name}'" in capsys.readouterr().out.replace("\n", " ")
     check_finished(config, done)

@@ -9,7 +9,7 @@ import pytest
 from pipeline.config import Config
 from pipeline.data.curate.passes.names import pass_names
 from pipeline.data.curate.stage import curate
-from pipeline.data.provenance.excerpts import excerpt_reader
+from pipeline.data.provenance.excerpts import ExcerptReader
 from slurm import jobs
 from slurm.devcluster import DevCluster
 from slurm.job.launch_log import launches
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """A run of one command on this machine."""
     config = curate_config(tmp_path_factory.mktemp("done"), corpus)
-    curate(config, read_texts=excerpt_reader(config.data.curate))
+    curate(config, read_texts=ExcerptReader(config.data.curate))
     return config
 
 
@@ -43,7 +43,7 @@ def send(config: Config, tmp_path: Path) -> list[Job]:
     said = tiny.pipeline("curate", file, *words, "--slurm")
     assert said.returncode == 0, said.stderr
     sent = jobs.sent(config.run.dir)
-    assert [job.stage for job in sent] == ["curate"] * 9 + ["decide"]
+    assert [job.stage for job in sent] == ["curate"] * 10 + ["decide"]
     return sent
 
 

@@ -23,10 +23,10 @@ def planned(tmp_path: Path, duplicates: dict[str, Any], *stages: StageName, back
 @pytest.mark.parametrize(
     ("duplicates", "passes"),
     [
-        ({}, ["measure", "decide"]),
-        ({"exact": "text"}, ["measure", "match", "join", "rank", "choose", "decide"]),
-        ({"lines": {}}, ["measure", "rank", "kept", "lines", "decide"]),
-        (ALL, ["measure", "match", "join", "rank", "choose", "kept", "lines", "decide"]),
+        ({}, ["measure", "excerpts", "decide"]),
+        ({"exact": "text"}, ["measure", "match", "join", "rank", "choose", "excerpts", "decide"]),
+        ({"lines": {}}, ["measure", "rank", "kept", "lines", "excerpts", "decide"]),
+        (ALL, ["measure", "match", "join", "rank", "choose", "kept", "lines", "excerpts", "decide"]),
     ],
 )
 def test_an_array_for_each_pass(tmp_path: Path, duplicates: dict[str, Any], passes: list[str]) -> None:
@@ -37,6 +37,8 @@ def test_an_array_for_each_pass(tmp_path: Path, duplicates: dict[str, Any], pass
     for before, job in zip([None, *arrays], [*arrays, last], strict=False):
         assert [(after.job, after.kind) for after in job.after] == ([(before, "afterany")] if before else [])
     assert (last.stage, last.command, last.tasks) == ("decide", ("curate",), 1)
+    assert len({job.name.replace("-", "") for job in [*arrays, last]}) == len(passes) + 1
+    assert last.name.endswith("-curate-finish")
 
 
 def test_preprocess_waits_for_the_decisions(tmp_path: Path) -> None:

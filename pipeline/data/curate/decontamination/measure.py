@@ -18,6 +18,8 @@ HITS = "hits"
 CONTAMINATED = "contaminated"
 """Column of the different n-grams of items in a document: all when it is measured, the uncommon ones for rules."""
 
+CONTAMINATION_COLUMNS = [(CONTAMINATED, "<u4")]
+
 
 class ContaminationMeasurer(Measurer):
     """Different n-grams of items in each document, and which ones.
@@ -40,7 +42,7 @@ class ContaminationMeasurer(Measurer):
     @property
     def columns(self) -> list[tuple[str, str]]:
         """The number of n-grams."""
-        return [(CONTAMINATED, "<u4")]
+        return CONTAMINATION_COLUMNS
 
     def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Find the n-grams of each document."""

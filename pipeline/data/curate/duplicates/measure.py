@@ -47,6 +47,12 @@ def duplicate_settings(settings: DuplicatesConfig) -> dict[str, Any]:
     return found
 
 
+def duplicate_columns(settings: DuplicatesConfig) -> list[tuple[str, str]]:
+    """Columns of what is measured for duplicates."""
+    dates = [(date_column(key), "<u8") for key in date_keys(settings)]
+    return [*([(CHECK_COLUMN, "<u4")] if settings.near else []), *dates]
+
+
 class DuplicateMeasurer(Measurer):
     """Measures what duplicates are found by. Empty documents have no signature and are in no run.
 
@@ -65,8 +71,7 @@ class DuplicateMeasurer(Measurer):
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        dates = [(date_column(key), "<u8") for key in self._dates]
-        return [*([(CHECK_COLUMN, "<u4")] if self._settings.near else []), *dates]
+        return duplicate_columns(self._settings)
 
     def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         if self._signer is not None and self._settings.near is not None:

@@ -43,6 +43,7 @@ COUNTERS = {
     },
 }
 """Counters by name, which is that of their column, and what each counts. `reference.count` defines them."""
+COUNTER_COLUMNS = [(name, "<u4") for name in COUNTERS]
 SAMPLED = 1024
 """One document in this many is counted by the reference, too."""
 SAMPLED_BYTES = 2**18
@@ -68,7 +69,7 @@ class CounterMeasurer(Measurer):
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        return [(name, "<u4") for name in COUNTERS]
+        return COUNTER_COLUMNS
 
     def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Count, and compare a keyed sample of each chunk with the reference.

@@ -22,6 +22,7 @@ LABEL_PREFIX = "__label__"
 LANGUAGE_KEY = "data.curate.language"
 NO_LABEL = 2**16 - 1
 """Number of the language of a text that the model knows nothing of."""
+LANGUAGE_COLUMNS = [("language", "<u2"), ("language_score", "<u2")]
 _VERSION = 1
 """Of how a text is handed to a model."""
 
@@ -39,6 +40,17 @@ def classifier_key(number: int) -> str:
 def score_column(name: str) -> str:
     """Column of a classifier's score."""
     return f"score_{name}"
+
+
+def score_columns(column: str) -> list[tuple[str, str]]:
+    """Columns of a classifier whose score is in a column."""
+    return [(column, "<u2")]
+
+
+def model_columns(language: LanguageConfig | None, classifiers: Sequence[ClassifierConfig]) -> list[tuple[str, str]]:
+    """Columns of all models of a run file, none of which is opened."""
+    scores = [column for config in classifiers for column in score_columns(score_column(config.name))]
+    return [*([] if language is None else LANGUAGE_COLUMNS), *scores]
 
 
 def language_settings(config: LanguageConfig) -> dict[str, Any]:
@@ -107,7 +119,7 @@ class LanguageMeasurer(Measurer):
     @property
     def columns(self) -> list[tuple[str, str]]:
         """The number of the label and the score."""
-        return [("language", "<u2"), ("language_score", "<u2")]
+        return LANGUAGE_COLUMNS
 
     def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Predict each text."""
@@ -138,7 +150,7 @@ class ClassifierMeasurer(Measurer):
     @property
     def columns(self) -> list[tuple[str, str]]:
         """The score."""
-        return [(self._column, "<u2")]
+        return score_columns(self._column)
 
     def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Predict each text."""

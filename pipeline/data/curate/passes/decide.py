@@ -16,6 +16,7 @@ from pipeline.data.curate.chunk_writer import BAD_RECORD
 from pipeline.data.curate.duplicates.lines import LINE
 from pipeline.data.curate.duplicates.passes import RULE_NAMES
 from pipeline.data.curate.files import EDITED, FIRES_ALONE, NOBODY, REJECTED, VERDICT, verdicts_file
+from pipeline.data.curate.passes.excerpts import StoredExcerpts
 from pipeline.data.curate.passes.jobs import SharedJob
 from pipeline.data.curate.report.domains import DOMAINS, domain_groups
 from pipeline.data.curate.report.examples import is_early
@@ -52,6 +53,7 @@ class Decider:
         labels: of languages, by their numbers in the table.
         seed: of examples.
         chunks: of the source.
+        excerpts: of the source; None if none are kept.
     """
 
     local: tuple[DocumentRule, ...]
@@ -61,6 +63,7 @@ class Decider:
     labels: tuple[str, ...] = ()
     seed: int = 0
     chunks: int = 1
+    excerpts: StoredExcerpts | None = None
 
     @property
     def names(self) -> list[str]:
@@ -171,7 +174,8 @@ def statistics_of(table: npt.NDArray[Any], decided: Decided, decider: Decider, c
         chunk.unit, chunk.first, names, decider.local, table, decided.fires, verdicts, _groups(table, decider, chunk)
     )
     early = is_early(decider.seed, chunk.unit, chunk.chunk, decider.chunks)
-    return chunk_statistics(judged, decider.seed, early=early)
+    stored = None if decider.excerpts is None else decider.excerpts.rows(chunk)
+    return chunk_statistics(judged, decider.seed, early=early, stored=stored)
 
 
 def _groups(table: npt.NDArray[Any], decider: Decider, chunk: Chunk) -> dict[str, Groups]:
@@ -193,21 +197,25 @@ def decide_receipt(decisions: Path, chunk: Chunk) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
-def decide_jobs(decisions: Path, chunks: Sequence[Chunk], inputs: str) -> list[DecideJob]:
+def decide_jobs(
+    decisions: Path, chunks: Sequence[Chunk], inputs: str, excerpts: StoredExcerpts | None = None
+) -> list[DecideJob]:
     """Jobs of a source.
 
     Args:
         decisions: its folder of decisions.
         chunks: of the source.
         inputs: hash of everything that decides, and of the measures of the scope.
+        excerpts: of the source; None if none are kept.
     """
+    texts = [] if excerpts is None else [[excerpts.hash(chunk)] for chunk in chunks]
     return [
         DecideJob(
             decisions,
             f"decide-{chunk.unit:08d}-{chunk.chunk:05d}",
-            value_hash([inputs, chunk.source, chunk.unit, chunk.chunk]),
+            value_hash([inputs, chunk.source, chunk.unit, chunk.chunk, *(texts[place] if texts else ())]),
             chunk.records * VERDICT.itemsize,
             chunk,
         )
-        for chunk in chunks
+        for place, chunk in enumerate(chunks)
     ]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from pipeline.data.curate.duplicates.files import finished
 from pipeline.data.curate.files import CURATION_FILE, verdicts_file
 from pipeline.data.curate.passes.names import DECIDE
 from pipeline.data.curate.passes.of_scope import ScopePasses
-from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.report.clusters import VerdictFile
 from pipeline.data.curate.report.write import REPORT_HTML, REPORT_JSON, write_report
 from pipeline.data.curate.rules.base import DocumentRule
@@ -41,21 +38,16 @@ class SourceCuration:
     """These decisions were not active before."""
 
 
-ReadTexts = Callable[[Path, Sequence[Key]], Mapping[Key, Excerpt]]
-"""Reads the beginnings of documents, as far as it can: by the folder of a curation, and (unit, row)."""
 _TOTALS = ("rows", "documents", "rejected", "kept", "lines")
 
 
-def finish_source(
-    passes: ScopePasses, number: int, mode: str, read_texts: ReadTexts | None, *, activate: bool = True
-) -> SourceCuration:
+def finish_source(passes: ScopePasses, number: int, mode: str, *, activate: bool = True) -> SourceCuration:
     """Write `curation.json` and the report of the decisions about a source, and make them the active ones.
 
     Args:
         passes: of the scope, all done.
         number: of the source.
         mode: `data.curate.mode`.
-        read_texts: reads examples for the report.
         activate: whether they are to hold from now on.
 
     Raises:
@@ -98,14 +90,14 @@ def finish_source(
         (decisions / name).is_file() for name in (REPORT_JSON, REPORT_HTML)
     ):
         chunks = [job.chunk for job in jobs]
-        contamination = passes.contamination
+        contamination, excerpts = passes.contamination, passes.excerpts(number)
         write_report(
             decisions,
             about,
             (_statistics(decisions / name, xxh3) for name, xxh3 in statistics.items()),
             [VerdictFile(verdicts_file(decisions, c.unit, c.chunk), c.unit, c.first) for c in chunks],
             contamination=None if contamination is None else storage.get_json(contamination.touched),
-            read_texts=(lambda _: {}) if read_texts is None else partial(read_texts, plan.folder),
+            excerpts=(lambda _: {}) if excerpts is None else excerpts.of,
         )
     is_new = activate and put_changed(plan.folder / CURATION_FILE, content)
     counts = {name: totals[name] for name in _TOTALS}

@@ -28,8 +28,16 @@ from pipeline.data.curate.passes.contamination import (
     contamination_job,
 )
 from pipeline.data.curate.passes.decide import DecideJob, Decider, decide_jobs
+from pipeline.data.curate.passes.excerpts import (
+    ExcerptJob,
+    ExcerptSource,
+    ReadTexts,
+    StoredExcerpts,
+    excerpt_jobs,
+    stored_excerpts,
+)
 from pipeline.data.curate.passes.jobs import CurationJob
-from pipeline.data.curate.passes.names import CONTAMINATION_PASS, DECIDE
+from pipeline.data.curate.passes.names import CONTAMINATION_PASS, DECIDE, EXCERPTS_PASS
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.of_run import compared_rules, local_rules
 from pipeline.data.curate.scope import Chunk, Scope
@@ -139,10 +147,18 @@ class ScopePasses:
         plan: of the scope.
         receipts: of its sources, by number.
         measuring: has the types of the tables, and the engine.
+        read_texts: reads texts for reports; None if these are to have none.
     """
 
-    def __init__(self, plan: ScopePlan, receipts: Sequence[Receipts], measuring: Measuring) -> None:
+    def __init__(
+        self,
+        plan: ScopePlan,
+        receipts: Sequence[Receipts],
+        measuring: Measuring,
+        read_texts: ReadTexts | None,
+    ) -> None:
         self.plan = plan
+        self._read_texts = read_texts
         self.chunks = [
             chunk for number, source in enumerate(plan.plans) for chunk in chunks_of(source, number, receipts[number])
         ]
@@ -204,12 +220,16 @@ class ScopePasses:
             yield CONTAMINATION_PASS
         if self.comparison is not None:
             yield from self.comparison.names
+        if self._read_texts is not None:
+            yield EXCERPTS_PASS
         yield DECIDE
 
     def jobs(self, name: str) -> list[CurationJob]:
         """Jobs of a pass; those of the passes before it must be done."""
         if name == CONTAMINATION_PASS and self.contamination is not None:
             return [self.contamination]
+        if name == EXCERPTS_PASS:
+            return [job for number in range(len(self.plan.plans)) for job in self._excerpt_jobs(number)]
         if name != DECIDE and self.comparison is not None:
             return self.comparison.jobs(cast(PassName, name))
         return [job for number in range(len(self.plan.plans)) for job in self.decide_jobs(number)]
@@ -218,12 +238,29 @@ class ScopePasses:
         """Jobs of the pass `decide` for a source."""
         chunks = [chunk for chunk in self.chunks if chunk.source == number]
         inputs = value_hash([self.plan.decide_hash(number), self.measured])
-        return decide_jobs(self.plan.decisions(number), chunks, inputs)
+        return decide_jobs(self.plan.decisions(number), chunks, inputs, self.excerpts(number))
+
+    def _excerpt_jobs(self, number: int) -> list[ExcerptJob]:
+        chunks = [chunk for chunk in self.chunks if chunk.source == number]
+        return excerpt_jobs(self.plan.plans[number].folder, chunks, self.plan.curate.seed)
+
+    def excerpts(self, number: int) -> StoredExcerpts | None:
+        """Beginnings of documents of a source, after the pass `excerpts`; None if none are kept."""
+        if self._read_texts is None:
+            return None
+        jobs = self._excerpt_jobs(number)
+        return stored_excerpts(jobs, finished(list(jobs), EXCERPTS_PASS))
 
     def shared(self, name: str) -> dict[Path, Any]:
         """State that the workers of a pass have in common, by the folder of a job."""
         if name == CONTAMINATION_PASS and self.contamination is not None:
             return {self.contamination.folder: tuple(self.chunks)}
+        if name == EXCERPTS_PASS and self._read_texts is not None:
+            folders = {plan.name: plan.folder for plan in self.plan.plans}
+            return {
+                folder / EXCERPTS_PASS: ExcerptSource(folder, self._measuring.table_type(name), self._read_texts)
+                for name, folder in folders.items()
+            }
         if name != DECIDE:
             return {}
         return {self.plan.decisions(number): self._decider(number) for number in range(len(self.plan.plans))}
@@ -238,6 +275,7 @@ class ScopePasses:
             tuple(labels),
             self.plan.curate.seed,
             sum(chunk.source == number for chunk in self.chunks),
+            self.excerpts(number),
         )
 
 

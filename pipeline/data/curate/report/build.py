@@ -77,18 +77,9 @@ def build(
     }
 
 
-def wanted_texts(statistics: Mapping[str, Any], clusters: Mapping[str, Any], source: int) -> list[Key]:
-    """Documents whose beginnings the report shows.
-
-    Args:
-        statistics: sum over all chunks.
-        clusters: as `clusters.clusters` returns them.
-        source: number of the source in its scope; documents of others are not read.
-    """
-    keys = {(each[3], each[4]) for of in statistics["examples"] for kind in MOST for each in of[kind]}
-    keepers = (place(keeper) for keeper, _, _ in clusters["largest"])
-    keys |= {(unit, row) for number, unit, row in keepers if number == source}
-    return sorted(keys)
+def wanted_texts(statistics: Mapping[str, Any]) -> list[Key]:
+    """Documents whose beginnings the report shows, by the sum of the statistics over all chunks."""
+    return sorted({(each[3], each[4]) for of in statistics["examples"] for kind in MOST for each in of[kind]})
 
 
 def tokens(size: int) -> int:

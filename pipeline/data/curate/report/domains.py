@@ -17,6 +17,7 @@ from pipeline.data.curate.report.statistics import Groups
 
 DOMAINS = "domains"
 """Name of the file of a chunk that has them, one behind the other; the column `domain` has their bytes."""
+DOMAIN_COLUMNS = [("domain", "u1")]
 _LONGEST = 253
 _PLAIN = re.compile(r"https?://[A-Za-z0-9._-]+(?=[/?#]|\Z)")
 """Beginning of a usual address; what follows does not change its host."""
@@ -55,7 +56,7 @@ class DomainMeasurer(Measurer):
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        return [("domain", "u1")]
+        return DOMAIN_COLUMNS
 
     def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         hosts = [self._host(metadata) for metadata in batch.metadata]

@@ -1,5 +1,7 @@
 """Examples of what rules remove: the documents with the smallest keys, the same however chunks are grouped.
 
+Those whose texts are stored come before others.
+
 An example is `[late, distance, key, unit, row, value]`, and the list orders them.
 """
 
@@ -41,14 +43,14 @@ class ExampleSampler:
         seed: of the curation.
         unit: number of the unit.
         first: row in the unit of the chunk's first record.
-        early: `is_early` of the chunk.
+        late: of shape (records,): examples are taken from records with 0 first, then from those with 1.
     """
 
-    def __init__(self, seed: int, unit: int, first: int, early: bool) -> None:
+    def __init__(self, seed: int, unit: int, first: int, late: npt.NDArray[np.uint8]) -> None:
         self._seed = seed
         self._unit = unit
         self._first = first
-        self._late = int(not early)
+        self._late = late
 
     def choose(
         self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any], distances: npt.NDArray[Any], most: int
@@ -62,15 +64,20 @@ class ExampleSampler:
             distances: the smallest come first.
             most: number of examples.
         """
-        if len(rows) > most:  # those that are as far as the last one decide by their keys
-            near = distances <= np.partition(distances, most - 1)[most - 1]
-            rows, values, distances = rows[near], values[near], distances[near]
+        late = self._late[rows]
+        if len(rows) > most:
+            first = np.flatnonzero(late == 0)
+            near = first[_nearest(distances[first], most)]
+            if len(near) < most:
+                rest = np.flatnonzero(late)
+                near = np.concatenate([near, rest[_nearest(distances[rest], most)]])
+            rows, values, distances, late = rows[near], values[near], distances[near], late[near]
         places = (rows + self._first).astype(np.uint64) | np.uint64(self._unit << 32)
         keys = mix(places, key(self._seed, "examples", name))
-        order = np.lexsort((keys, distances))[:most]
+        order = np.lexsort((keys, distances, late))[:most]
         return [
             [
-                self._late,
+                int(late[at]),
                 float(distances[at]),
                 int(keys[at]),
                 self._unit,
@@ -79,6 +86,13 @@ class ExampleSampler:
             ]
             for at in order
         ]
+
+
+def _nearest(distances: npt.NDArray[Any], most: int) -> npt.NDArray[np.int64]:
+    """Places of the smallest distances, and of all that equal the last of them: their keys decide."""
+    if len(distances) <= most:
+        return np.arange(len(distances))
+    return np.flatnonzero(distances <= np.partition(distances, most - 1)[most - 1])
 
 
 def first_of(kind: str, lists: Iterable[list[Example]]) -> list[Example]:

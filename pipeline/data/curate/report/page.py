@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline import __version__
 from pipeline.common.format import counted, percent, size
-from pipeline.common.page.html import Fact, Table, document, escaped, section, table, tile
+from pipeline.common.page.html import Fact, Table, document, escaped, prose, section, table, tile
 from pipeline.common.page.words import figure, si
 from pipeline.data.curate.report.bins import dense
 from pipeline.data.curate.report.charts import bars, histogram
@@ -135,13 +135,18 @@ def _rules(report: Mapping[str, Any]) -> str:
             share(rule["fires"], total),
             f"{rule['first']:,}",
             f"{rule['alone']:,}",
-            rule["about"],
+            _about(rule),
         )
         for rule in report["rules"]
     )
     head = ("rule", "keeps", "fires", "share", "fires first", "fires alone", "value")
     note = "Fires alone: documents that would be kept if this rule were off."
     return section("Rules", Table(head, rows, 1, last_words=True), note)
+
+
+def _about(rule: Mapping[str, Any]) -> str:
+    """Its value in words, where no code can be set."""
+    return str(rule["about"]).replace("`", "")
 
 
 def _bound(rule: Mapping[str, Any]) -> str:
@@ -159,7 +164,7 @@ def _breakable(name: str) -> str:
 
 def _figure(rule: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     total = report["funnel"]["documents"]
-    drawn = histogram(dense(rule["all"]), rule["scale"], rule["keeps"], rule["bound"], rule["name"], rule["about"])
+    drawn = histogram(dense(rule["all"]), rule["scale"], rule["keeps"], rule["bound"], rule["name"], _about(rule))
     rows = tuple(
         (
             "off"
@@ -179,7 +184,7 @@ def _figure(rule: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         words += f"; {other:,} more ({share(other, total)}) in another language are not shown"
     return (
         f"<figure><figcaption><h3>{_breakable(rule['name'])}</h3></figcaption>"
-        f"<p class='note'>{escaped(rule['about'])}: keeps {_bound(rule)}; {words}</p>{drawn}"
+        f"<p class='note'>{prose(rule['about'])}: keeps {_bound(rule)}; {words}</p>{drawn}"
         f"<details><summary>What if the bound were another one</summary>{table(figures)}"
         "<p class='note'>Duplicates stay those of the present bounds: a removed keeper would be replaced.</p>"
         "</details></figure>"
@@ -276,7 +281,9 @@ def _clusters(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _examples(report: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>Examples</h2>"
-    yield "<p class='note above-grid'>Chosen by keyed hashes, near a bound by their distance to it.</p>"
+    yield "<p class='note above-grid'>Chosen by keyed hashes, near a bound by their distance to it. "
+    why = f"pipeline data why RUN.yaml --source {report['source']} --document UNIT:ROW --text"
+    yield f"Texts that are not here: <code>{escaped(why)}</code></p>"
     for rule, examples in zip(report["rules"], report["examples"], strict=True):
         lists = "".join(
             f"<h4>{_TITLES[kind]}</h4><ol class='examples'>{''.join(map(_example, examples[kind]))}</ol>"

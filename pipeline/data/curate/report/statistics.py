@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,13 +63,16 @@ class JudgedChunk:
     groups: Mapping[str, Groups] = field(default_factory=dict)
 
 
-def chunk_statistics(chunk: JudgedChunk, seed: int, *, early: bool = True) -> dict[str, Any]:
+def chunk_statistics(
+    chunk: JudgedChunk, seed: int, *, early: bool = True, stored: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Statistics of a chunk, as JSON.
 
     Args:
         chunk: its measures and verdicts.
         seed: of the curation, for examples.
         early: `examples.is_early` of the chunk.
+        stored: rows of the chunk whose beginnings are stored; None if none of the source are.
 
     Returns:
         `rows`, `rejected`, `documents`, `bytes`, `kept`, `kept_bytes`, `edited` (kept documents whose text is edited),
@@ -82,7 +86,9 @@ def chunk_statistics(chunk: JudgedChunk, seed: int, *, early: bool = True) -> di
     size = table["bytes"].astype(np.int64)
     fires = chunk.fires & documents
     number = fires.sum(axis=0, dtype=np.int64)
-    sampler = ExampleSampler(seed, chunk.unit, chunk.first, early)
+    late = np.full(len(table), stored is not None or not early, np.uint8)
+    late[np.array(stored or (), np.int64)] = 0
+    sampler = ExampleSampler(seed, chunk.unit, chunk.first, late)
     near = documents & np.isin(verdicts["rule"], [n for n, name in enumerate(chunk.rules, 1) if name == NEAR_RULE])
     rules, examples = [], []
     for place in range(len(chunk.rules)):
@@ -129,7 +135,7 @@ class _Sum:
         self._similarity = np.zeros(BINS, np.int64)
         self._together = np.zeros((rules, rules), np.int64)
         self._examples: list[dict[str, Any]] = [{kind: [] for kind in MOST} for _ in range(rules)]
-        self._groups: dict[str, dict[str, npt.NDArray[np.int64]]] = {name: {} for name in GROUPS}
+        self._groups: dict[str, dict[str, list[int]]] = {name: {} for name in GROUPS}
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Add statistics."""
@@ -145,7 +151,8 @@ class _Sum:
                 own[kind] = first_of(kind, (own[kind], other[kind]))
         for name, groups in self._groups.items():
             for group, counts in part[name].items():
-                groups[group] = groups.get(group, 0) + np.array(counts, np.int64)
+                before = groups.get(group)  # there may be millions, so without an array for each
+                groups[group] = list(counts) if before is None else list(map(add, before, counts))
 
     def result(self) -> dict[str, Any]:
         """The sum."""
@@ -159,10 +166,7 @@ class _Sum:
             "together": self._together.tolist(),
             "similarity": sparse(self._similarity),
             "examples": self._examples,
-            **{
-                name: {group: groups[group].tolist() for group in sorted(groups)}
-                for name, groups in self._groups.items()
-            },
+            **{name: {group: groups[group] for group in sorted(groups)} for name, groups in self._groups.items()},
         }
 
 

@@ -22,7 +22,7 @@ def write_report(
     verdicts: Sequence[VerdictFile],
     *,
     contamination: Any = None,
-    read_texts: Callable[[Sequence[Key]], Mapping[Key, Excerpt]] = lambda _: {},
+    excerpts: Callable[[Sequence[Key]], Mapping[Key, Excerpt]] = lambda _: {},
 ) -> dict[str, Any]:
     """Write both files into the folder of the decisions; the same input gives the same bytes.
 
@@ -32,16 +32,15 @@ def write_report(
         statistics: `chunk_statistics` of every chunk, in any order.
         verdicts: of every chunk, ascending by (unit, row).
         contamination: items of evaluations that were found, if they were looked for.
-        read_texts: reads the beginnings of documents, as far as it can.
+        excerpts: finds the beginnings of documents, as far as they are stored.
 
     Returns:
         the report.
     """
     total = merge(statistics)
     found = clusters(verdicts, total["duplicates"])
-    number = list(curation["sources"]).index(curation["source"])
-    excerpts = read_texts(wanted_texts(total, found, number))
-    report = build(curation, total, found, contamination=contamination, excerpts=excerpts)
+    texts = excerpts(wanted_texts(total))
+    report = build(curation, total, found, contamination=contamination, excerpts=texts)
     storage.put_json(decisions / REPORT_JSON, report)
     storage.put(decisions / REPORT_HTML, page(report))
     return report

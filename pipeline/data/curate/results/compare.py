@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
-from pipeline.data.curate.passes.finish import ReadTexts
+from pipeline.data.curate.passes.excerpts import ReadTexts
 from pipeline.data.curate.results.differences import find_differences
 from pipeline.data.curate.results.show_differences import list_changed, show_differences, show_examples
 from pipeline.data.curate.verdicts import Curation, read_curation, read_decisions

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pipeline.common.console import echo, say
 from pipeline.common.format import counted, percent
-from pipeline.data.curate.passes.finish import ReadTexts
+from pipeline.data.curate.passes.excerpts import ReadTexts
 from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.results.differences import KEPT, Changed, Differences, all_changed
 from pipeline.data.curate.verdicts import Curation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,17 +15,18 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, percent, size
 from pipeline.config.root import Config
-from pipeline.data.curate.curation_plan import curate_config, plan_sources
+from pipeline.data.curate.curation_plan import CurationPlan, curate_config, make_curation_plan
 from pipeline.data.curate.files import CURATE, curate_folder
-from pipeline.data.curate.measurers import Measuring
+from pipeline.data.curate.measurers import Measuring, measure_settings
 from pipeline.data.curate.passes.of_scope import ScopePasses, make_scopes
+from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.verdicts import find_curation
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.work.leases import LEASES, read_leases
 from pipeline.data.work.receipt_totals import ReceiptTotals
 from pipeline.data.work.receipts import Receipts
-from pipeline.data.work.units import find_source_files
+from pipeline.data.work.units import SourceFiles, find_source_files
 
 
 @dataclass
@@ -96,20 +98,30 @@ def _print_passes(console: Console, config: Config, measured: set[str]) -> bool:
         return False
     complete = True
     try:
-        plans = [
-            plan for plan in plan_sources(config, find_source_files(config, held_out=False)) if plan.name in measured
-        ]
+        found = find_source_files(config, held_out=False)
+        plans = [_plan(config, each) for each in found if each.source.name in measured]
         of_run = {plan.name: plan.settings for plan in plans}
         for scope in make_scopes(config, plans) if len(of_run) == len(measured) and of_run else ():
             receipts = [Receipts(plan.folder) for plan in scope.plans]
             for number, plan in enumerate(scope.plans):
                 active = find_curation(plan.folder)
                 complete &= active is not None and active.about["decide_hash"] == scope.decide_hash(number)
-            _print_scope(console, ScopePasses(scope, receipts, Measuring(config, of_run, "python")))
+            _print_scope(console, ScopePasses(scope, receipts, Measuring(config, of_run, "python"), _read_nothing))
     except (UserError, KeyError) as error:
         say(console, f"passes: {error}")
         return False
     return complete
+
+
+def _plan(config: Config, found: SourceFiles) -> CurationPlan:
+    """The plan of a source that is measured; models are as they were then, and none is read."""
+    known = storage.get_json(curate_folder(config.data_dir / found.source.name) / PLAN_FILE, *PLAN_KEYS)["settings"]
+    return make_curation_plan(found, config, measure_settings(config, found.source, known=known))
+
+
+def _read_nothing(folder: Path, keys: Sequence[Key]) -> Mapping[Key, Excerpt]:
+    """Reader of texts of commands that do no job."""
+    return {}
 
 
 def _print_scope(console: Console, passes: ScopePasses) -> None:

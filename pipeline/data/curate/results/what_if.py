@@ -6,7 +6,7 @@ from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import curate_config, plan_sources
-from pipeline.data.curate.passes.finish import ReadTexts
+from pipeline.data.curate.passes.excerpts import ReadTexts
 from pipeline.data.curate.results.differences import find_differences
 from pipeline.data.curate.results.show_differences import list_changed, show_differences, show_examples
 from pipeline.data.curate.stage import CurationStage
@@ -40,7 +40,7 @@ def what_if(
                 + "\n".join(f"  {difference}" for difference in differences)
                 + "\nTo try it, run `pipeline curate` with another data.dir"
             )
-    stage = CurationStage(changed, Console(quiet=True) if listed else console, plans)
+    stage = CurationStage(changed, Console(quiet=True) if listed else console, plans, read_texts)
     try:
         results = stage.decide(activate=False)
     finally:

@@ -73,6 +73,22 @@ def test_ways_to_choose_agree(seed: int) -> None:
     assert (members.roles[leaders] != CANNOT_LEAD).all()
 
 
+@pytest.mark.parametrize(("bands", "rows"), [(14, 8), (8, 8), (26, 11), (3, 20)])
+def test_documents_that_share_a_band_and_differ_by_about_the_bound(bands: int, rows: int) -> None:
+    pytest.importorskip("numba")
+    rng, values = np.random.default_rng(bands), bands * rows
+    signatures = rng.integers(0, 2**32 - 1, (300, values), np.uint32)
+    same = rng.random(signatures.shape) < rng.uniform(0.6, 0.95, (300, 1))
+    signatures = np.where(same, signatures[0], signatures)
+    signatures[:, :rows] = signatures[0, :rows]
+    ids = np.arange(300, dtype=np.uint64)
+    members = Members(signatures, np.ones(300, np.bool_), ids, ids, np.zeros(300, np.uint8))
+    fewest = round(0.7 * values)
+    found = choose_in_one("python")([members], bands, fewest)
+    assert _lists(choose_in_one("numba")([members], bands, fewest)) == _lists(found)
+    assert 20 < (found.rule == NEAR).sum() < 300
+
+
 def test_without_signatures() -> None:
     pytest.importorskip("numba")
     members = _members(0, 50)

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.data.curate.files import REJECTED, VERDICT
 from pipeline.data.curate.stage import curate
-from pipeline.data.provenance.excerpts import excerpt_reader
+from pipeline.data.provenance.excerpts import ExcerptReader
 from tests.data.provenance.curated import curated_config
 
 
@@ -18,7 +18,7 @@ from tests.data.provenance.curated import curated_config
 def test_counts_texts_and_damage(tmp_path: Path) -> None:
     config = curated_config(tmp_path)
     assert config.data.curate is not None
-    reader = excerpt_reader(config.data.curate)
+    reader = ExcerptReader(config.data.curate)
     curate(config, read_texts=reader)
     (page,) = Path(config.data_dir).glob("web/curate/decisions/*/report.html")
     before = page.read_bytes()

@@ -89,7 +89,7 @@ def write(folder: Path, texts: list[str], mode: str = "apply", order: int = 1) -
         [chunk_statistics(chunk, 7) for chunk in chunks][::order],
         files,
         contamination=ITEMS,
-        read_texts=lambda keys: {
+        excerpts=lambda keys: {
             key: Excerpt(f"/<b>/{key[0]}.jsonl:{key[1]}", texts[number % len(texts)], f"<i>{key[1]}")
             for number, key in enumerate(keys)
         },

