@@ -103,6 +103,7 @@ class Loader:
         self._sampler = Sampler(journal)
         self._ahead = ahead
         self._end_of_document = end_of_document
+        self._packed = [segment.packed for segment in journal.segments]
         # By segment, whether as many targets count in each window; else they are counted, in the global batch.
         self._fixed = [
             all(one.fixed_valid(segment.sequence_length) is not None for one in by_name.values())
@@ -210,7 +211,7 @@ class Loader:
         """The step's data. Steps from `last` on will not be asked for."""
         number = self.journal.segment_number(step)
         length = self.journal.segments[number].sequence_length
-        if self.journal.segments[number].packed:
+        if self._packed[number]:
             data = self._packs.read(step)
             self.drawn_targets.note(step, data.tokens_by_source)
             return data

@@ -7,6 +7,7 @@ pi(j), with pi the bijection of [0, packs) that windows have as well. What packs
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -47,21 +48,31 @@ class PackChunks(NamedTuple):
 class PackInstances:
     """Packs of one source; an `Instances`. The place of a pack is its number.
 
+    Packs are opened when one is asked for: those of steps that are done need not be there any more.
+
     Args:
         dataset: The source's documents, all of them.
-        packs: Of those that are read.
+        state: Of the source in a segment, with packs.
+        length: L.
         seed: Seed of the run.
         source: Name of the source.
     """
 
     packed = True
 
-    def __init__(self, dataset: TokenSource, packs: Packs, seed: int, source: str) -> None:
-        self.count, self.tokens = packs.count, packs.tokens
+    def __init__(self, dataset: TokenSource, state: SourceState, length: int, seed: int, source: str) -> None:
+        assert state.packs is not None, source
+        self.count, self.tokens = state.packs, state.tokens
         self.dtype, self.folder = dataset.dtype, dataset.folder
         self.fill_part = dataset.fill_part
-        self._dataset, self._packs = dataset, packs
-        self._order = EpochOrder(seed, source, packs.count)
+        self._dataset, self._length, self._documents = dataset, length, state.documents
+        self._order = EpochOrder(seed, source, self.count)
+
+    @cached_property
+    def _packs(self) -> Packs:
+        packs = open_packs(self._dataset, self._length, self._documents)
+        assert (packs.count, packs.tokens) == (self.count, self.tokens), (self.folder, packs.count, packs.tokens)
+        return packs
 
     def at(self, epoch: int, position: int, ahead: int = 0) -> list[Span]:
         """The chunks of the pack, whose tokens are its targets."""
@@ -103,7 +114,7 @@ class PackInstances:
 
     def end_documents(self, chunks: PackChunks) -> npt.NDArray[np.bool_]:
         """For each chunk whether it ends its document: all that do not fill a pack do."""
-        ends = chunks.tokens < self._packs.length
+        ends = chunks.tokens < self._length
         full = np.flatnonzero(~ends)
         document = chunks.document[full]
         lengths = self._dataset.starts_of(document + 1) - self._dataset.starts_of(document)
@@ -144,7 +155,7 @@ def instances_of(journal: Journal, datasets: Mapping[str, TokenSource]) -> list[
         datasets: The training split of each source of the journal.
 
     Raises:
-        UserError: A source has fewer tokens than a window, or packs are missing.
+        UserError: A source has fewer tokens than a window.
     """
     made: dict[tuple[str, Interval | None, int, bool], Instances] = {}
     result = []
@@ -170,12 +181,10 @@ def open_instances(dataset: TokenSource, state: SourceState, length: int, seed: 
         source: Name of the source.
 
     Raises:
-        UserError: It has fewer tokens than a window, or packs are missing.
+        UserError: It has fewer tokens than a window.
     """
     if state.packs is None:
         text = dataset if state.documents is None else Slice(dataset, *state.documents)
         assert text.tokens == state.tokens, (source, text.tokens, state.tokens)
         return Windows(text, length, seed, source)
-    packs = open_packs(dataset, length, state.documents)
-    assert (packs.count, packs.tokens) == (state.packs, state.tokens), (source, packs.count, packs.tokens, state)
-    return PackInstances(dataset, packs, seed, source)
+    return PackInstances(dataset, state, length, seed, source)

@@ -1,18 +1,23 @@
 """Packs in journals and plans."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.common.errors import UserError
+from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.order.consumption import accounts
 from pipeline.data.order.journal import Journal
+from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import plan_journal
 from pipeline.data.order.run_length import warnings
 from pipeline.data.plan.build import Assumed
 from tests.data.datasets.packing.made import reference, some_lengths
 from tests.data.order.test_phases import run_file, sampler_of
-from tests.data.preprocess.memory import MemoryDataset
+from tests.data.preprocess.memory import EOD, MemoryDataset
 
 DATA = {"a": MemoryDataset(some_lengths(8)), "b": MemoryDataset([5, 11, 2, 30] * 9)}
 SOURCES = {"a": {"weight": 1}, "b": {"weight": 3}}
@@ -89,6 +94,26 @@ def test_consumption_of_packs():
         assert account.epochs == pytest.approx(samples / packs, abs=1 / tokens)
         assert account.lap == samples // packs and account.exact == (samples >= packs or samples == 0)
         assert account.unique == min(account.drawn, tokens)
+
+
+def test_the_example_of_the_documentation():
+    """The table of packs in docs/sampler.md, cell by cell, and the inputs that it names."""
+    page = (Path(__file__).parents[3] / "docs" / "sampler.md").read_text()
+    lines = page.split("## The example in packs")[1].split("\n## ")[0].splitlines()
+    table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")][2:]
+    dataset = MemoryDataset([7, 3, 9, 6, 4])
+    packs = reference(dataset.lengths, 4, 10_000)
+    journal = plan(PACKED, sources={"web": {}}, data={"web": dataset}, seed=7, sequence_length=4)
+    instances = instances_of(journal, {"web": dataset})[0]["web"]
+    assert len(table) == len(packs) == instances.count == 8
+    for position, row in enumerate(table):
+        pack = int(instances.places(np.array([0]), np.array([position]))[0])
+        pieces = ", ".join(f"{d}: {first}-{first + tokens - 1}" for d, first, tokens in packs[pack])
+        padding = 4 - sum(tokens for _, _, tokens in packs[pack])
+        assert row == [str(cell) for cell in (position, pack, pieces, padding)]
+    (batch,) = Loader(journal, [{"web": instances}], Causal(), micro_batch_size=[4]).batches(1).micro_batches
+    row, (start, first) = batch.samples.tolist().index(5), (dataset.document_start(2), dataset.document_start(1))
+    assert batch.tokens[row].tolist() == [int(dataset.ids[start + 7]), EOD, *dataset.ids[first : first + 2].tolist()]
 
 
 def test_assumed_sources_have_packs_without_padding():
