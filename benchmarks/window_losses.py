@@ -5,8 +5,8 @@
 
 `--step` trains a model in this process, with and without the losses of samples in turn, and gives the ratio of the
 medians: sums on the device, their copy to the host and the write of each step. `same` is the ratio of two sides
-without, which shows what this machine makes of equal sides, and `own_ms` the time of what recording does in a step by
-itself. On a CPU times are those that this process had a core.
+without, which shows what this machine makes of equal sides, and `own_ms` the time of this process in what
+recording does in a step. On a CPU times are those that this process had a core.
 
 `--read` makes a blend of 10 sources as `synthetic.py` does and a file of losses for all of its samples, and times
 questions of `pipeline data losses` in processes of their own, each with its largest memory.
@@ -29,8 +29,8 @@ import torch
 import yaml
 
 from pipeline.data.loading.batch import Batch
+from pipeline.data.provenance import loss_file
 from pipeline.data.provenance.loss_file import LossHead, encode
-from pipeline.train.monitor.host_copy import HostCopy
 from pipeline.train.monitor.window_losses import LossWriter, WindowSums
 
 try:
@@ -63,18 +63,22 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     # On a CPU that others use, too, the time that this process had it.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     seconds: dict[str, list[float]] = {"off": [], "on": [], "again": []}
+    host, own = HostTime(), list[float]()
+    for owner, name in ((WindowSums, "add"), (WindowSums, "reduce"), (LossWriter, "write"), (loss_file, "encode")):
+        host.of(owner, name)
     with tempfile.TemporaryDirectory() as folder:
         writer = LossWriter(Path(folder) / "losses.bin", 1)
         for step in range(arguments.steps * len(seconds)):
             side = list(seconds)[(step + step // len(seconds)) % len(seconds)]
             samples = range(arguments.batch) if side == "on" else None
             begin = clock()
+            host.seconds = 0.0
             result = stepper.step(batches, ids[:, 1:].numel(), 1e-4, window_samples=samples).to_host()()
             if result.windows is not None:
-                writer.write({"step": 1, "first": 0, "codes": encode(*result.windows.numpy())})
+                writer.write({"step": 1, "first": 0, "codes": loss_file.encode(*result.windows.numpy())})
+                own.append(host.seconds)
             if step >= 5 * len(seconds):
                 seconds[side].append(clock() - begin)
-        own = [own_seconds(batches, device, writer) for _ in range(200)]
         writer.close()
     assert len(seconds["off"]) == len(seconds["on"])
     off, on, again = (statistics.median(values) for values in seconds.values())
@@ -85,19 +89,24 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**result_line, "paired_on_over_off": paired, "same": again / off, "steps": len(seconds["on"])}
 
 
-def own_seconds(batches: list[Batch], device: torch.device, writer: LossWriter) -> float:
-    """Time of all that recording does in a step, by itself."""
-    loss = [torch.ones(batch.weight.shape, device=device) for batch in batches]
-    moved = [batch.to(device) for batch in batches]
-    begin = time.perf_counter() if device.type == "cuda" else time.process_time()
-    sums = WindowSums(range(sum(len(batch.tokens) for batch in batches)), device)
-    for loss_BS, batch in zip(loss, moved, strict=True):
-        sums.add(loss_BS, batch)
-    reduced = sums.reduce()
-    assert reduced is not None
-    (on_host,) = HostCopy([reduced]).wait()
-    writer.write({"step": 1, "first": 0, "codes": encode(*on_host.numpy())})
-    return (time.perf_counter() if device.type == "cuda" else time.process_time()) - begin
+class HostTime:
+    """Time of this process in what recording does."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def of(self, owner: Any, name: str) -> None:
+        """Count a function from now on."""
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            begin = time.process_time()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds += time.process_time() - begin
+
+        setattr(owner, name, counted)
 
 
 def make_run(work: Path, samples: int, length: int) -> Path:
