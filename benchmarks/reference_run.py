@@ -1,7 +1,7 @@
 """The reference run and its evidence: three seeds, and a twin that is killed, moved and given its blend late.
 
     python benchmarks/reference_run.py --work /scratch/reference            # hours; rerun to resume
-    python benchmarks/reference_run.py --work /scratch/reference --page     # docs/reference-run.md and its curves
+    python benchmarks/reference_run.py --work /scratch/reference --page     # the page of it, and its curves
 
 The run file is `configs/reference-run.yaml`. Everything is done by the commands that a user types. The twin is seed 1
 once more. It begins in one process, with a run file that does not know of the second phase. Five times its processes
@@ -163,7 +163,7 @@ def draw(found: dict[str, Any], to: Path) -> None:
 
 
 def page(found: dict[str, Any]) -> str:
-    """`docs/reference-run.md`."""
+    """The page."""
     rows = [
         f"| {name} | {each['heldout_loss']:.4f} | `{each['order']}` | `{each['data']}` |"
         for name, each in found["runs"].items()

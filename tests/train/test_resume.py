@@ -172,7 +172,7 @@ def test_values_are_shown_as_a_run_file_has_them(root: Path) -> None:
         ["train.deterministic=true", "train.optimizer.betas=[0.9, 0.98]", "blend.phases=[{name: a}]"],
     )
     assert config_differences(saved, asked) == [
-        "blend.phases.a: (not there) -> {name: a, slices: {}}",
+        "blend.phases.a: (not there) -> {name: a, loss_weights: {}, slices: {}}",
         "train.optimizer.betas: [0.9, 0.95] -> [0.9, 0.98]",
         "train.deterministic: false -> true",
     ]

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+import rich.console
 
-from pipeline.common.console import say
+from pipeline.common.console import Console, say
 from pipeline.common.format import counted, size
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
@@ -25,7 +25,7 @@ def pack(
     *,
     workers: int | None = None,
     dry_run: bool = False,
-    console: Console | None = None,
+    console: rich.console.Console | None = None,
 ) -> None:
     """Make the packs of a dataset that are missing or damaged. All files that are there are read and compared.
 
