@@ -31,7 +31,7 @@ def _quiet(_: str) -> None:
     pass
 
 
-@pytest.fixture(scope="module", params=["windows", "best_fit"])
+@pytest.fixture(scope="module", params=["windows", pytest.param("best_fit", marks=pytest.mark.guard)])
 def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A run on windows or on packs: several epochs, a ramp, a phase, a slice, skips; losses of its first 40 steps."""
     root = tmp_path_factory.mktemp("losses")
