@@ -15,6 +15,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import when
+from pipeline.data.provenance.losses import LossQuestion, answer_losses
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.train.fork import fork
@@ -89,6 +90,7 @@ def test_a_later_phase_reads_what_is_new(grown: tuple[Path, Path]) -> None:
     new = [f"{old.documents} documents", f"{whole.documents} documents"]
     phases = [{"until": "6 steps"}, {"slices": {"sea": new}}]
     settings = (CONSTANT, f"blend.phases={json.dumps(phases)}", "train.validation.samples=0")
+    settings += ("train.metrics.windows=true",)
     run = copy_of(root, "phased")
     code, out = start(root, "phased", *settings, "train.duration=7 steps")
     assert code == 0, out
@@ -107,6 +109,8 @@ def test_a_later_phase_reads_what_is_new(grown: tuple[Path, Path]) -> None:
             assert ("/new-" in each["file"]) == is_new
     (times,) = when(view, "sea", document=found[0]["document"], say=lambda _: None).json["documents"]
     assert 8 in [seen["step"] for seen in times["seen"]]
+    (table,) = answer_losses(view, LossQuestion(steps="8", source="sea", highest=9), say=lambda _: None).json["tables"]
+    assert {each["document"] for each in found} >= {row["document"] for row in table["rows"]} and table["rows"]
     # Percentages are of what the run began with.
     half = [{"until": "6 steps"}, {"slices": {"sea": [0, 0.5]}}]
     run = copy_of(root, "percent")

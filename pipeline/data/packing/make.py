@@ -33,6 +33,7 @@ from pipeline.data.datasets.packing.files import (
     PackIndex,
     block_bounds,
     block_path,
+    block_sizes,
     groups_bytes,
     identity,
     packs_folder,
@@ -147,6 +148,8 @@ class PackMaker:
             receipt = BlockReceipt.model_validate(storage.get_json(receipt_file(self._folder, block)))
             stands = (receipt.block, receipt.identity) == (block, self._hash)
             stands = stands and os.stat(path).st_size == receipt.file.size
+            with storage.open_regular(path) as file:
+                stands = stands and block_sizes(file.read(64)) == (sum(receipt.groups), receipt.chunks)
             stands = stands and (not hashes or f"{file_hash(path):016x}" == receipt.file.xxh3)
         except (FileNotFoundError, NotADirectoryError, UserError, ValidationError):
             return None

@@ -69,7 +69,9 @@ class Found:
             for source, mine in sources_of(block, run.journal.names):
                 name = run.journal.names[source]
                 if name not in self._sums:
-                    self._sums[name] = [DocumentSums(run.datasets[name].documents) for _ in epochs or (0,)]
+                    # A later phase may read documents that were added after the run began.
+                    documents = run.datasets[name].whole.documents
+                    self._sums[name] = [DocumentSums(documents) for _ in epochs or (0,)]
                 for sums, epoch in zip(self._sums[name], epochs or (None,), strict=True):
                     part = mine if epoch is None else mine.only(mine.epoch == epoch)
                     if len(part.step):

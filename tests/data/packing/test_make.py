@@ -1,5 +1,6 @@
 """Packs on disk: equal bytes however they are made, and made again where they are damaged."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.common.console import Console
@@ -104,6 +106,38 @@ def test_damage_is_found_when_opened(folder, read):
     found = Packs.open(dataset, LENGTH)
     with pytest.raises(UserError, match=f"data pack {folder} --length {LENGTH}"):
         found.packs_of(0)
+
+
+@pytest.mark.parametrize("read", ["mmap", "pread"])
+@pytest.mark.parametrize("place", [24 + 4 * 5 + 2, -8, -6, -4])
+def test_damage_within_a_block_is_no_wrong_sample(folder, read, place):
+    """Another bit in where a pack begins, and in the document and the tokens of a chunk."""
+    make(folder)
+    path = block_path(packs_folder(folder, LENGTH), 1)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x40
+    path.write_bytes(data)
+    found = Packs.open(Dataset.open(folder, read), LENGTH)
+    with pytest.raises(UserError, match=f"data pack {folder} --length {LENGTH}"):
+        found.chunks(np.arange(found.count))
+
+
+def test_a_damaged_receipt_gives_no_other_packs(folder):
+    """Whatever it says of the packs of its block, the block itself has their number."""
+    made = make(folder)
+    receipt = packs_folder(folder, LENGTH) / "receipts/00000/00000001.json"
+    whole = json.loads(receipt.read_bytes())
+    for change in ({"groups": [1, *whole["groups"][1:]]}, {"chunks": 1}):
+        receipt.write_text(json.dumps(whole | change))
+        assert make(folder, hashes=True) == made
+
+
+def test_an_index_without_its_blocks_is_damaged(folder):
+    make(folder)
+    path = packs_folder(folder, LENGTH) / "packs.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"blocks": []}))
+    with pytest.raises(UserError, match=f"data pack {folder} --length {LENGTH}"):
+        Packs.open(Dataset.open(folder), LENGTH)
 
 
 def test_packs_of_another_dataset(folder, tmp_path):

@@ -138,6 +138,14 @@ def block_bytes(arrays: PackArrays) -> Iterator[bytes]:
     yield arrays.chunks.tobytes()
 
 
+def block_sizes(head: bytes) -> tuple[int, int]:
+    """Packs and chunks of a block, by the first bytes of its file; (-1, -1) if they are not those of a block."""
+    if len(head) < _HEADER.size:
+        return -1, -1
+    magic, packs, chunks = _HEADER.unpack_from(head)
+    return (packs, chunks) if magic == _MAGIC else (-1, -1)
+
+
 def groups_bytes(counts: list[int]) -> bytes:
     """The bytes of `groups.bin`.
 
@@ -172,6 +180,8 @@ def read_index(dataset: Path, fingerprints: Sequence[str], length: int) -> PackI
         raise UserError(f"{path} is damaged; make it again with {command}") from None
     if index.identity not in [identity(fingerprint, length) for fingerprint in fingerprints]:
         raise UserError(f"{path} is of another dataset, or of another version of the program; run {command}")
+    if len(index.blocks) != len(block_bounds(index.documents)):
+        raise UserError(f"{path} is damaged; make it again with {command}")
     return index
 
 
@@ -236,6 +246,12 @@ class PackFiles:
             found.append(PackSection(partial(self._block, number), base, groups, edges))
         return found
 
+    def packs_of_block(self, number: int) -> int:
+        """Packs that a block has, by the packs of its groups."""
+        edges = np.minimum(np.array([number, number + 1]) * (blocks.BLOCK // blocks.GROUP), len(self._groups) - 1)
+        first, end = self._groups[edges].tolist()
+        return int(end - first)
+
     def _block(self, number: int) -> PackBlock:
         return _mapped_block(self, number) if self.dataset.read_by == "mmap" else _pread_block(self, number)
 
@@ -249,10 +265,9 @@ def _open_block(files: PackFiles, number: int) -> PackBlock:
     except FileNotFoundError:
         raise UserError(f"{path} is missing; make it again with {command}") from None
     found = os.fstat(file.number).st_size
-    head = os.pread(file.number, _HEADER.size, 0)
-    magic, packs, chunks = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0)
+    packs, chunks = block_sizes(os.pread(file.number, _HEADER.size, 0))
     behind = _HEADER.size + (packs + 2) // 2 * 8
-    if found != size or magic != _MAGIC or size != behind + 8 * chunks:
+    if found != size or size != behind + 8 * chunks or packs != files.packs_of_block(number):
         raise UserError(f"{path} is truncated or damaged; make it again with {command}")
     if files.dataset.read_by == "pread":
         return PackBlock(_NumbersInFile(path, "<u4", _HEADER.size), _NumbersInFile(path, "<u8", behind))

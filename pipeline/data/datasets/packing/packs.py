@@ -32,10 +32,12 @@ class Packs:
         length: L.
         tokens: as above.
         sections: the packs, in order of the documents.
+        command: that makes damaged packs again.
     """
 
-    def __init__(self, length: int, tokens: int, sections: Sequence[PackSection]) -> None:
+    def __init__(self, length: int, tokens: int, sections: Sequence[PackSection], command: str = "") -> None:
         self.length = length
+        self._command = command
         self.tokens = tokens
         self._sections = sections
         self._starts = np.concatenate([[0], np.cumsum([section.count for section in sections], dtype=np.int64)])
@@ -70,7 +72,8 @@ class Packs:
         sections += files.sections(low, high)
         if high < end:
             sections.append(section_in_memory(dataset, length, high, end))
-        return cls(length, dataset.document_start(end) - dataset.document_start(first), sections)
+        tokens = dataset.document_start(end) - dataset.document_start(first)
+        return cls(length, tokens, sections, pack_command(dataset.folder, length))
 
     @classmethod
     def made(cls, dataset: TokenSource, length: int) -> Packs:
@@ -93,6 +96,7 @@ class Packs:
 
         Raises:
             IndexError: outside of [0, count).
+            UserError: the packs are damaged, as far as their own numbers tell.
         """
         packs = np.asarray(packs, np.int64)
         if packs.size and not 0 <= int(packs.min()) <= int(packs.max()) < self.count:
@@ -102,7 +106,14 @@ class Packs:
         which, base, chunk = map(np.concatenate, zip(*found, strict=True)) if found else (_NONE, _NONE, _NONE)
         order = np.argsort(which, kind="stable")
         document, piece, tokens = unpacked(chunk[order])
-        return which[order], document + base[order], piece * self.length, tokens
+        index = which[order]
+        filled = np.bincount(index, tokens, len(packs))
+        if packs.size and not (filled.min() > 0 and filled.max() <= self.length and tokens.min() > 0):
+            raise self._damaged()
+        return index, document + base[order], piece * self.length, tokens
+
+    def _damaged(self) -> UserError:
+        return UserError(f"the packs of {self.length:,} tokens are damaged; make them again with {self._command}")
 
     def _chunks_of(self, number: int, numbers: IntArray, packs: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Chunks in a section: index into the packs, base of the document, the chunk as it is stored.
@@ -117,7 +128,11 @@ class Packs:
         chosen = np.flatnonzero(numbers == number)
         pack = packs[chosen] - self._starts[number] + section.groups[0]
         begins, ends = block.begins.ranges(pack, np.full(len(pack), 2)).reshape(-1, 2).T
+        if not ((begins < ends) & (ends <= begins + self.length)).all():
+            raise self._damaged()
         chunks = block.chunks.ranges(begins, ends - begins)
+        if int(unpacked(chunks)[0].max()) >= int(section.edges[-1]) - section.base:
+            raise self._damaged()
         return np.repeat(chosen, ends - begins), np.full(len(chunks), section.base), chunks
 
     def packs_of(self, document: int) -> IntArray:
