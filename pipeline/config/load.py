@@ -181,6 +181,9 @@ _NAMED = 10
 """Run files of a folder that a message names."""
 
 
+_INCLUDED = "file to include"
+
+
 def find(path: Path, wanted: str = "run file") -> Path:
     """The run file at `path`, or the one that ships with the package under that name.
 
@@ -206,7 +209,8 @@ def find(path: Path, wanted: str = "run file") -> Path:
     if beside:
         more = f" and {len(beside) - _NAMED:,} more" if len(beside) > _NAMED else ""
         raise UserError(f"no {wanted} {path}; {path.parent} has {', '.join(beside[:_NAMED])}{more}")
-    known = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.yaml")))
+    shipped_names = sorted(file.relative_to(folder) for file in folder.rglob("*.yaml"))
+    known = ", ".join(str(name) for name in shipped_names if wanted == _INCLUDED or name.parts[0] != "corpora")
     raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use a shipped one: {known}")
 
 
@@ -246,7 +250,7 @@ def _documents(path: Path, above: tuple[Path, ...]) -> Iterator[ParsedFile]:
         place = place_of(("include", index), document.places)
         beside = path.parent / Path(entry).expanduser()
         try:
-            target = find(beside if beside.exists() else Path(entry))
+            target = find(beside if beside.exists() else Path(entry), _INCLUDED)
         except UserError as error:
             raise UserError(f"{place}: include = {show(entry)}: {error}") from None
         chain = (*above, path.resolve())

@@ -103,13 +103,15 @@ class Config(Section):
     def _best_is_known(self) -> Config:
         rules, key = self.train.checkpoint, "train.checkpoint.keep_best"
         if rules.keep_best is None:
+            if rules.best_of is not None:
+                raise ValueError(
+                    f"train.checkpoint.best_of: {rules.best_of!r} is for keep_best, which is not set; set {key}, or "
+                    "remove best_of"
+                )
             return self
         if rules.best_of is None:
-            every, cadence, samples = (
-                self.train.validation.every_steps,
-                "train.validation",
-                (self.train.validation.samples),
-            )
+            validation, cadence = self.train.validation, "train.validation"
+            every, samples = validation.every_steps, validation.samples
         elif rules.best_of in self.heldout_sets:
             chosen, cadence = self.heldout_sets[rules.best_of], f"heldout_sets.{rules.best_of}"
             every, samples = self.set_every(rules.best_of), chosen.samples

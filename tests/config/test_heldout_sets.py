@@ -54,6 +54,10 @@ def test_what_a_set_has_by_default(tmp_path: Path) -> None:
             "whose split 'train' is trained on",
         ),
         ({"train.checkpoint": {"keep_best": 1, "best_of": "a"}}, "train.checkpoint.best_of: 'a'"),
+        (
+            {"heldout_sets": {"a": {"sources": ["sea"]}}, "train.checkpoint": {"best_of": "a"}},
+            "set train.checkpoint.keep_best",
+        ),
         ({"train.checkpoint": {"keep_best": 1, "every_steps": 6}}, "train.validation.every_steps"),
         (
             {
