@@ -92,6 +92,13 @@ class Config(Section):
                         f"heldout_sets.{name}.split: {each.split!r} is not in data.splits "
                         f"({', '.join(self.data.splits)}); name one of them"
                     )
+        trained = {str(each.dataset or self.data_dir / each.name) for each in self.data.sources}
+        for number, one in enumerate(self.data.heldout_sources):
+            if one.split == "train" and str(one.dataset) in trained:
+                raise ValueError(
+                    f"data.heldout_sources.{number}: {one.dataset} is one of data.sources, whose split 'train' is "
+                    "trained on; name another split of it"
+                )
         used = {source for each in self.heldout_sets.values() for source in each.sources}
         if unused := [source for source in never_trained if source not in used]:
             raise ValueError(
