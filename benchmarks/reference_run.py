@@ -110,7 +110,7 @@ def collect(run: Path) -> dict[str, Any]:
         "loss": [row["loss"] for row in rows],
         "hashes": [(row["order_hash"], row["data_hash"]) for row in rows],
         "validation": [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row],
-        "heldout_loss": evaluation["loss"],
+        "heldout_loss": evaluation["blended"]["loss"],
     }
 
 
