@@ -109,8 +109,8 @@ def collect(run: Path) -> dict[str, Any]:
     return {
         "loss": [row["loss"] for row in rows],
         "hashes": [(row["order_hash"], row["data_hash"]) for row in rows],
-        "validation": [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row],
-        "heldout_loss": evaluation["loss"],
+        "validation": [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row],
+        "heldout_loss": evaluation["blended"]["loss"],
     }
 
 

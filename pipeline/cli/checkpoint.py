@@ -145,7 +145,9 @@ def checkpoint_average(
     last: Annotated[int | None, typer.Option(help="Number of latest checkpoints.", min=1)] = None,
     others: Annotated[
         list[Path] | None,
-        typer.Option("--with", metavar="RUN", help="A further run, of which as many are taken; can be repeated."),
+        typer.Option(
+            "--with", metavar="RUN", help="Further run to take the same steps, or number, from; may be repeated."
+        ),
     ] = None,
     weights: Weights = "model",
     max_shard: MaxShard = None,

@@ -342,13 +342,6 @@ class DataConfig(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"sources need different names, got {names}")
         held_out = [source.name for source in self.heldout_sources]
-        trained = {source.dataset for source in self.sources if source.dataset is not None}
-        for number, each in enumerate(self.heldout_sources):
-            if each.split == "train" and each.dataset in trained:
-                raise ValueError(
-                    f"heldout_sources.{number}: {each.dataset} is one of sources, whose split 'train' is trained on; "
-                    "name another split of it"
-                )
         if twice := [name for number, name in enumerate(held_out) if name in (*names, *held_out[:number])]:
             raise ValueError(f"heldout_sources: {twice[0]!r} is the name of another source, too; choose another name")
         if bad := [name for name in self.splits if name == "train" or not _SPLIT_NAME.match(name)]:

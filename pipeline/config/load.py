@@ -9,6 +9,7 @@ override of `run.dir`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def _validated(
         problems += _override(plain, places, override, failed)
     problems += _interpolate(plain, places, failed)
     _take_as_written(plain, places)
+    by_name = isinstance(plain.get("data"), dict) and isinstance(plain["data"].get("sources"), dict)
     problems += _list_sources(plain, places, failed)
     beside = _profile_beside(plain, places)
     for key, value in (values or {}).items():
@@ -137,6 +139,8 @@ def _validated(
         problems.sort(key=lambda problem: (order.index(problem.place.source), problem.place.line or 0))
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  {problem}" for problem in problems)
+        if by_name:
+            lines = re.sub(r"\bdata\.sources\.(\d+)\b", lambda found: _named(plain, found), lines)
         raise UserError(f"{_shown(path)} has {count}:\n{lines}\nAll keys: `pipeline config keys`.")
     config.slurm.note_tried(beside)
     return config
@@ -181,6 +185,9 @@ _NAMED = 10
 """Run files of a folder that a message names."""
 
 
+_INCLUDED = "file to include"
+
+
 def find(path: Path, wanted: str = "run file") -> Path:
     """The run file at `path`, or the one that ships with the package under that name.
 
@@ -206,7 +213,8 @@ def find(path: Path, wanted: str = "run file") -> Path:
     if beside:
         more = f" and {len(beside) - _NAMED:,} more" if len(beside) > _NAMED else ""
         raise UserError(f"no {wanted} {path}; {path.parent} has {', '.join(beside[:_NAMED])}{more}")
-    known = ", ".join(sorted(str(file.relative_to(folder)) for file in folder.rglob("*.yaml")))
+    shipped_names = sorted(file.relative_to(folder) for file in folder.rglob("*.yaml"))
+    known = ", ".join(str(name) for name in shipped_names if wanted == _INCLUDED or name.parts[0] != "corpora")
     raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use a shipped one: {known}")
 
 
@@ -246,7 +254,7 @@ def _documents(path: Path, above: tuple[Path, ...]) -> Iterator[ParsedFile]:
         place = place_of(("include", index), document.places)
         beside = path.parent / Path(entry).expanduser()
         try:
-            target = find(beside if beside.exists() else Path(entry))
+            target = find(beside if beside.exists() else Path(entry), _INCLUDED)
         except UserError as error:
             raise UserError(f"{place}: include = {show(entry)}: {error}") from None
         chain = (*above, path.resolve())
@@ -390,6 +398,13 @@ def _list_sources(plain: Any, places: dict[KeyPath, Place], failed: set[KeyPath]
         places.update({(*_SOURCES, len(sources), *path[3:]): place for path, place in below.items()})
         sources.append({"name": str(name), **source})
     data["sources"] = sources
+
+
+def _named(plain: dict[str, Any], found: re.Match[str]) -> str:
+    """The key of a source in a message, with its name, by which the file has it, in place of its number."""
+    sources = plain["data"]["sources"]
+    number = int(found[1])
+    return f"data.sources.{sources[number]['name']}" if number < len(sources) else found[0]
 
 
 def _profile_beside(plain: Any, places: Mapping[KeyPath, Place]) -> Path | None:

@@ -92,6 +92,13 @@ class Config(Section):
                         f"heldout_sets.{name}.split: {each.split!r} is not in data.splits "
                         f"({', '.join(self.data.splits)}); name one of them"
                     )
+        trained = {str(each.dataset or self.data_dir / each.name) for each in self.data.sources}
+        for number, one in enumerate(self.data.heldout_sources):
+            if one.split == "train" and str(one.dataset) in trained:
+                raise ValueError(
+                    f"data.heldout_sources.{number}: {one.dataset} is one of data.sources, whose split 'train' is "
+                    "trained on; name another split of it"
+                )
         used = {source for each in self.heldout_sets.values() for source in each.sources}
         if unused := [source for source in never_trained if source not in used]:
             raise ValueError(
@@ -103,13 +110,15 @@ class Config(Section):
     def _best_is_known(self) -> Config:
         rules, key = self.train.checkpoint, "train.checkpoint.keep_best"
         if rules.keep_best is None:
+            if rules.best_of is not None:
+                raise ValueError(
+                    f"train.checkpoint.best_of: {rules.best_of!r} is for keep_best, which is not set; set {key}, or "
+                    "remove best_of"
+                )
             return self
         if rules.best_of is None:
-            every, cadence, samples = (
-                self.train.validation.every_steps,
-                "train.validation",
-                (self.train.validation.samples),
-            )
+            validation, cadence = self.train.validation, "train.validation"
+            every, samples = validation.every_steps, validation.samples
         elif rules.best_of in self.heldout_sets:
             chosen, cadence = self.heldout_sets[rules.best_of], f"heldout_sets.{rules.best_of}"
             every, samples = self.set_every(rules.best_of), chosen.samples

@@ -125,6 +125,13 @@ def open_validation(config: Config, tokenizer: Tokenizer, *, check: bool) -> Hel
         check_tokenizer(datasets, tokenizer)
     if check:
         check_heldout_settings(config)
+    rules, split = config.train.checkpoint, config.train.validation.split
+    if rules.keep_best is not None and rules.best_of is None and not any(map(len, found.split.values())):
+        raise UserError(
+            f"train.checkpoint.keep_best: the split {split!r} of train.validation has no documents, so no loss says "
+            "which checkpoints are the best; hold documents out (data.splits), or name one of heldout_sets in "
+            "train.checkpoint.best_of"
+        )
     return found
 
 

@@ -48,12 +48,23 @@ def test_what_a_set_has_by_default(tmp_path: Path) -> None:
         ({"data.heldout_sources": [{**OWN[0], "split": "test"}]}, "split: 'test' is for a `dataset`"),
         (
             {
+                "data.dir": "/here",
+                "data.heldout_sources": [{"name": "y", "dataset": "/here/sea", "split": "train"}],
+            },
+            "data.heldout_sources.0: /here/sea is one of data.sources, whose split 'train' is trained on",
+        ),
+        (
+            {
                 "data.sources": [{"name": "x", "dataset": "/x"}],
                 "data.heldout_sources": [{"name": "y", "dataset": "/x", "split": "train"}],
             },
             "whose split 'train' is trained on",
         ),
         ({"train.checkpoint": {"keep_best": 1, "best_of": "a"}}, "train.checkpoint.best_of: 'a'"),
+        (
+            {"heldout_sets": {"a": {"sources": ["sea"]}}, "train.checkpoint": {"best_of": "a"}},
+            "set train.checkpoint.keep_best",
+        ),
         ({"train.checkpoint": {"keep_best": 1, "every_steps": 6}}, "train.validation.every_steps"),
         (
             {

@@ -267,7 +267,7 @@ def test_include_cycles_and_missing_files(tmp_path: Path) -> None:
     assert "files include each other: a.yaml -> b.yaml -> a.yaml" in refused(tmp_path / "a.yaml")
     assert "files include each other" in refused(write(tmp_path, "include: self.yaml", "self.yaml"))
     message = refused(write(tmp_path, MINIMAL + "include:\n  - nowhere.yaml\n"))
-    assert message.startswith('run.yaml:16: include = "nowhere.yaml": no run file nowhere.yaml')
+    assert message.startswith('run.yaml:16: include = "nowhere.yaml": no file to include nowhere.yaml')
     assert "run.yaml:15: include = 3: must be a file" in refused(write(tmp_path, MINIMAL + "include: 3\n"))
 
 

@@ -14,6 +14,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.train import CheckpointConfig
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.train.checkpoint.commands import rows
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import best
 from pipeline.train.parallel.rules.layout import check_layout
@@ -21,7 +22,7 @@ from tests import tiny
 from tests.heldout_sets import write
 from tests.train.distributed.ranks import Ranks
 from tests.train.parallel import layouts
-from tests.train.runs import exact, train, weights_hash
+from tests.train.runs import exact, start, train, weights_hash
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,10 @@ def test_the_best_checkpoints_stay(folder: Path, of: str | None) -> None:
     values = [f"train.checkpoint={orjson.dumps(rules).decode()}", "train.duration=16 steps", "train.optimizer.lr=3"]
     values.append("train.schedule={type: constant, warmup: 8 steps}")
     run = train(folder, name, *values)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = {
         row["step"]: row["validation_loss"] if of is None else row["validation"][of]["loss"]
-        for row in rows
+        for row in metrics
         if row["step"] % 4 == 0 and ("validation_loss" in row if of is None else of in row.get("validation", {}))
     }
     assert list(measured) == [4, 8, 12, 16]
@@ -76,6 +77,17 @@ def test_the_best_checkpoints_stay(folder: Path, of: str | None) -> None:
     left = [each.step for each in Checkpoints.of_run(run).all()]
     kept = min(measured, key=lambda step: measured[step])
     assert left == sorted({kept, 16}) and kept < 16
+    listed = rows(Checkpoints.of_run(run), CheckpointConfig.model_validate(rules))
+    assert [(row.step, row.best) for row in listed] == [(kept, True), (16, False)]
+
+
+@pytest.mark.guard
+def test_the_best_cannot_be_told_where_nothing_is_held_out(tmp_path: Path) -> None:
+    rules = {"every_steps": 4, "keep_best": 1}
+    file = tiny.write_run(tmp_path, {"data.splits": {"heldout": 0}, "train.checkpoint": rules})
+    preprocess(load(file))
+    code, out = start(tmp_path, "run", file=file.name)
+    assert code == 2 and "train.checkpoint.keep_best: the split 'heldout' of train.validation has no documents" in out
 
 
 def test_best_of_losses() -> None:

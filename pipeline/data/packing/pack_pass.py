@@ -35,6 +35,7 @@ class PackPass:
         self._lengths = config.pack_lengths
         for length in self._lengths:
             check_length(length)
+        self._trained_on = {source.name for source in config.data.sources}
 
     def run(self, source: str, console: Console) -> None:
         """Make what is missing of the packs of a source, which is finished.
@@ -43,7 +44,7 @@ class PackPass:
             UserError: a document is too long for packs of a length.
             MachineError: a job failed again and again.
         """
-        for length in self._lengths:
+        for length in self._lengths_of(source):
             maker = self._maker(source, length)
             if maker.state().index is None:
                 index = maker.make(console, worker_count(self._config, 2**31))
@@ -51,17 +52,19 @@ class PackPass:
 
     def missing(self, source: str) -> list[int]:
         """Lengths for which the dataset of a source has no packs, or cannot be opened."""
+        lengths = self._lengths_of(source)
         try:
-            return [length for length in self._lengths if self._maker(source, length).state().index is None]
+            return [length for length in lengths if self._maker(source, length).state().index is None]
         except UserError:
-            return self._lengths
+            return lengths
 
     def plan_in_words(self, source: str) -> list[str]:
         """A line for each length, with what there is to do."""
+        lengths = self._lengths_of(source)
         try:
-            return [plan_in_words(self._maker(source, length)) for length in self._lengths]
+            return [plan_in_words(self._maker(source, length)) for length in lengths]
         except UserError:  # there is no dataset yet, or it has to be made again
-            return [f"packs of {length:,} tokens: to make" for length in self._lengths]
+            return [f"packs of {length:,} tokens: to make" for length in lengths]
 
     def adopted_problems(self) -> Iterator[str]:
         """The datasets made elsewhere that have no packs, with the commands that make them."""
@@ -71,6 +74,10 @@ class PackPass:
                     check_packs({"": Dataset.open(dataset_folder(self._config, source, TRAIN))}, self._lengths)
                 except UserError as error:
                     yield f"data.sources.{number}.dataset: {error}"
+
+    def _lengths_of(self, source: str) -> list[int]:
+        """Lengths of the packs of a source; none of `data.heldout_sources`, which are read in windows."""
+        return self._lengths if source in self._trained_on else []
 
     def _maker(self, source: str, length: int) -> PackMaker:
         return PackMaker(Dataset.open(self._folder(source)), length)

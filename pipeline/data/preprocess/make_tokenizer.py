@@ -149,6 +149,7 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
     edit = _edits(config)
     draws = _draws(config, sources)
     reached: dict[_Candidate, Position | None] = {}
+    rejected = Counter[str]()
     taken = asked = begin = 0
     while taken < wanted:
         # There may be less text than expected; then there is another turn. Because turns grow, they are few, and few
@@ -171,7 +172,9 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
             reader = UnitReader(Unit(0, found.source.name, (piece,)), replace(found.reader, verify=False), start)
             reached[candidate] = None
             for document in reader:
-                if document.reason is None and edit is not None:
+                if document.reason is not None:
+                    rejected[document.reason] += 1
+                elif edit is not None:
                     document.text = edit(document.text)
                 raw = document.text.encode()
                 if document.reason is None and splits[found.source.name].of(raw, document.id) == 0:
@@ -183,9 +186,11 @@ def sample_texts(config: Config, sources: list[SourceFiles], splits: Mapping[str
                     reached[candidate] = reader.position
                     break
     if not taken:
+        why = ", ".join(f"{reason}: {count:,}" for reason, count in rejected.most_common())
         raise UserError(
             f"tokenizer.train: none of the {sum(len(found.files) for found in sources)} files of data.sources has a "
-            "good document for the training split; check paths, type and text_key of the sources, and data.splits"
+            f"good document for the training split{f' (rejected: {why})' if why else ''}; check paths, type, text_key "
+            "and weight_key of the sources, and data.splits"
         )
 
 

@@ -246,7 +246,7 @@ def chosen_steps(run: RunView, file: LossFile, text: str | None) -> Range:
     high = int(parts[-1]) if parts[-1] else end
     if not first <= low < high <= end:
         have = numbered("step", first + 1, end) if first < end else "no step"
-        raise UserError(f"--steps: {text}: {file.path} has the losses of {have}")
+        raise UserError(f"--steps: {text}: give the first and the last step; {file.path} has the losses of {have}")
     return low, high
 
 

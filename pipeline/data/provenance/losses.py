@@ -128,6 +128,7 @@ def answer_losses(run: RunView, question: LossQuestion, *, ids: bool = False, sa
     Raises:
         UserError: nothing is recorded, or not of these steps; or there is no such source, document or column.
     """
+    _check(question)
     run = run.trained or run
     if question.source is not None:
         run.dataset(question.source)
@@ -136,6 +137,26 @@ def answer_losses(run: RunView, question: LossQuestion, *, ids: bool = False, sa
     with LossFile(RunFiles(run.folder).losses) as file:
         view = LossView(run, file, chosen_steps(run, file, question.steps), question.source)
         return _answer(view, question, ids, say)
+
+
+def _check(question: LossQuestion) -> None:
+    """Refuse options that do not go together, which would be ignored.
+
+    Raises:
+        UserError: there are some.
+    """
+    given = {
+        "--doc, --document or --row": (question.id, question.document, question.row) != (None, None, None),
+        "--parquet": question.parquet is not None,
+        "--gain, --highest or --lowest": question.gain or (question.highest, question.lowest) != (None, None),
+        f"--by {question.by}": question.by != "source",
+    }
+    if len(several := [option for option, is_given in given.items() if is_given]) > 1:
+        raise UserError(f"{' and '.join(several)} do not go together; ask for one of them at a time")
+    if question.every is not None and question.by != "step":
+        raise UserError("--every is the number of steps per row of --by step: also give --by step, or remove --every")
+    if question.documents and question.parquet is None:
+        raise UserError("--documents adds columns to the file of --parquet: also give --parquet FILE")
 
 
 def _answer(view: LossView, question: LossQuestion, ids: bool, say: Say) -> Losses:
@@ -317,7 +338,7 @@ def document_losses(
         rows = list(_occurrences(view, number))
         targets = sum(found[3] for found in rows)
         nats = sum(found[3] * found[4] for found in rows)
-        mean = f"loss {nats / targets:.4f} over {counted(targets, 'target')}" if targets else "no loss"
+        mean = f"loss {nats / targets:.4f} over {counted(targets, 'target')}" if targets else "in no recorded sample"
         title = f"document {number} of {name}: {printable(str(about))}, {counted(about.tokens, 'token')}: {mean}"
         tables.append(LossTable(title, ["step", "epoch", "sample", "targets", "loss"], rows))
     return result(view, tables, *([f"never seen: {never}"] if never else []), _ESTIMATE)

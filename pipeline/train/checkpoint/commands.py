@@ -13,9 +13,9 @@ from pipeline.common.console import progress
 from pipeline.common.errors import UserError
 from pipeline.common.format import shape_text, when
 from pipeline.config.train import CheckpointConfig
-from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_of
+from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_of, validation_losses
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
-from pipeline.train.checkpoint.policy import is_permanent
+from pipeline.train.checkpoint.policy import best, is_permanent
 
 if TYPE_CHECKING:
     from pipeline.train.checkpoint.tensors import Stored
@@ -42,13 +42,16 @@ class Row:
     layout: str | None = None
     permanent: bool = False
     """True if `train.checkpoint.keep_every` keeps it permanently."""
+    best: bool = False
+    """True if it is one of the `train.checkpoint.keep_best` with the lowest validation loss."""
     problems: tuple[str, ...] = ()
 
 
 def rows(checkpoints: Checkpoints, config: CheckpointConfig) -> list[Row]:
     """All that is there: checkpoints by step, then what was gone back from, then what is not finished."""
-    latest = checkpoints.latest()
-    seen = [(each, _row(each, config, latest=each == latest)) for each in checkpoints.all()]
+    everything, latest = checkpoints.all(), checkpoints.latest()
+    chosen = best(config, validation_losses(everything, config))
+    seen = [(each, _row(each, config, latest=each == latest, best=each.step in chosen)) for each in everything]
     seen += [(each, _row(each, config, abandoned=True)) for each in checkpoints.abandoned()]
     # What a run that trains has removed meanwhile is not damaged.
     found = [row for each, row in seen if row.state != "damaged" or each.path.exists()]
@@ -61,7 +64,14 @@ def rows(checkpoints: Checkpoints, config: CheckpointConfig) -> list[Row]:
     return found
 
 
-def _row(checkpoint: Checkpoint, config: CheckpointConfig, *, latest: bool = False, abandoned: bool = False) -> Row:
+def _row(
+    checkpoint: Checkpoint,
+    config: CheckpointConfig,
+    *,
+    latest: bool = False,
+    best: bool = False,
+    abandoned: bool = False,
+) -> Row:
     problems = checkpoint.problems(full=False)
     parent, state, size, committed = None, {}, None, None
     with suppress(OSError):
@@ -81,6 +91,7 @@ def _row(checkpoint: Checkpoint, config: CheckpointConfig, *, latest: bool = Fal
         state.get("attempt"),
         layout_text(state["layout"]) if isinstance(state.get("layout"), dict) else None,
         not abandoned and is_permanent(config, checkpoint.step),
+        best,
         tuple(problems),
     )
 
@@ -122,6 +133,8 @@ def _notes(row: Row) -> Iterator[str]:
         yield "latest"
     if row.permanent:
         yield "kept for ever"
+    if row.best:
+        yield "best"
     if row.state in ("abandoned", "temporary"):
         yield row.name
 

@@ -167,7 +167,10 @@ def test_sources_by_name_are_merged_and_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mine", "said"),
     [
-        ({"paths": ["/x/*.txt"], "typ": "text"}, r"run.yaml:\d+: data\.sources\.1\.typ: unknown key; did you mean"),
+        (
+            {"paths": ["/x/*.txt"], "typ": "text"},
+            r"run.yaml:\d+: data\.sources\.mine\.typ: unknown key; did you mean data\.sources\.mine\.type",
+        ),
         (3, r"run.yaml:\d+: data\.sources\.mine: must be a section with keys"),
     ],
 )

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pipeline.cli.main import app
 from pipeline.common.errors import UserError
-from pipeline.config.data import LoaderConfig
+from pipeline.config.data import HeldOutSourceConfig, LoaderConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.packing.files import block_path, packs_folder
 from pipeline.data.datasets.packing.packs import Packs
@@ -60,6 +60,19 @@ def test_made_by_the_stage(config, capsys):
     assert "packs to make, of 48 tokens" in shown.export_text()
     preprocess(config)
     assert tree(config.data_dir) == after
+
+
+def test_no_packs_of_held_out_sources(config, tmp_path, capsys):
+    (tmp_path / "far.txt").write_text("a text that is never trained on")
+    far = HeldOutSourceConfig.model_validate({"name": "far", "paths": [str(tmp_path / "far.txt")]})
+    config = config.model_copy(update={"data": config.data.model_copy(update={"heldout_sources": [far]})})
+    config = best_fit(config, 16)
+    preprocess(config)
+    assert is_complete(config) and {state.state for state in read_state(config)} == {"finished"}
+    assert not (config.data_dir / "far" / "train").exists()
+    capsys.readouterr()
+    preprocess(config, dry_run=True)
+    assert "far: packs" not in capsys.readouterr().out
 
 
 def test_a_length_that_packs_cannot_have(config):

@@ -40,6 +40,14 @@ from tests import tiny
 BAD = [None, -1, 0, 1e-9, 1e9, "2", True, [1]]
 
 
+def test_the_tokenizer_has_no_text_without_weights(tmp_path: Path) -> None:
+    """The message says why the records were rejected."""
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 3)
+    source = {"name": "a", "type": "jsonl", "paths": [str(tmp_path / "a.jsonl")], "weight_key": "quality"}
+    with pytest.raises(UserError, match=r"rejected: bad loss weight: 3\)"):
+        preprocess(load(tiny.write_run(tmp_path, {"data.sources": [source]})))
+
+
 def weight_of(text: str) -> float:
     """A weight that follows from the text."""
     return 0.25 + len(text) % 7
