@@ -62,6 +62,7 @@ def test_made_by_the_stage(config, capsys):
     assert tree(config.data_dir) == after
 
 
+@pytest.mark.guard
 def test_no_packs_of_held_out_sources(config, tmp_path, capsys):
     (tmp_path / "far.txt").write_text("a text that is never trained on")
     far = HeldOutSourceConfig.model_validate({"name": "far", "paths": [str(tmp_path / "far.txt")]})
