@@ -144,7 +144,7 @@ class CsvReader(Reader):
         """The columns of a file, from its first record or the run file.
 
         Raises:
-            UserError: a column that is needed is not there, or is there twice; or the header is no record.
+            UserError: a column that is needed is not there, or is there twice; or the header cannot be read.
             StreamError: the file is damaged.
         """
         names, end = list(self.columns), 0
