@@ -374,6 +374,8 @@ def _verify_folder(folder: Path, config: Config | None, console: Console, repair
     for problem in found.problems:
         alarm("bad:", problem)
     if found.problems and not repairs:
+        if found.lost or any(dataset not in found.adopted for dataset, _, _ in found.damaged):
+            alarm("to repair:", "run the same command with --repair: it makes parts again from the source files")
         for advice in found.repairs:
             alarm("to repair:", advice)
         return False

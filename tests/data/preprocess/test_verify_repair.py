@@ -171,6 +171,12 @@ def test_what_cannot_be_repaired_is_named(root: Path, tmp_path: Path, capsys: py
     assert "shuffle: global" in "".join(capsys.readouterr())
 
 
+def test_a_verification_names_the_way_to_repair(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(parts(root)[0])
+    assert not verify_all(root / "run" / "data", [], QUIET)
+    assert "the same command with --repair" in "".join(capsys.readouterr())
+
+
 def test_a_full_disk_is_not_said_to_be_the_fault_of_the_source(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "part.bin")
