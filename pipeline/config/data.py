@@ -169,6 +169,8 @@ class InputConfig(Section):
         given = [key for key in ("text_template", "messages") if getattr(self, key) is not None]
         if given and self.type in self.without_keys:
             raise ValueError(f"{given[0]} needs records with keys; those of type: {self.type} have none")
+        if self.messages is not None and self.type in ("csv", "tsv"):
+            raise ValueError(f"messages needs lists of messages, and fields of type: {self.type} are text alone")
         if given and len(ways) > 1:
             raise ValueError(f"give one of {' and '.join(ways)}")
         for key, types in (("csv", ("csv", "tsv")), ("warc", ("warc",))):

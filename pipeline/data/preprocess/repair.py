@@ -6,6 +6,7 @@ the place of the damage if it has the hashes that the dataset was written with, 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections import defaultdict
@@ -197,6 +198,8 @@ class _Source:
         try:
             result = tokenize_unit(UnitJob(self._job(known), self._with_times(number)), self._context, advance)
         except (UserError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise  # of what is written
             return f"the source has changed, or cannot be read: {error}"
         if isinstance(result, Busy):
             return f"it is held by {result.holder}; run the same command when that has ended"
@@ -371,6 +374,8 @@ def _verify_folder(folder: Path, config: Config | None, console: Console, repair
     for problem in found.problems:
         alarm("bad:", problem)
     if found.problems and not repairs:
+        if found.lost or any(dataset not in found.adopted for dataset, _, _ in found.damaged):
+            alarm("to repair:", "run the same command with --repair: it makes parts again from the source files")
         for advice in found.repairs:
             alarm("to repair:", advice)
         return False

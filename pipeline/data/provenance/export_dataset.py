@@ -183,7 +183,8 @@ def _range(documents: str | None, dataset: Dataset) -> tuple[int, int]:
     try:
         asked = Range.model_validate(documents)
     except ValidationError as error:
-        raise UserError(f"--documents {documents}: {error.errors()[0]['msg']}") from None
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"--documents {documents}: {problem}") from None
     if asked.last >= dataset.documents:
         raise UserError(
             f"--documents {documents}: {dataset.folder} has {counted(dataset.documents, 'document')}, numbered from 0"

@@ -144,13 +144,16 @@ class CsvReader(Reader):
         """The columns of a file, from its first record or the run file.
 
         Raises:
-            UserError: a column that is needed is not there, or is there twice.
+            UserError: a column that is needed is not there, or is there twice; or the header cannot be read.
             StreamError: the file is damaged.
         """
         names, end = list(self.columns), 0
         if not names:
             for record in _records(stream.readline, self, _MOST_COLUMNS, begin=True):
                 end += record.size
+                if record.problem:
+                    what = "the header of {} cannot be read: {} ({}); repair it, or leave the file out with exclude"
+                    raise UserError(what.format(path, *record.problem))
                 if not record.blank:
                     names = [name.decode("utf-8", "backslashreplace") for name in record.fields or ()]
                     break

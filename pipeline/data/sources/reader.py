@@ -136,7 +136,9 @@ class Reader(ABC):
     @property
     def text_config_key(self) -> str:
         """Key of the source in the run file that names these."""
-        return "text_key" if self.template is None else next(iter(self.template.settings()))
+        if self.template is None:
+            return "text_key"
+        return "messages.key" if self.template.nested else "text_template"
 
     def pins(self) -> dict[str, Any]:
         """Values that `find` has settled and the run file leaves open; kept in the plan beside `settings()`."""

@@ -64,9 +64,10 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
     for name in reader.text_keys:
         kind = schema.field(name).type
         if not _gives_text(kind, reader) and not pa.types.is_null(kind):
-            wanted = "a column of lists" if reader.template and reader.template.nested else "a column of strings"
+            nested = reader.template is not None and reader.template.nested
+            what, wanted = ("lists of messages", "lists") if nested else ("text", "strings")
             raise UserError(
-                f"{path}: column {name!r} is of type {kind}, not text; set {reader.text_config_key} to {wanted}, "
+                f"{path}: column {name!r} is of type {kind}, not {what}; set {text_key} to a column of {wanted}, "
                 f"or leave the file out with exclude. Its columns are {', '.join(map(repr, schema.names))}"
             )
     for key, names in (

@@ -30,8 +30,10 @@ def claim_folder(folder: Path, about: Mapping[str, Any], option: str, theirs: st
 
     Raises:
         UserError: it has other files, or another export.
+        MachineError: it cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with storage.writing(f"{option} {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
     path = folder / EXPORT_FILE
     there = storage.find_json(path, *about)
     if there is None and any(folder.iterdir()) and not path.exists():

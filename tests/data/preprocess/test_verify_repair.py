@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import random
@@ -16,6 +17,7 @@ from pipeline.config import Config
 from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.adopt import adopt
 from pipeline.data.datasets.merge import merge
+from pipeline.data.preprocess import repair
 from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
 from tests.data.curate.runs import curate_config, write_corpus
@@ -167,6 +169,22 @@ def test_what_cannot_be_repaired_is_named(root: Path, tmp_path: Path, capsys: py
     flip(parts_of(shuffled)[0])
     assert not verify_all(shuffled.data_dir, [], QUIET, repairs=True)
     assert "shuffle: global" in "".join(capsys.readouterr())
+
+
+def test_a_verification_names_the_way_to_repair(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(parts(root)[0])
+    assert not verify_all(root / "run" / "data", [], QUIET)
+    assert "the same command with --repair" in "".join(capsys.readouterr())
+
+
+def test_a_full_disk_is_not_said_to_be_the_fault_of_the_source(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "part.bin")
+
+    flip(parts(root)[0])
+    monkeypatch.setattr(repair, "tokenize_unit", full)
+    with pytest.raises(OSError, match="No space left"):
+        verify_all(root / "run" / "data", [], QUIET, repairs=True)
 
 
 @pytest.mark.guard

@@ -222,6 +222,9 @@ class TestColumns:
             (b"id;url;text\n", "its header has ';': set csv.delimiter"),
             ("id,url,text\n".encode("utf-16"), "UTF-16"),
             (b'"id,url\n', "its columns are none"),
+            (b"id,url,text\r1,u,a\r\n", "the header of"),
+            (b'id,url,text\r1,"u",a\r\n', "carriage return outside of quotes (lines end with LF or CR LF)"),
+            (b'"id" ,url,text\n', "text behind a closing quote"),
         ],
     )
     def test_a_header_that_lacks_one(self, tmp_path, header, said):

@@ -132,7 +132,10 @@ def test_one_bad_value_of_a_table_rejects_one_row(tmp_path: Path) -> None:
     [
         (KeysTemplate("{none}"), "has no column 'none'; .*: set text_template"),
         (KeysTemplate("{messages}"), "is of type .*, not text; set text_template to a column of strings"),
-        (MessagesTemplate.of(MessagesConfig(key="body", roles=ROLES)), "set messages to a column of lists"),
+        (
+            MessagesTemplate.of(MessagesConfig(key="body", roles=ROLES)),
+            "not lists of messages; set messages.key to a column of lists",
+        ),
     ],
 )
 def test_columns_that_give_no_text(tmp_path: Path, template: RecordTemplate, said: str) -> None:
@@ -177,6 +180,7 @@ def test_a_plan_has_the_same_template(template: RecordTemplate) -> None:
         ({"messages": {"roles": {}}}, "at least 1"),
         ({"messages": {"roles": {"user": "{text}"}}}, "needs {content} once"),
         ({"type": "text", "text_template": "{a}"}, "needs records with keys"),
+        ({"type": "csv", "messages": {"roles": ROLES}}, "messages needs lists of messages"),
     ],
 )
 def test_settings_that_make_no_sense(changes: dict[str, Any], said: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 VERSIONS = (b"WARC/1.0", b"WARC/1.1")
+_LINE_ENDS = (b"\r\n", b"\n")
 _CHUNK_BYTES = 2**18
 _HEAD_BYTES = 2**20
 """Bytes that the header of a record may have."""
@@ -39,23 +40,39 @@ class WarcHead(NamedTuple):
     length: int
 
 
-def read_head(stream: BinaryIO) -> WarcHead | None:
+def line_behind(stream: BinaryIO, length: int) -> bytes:
+    """The line behind a record and its line ends: the first one of the next record, or nothing.
+
+    Args:
+        stream: the file, at the end of the block.
+        length: of the block.
+
+    Raises:
+        BrokenWarcError: the block ends elsewhere than its header says: neither a line end follows, nor a record.
+    """
+    line = stream.readline(_HEAD_BYTES)
+    if line and line not in _LINE_ENDS and not _begins(line) and not _is_cut(line):
+        raise _damaged(line, f", behind a record with a Content-Length of {length}")
+    return _filled(stream, line)
+
+
+def read_head(stream: BinaryIO, line: bytes | None = None) -> WarcHead | None:
     """The header of the next record; None at the end of the file.
+
+    Args:
+        stream: the file.
+        line: its first one, if that was read before.
 
     Raises:
         BrokenWarcError: there is something else.
     """
-    line = stream.readline(_HEAD_BYTES)
-    while line in (b"\r\n", b"\n"):
-        line = stream.readline(_HEAD_BYTES)
+    line = _filled(stream, stream.readline(_HEAD_BYTES)) if line is None else line
     if not line:
         return None
-    if line.rstrip() not in VERSIONS:
-        if not line.endswith(b"\n") and any(version.startswith(line.rstrip()) for version in VERSIONS):
-            raise _truncated()
-        raise BrokenWarcError("damaged WARC file", f"no record of WARC 1.0 or 1.1 begins with {line[:20]!r}")
+    if not _begins(line):
+        raise _truncated() if _is_cut(line) else _damaged(line)
     lines, size = [line], len(line)
-    while line not in (b"\r\n", b"\n"):
+    while line not in _LINE_ENDS:
         line = stream.readline(_HEAD_BYTES)
         lines.append(line)
         size += len(line)
@@ -97,6 +114,25 @@ def block_chunks(stream: BinaryIO, length: int) -> Iterator[bytes]:
             raise _truncated()
         length -= len(chunk)
         yield chunk
+
+
+def _filled(stream: BinaryIO, line: bytes) -> bytes:
+    """The first line from this one on that is not blank."""
+    while line in _LINE_ENDS:
+        line = stream.readline(_HEAD_BYTES)
+    return line
+
+
+def _begins(line: bytes) -> bool:
+    return line.rstrip() in VERSIONS
+
+
+def _is_cut(line: bytes) -> bool:
+    return not line.endswith(b"\n") and any(version.startswith(line.rstrip()) for version in VERSIONS)
+
+
+def _damaged(line: bytes, where: str = "") -> BrokenWarcError:
+    return BrokenWarcError("damaged WARC file", f"no record of WARC 1.0 or 1.1 begins with {line[:20]!r}{where}")
 
 
 def _truncated() -> BrokenWarcError:

@@ -14,7 +14,7 @@ from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import EMPTY, NO_PAGE, NOT_UTF8, Document, Piece, Unit, metadata_json
 from pipeline.data.sources.template import UnusableRecord
 from pipeline.data.sources.web.pages import HTML_TYPES, TEXT_TYPE, characters, library_version, main_text, page_of
-from pipeline.data.sources.web.records import BrokenWarcError, WarcHead, block_chunks, read_head
+from pipeline.data.sources.web.records import BrokenWarcError, WarcHead, block_chunks, line_behind, read_head
 
 if TYPE_CHECKING:
     from pipeline.config.data import InputConfig
@@ -103,15 +103,23 @@ class WarcReader(Reader):
             _skip(stream, head)
         place.step()
         cursor.offset = done
-        while (head := read_head(stream)) is not None:
+        line: bytes | None = None
+        while (head := read_head(stream, line)) is not None:
             if not _is_page(head):
                 _skip(stream, head)
+                line = None
                 continue
-            block = self._block(cursor, stream, head)
+            block, end, damage = self._block(cursor, stream, head), place.now, None
+            try:
+                line = line_behind(stream, head.length)
+            except StreamError as error:  # of what follows; the page itself is sound
+                damage = error
             cursor.offset += 1
             cursor.input_bytes += len(head.raw) + head.length
-            cursor.bytes_read += place.step()
+            cursor.bytes_read += place.step(end)
             yield self._document(cursor, piece, head, block)
+            if damage is not None:
+                raise damage
         cursor.bytes_read += place.step()
 
     def _block(self, cursor: Cursor, stream: BinaryIO, head: WarcHead) -> bytes | None:
@@ -192,12 +200,17 @@ class _Place:
         self._stream = stream
         self.before = 0
 
-    def step(self) -> int:
-        """Bytes since the last step."""
+    @property
+    def now(self) -> int:
+        """Bytes that were read."""
         raw = self._stream.raw
-        now = raw.consumed if isinstance(raw, Decompressed) else self._stream.tell()
-        step, self.before = now - self.before, now
-        return int(step)
+        return int(raw.consumed if isinstance(raw, Decompressed) else self._stream.tell())
+
+    def step(self, end: int | None = None) -> int:
+        """Bytes since the last step, up to `end` or now."""
+        end = self.now if end is None else end
+        step, self.before = end - self.before, end
+        return step
 
 
 def _is_page(head: WarcHead) -> bool:

@@ -310,6 +310,24 @@ def test_what_is_no_record_ends_the_file(tmp_path: Path, content: bytes, reason:
     assert lost.reason == reason and 0 < lost.lost <= len(content) + 4
 
 
+@pytest.mark.parametrize("wrong", [-3, 2 + 7])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_page_of_another_length_than_its_header_says_is_not_given(tmp_path: Path, packed: bool, wrong: int) -> None:
+    writer = Writer(gzip=False)
+    for number in range(9):
+        writer.add("conversion", number, b"text number %d" % number, warc_content_type="text/plain")
+    records = [b"WARC/1.0" + each for each in writer.out.getvalue().split(b"WARC/1.0")[1:]]
+    records[5] = records[5].replace(b"Content-Length: 13", b"Content-Length: %d" % (13 + wrong))
+    path = tmp_path / ("a.wet.gz" if packed else "a.wet")
+    path.write_bytes(b"".join(map(gzip.compress, records) if packed else records))
+    documents = read(path, TEXTS)
+    assert [d.text for d in documents] == [f"text number {number}" for number in range(5)]
+    (found,) = damage(path, TEXTS)
+    assert found.reason == "damaged WARC file" and f"a Content-Length of {13 + wrong}" in found.detail
+    if not packed:
+        assert found.lost == sum(map(len, records[5:])) + len("\r\n\r\n")
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
