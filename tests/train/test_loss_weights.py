@@ -171,12 +171,17 @@ CASES = {
 }
 
 
+PACKED = ("ahead",)
+"""Families that read packs, the others windows."""
+
+
 @pytest.fixture(scope="module")
 def weighted_families(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("weighted")
     for family in CASES:
-        file = write(root, {**layouts.COMMON, **layouts.FAMILIES[family]}, f"{family}.yaml")
-    preprocess(load(file))
+        packing = "best_fit" if family in PACKED else "windows"
+        changes = {**layouts.COMMON, **layouts.FAMILIES[family], "data.loader": {"packing": packing}}
+        preprocess(load(write(root, changes, f"{family}.yaml")))
     return root
 
 
