@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.order.windows import Windows
 from pipeline.data.provenance.loss_file import LossFile, encode, losses, recorded
 from pipeline.data.provenance.loss_stream import LossView, TargetCounts
 from pipeline.data.provenance.losses import LossQuestion, answer_losses
@@ -70,7 +71,9 @@ def test_each_loss_is_that_of_the_model_of_its_step(root: Path) -> None:
         model = load_for_inference(load(root / "run.yaml", [f"run.dir={run}", *keys]), step).model.whole
         for sample in view.journal.samples(step):
             source, epoch, position = (int(x[sample % 4]) for x in view.sampler.step(step))
-            ids, _ = view.windows[0][view.journal.names[source]].read(epoch, position)
+            windows = view.instances[0][view.journal.names[source]]
+            assert isinstance(windows, Windows)
+            ids, _ = windows.read(epoch, position)
             with torch.no_grad():
                 logits = model(torch.from_numpy(ids)[None, :-1], Context())
             loss = F.cross_entropy(logits[0], torch.from_numpy(ids)[1:])
