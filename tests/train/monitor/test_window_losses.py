@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.config.load import load
-from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.order.windows import Windows
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.loss_file import LossFile, encode, losses, recorded
 from pipeline.data.provenance.loss_stream import LossView, TargetCounts
 from pipeline.data.provenance.losses import LossQuestion, answer_losses

@@ -62,7 +62,8 @@ def cases() -> Iterator[Any]:
             marks = [*layouts.trains(row.kind.schedule or ""), *marks]
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
         if row.name in LATENT:
-            marks = [] if row.name == LATENT[0] else [pytest.mark.guard]
+            rest = pytest.mark.slow if row.name == "fsdp2-reshard-compiled" else pytest.mark.guard
+            marks = [] if row.name == LATENT[0] else [rest]
             yield pytest.param(row, "latent", id=f"{row.name}-latent", marks=marks)
 
 
