@@ -149,6 +149,7 @@ def test_again_finds_nothing_to_do(done):
     assert [source.kept for source in again.sources] == [source.kept for source in report.sources]
 
 
+@pytest.mark.guard
 def test_other_bounds_read_no_text(corpus, tmp_path, monkeypatch):
     config = curate_config(tmp_path, corpus)
     first = results_after(config)
@@ -320,6 +321,7 @@ class TestDamage:
                 found.setdefault(f"{path.parent.parent.name}{path.suffix}", path)
         return found
 
+    @pytest.mark.guard
     def test_a_flipped_byte_is_found_and_its_pass_makes_the_file_again(self, config, corpus, capsys):
         before = tree(config.data_dir)
         settings = everything(corpus)
@@ -371,6 +373,7 @@ class TestDamage:
         preprocess(config)
 
 
+@pytest.mark.guard
 def test_documents_that_changed_since_they_were_measured_get_no_verdicts(corpus, tmp_path):
     """The file has the same size, so the plan is the same; whoever applies decisions reads other bytes."""
     import shutil

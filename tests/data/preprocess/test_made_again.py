@@ -143,6 +143,7 @@ def test_bad_records_of_a_run_that_skipped_are_refused_by_fail(tmp_path, corpus)
         preprocess(config_of(tmp_path, path, on_error="fail"))
 
 
+@pytest.mark.guard
 def test_two_plans_at_once(tmp_path, corpus):
     """No unit was begun, so one replaces the other; that one's workers find it out before they write anything."""
     kept = {"path": str(tmp_path / "run" / "data" / "tokenizer")}

@@ -91,6 +91,7 @@ def test_numbers_are_the_smallest_hashes_and_come_before_shares(tmp_path, tokeni
     assert preprocess(config).units_done == 0
 
 
+@pytest.mark.guard
 def test_numbers_with_several_workers(tmp_path, tokenizer):
     made, splits = records(300), {"dev": "20 documents"}
     one = run(tmp_path, tokenizer, made, splits, "one")

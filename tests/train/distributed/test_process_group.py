@@ -182,6 +182,7 @@ def test_port_in_use() -> None:
     assert "MASTER_PORT" in error
 
 
+@pytest.mark.guard
 def test_rank_0_is_not_there() -> None:
     error = error_of(Processes(1, 2, 1, 2), "127.0.0.1", ranks.free_port())
     assert error.startswith("MachineError: rank 1 on ")
@@ -189,6 +190,7 @@ def test_rank_0_is_not_there() -> None:
     assert "raise launch.time_limits.init_seconds (5) if that takes longer" in error
 
 
+@pytest.mark.guard
 def test_too_few_come() -> None:
     error = error_of(Processes(0, 3, 0, 3), "127.0.0.1", ranks.free_port())
     assert error.startswith("MachineError: only 1 of 3 ranks reached ")
@@ -247,7 +249,7 @@ def same_rank(place: Processes) -> Processes:
     [
         (other_world, "WORLD_SIZE="),
         pytest.param(other_node, "LOCAL_WORLD_SIZE=", marks=pytest.mark.slow),
-        (same_rank, "two processes have RANK=0"),
+        pytest.param(same_rank, "two processes have RANK=0", marks=pytest.mark.guard),
     ],
 )
 def test_ranks_that_do_not_agree(change: Callable[[Processes], Processes], message: str) -> None:

@@ -44,7 +44,7 @@ LATENT = (
     *("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp2-all_gather-tp2", "reshard-cp2-ulysses-tp2"),
     *("tp2-full", "tp2-selective", "tp2-selective-compiled", "reshard-cp2-all_gather-selective"),
 )
-"""Rows that latent attention is tried with besides; without a mark the first."""
+"""Rows that latent attention is tried with besides."""
 
 
 def cases() -> Iterator[Any]:
@@ -62,9 +62,8 @@ def cases() -> Iterator[Any]:
             marks = [*layouts.trains(row.kind.schedule or ""), *marks]
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
         if row.name in LATENT:
-            rest = pytest.mark.slow if row.name == "fsdp2-reshard-compiled" else pytest.mark.guard
-            marks = [] if row.name == LATENT[0] else [rest]
-            yield pytest.param(row, "latent", id=f"{row.name}-latent", marks=marks)
+            mark = pytest.mark.slow if row.name == "fsdp2-reshard-compiled" else pytest.mark.guard
+            yield pytest.param(row, "latent", id=f"{row.name}-latent", marks=mark)
 
 
 @pytest.mark.parametrize(("row", "family"), list(cases()))
