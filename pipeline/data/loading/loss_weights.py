@@ -46,14 +46,25 @@ class StepWeights(NamedTuple):
             batch: Without them.
             rows: Its samples; what the batch has besides is padding.
         """
-        count = len(rows)
-        weight = batch.weight.clone()
-        weight[:count] *= torch.from_numpy(self.positions[rows.start : rows.stop])
-        if self.ahead is None or batch.ahead_weight is None:
-            return replace(batch, loss_weight=weight)
-        ahead = batch.ahead_weight.clone()
-        ahead[:count] *= torch.from_numpy(self.ahead[rows.start : rows.stop])
-        return replace(batch, loss_weight=weight, ahead_loss_weight=ahead)
+        mine = slice(rows.start, rows.stop)
+        return weighed(batch, self.positions[mine], None if self.ahead is None else self.ahead[mine])
+
+
+def weighed(batch: Batch, positions: FloatArray, ahead: FloatArray | None) -> Batch:
+    """A micro-batch with the loss weights of its first rows; the others are padding.
+
+    Args:
+        batch: Without them.
+        positions: [rows, S] or [rows, 1], as `StepWeights.positions`.
+        ahead: [rows, N, L]
+    """
+    count, weight = len(positions), batch.weight.clone()
+    weight[:count] *= torch.from_numpy(positions)
+    if ahead is None or batch.ahead_weight is None:
+        return replace(batch, loss_weight=weight)
+    of_ahead = batch.ahead_weight.clone()
+    of_ahead[:count] *= torch.from_numpy(ahead)
+    return replace(batch, loss_weight=weight, ahead_loss_weight=of_ahead)
 
 
 class LossWeights:

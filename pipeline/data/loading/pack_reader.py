@@ -19,7 +19,7 @@ import xxhash
 from pipeline.data.loading.arranged_packs import outside_of_vocabulary, read_chunks
 from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
-from pipeline.data.loading.loss_weights import StepWeights
+from pipeline.data.loading.loss_weights import weighed
 from pipeline.data.loading.objectives.base import (
     Arranged,
     BoolArray,
@@ -396,7 +396,7 @@ class PackReader:
                 positions[place] = self._row_weights(here, row, batch.weight.shape[1])
             # Targets ahead that count are of the same chunk.
             ahead = np.repeat(positions[:, None, :], self._ahead, axis=1) if self._ahead else None
-            batch = StepWeights(0.0, (), positions, ahead).weighed(batch, range(count))
+            batch = weighed(batch, positions, ahead)
         return batch, data_hash
 
     def _ahead_fields(self, here: _Step, rows: IntArray, tokens: _Tokens, size: int) -> dict[str, Any]:

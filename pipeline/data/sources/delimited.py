@@ -159,9 +159,11 @@ class CsvReader(Reader):
                     break
             if not end:
                 return _Header((), 0)
-        weights = () if self.weight_key is None else (self.weight_key,)
-        checked = (self.text_config_key, self.text_keys), ("metadata", self.metadata), ("weight_key", weights)
-        for key, wanted in checked:
+        for key, wanted in (
+            (self.text_config_key, self.text_keys),
+            ("metadata", self.metadata),
+            ("weight_key", self.weight_keys),
+        ):
             for name in wanted:
                 if names.count(name) > 1:
                     raise UserError(f"{path} has several columns named {name!r}; rename all but one")
@@ -186,8 +188,8 @@ class CsvReader(Reader):
     ) -> Iterator[Document]:
         """The records that begin before `end`."""
         names, template, unit, prefix = header.names, self.template, cursor.unit.index, f"{piece.file.name}@"
-        weights, weight = () if self.weight_key is None else (self.weight_key,), None
-        wanted = tuple(dict.fromkeys((*self.text_keys, *cursor.kept, *weights)))
+        weight = None
+        wanted = tuple(dict.fromkeys((*self.text_keys, *cursor.kept, *self.weight_keys)))
         places = {name: names.index(name) for name in wanted} if names else {}
         own_id = names.index(self.id_key) if names.count(self.id_key) == 1 else None
         cursor.offset = max(cursor.offset, 0)

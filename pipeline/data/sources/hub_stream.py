@@ -95,8 +95,7 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
             cursor.give_up(piece, error.reason, error.detail)
             return
     shard, count = int(found[1]), int(found[2])
-    weights = () if reader.weight_key is None else (reader.weight_key,)
-    stream = _stream(hub, (*reader.text_keys, reader.id_key, *reader.metadata, *weights))
+    stream = _stream(hub, (*reader.text_keys, reader.id_key, *reader.metadata, *reader.weight_keys))
     if stream.num_shards != count:
         raise UserError(f"{hub.path} had {count} shards when the plan was made, and {stream.num_shards} now")
     if count > 1:

@@ -134,6 +134,11 @@ class Reader(ABC):
         return self.template.keys if self.template else (self.text_key,)
 
     @property
+    def weight_keys(self) -> tuple[str, ...]:
+        """The key or column of the weight, if there is one."""
+        return () if self.weight_key is None else (self.weight_key,)
+
+    @property
     def text_config_key(self) -> str:
         """Key of the source in the run file that names these."""
         if self.template is None:

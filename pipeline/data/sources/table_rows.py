@@ -49,8 +49,7 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
     Raises:
         UserError: the text or a metadata column is missing, or the text column cannot hold text.
     """
-    weights = () if reader.weight_key is None else (reader.weight_key,)
-    text_key = reader.text_config_key
+    text_key, weights = reader.text_config_key, reader.weight_keys
     for key, columns in ((text_key, reader.text_keys), ("metadata", reader.metadata), ("weight_key", weights)):
         for name in columns:
             if name not in schema.names:
