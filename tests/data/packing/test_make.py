@@ -189,7 +189,8 @@ put = job.storage.put_json
 
 
 def slow(path, value):  # the file of the block is there; its receipt is not
-    time.sleep(0.2)
+    if len(list(Path(sys.argv[4]).rglob("*.bin"))) >= int(sys.argv[5]):
+        time.sleep(60)  # until it is killed, however late that comes
     put(path, value)
 
 
@@ -205,9 +206,9 @@ def test_killed(folder, tmp_path, workers):
     for path in packs_folder(folder, LENGTH).rglob("*.*"):
         path.unlink()
     packs = packs_folder(folder, LENGTH)
-    command = [sys.executable, "-c", KILLED, str(folder), str(LENGTH), str(workers)]
+    command = [sys.executable, "-c", KILLED, str(folder), str(LENGTH), str(workers), str(packs / "blocks")]
     for blocks_there in (1, 3):
-        process = subprocess.Popen(command)
+        process = subprocess.Popen([*command, str(blocks_there)])
         while len(list((packs / "blocks").rglob("*.bin"))) < blocks_there:
             assert process.poll() is None
             time.sleep(0.01)
