@@ -1,3 +1,3 @@
 """A pretraining suite: documents to tokens, tokens to a trained model, a model to numbers."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

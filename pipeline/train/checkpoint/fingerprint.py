@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipeline import __version__
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.base import Section
@@ -16,6 +15,10 @@ from pipeline.train.model.part_spec import LayerSpec
 
 Fingerprints = dict[str, Any]
 """Aspect -> JSON value. The aspects are the names that resume.allow takes."""
+
+NUMERICS_VERSION = "0.1.0"
+"""Release that last changed what a step computes from the same keys and data. Raised by hand, with a line in the
+changelog: runs of earlier releases resume then only with `resume.allow: [code]`."""
 
 _OF_SHAPES = ("model.layers", "model.dim", "model.mtp", "model.mtp.depth")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
@@ -45,7 +48,7 @@ def fingerprints(config: Config, datasets: Mapping[str, str | dict[str, str]], t
         "tokenizer": tokenizer,
         "objective": objective_fingerprint(config),
         "model": model_fingerprint(config),
-        "code": __version__,
+        "code": NUMERICS_VERSION,
     }
 
 
