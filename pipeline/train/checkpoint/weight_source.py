@@ -61,7 +61,7 @@ def open_weights(path: Path, step: int | None, weights: Weights) -> WeightSource
     """
     if (path / EXPORT_ORIGIN).is_file():
         return _Exported(path, weights)
-    if RunFiles(path).checkpoints.is_dir():
+    if RunFiles(path).checkpoints.is_dir() or RunFiles(path).config.is_file():
         return _InCheckpoint(Checkpoints.of_run(path).at(step), weights)
     named_step = step_of(path.name)
     if (path / COMMIT).is_file() and named_step is not None:
