@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
+from pipeline.common.run_files import RunFiles
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -147,6 +148,8 @@ def _not_there(folder: Path, path: Path, source: str | None, split: str | None) 
     """The error where there is no dataset, with what could have been meant."""
     if not path.is_dir():
         return UserError(f"there is no folder {path}; give the folder of a dataset, or a data folder and a source")
+    if RunFiles(path).config.is_file():
+        return UserError(f"{path} is a run folder; its datasets: api.Run({str(path)!r}).dataset({source or 'NAME'!r})")
     here = path if source is None else path / source
     if splits := _holding(here, MANIFEST_FILE):
         wanted = f"no split {split!r}" if split is not None or source is not None else f"no {MANIFEST_FILE}"

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from pipeline.api.model import Model, as_the_command
-from pipeline.api.run import Run, WhichStep
-from pipeline.api.settings import Settings, overrides
+from pipeline.api.run import Run, WhichStep, changed_config, checkpoint_step
+from pipeline.api.settings import Settings
 from pipeline.api.sharded import processes
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
-from pipeline.config import Config
-from pipeline.config.load import load_run
 from pipeline.eval.engine import GenerationEngine, open_engine
 from pipeline.eval.perplexity import EvalReport, Figures, evaluate_everything
 from pipeline.train.checkpoint.exported import ExportedWeights
@@ -81,17 +79,13 @@ def evaluate(
     if run is not None:
         raise UserError("run: the first argument is a run already; leave it out, or give a Model first")
     chosen = what if isinstance(what, Run) else Run(what)
-    config = _config(chosen, settings)
-    number, ranks = chosen.chosen_step(step), processes()
+    config = changed_config(chosen, settings)
+    number, ranks = checkpoint_step(chosen, step), processes()
     with as_the_command(None):
         figures = evaluate_everything(
             config, lambda: open_engine(config, number, ranks), Console(quiet=True), keep=keep, ranks=ranks
         )
     return _result(figures)
-
-
-def _config(run: Run, settings: Settings | None) -> Config:
-    return run.config if not settings else load_run(run.given, [*run.settings, *overrides(settings)])
 
 
 def _result(figures: Figures) -> EvaluationResult:
@@ -105,7 +99,7 @@ def _of_model(model: Model, run: Run | StrPath | None, settings: Settings | None
     given = model.origin.run if run is None else run
     if given is None:
         raise UserError(f"run: the weights of {model.origin.path} are of no run; name one whose data is to be used")
-    config = _config(given if isinstance(given, Run) else Run(given), settings)
+    config = changed_config(given if isinstance(given, Run) else Run(given), settings)
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise UserError(f"{model.origin.path} has no tokenizer, so it is not known what the data means to the model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -37,8 +38,11 @@ class RunMetrics:
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         if name not in self._columns:
-            known = ", ".join(self._columns) or "none: nothing is trained yet"
-            raise UserError(f"the metrics have no column {name!r}; columns: {known}")
+            if not self.rows:
+                raise UserError(f"the metrics have no column {name!r}: nothing is trained yet")
+            near = difflib.get_close_matches(name, self._columns)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"columns: {', '.join(self._columns)}"
+            raise UserError(f"the metrics have no column {name!r}; {hint}")
         return self._columns[name]
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.api.run import Run, WhichStep
+from pipeline.api.run import Run, WhichStep, checkpoint_step
 from pipeline.api.sharded import gathered_logits, load_sharded
 from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
@@ -268,7 +268,7 @@ def load_model(
         if device is not None or dtype is not None:
             raise UserError("over several processes the run decides on device and dtype; leave both out")
         wanted = run.config if weights is None else _with_weights(run.config, weights)
-        found = load_sharded(wanted, run.chosen_step(step), parallel)
+        found = load_sharded(wanted, checkpoint_step(run, step), parallel)
         origin = ModelOrigin(found.source.path, found.source.step, run)
         positions = run.config.max_positions
         return Model(found.model.whole, run.config.model, found.tokenizer, positions, origin, found.setup.mesh)
@@ -277,7 +277,7 @@ def load_model(
     if run is None:
         return _from_folder(folder, step, weights or "model", device, dtype)
     config = run.config
-    checkpoint = Checkpoints.of_run(run.path).find(run.chosen_step(step))
+    checkpoint = Checkpoints.of_run(run.path).find(checkpoint_step(run, step))
     source = open_weights(run.path, checkpoint.step, weights or config.eval.weights)
     vocabulary = source.model.vocab_size or source.tokenizer.vocab_size
     spec = decoder_spec(source.model, vocabulary, source.model.max_positions or source.positions)

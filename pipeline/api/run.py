@@ -87,10 +87,10 @@ class Run:
     """
 
     def __init__(self, path: StrPath, settings: Settings | None = None) -> None:
-        self.given, self.settings = Path(path), overrides(settings)
-        if self.given.exists():  # else it is the name of one that ships with the package
-            self.given = Path(os.path.abspath(path))
-        self.config: Config = load_run(self.given, self.settings)
+        self._given, self._settings = Path(path), overrides(settings)
+        if self._given.exists():  # else it is the name of one that ships with the package
+            self._given = Path(os.path.abspath(path))
+        self.config: Config = load_run(self._given, self._settings)
         self.path: Path = self.config.run.dir
         self._opened: tuple[Any, RunView] | None = None
         self._loaders: dict[int, Loader] = {}
@@ -286,20 +286,6 @@ class Run:
             )
         return min(known)[1]
 
-    def chosen_step(self, which: WhichStep) -> int | None:
-        """Step of a checkpoint that was named; None for the latest one.
-
-        Raises:
-            UserError: Nothing can be named like this.
-        """
-        if which is None or which == "latest":
-            return None
-        if which == "best":
-            return self.best_step()
-        if isinstance(which, str):
-            raise UserError(f"step={which!r}: give a number, 'latest' or 'best'")
-        return operator.index(which)
-
     @property
     def _files(self) -> RunFiles:
         return RunFiles(self.path)
@@ -324,7 +310,7 @@ class Run:
             state = None
         state = state, max(self._files.checkpoint_steps(), default=0), self.done
         if self._opened is None or self._opened[0] != state:
-            view = open_view(self.given, self.settings)
+            view = open_view(self._given, self._settings)
             for warning in view.warnings:
                 warnings.warn(warning, stacklevel=3)
             self._opened, self._loaders = (state, view), {}
@@ -354,3 +340,23 @@ class Run:
             loader = open_loader(view.config, view.datasets, journal=view.journal, whole_steps=True)
             self._loaders[id(view)] = loader
         return self._loaders[id(view)]
+
+
+def checkpoint_step(run: Run, which: WhichStep) -> int | None:
+    """Step of a checkpoint that was named; None for the latest one.
+
+    Raises:
+        UserError: Nothing can be named like this, or no checkpoint is the best.
+    """
+    if which is None or which == "latest":
+        return None
+    if which == "best":
+        return run.best_step()
+    if isinstance(which, str):
+        raise UserError(f"step={which!r}: give a number, 'latest' or 'best'")
+    return operator.index(which)
+
+
+def changed_config(run: Run, settings: Settings | None) -> Config:
+    """The run file of a run with further settings."""
+    return run.config if not settings else load_run(run._given, [*run._settings, *overrides(settings)])
