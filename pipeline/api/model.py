@@ -107,6 +107,7 @@ class Model(nn.Module):
         self.positions = positions
         self.origin = origin
         self._mesh = mesh
+        self.train(decoder.training)
 
     def forward(
         self,
