@@ -13,7 +13,7 @@ from pipeline.data.order.windows import Span
 from pipeline.data.provenance.run import RunView
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunBatch:
     """The global batch of a step. B samples, S positions; tensors on the CPU, which may share memory: do not write.
 

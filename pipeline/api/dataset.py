@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -22,7 +22,7 @@ _NAMED = 8
 """Folders that a message names."""
 
 
-class DatasetReader(Sequence[npt.NDArray[Any]]):
+class DatasetReader:
     """Documents of a dataset as arrays of token ids.
 
     `len(dataset)` is the number of documents, `dataset[i]` the tokens of document `i`, [tokens] of `dataset.dtype`,
@@ -113,7 +113,7 @@ class DatasetReader(Sequence[npt.NDArray[Any]]):
         return self.tokenizer.decode(ids[:-1] if len(ids) and ids[-1] == end else ids)
 
     def metadata(self, index: int) -> dict[str, Any]:
-        """What was kept of a document beside its text (`metadata` of its source); empty if nothing was.
+        """Metadata that was kept of a document beside its text (`metadata` of its source); empty if nothing was.
 
         Raises:
             IndexError: There is no such document.

@@ -81,7 +81,9 @@ def evaluate(
     chosen = what if isinstance(what, Run) else Run(what)
     config = changed_config(chosen, settings)
     number, ranks = checkpoint_step(chosen, step), processes()
-    with as_the_command(None):
+    if ranks.world_size > 1:  # the caller has placed its processes
+        config = config.model_copy(update={"launch": config.launch.model_copy(update={"bind": "none"})})
+    with as_the_command():
         figures = evaluate_everything(
             config, lambda: open_engine(config, number, ranks), Console(quiet=True), keep=keep, ranks=ranks
         )
@@ -126,7 +128,7 @@ def _of_model(model: Model, run: Run | StrPath | None, settings: Settings | None
         found = in_memory(config, source, tokenizer, fill)
         return GenerationEngine(config, found.setup, found.model, found.runner, tokenizer, source)
 
-    with as_the_command(None):
+    with as_the_command():
         return _result(evaluate_everything(config, load, Console(quiet=True), keep=False, ranks=ALONE))
 
 

@@ -179,7 +179,11 @@ class Model(nn.Module):
         run = self.origin.run
         slots = 1 if len(several) == 1 else SLOTS
         settings = _sampling(GenerateConfig() if run is None else run.config.generate, dict(sampling))
-        with as_the_command(None if run is None else run.config, self.device):
+        with as_the_command():
+            if run is not None:
+                set_arithmetic(run.config, ALONE, self.device)
+            # As the command: cuDNN's attention would make a plan for every number of keys.
+            torch.backends.cuda.enable_cudnn_sdp(False)
             found = continue_texts(self.decoder, self.tokenizer, several, settings, slots=slots)
         return found[0] if isinstance(prompts, str) else found
 
@@ -312,10 +316,10 @@ def generate(
 
 
 @contextmanager
-def as_the_command(config: Config | None, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, torch computes as it does in a command of a run, so that figures are equal; afterwards as before.
+def as_the_command() -> Iterator[None]:
+    """Inside, torch may be set as in a command, so that figures are equal; afterwards it is set as before.
 
-    The process group that the command's code makes in a process alone is gone afterwards.
+    The process group that the command's code makes in a process alone is gone afterwards, too.
     """
     from pipeline.train.distributed import process_group
 
@@ -323,9 +327,6 @@ def as_the_command(config: Config | None, device: torch.device | None = None) ->
     threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     try:
-        if config is not None and device is not None:
-            set_arithmetic(config, ALONE, device)
-        torch.backends.cuda.enable_cudnn_sdp(False)
         yield
     finally:
         torch.set_num_threads(threads)

@@ -93,7 +93,7 @@ class Run:
         self.config: Config = load_run(self._given, self._settings)
         self.path: Path = self.config.run.dir
         self._opened: tuple[Any, RunView] | None = None
-        self._loaders: dict[int, Loader] = {}
+        self._loaders: list[tuple[RunView, Loader]] = []
 
     @classmethod
     def plan(cls, file: StrPath, settings: Settings | None = None) -> Run:
@@ -313,7 +313,7 @@ class Run:
             view = open_view(self._given, self._settings)
             for warning in view.warnings:
                 warnings.warn(warning, stacklevel=3)
-            self._opened, self._loaders = (state, view), {}
+            self._opened, self._loaders = (state, view), []
         return self._opened[1]
 
     def _checked(self, step: int, view: RunView) -> int:
@@ -336,10 +336,12 @@ class Run:
     def _loader(self, view: RunView) -> Loader:
         from pipeline.data.loading.loader import open_loader
 
-        if id(view) not in self._loaders:
-            loader = open_loader(view.config, view.datasets, journal=view.journal, whole_steps=True)
-            self._loaders[id(view)] = loader
-        return self._loaders[id(view)]
+        for known, loader in self._loaders:
+            if known is view:
+                return loader
+        loader = open_loader(view.config, view.datasets, journal=view.journal, whole_steps=True)
+        self._loaders.append((view, loader))
+        return loader
 
 
 def checkpoint_step(run: Run, which: WhichStep) -> int | None:

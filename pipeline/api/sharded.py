@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -32,7 +33,11 @@ def load_sharded(config: Config, step: int | None, parallel: Mapping[str, int] |
     if parallel is not None:
         if unknown := sorted(parallel.keys() - set(_AXES)):
             raise UserError(f"parallel.{unknown[0]}: a model that is called is cut by {', '.join(_AXES)} alone")
-        wanted = ParallelConfig.model_validate(dict(parallel))
+        try:
+            wanted = ParallelConfig.model_validate(dict(parallel))
+        except ValidationError as error:
+            problems = "; ".join(f"parallel.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise UserError(problems) from None
     others = [name for name in ("pp", "cp", "ep") if getattr(wanted, name) > 1]
     if others:
         raise UserError(

@@ -42,6 +42,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "blend.skip": [{"steps": 3}, {"samples": "17-18"}, {"source": "sea", "documents": ["5-30"]}],
         "train.loss.mask_document_start": True,
     },
+    "experts": {
+        "model.mlp": "experts",
+        "model.experts": {"count": 4, "top_k": 2, "ffn_dim": 16},
+        "model.kinds": {
+            "state": {"mixer": "gated_delta", "delta": {"key_heads": 1, "key_dim": 16, "value_dim": 32}},
+            "full": {"sliding_window": 20},
+        },
+        "model.pattern": ["state", "full"],
+        "model.document_attention": True,
+    },
     "weights": {"model.mtp": {"depth": 2}, "model.document_attention": True},
 }
 

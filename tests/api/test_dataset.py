@@ -15,6 +15,8 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.open import open_split
 from pipeline.data.provenance.run import open_view
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.run.folder import read_metrics
 
 
@@ -88,4 +90,6 @@ def test_paths_may_be_text(windows: Path) -> None:
     assert load_run(str(windows)) == load_run(windows)
     config = load(str(windows.parent / "run.yaml"))
     assert len(read_metrics(str(windows))) == 8 == open_view(str(windows)).done
+    assert Checkpoints.of_run(str(windows)).latest() == Checkpoints.of_run(windows).latest()
+    assert open_weights(str(windows), 4, "model").positions == 32
     assert open_split(config, config.data.sources[0], "train").documents

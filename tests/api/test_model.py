@@ -67,6 +67,7 @@ def test_logits_are_those_of_the_model(windows: Path) -> None:
         torch.testing.assert_close(model(ids, bounds=bounds), parts)
 
 
+@pytest.mark.guard
 def test_which_checkpoint(windows: Path) -> None:
     best = api.Run(windows).best_step()
     for what, step, wanted in (
@@ -92,6 +93,7 @@ def test_which_checkpoint(windows: Path) -> None:
         api.load_model(windows, parallel={"tp": 2})
 
 
+@pytest.mark.guard
 def test_damage_is_found(windows: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(windows, run)
@@ -104,6 +106,7 @@ def test_damage_is_found(windows: Path, tmp_path: Path) -> None:
     assert api.load_model(run, 4).origin.step == 4
 
 
+@pytest.mark.guard
 def test_it_learns_by_autograd(windows: Path) -> None:
     """Gradients of a matrix agree with differences of the loss, and steps of an optimizer lower it."""
     run = api.Run(windows)
@@ -159,6 +162,7 @@ def test_ids_that_make_no_sense(windows: Path) -> None:
         model.generate([1, 2])  # type: ignore[list-item]
 
 
+@pytest.mark.guard
 def test_texts_are_those_of_the_command(windows: Path) -> None:
     settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "top_k": 40, "seed": 11, "logprobs": 2}
     options = ["--max-tokens", "12", "--temperature", "0.9", "--top-k", "40", "--seed", "11", "--logprobs", "2"]
@@ -315,7 +319,7 @@ def _on_ranks(run: Path, layout: dict[str, int]) -> tuple[torch.Tensor, dict[str
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")  # as a user does, with what torchrun has set
-    for wrong, message in (({"pp": 2}, "parallel.pp"), ({"tp": 3}, "tp")):
+    for wrong, message in (({"pp": 2}, "parallel.pp"), ({"tp": 3}, "tp"), ({"tp": 0}, "parallel.tp: ")):
         with pytest.raises(api.UserError, match=message):
             api.load_model(run, parallel=wrong)
     model = api.load_model(run, parallel=layout)
