@@ -347,8 +347,11 @@ def _where(path: StrPath | Run, step: WhichStep) -> tuple[Run | None, Path, Whic
             raise UserError(f"{folder} is a checkpoint, and step={step!r} names one of a run; leave one of them out")
         return Run(folder.parent.parent), folder.parent.parent, number
     if not (folder / EXPORT_ORIGIN).is_file() and not (folder / HF_CONFIG).is_file():
-        if not folder.exists() and os.fspath(path).endswith(os.sep):
-            raise UserError(f"there is no folder {folder}")
+        if not folder.exists() and folder.suffix not in (".yaml", ".yml"):
+            raise UserError(
+                f"{folder} does not exist; name a run, a checkpoint of it, an export, or the folder of a model in Hugging "
+                "Face's format"
+            )
         return Run(path), folder, step
     if step is not None:
         raise UserError(f"{folder} has the weights of one model; step={step!r} is for the checkpoints of a run")

@@ -84,6 +84,7 @@ def test_which_checkpoint(windows: Path) -> None:
         (windows, "newest", "give a number, 'latest' or 'best'"),
         (windows / "checkpoints/step-00000004", 8, "leave one of them out"),
         (windows.parent / "data", None, "is not a run folder"),
+        (windows.parent / "nowhere", None, "does not exist; name a run, a checkpoint"),
     ):
         with pytest.raises(api.UserError, match=message):
             api.load_model(what, step)
