@@ -349,8 +349,8 @@ def _where(path: StrPath | Run, step: WhichStep) -> tuple[Run | None, Path, Whic
     if not (folder / EXPORT_ORIGIN).is_file() and not (folder / HF_CONFIG).is_file():
         if not folder.exists() and folder.suffix not in (".yaml", ".yml"):
             raise UserError(
-                f"{folder} does not exist; name a run, a checkpoint of it, an export, or the folder of a model in Hugging "
-                "Face's format"
+                f"{folder} does not exist; name a run, a checkpoint of it, an export, or the folder of a model in "
+                "Hugging Face's format"
             )
         return Run(path), folder, step
     if step is not None:
