@@ -19,6 +19,7 @@ from pydantic import ValidationError
 import pipeline
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
 from pipeline.config.document import PLACEHOLDER, ParsedFile, Place, Problem, parse, render
 from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
@@ -36,7 +37,7 @@ _BESIDE_RUN_FILE = (RunFiles.ledger, RunFiles.metrics, EXPORT_ORIGIN, LAUNCHER_L
 """Files that a run, an export and a launch leave beside the file that they have written."""
 
 
-def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
+def load(path: StrPath, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
     """Load, merge and validate a user's run file.
 
     The one in a run folder is read as by `load_written`.
@@ -52,7 +53,7 @@ def load(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | 
     Raises:
         UserError: Everything that is wrong, in one message with a line for each violation.
     """
-    path = find(path)
+    path = find(Path(path))
     return _validated(path, list(_documents(path, ())), overrides, values)
 
 
@@ -146,7 +147,7 @@ def _validated(
     return config
 
 
-def load_run(run: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
+def load_run(run: StrPath, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
     """Load a run file, or the one that training has written into a run folder, which may have been moved since.
 
     Args:
@@ -157,6 +158,7 @@ def load_run(run: Path, overrides: Sequence[str] = (), values: Mapping[str, Any]
     Raises:
         UserError: As for `load`, or the folder has no run file.
     """
+    run = Path(run)
     if not run.is_dir():
         return load(find(run, "run file or run folder"), overrides, values)
     if not (run / RUN_FILE).is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
@@ -15,9 +15,18 @@ if TYPE_CHECKING:
     from pipeline.eval.engine import GenerationEngine
 
 
+class Benchmarks(NamedTuple):
+    """Figures of benchmarks."""
+
+    tasks: dict[str, dict[str, Any]]
+    """Figures of each task of `eval.tasks`, by its name."""
+    harness: dict[str, Any] | None
+    """What lm-evaluation-harness says of `eval.harness`; None where that is not set."""
+
+
 def run_benchmarks(
     engine: GenerationEngine, console: Console, *, keep: bool = True, beat: Callable[[], None] = lambda: None
-) -> None:
+) -> Benchmarks:
     """The tasks of `eval.tasks`, then those of `eval.harness`, each that is not made yet. Every rank calls this.
 
     Args:
@@ -26,13 +35,15 @@ def run_benchmarks(
         keep: whether results are written down.
         beat: a sign of life, called after each batch.
     """
+    tasks, harness = dict[str, dict[str, Any]](), None
     from pipeline.eval.tasks.builtin import run_tasks
     from pipeline.eval.tasks.harness import run_harness
 
     if engine.config.eval.tasks:
-        run_tasks(engine, console, keep=keep, beat=beat)
+        tasks = run_tasks(engine, console, keep=keep, beat=beat)
     if engine.config.eval.harness is not None:
-        run_harness(engine, console, keep=keep, beat=beat)
+        harness = run_harness(engine, console, keep=keep, beat=beat)
+    return Benchmarks(tasks, harness)
 
 
 def benchmarks_are_made(config: Config, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.encoders import refuse_encoder
 from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
-from pipeline.train.checkpoint.state_shapes import is_buffer
+from pipeline.train.checkpoint.state_shapes import is_buffer, is_count
+from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.meta import on_meta
 from pipeline.train.model.mixers.fp32_vectors import fp32_parameters
@@ -66,17 +68,33 @@ def unwrapped(model: Decoder, dtype: torch.dtype) -> Decoder:
     In fp32 it computes the same bits. Otherwise FSDP rounds the rotary tables, too, and here they stay fp32, as where
     an exported model is run. Rates of decay stay fp32, as in training.
     """
-    with on_meta():
-        plain = Decoder(model.spec, model.part)
-    fp32 = fp32_parameters(plain)
     weights = {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+    return plain_decoder(model.spec, weights, dtype)
+
+
+def plain_decoder(
+    spec: DecoderSpec, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, *, trained: bool = False
+) -> Decoder:
+    """A whole model of one process, in evaluation mode.
+
+    Args:
+        spec: Of the model.
+        weights: Of all parameters and buffers; the choices of the last step are 0 where they are left out.
+        dtype: Of the parameters, but for those that stay in fp32.
+        trained: Parameters get gradients.
+    """
+    with on_meta():
+        plain = Decoder(spec)
+    fp32 = fp32_parameters(plain)
+    counts = {name: each for name, each in plain.named_buffers() if is_count(name) and name not in weights}
     plain.load_state_dict(
         {
             name: value
             if is_buffer(name)
-            else nn.Parameter(value.to(torch.float32 if name in fp32 else dtype), requires_grad=False)
+            else nn.Parameter(value.to(torch.float32 if name in fp32 else dtype), requires_grad=trained)
             for name, value in weights.items()
-        },
+        }
+        | {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in counts.items()},
         assign=True,
     )
     return plain.train(False)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -19,7 +19,7 @@ from pipeline.config.objective import mixed_values, objective_values
 from pipeline.data.datasets.open import has_split
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
-from pipeline.eval.benchmarks import run_benchmarks
+from pipeline.eval.benchmarks import Benchmarks, run_benchmarks
 from pipeline.eval.encoders import masked_alone, refuse_tasks
 from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
 from pipeline.eval.reports import WINDOWS, evaluated_by, identity, report_path
@@ -141,12 +141,33 @@ def evaluate(
     Raises:
         UserError: no such weights, damaged ones, nothing held out, or a layout that is not possible.
     """
+    return evaluate_everything(
+        config, lambda: open_engine(config, which, ranks), console, keep=keep, ranks=ranks
+    ).heldout
+
+
+class Figures(NamedTuple):
+    """Results of an evaluation."""
+
+    heldout: EvalReport
+    benchmarks: Benchmarks
+
+
+def evaluate_everything(
+    config: Config,
+    load: Callable[[], GenerationEngine],
+    console: Console | None = None,
+    *,
+    keep: bool = True,
+    ranks: Processes = ALONE,
+) -> Figures:
+    """`evaluate` of an engine that is opened by `load`, when the data has been looked at; with all its figures."""
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
     refuse_tasks(config)
     with watched(config, ranks) as beat:
         init_rank(config, ranks)
         broadcast_from_rank0(lambda: check_heldout(config))  # rank 0 alone says what is wrong
-        engine = open_engine(config, which, ranks)
+        engine = load()
         beat()
         report = heldout_report(engine, console, beat)
         assert engine.source is not None
@@ -160,10 +181,10 @@ def evaluate(
                 write_table(config.run.dir)
             say(console, f"written to {path}")
         beat()
-        run_benchmarks(engine, console, keep=keep, beat=beat)
+        benchmarks = run_benchmarks(engine, console, keep=keep, beat=beat)
     if not keep:
         warn(console, f"{config.run.dir} cannot be written to; the result is not kept")
-    return report
+    return Figures(report, benchmarks)
 
 
 def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[], None] = lambda: None) -> EvalReport:

@@ -19,7 +19,7 @@ from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.inference import load_decoder
 from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, section_of
 
-_SLOTS = 32
+SLOTS = 32
 """Prompts that are continued at the same time."""
 
 
@@ -87,7 +87,7 @@ def continue_prompts(
     if not as_json:
         _say_weights(console, config, loaded.source)
     settings = sampling_of(config.generate, logprobs)
-    ended = as_they_end(loaded.model, loaded.tokenizer, prompts, settings, slots=_SLOTS, experts=experts)
+    ended = as_they_end(loaded.model, loaded.tokenizer, prompts, settings, slots=SLOTS, experts=experts)
     counts = {layer: mixture.router.count for layer, mixture in loaded.model.spec.expert_layers.items()}
     for number, (index, continuation) in enumerate(_in_order(ended)):
         if as_json:

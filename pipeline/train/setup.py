@@ -17,7 +17,7 @@ from pipeline.config.train import AttentionConfig, RecomputeConfig, RecurrenceCo
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
-from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
+from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf
 from pipeline.train.checkpoint.fingerprint import compare, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
@@ -34,6 +34,8 @@ from pipeline.train.parallel.parallelize import ParallelModel, attention_choice,
 from pipeline.train.parallel.runner import Runner, build_runner
 from pipeline.train.parallel.setup import Setup, set_up
 
+Fill = Callable[[ParallelModel], object]
+"""Fills a model with weights."""
 _SMALLEST_WEIGHT = 2
 """Bytes of a weight in a checkpoint at least."""
 
@@ -63,18 +65,24 @@ def init_rank(config: Config, ranks: Processes, log: Callable[[str], None] = lam
         log(bound)
     if far := far_from_gpu(ranks, device):
         alarm("warning:", far)  # every rank, of which `log` hears the first one alone
+    products = set_arithmetic(config, ranks, device)
+    if device.type == "cpu":
+        memory = "freed memory kept" if keep_freed_memory() else "no way to keep freed memory"
+        log(f"{torch.get_num_threads()} threads, {memory}, {products}")
+    process_group.init_process_group(ranks, device, config.launch.time_limits)
+    return device
+
+
+def set_arithmetic(config: Config, ranks: Processes, device: torch.device) -> str:
+    """Threads of this process, and the library of its products; the choice and its reason, for the log."""
     # Ranks need not have got equal parts.
     cores = min(cores_of(ranks, os.environ), len(os.sched_getaffinity(0)))
     torch.set_num_threads(config.launch.threads or cores)
     if device.type == "cpu":
-        memory = "freed memory kept" if keep_freed_memory() else "no way to keep freed memory"
-        products = choose_products()
-        log(f"{torch.get_num_threads()} threads, {memory}, {products}")
-    else:
-        # Not what an earlier run in this process chose for the CPU: here that means TF32.
-        torch.set_float32_matmul_precision("highest")
-    process_group.init_process_group(ranks, device, config.launch.time_limits)
-    return device
+        return choose_products()
+    # Not what an earlier run in this process chose for the CPU: here that means TF32.
+    torch.set_float32_matmul_precision("highest")
+    return "products of a GPU"
 
 
 def cores_of(ranks: Processes, environment: Mapping[str, str]) -> int:
@@ -153,7 +161,26 @@ def load_for_inference(
     """
     device = init_rank(config, ranks)
     opened = _open_exported(config, which) if isinstance(which, Path) else _open_checkpoint(config, which)
-    config = _for_inference(config, parallel or ParallelConfig())
+    return _inference_model(config, opened, device, parallel or ParallelConfig())
+
+
+def in_memory(config: Config, weights: ExportedWeights, tokenizer: Tokenizer, fill: Fill) -> InferenceModel:
+    """The model of weights that are in the memory of this process, which is alone.
+
+    Args:
+        config: resolved config, of the same model.
+        weights: what results say of them.
+        tokenizer: that they go with.
+        fill: fills a model with them.
+    """
+    device = init_rank(config, ALONE)
+    opened = _Opened(weights, tokenizer, lambda spec: None, fill)
+    return _inference_model(config, opened, device, ParallelConfig())
+
+
+def _inference_model(config: Config, opened: _Opened, device: torch.device, parallel: ParallelConfig) -> InferenceModel:
+    """The model of opened weights in evaluation mode; every rank calls this."""
+    config = _for_inference(config, parallel)
     setup = set_up(config, opened.tokenizer.vocab_size, device)
     broadcast_from_rank0(lambda: opened.check(setup.spec))
     model = parallelize(config, setup)
@@ -175,7 +202,7 @@ class _Opened:
     tokenizer: Tokenizer
     check: Callable[[DecoderSpec], None]
     """Raises if they do not belong to a model; called on rank 0."""
-    load: Callable[[ParallelModel], object]
+    load: Fill
     """Called on every rank."""
 
 

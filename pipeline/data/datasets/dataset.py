@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.paths import StrPath
 from pipeline.data.datasets.files import PARTS_FILE
 from pipeline.data.datasets.indexed import (
     IndexedPart,
@@ -145,7 +146,7 @@ class Dataset(TokenRanges):
         self._document_view = self._document_starts.data
 
     @classmethod
-    def open(cls, folder: Path, read: ReadBy = "mmap", generation: int = -1) -> Dataset:
+    def open(cls, folder: StrPath, read: ReadBy = "mmap", generation: int = -1) -> Dataset:
         """Open a dataset folder.
 
         Args:
@@ -156,6 +157,7 @@ class Dataset(TokenRanges):
         Raises:
             UserError: not a finished dataset, or damaged; the message names the file.
         """
+        folder = Path(folder)
         manifest = read_manifest(folder)
         return cls(folder, manifest, read_parts(folder, manifest), read, generation)
 

@@ -29,7 +29,7 @@ from pipeline.data.datasets.indexed import named_files, part_prefix
 from pipeline.data.datasets.manifest import PART, WEIGHTED_PART
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, bucket_receipt, make_shuffle, runs_file
 
-__all__ = ["Run", "Shuffle", "ShuffleJob", "make_shuffle"]
+__all__ = ["Shuffle", "ShuffleJob", "SortedRun", "make_shuffle"]
 
 BUCKET_BYTES = 96 * 2**20
 """Average bytes of a bucket. A worker needs a good two times as much, and 60 MB for the program."""
@@ -39,7 +39,7 @@ RECEIPT_KEYS = ("bucket", "buckets", "config_hash", "runs", "documents", "tokens
 
 
 @dataclass(frozen=True)
-class Run:
+class SortedRun:
     """A chunk of the first pass: documents of a unit, sorted by z.
 
     Attributes:
@@ -61,7 +61,7 @@ class Run:
     hashes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, receipt: Mapping[str, Any], split: str, key: int) -> Run:
+    def of(cls, receipt: Mapping[str, Any], split: str, key: int) -> SortedRun:
         """From the receipt of a chunk.
 
         Args:
@@ -98,7 +98,7 @@ class Shuffle:
         self,
         folder: Path,
         split: str,
-        runs: Iterable[Run],
+        runs: Iterable[SortedRun],
         dtype: npt.DTypeLike,
         config_hash: str,
         bucket_bytes: int = BUCKET_BYTES,
@@ -210,5 +210,5 @@ class Shuffle:
                     )
 
 
-def _run_values(run: Run) -> list[Any]:
+def _run_values(run: SortedRun) -> list[Any]:
     return [run.unit, run.chunk, run.key, run.documents, run.tokens, dict(run.hashes)]

@@ -388,6 +388,7 @@ def open_loader(
     dp_rank: int = 0,
     dp_size: int = 1,
     device: torch.device | None = None,
+    whole_steps: bool = False,
 ) -> Loader:
     """The loader of a run.
 
@@ -398,6 +399,7 @@ def open_loader(
         dp_rank: This rank, in [0, dp_size).
         dp_size: Ranks that share each step.
         device: Where the batches will go.
+        whole_steps: Each step is one micro-batch, whatever the run file says.
 
     Raises:
         UserError: A source is too short for a window or too small for the blend, sources have different tokenizers, the
@@ -407,6 +409,8 @@ def open_loader(
     journal = journal or plan_journal(config, datasets)
     tokenizer = next(iter(datasets.values())).manifest.tokenizer
     sizes = [micro_batch_size(config, journal, number, dp_size) for number in range(len(journal.segments))]
+    if whole_steps:
+        sizes = [-(-segment.batch_size // dp_size) for segment in journal.segments]
     for size, segment in zip(sizes, journal.segments, strict=True):
         if size * segment.sequence_length > _MAX_POSITIONS:
             raise UserError(

@@ -12,7 +12,7 @@ from rich.console import Console
 from pipeline.common.console import say
 from pipeline.config.root import Config
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, make_shuffle
-from pipeline.data.global_shuffle.external_sort import Run, Shuffle
+from pipeline.data.global_shuffle.external_sort import Shuffle, SortedRun
 from pipeline.data.preprocess.finalize import Finalizer
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.work.leases import Holder, LeaseWatch, take_when_free
@@ -82,14 +82,14 @@ class ShufflePass:
     ) -> dict[str, Shuffle] | None:
         """The shuffles of a source by split; None if the first pass has units to make."""
         folder = self._config.data_dir / plan.found.source.name
-        runs: dict[str, list[Run]] = {name: [] for name in plan.splits.names}
+        runs: dict[str, list[SortedRun]] = {name: [] for name in plan.splits.names}
         for unit in plan.units:
             key, last = order_key(self._config.data.preprocess.seed, unit), False
             for receipt in receipts.of(unit.index):
                 if receipt["config_hash"] != plan.config_hash or receipt["engine"] in (condemned or {}):
                     return None
                 for name, table in runs.items():
-                    table.append(Run.of(receipt, name, key))
+                    table.append(SortedRun.of(receipt, name, key))
                 last = receipt["last"]
             if not last:
                 return None

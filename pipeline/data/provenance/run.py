@@ -14,6 +14,7 @@ import orjson
 from pipeline.common.console import echo
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, numbered
+from pipeline.common.paths import StrPath
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
@@ -362,7 +363,7 @@ def _inclusive(noun: str, half_open: tuple[int, int]) -> str:
     return numbered(noun, half_open[0], half_open[1] - 1)
 
 
-def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
+def open_view(run: StrPath, overrides: Sequence[str] = ()) -> RunView:
     """Open a run to ask about its data.
 
     Args:
@@ -381,7 +382,7 @@ def open_view(run: Path, overrides: Sequence[str] = ()) -> RunView:
         instances = instances_of(journal, datasets)
         return RunView(config, folder, journal, warnings, about, datasets, instances, Sampler(journal), done)
 
-    done = _steps_done(folder)
+    done = steps_done(folder)
     if not path.exists():
         about = [f"planned from the run file: {folder} has no {RunFiles.journal} yet"]
         return opened(plan_journal(config, datasets), done, [], about)
@@ -451,7 +452,7 @@ def _replaced(folder: Path, datasets: Mapping[str, Dataset]) -> Iterator[str]:
             )
 
 
-def _steps_done(folder: Path) -> int:
+def steps_done(folder: Path) -> int:
     """Steps of the newest checkpoint, or in the metrics, which have every step."""
     done = max(RunFiles(folder).checkpoint_steps(), default=0)
     for row in RunFiles(folder).newest_rows():

@@ -26,6 +26,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
+from pipeline.common.paths import StrPath
 
 if TYPE_CHECKING:
     from pipeline.config.tokenizer import TokenizerConfig
@@ -107,12 +108,13 @@ class Tokenizer:
                 )
 
     @classmethod
-    def load(cls, path: Path, config: TokenizerConfig) -> Tokenizer:
+    def load(cls, path: StrPath, config: TokenizerConfig) -> Tokenizer:
         """Load a `tokenizer.json`, or the one in a folder.
 
         Raises:
             UserError: no such file, not a tokenizer, or a declared special token is not in it.
         """
+        path = Path(path)
         file = path / TOKENIZER_FILE if path.is_dir() else path
         if not file.is_file():
             raise UserError(f"tokenizer.path: {file} does not exist; give a tokenizer.json or a folder that has one")
@@ -168,8 +170,9 @@ class Tokenizer:
         return cls(engine, config.end_of_document, config.special_tokens, config.allow_special)
 
     @classmethod
-    def open(cls, folder: Path) -> Tokenizer:
+    def open(cls, folder: StrPath) -> Tokenizer:
         """Open what `save` wrote: the tokenizer of a dataset, a checkpoint or a run."""
+        folder = Path(folder)
         file = folder / TOKENIZER_FILE
         if not file.is_file() or not (folder / SPECIAL_FILE).is_file():
             raise UserError(f"{folder} has no tokenizer ({TOKENIZER_FILE} and {SPECIAL_FILE})")

@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.paths import StrPath
 from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config.train import CheckpointConfig
 from pipeline.train.checkpoint.committed import (
@@ -64,9 +65,9 @@ class Checkpoints:
         self.folder = folder
 
     @classmethod
-    def of_run(cls, run: Path) -> Checkpoints:
+    def of_run(cls, run: StrPath) -> Checkpoints:
         """The checkpoints of a run folder."""
-        return cls(RunFiles(run).checkpoints)
+        return cls(RunFiles(Path(run)).checkpoints)
 
     def all(self) -> list[Checkpoint]:
         """Committed checkpoints by step, without looking inside."""

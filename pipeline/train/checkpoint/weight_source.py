@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ class WeightSource(Protocol):
         """Some of them, on the CPU; with `rows` these rows of each."""
 
 
-def open_weights(path: Path, step: int | None, weights: Weights) -> WeightSource:
+def open_weights(path: StrPath, step: int | None, weights: Weights) -> WeightSource:
     """The weights in a run folder, in a checkpoint's folder, or in one that `pipeline checkpoint export` has written.
 
     Args:
@@ -59,9 +60,10 @@ def open_weights(path: Path, step: int | None, weights: Weights) -> WeightSource
     Raises:
         UserError: there are none, or they are damaged.
     """
+    path = Path(path)
     if (path / EXPORT_ORIGIN).is_file():
         return _Exported(path, weights)
-    if RunFiles(path).checkpoints.is_dir():
+    if RunFiles(path).checkpoints.is_dir() or RunFiles(path).config.is_file():
         return _InCheckpoint(Checkpoints.of_run(path).at(step), weights)
     named_step = step_of(path.name)
     if (path / COMMIT).is_file() and named_step is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline.common import storage
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
+from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.common.versions import versions
 from pipeline.config.load import dump_values
@@ -48,8 +49,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def to_hf(
-    source: Path,
-    to: Path,
+    source: StrPath,
+    to: StrPath,
     *,
     step: int | None = None,
     weights: Weights = "model",
@@ -75,6 +76,7 @@ def to_hf(
             there already.
         MachineError: `to` cannot be written.
     """
+    to = Path(to)
     free_folder(to)
     found = open_weights(source, step, weights)
     if pooled and found.model.direction == "causal":
@@ -132,8 +134,8 @@ def to_hf(
 
 
 def from_hf(
-    folder: Path,
-    to: Path,
+    folder: StrPath,
+    to: StrPath,
     *,
     end_of_document: str | None = None,
     weights_only: bool = False,
@@ -159,6 +161,7 @@ def from_hf(
         UserError: it is not a model, or not one that is computed here, or `to` is there already.
         MachineError: `to` cannot be written.
     """
+    folder, to = Path(folder), Path(to)
     free_folder(to)
     found = HuggingFaceFolder(folder, ignore)
     tokenizer = _tokenizer_of(found, end_of_document, weights_only)

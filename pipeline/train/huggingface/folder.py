@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.paths import StrPath
 from pipeline.config.model import ModelConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -46,8 +47,8 @@ class HuggingFaceFolder:
         UserError: it is none, or of a family or with a feature that is not computed here.
     """
 
-    def __init__(self, folder: Path, ignore: Collection[str] = (), vocab_multiple: int | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: StrPath, ignore: Collection[str] = (), vocab_multiple: int | None = None) -> None:
+        self.folder = folder = Path(folder)
         file = folder / CONFIG_FILE
         if not file.is_file():
             raise UserError(f"{folder} has no {CONFIG_FILE}; give the folder of a downloaded model")

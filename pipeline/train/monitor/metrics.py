@@ -24,6 +24,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.train import MetricsConfig
 from pipeline.train.planning.devices import device_of_driver
+from pipeline.train.run.folder import flat
 
 
 def peak_flops(device: torch.device, compute: str) -> float | None:
@@ -179,17 +180,6 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a row, nested keys joined by slashes; hashes and other texts are left out."""
-    numbers: dict[str, float] = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            numbers |= flat(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and name not in ("step", "attempt", "time"):
-            numbers[prefix + name] = value
-    return numbers
 
 
 class Terminal:

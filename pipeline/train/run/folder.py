@@ -27,6 +27,7 @@ from pipeline.common.errors import (
     end_reason,
     exit_code,
 )
+from pipeline.common.paths import StrPath
 from pipeline.common.run_files import RunFiles
 from pipeline.train.monitor.goodput import goodput
 from pipeline.train.run.attempts import RunningAttempt, correct_end, last_begun, record_missing_end
@@ -137,13 +138,13 @@ class RunFolder:
             self.reserved.remove()
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: StrPath) -> list[dict[str, Any]]:
     """The metrics of every step, in order: one row a step, validation included.
 
     Of a step that was trained more than once the last attempt counts. A line that a crash cut short is skipped.
     """
     steps: dict[int, dict[str, Any]] = {}
-    for row in storage.read_json_lines(RunFiles(run).metrics):
+    for row in storage.read_json_lines(RunFiles(Path(run)).metrics):
         step = row.get("step")
         if isinstance(step, int):
             before = steps.get(step, {})
@@ -151,6 +152,17 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
             if attempts[0] <= attempts[1]:  # else of a process that had lost the lock and had not noticed yet
                 steps[step] = {**before, **row} if attempts[0] == attempts[1] else row
     return [steps[step] for step in sorted(steps)]
+
+
+def flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a row, nested keys joined by slashes; hashes and other texts are left out."""
+    numbers: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            numbers |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and name not in ("step", "attempt", "time"):
+            numbers[prefix + name] = value
+    return numbers
 
 
 def refuse_lost_checkpoints(run: Path) -> None:

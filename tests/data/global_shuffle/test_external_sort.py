@@ -28,7 +28,7 @@ from pipeline.data.datasets.indexed import (
 )
 from pipeline.data.datasets.manifest import PART, write_dataset
 from pipeline.data.global_shuffle.bucket import _first_at_least, shuffle_bucket
-from pipeline.data.global_shuffle.external_sort import Run, Shuffle, make_shuffle
+from pipeline.data.global_shuffle.external_sort import Shuffle, SortedRun, make_shuffle
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.worker_pool import Done, Workers
 from tests.data.reference import mix_one
@@ -76,7 +76,7 @@ def write_run(dataset, unit, link, key, rows, dtype="<u2", metadata=False, seed=
             }
         },
     }
-    return Run.of(receipt, "train", key), documents
+    return SortedRun.of(receipt, "train", key), documents
 
 
 def make(folder, metadata=False, dtype="<u2", keys=KEYS, size=120, bucket_bytes=20_000):

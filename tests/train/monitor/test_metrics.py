@@ -16,8 +16,8 @@ from pipeline.common.storage import JsonLines, read_json_lines
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.monitor import metrics as metrics_module
-from pipeline.train.monitor.metrics import Metrics, TensorBoard, Terminal, flat, peak_flops
-from pipeline.train.run.folder import read_metrics
+from pipeline.train.monitor.metrics import Metrics, TensorBoard, Terminal, peak_flops
+from pipeline.train.run.folder import flat, read_metrics
 from pipeline.train.trainer import train
 from tests import tiny
 
