@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class RunInfo:
     """Number of this attempt, from 1."""
 
 
-class Logger(Protocol):
+class Logger:
     """A destination of metrics.
 
-    Subclasses need `write` alone. Each logger is called from a single thread. An `OSError` means that a call may
+    Subclasses need `write` alone, and those of other packages `open`. Each logger is called from a single thread. An `OSError` means that a call may
     succeed later: the row is handed over again. A logger that may wait (for a network) belongs behind
     `BackgroundLogger`, as loggers of other packages are.
     """
@@ -58,6 +58,7 @@ class Logger(Protocol):
         Raises:
             OSError: it cannot be logged now; the same row comes again.
         """
+        raise NotImplementedError
 
     def rewind(self, step: int) -> None:
         """Forget the rows after a step: the run resumes from there and logs the steps after it again.
