@@ -72,7 +72,7 @@ VARIANTS: list[dict[str, Any]] = [
             "delta": {"mixer": "kda", "delta": {"key_heads": 2, "key_dim": 4, "value_dim": 4, "rank": 2}},
         },
         "train.metrics.wandb": {"project": "p", "mode": "offline"},
-        "train.metrics.mlflow": {"experiment": "e", "tags": {"team": "sea"}},
+        "train.metrics.mlflow": {"experiment": "e", "tracking_uri": "http://localhost", "tags": {"team": "sea"}},
         "train.metrics.trackio": {"project": "p"},
     },
     {
