@@ -44,5 +44,5 @@ def flat_params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def cut(text: str, most: int) -> str:
-    """A text of at most so many characters; a longer one ends with an ellipsis."""
+    """A text of at most `most` characters; a longer one ends with an ellipsis."""
     return text if len(text) <= most else text[: most - 1] + "…"
