@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.base import AbsPath, Count, Duration, Section
 from pipeline.config.objective import MixedObjectiveConfig
+from pipeline.config.trackers import MlflowConfig, TrackioConfig, WandbConfig
 
 
 class MuonConfig(Section):
@@ -371,15 +372,6 @@ class InitFromConfig(Section):
         return self
 
 
-class WandbConfig(Section):
-    """Weights & Biases. The API key comes from the environment, never from here."""
-
-    project: str
-    """Project to log to."""
-    mode: Literal["online", "offline"] = "online"
-    """`offline` writes to the run folder only."""
-
-
 class ProfileConfig(Section):
     """Profiles of time and memory in some steps: files in `profile/attempt-NNNN` of the run folder."""
 
@@ -420,6 +412,10 @@ class MetricsConfig(Section):
     `pipeline data losses`."""
     wandb: WandbConfig | None = None
     """Log to Weights & Biases (needs the extra `wandb`)."""
+    mlflow: MlflowConfig | None = None
+    """Log to MLflow (needs the extra `mlflow`)."""
+    trackio: TrackioConfig | None = None
+    """Log to Trackio (needs the extra `trackio`)."""
 
 
 class TrainConfig(Section):

@@ -1,0 +1,30 @@
+"""The resolved run file for trackers that take no nested values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+
+def flat_params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Values of a nested config as texts by dotted keys, entries of lists by their number: `data.sources.0.name`.
+
+    A text is itself, everything else is JSON. Lists of plain values are one value; keys without a value are left out.
+    """
+    params: dict[str, str] = {}
+    for name, value in config.items():
+        key = prefix + name
+        if isinstance(value, Mapping):
+            params |= flat_params(value, f"{key}.")
+        elif isinstance(value, list) and any(isinstance(each, (Mapping, list)) for each in value):
+            params |= flat_params({str(number): each for number, each in enumerate(value)}, f"{key}.")
+        elif value is not None:
+            params[key] = value if isinstance(value, str) else orjson.dumps(value).decode()
+    return params
+
+
+def cut(text: str, most: int) -> str:
+    """A text of at most `most` characters; a longer one ends with an ellipsis."""
+    return text if len(text) <= most else text[: most - 1] + "…"
