@@ -1,7 +1,7 @@
 """What version 0.1 wrote is read by the code of today: opened, checked, resumed, shown.
 
-`tests.formats.make` says how it was made. Runs of that version resume as long as `NUMERICS_VERSION` is "0.1.0"; when it is
-raised, the resumes here get `resume.allow=[code]`, as a user's would.
+`tests.formats.make` says how it was made. Runs of that version resume as long as `NUMERICS_VERSION` is "0.1.0"; once it
+is raised, the resumes here get `resume.allow=[code]`, as a user's would.
 """
 
 from __future__ import annotations
