@@ -53,7 +53,7 @@ class Plugin:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What tells it from another one of its name."""
+        """Package and version, which fingerprints have."""
         return {"distribution": self.distribution, "version": self.version}
 
     def __str__(self) -> str:
