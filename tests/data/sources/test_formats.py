@@ -34,7 +34,7 @@ OURS = get_args(get_args(TYPE.annotation)[0])
 
 
 def test_the_config_lists_the_formats_that_are_registered() -> None:
-    assert OURS == tuple(SOURCE_FORMATS)
+    assert tuple(SOURCE_FORMATS) == OURS
     assert {name: each.type for name, each in SOURCE_FORMATS.items()} == {name: name for name in SOURCE_FORMATS}
 
 
