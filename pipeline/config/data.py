@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import string
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
 from pipeline.config.blend import LossWeight, Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
+from pipeline.config.plugins import NamedPlugin, SourceOptions
 
 HELD_OUT = "heldout"
 """Split of sources that are never trained on."""
@@ -122,11 +123,15 @@ class InputConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     """Name of the source. The order of its samples is keyed by this name, never by its place in the list."""
-    type: Literal["text", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] = "text"
+    type: Annotated[
+        Literal["text", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] | str, NamedPlugin("sources")
+    ] = "text"
     """`text`: one document per file (text or code). `jsonl`: one JSON object per line. `csv`, `tsv`: one record a
     document. `warc`: pages of a crawl (WARC) or their texts (WET). All these may be compressed (`.gz`, `.zst`, `.bz2`,
     `.xz`). `parquet`: one row a document. `arrow`: Arrow files, like those of `Dataset.save_to_disk`. `hub`: what `hub`
-    names, through `datasets` streaming."""
+    names, through `datasets` streaming. A name with a dot: an installed plug-in, see `docs/plugins.md`."""
+    options: SourceOptions = None
+    """Options of the plug-in that `type` names."""
     paths: list[AbsGlob] = Field(default_factory=list)
     """Files to read; globs with `**` are understood."""
     exclude: list[str] = Field(default_factory=list)

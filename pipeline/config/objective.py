@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.plugins import NamedPlugin, ObjectiveOptions
 
 FIM_SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 SPAN_SENTINELS = "<extra_id_{}>"
@@ -32,11 +33,16 @@ class DenoiserConfig(Section):
 class ObjectiveConfig(Section):
     """Objective of the training."""
 
-    type: Literal["causal", "fim", "masked", "prefix", "spans", "ul2"] = "causal"
+    type: Annotated[Literal["causal", "fim", "masked", "prefix", "spans", "ul2"] | str, NamedPlugin("objectives")] = (
+        "causal"
+    )
     """`causal`: each token from those before it. `fim`: fill-in-the-middle, for code: documents are rearranged into
     prefix, suffix and middle (Bavarian et al. 2022). `masked`: masked tokens from all others (BERT). `prefix`: each
     token behind a prefix of its document, which is seen in both directions. `spans`: a decoder predicts spans that the
-    encoder's text lacks (T5). `ul2`: the same by one of several denoisers for each window (UL2)."""
+    encoder's text lacks (T5). `ul2`: the same by one of several denoisers for each window (UL2).
+    A name with a dot: an installed plug-in, see `docs/plugins.md`."""
+    options: ObjectiveOptions = None
+    """Options of the plug-in that `type` names."""
     rate: float | None = Field(default=None, ge=0, le=1)
     """fim: share of the documents that are rearranged, by default 0.5. masked, spans: share of the tokens that are
     predicted, by default 0.15; up to 0.4 for masked ones (Wettig et al. 2023)."""

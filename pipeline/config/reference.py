@@ -22,6 +22,7 @@ from pipeline.common.storage import put
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.blend import Bound, Range
 from pipeline.config.document import render
+from pipeline.config.plugins import NamedPlugin, PluginOptions
 from pipeline.config.root import Config
 from pipeline.config.schema import Key, keys, keys_like, meaning, subsection, written_keys
 from pipeline.config.slurm import parse_minutes
@@ -183,6 +184,10 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return f"list of {len(arguments)}: " + ", ".join(_type(part, []) for part in arguments)
     if origin is dict:
         return f"{_type(arguments[1], [])} by name" + _bounds(metadata)
+    if any(isinstance(entry, PluginOptions) for entry in metadata):
+        return "section"
+    if annotation is str and any(isinstance(entry, NamedPlugin) for entry in metadata):
+        return "name of a plug-in"
     if annotation in _VALUES:
         return _VALUES[annotation] + _bounds(metadata)
     parsers = [entry.func for entry in metadata if isinstance(entry, (AfterValidator, BeforeValidator))]

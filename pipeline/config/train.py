@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.base import AbsPath, Count, Duration, Section
 from pipeline.config.objective import MixedObjectiveConfig
+from pipeline.config.plugins import LoggerOptions, NamedPlugin
 
 
 class MuonConfig(Section):
@@ -405,6 +406,15 @@ class ProfileConfig(Section):
         return self
 
 
+class LoggerConfig(Section):
+    """A plug-in that gets each line of the metrics."""
+
+    type: Annotated[str, NamedPlugin("loggers")]
+    """Name of an installed plug-in, see `docs/plugins.md`."""
+    options: LoggerOptions = None
+    """Options of the plug-in."""
+
+
 class MetricsConfig(Section):
     """Outputs of the metrics besides metrics.jsonl, which is always written."""
 
@@ -420,6 +430,8 @@ class MetricsConfig(Section):
     `pipeline data losses`."""
     wandb: WandbConfig | None = None
     """Log to Weights & Biases (needs the extra `wandb`)."""
+    loggers: list[LoggerConfig] = Field(default_factory=list)
+    """Plug-ins that log to elsewhere."""
 
 
 class TrainConfig(Section):
