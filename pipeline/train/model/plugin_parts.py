@@ -22,9 +22,7 @@ def plugin_spec(kind: Literal["mixers", "mlps"], model: ModelConfig, layer: Laye
     Raises:
         UserError: The plug-in refuses the values, or makes what cannot be a part of a layer.
     """
-    name, options = (
-        (layer.mixer, layer.mixer_options) if kind == "mixers" else (layer.mlp, layer.mlp_options)
-    )
+    name, options = (layer.mixer, layer.mixer_options) if kind == "mixers" else (layer.mlp, layer.mlp_options)
     plugin = find_plugin(kind, name)
     found: Any = plugin.load(_BASES[kind])
     if not callable(getattr(found, "of", None)):
