@@ -76,7 +76,7 @@ def _problem(part: LayerPartSpec, module: nn.Module) -> str | None:
     from torch import nn  # reports read specs without it
 
     wanted = _shapes(part)
-    found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(remove_duplicate=False)}
     for name in dict.fromkeys([*wanted, *found]):
         if name not in found:
             return f"its module has no parameter {name}, which the spec lists"
