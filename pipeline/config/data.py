@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
 from pipeline.config.blend import LossWeight, Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
-from pipeline.config.plugins import NamedPlugin, SourceOptions
+from pipeline.config.plugins import NamedPlugin, SourceOptions, find_plugin, is_plugin
 
 HELD_OUT = "heldout"
 """Split of sources that are never trained on."""
@@ -158,7 +158,14 @@ class InputConfig(Section):
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
 
     without_keys: ClassVar[tuple[str, ...]] = ("text", "warc")
-    """Types whose records have no keys."""
+    """Types of ours whose records have no keys."""
+
+    @property
+    def has_keys(self) -> bool:
+        """True if the records have keys."""
+        if is_plugin(self.type):
+            return bool(getattr(find_plugin("sources", self.type).load(), "has_keys", True))
+        return self.type not in self.without_keys
 
     @field_validator("text_template")
     @classmethod
@@ -172,7 +179,7 @@ class InputConfig(Section):
         ways = [key for key in ("text_key", "text_template", "messages") if key in self.model_fields_set]
         ways = [key for key in ways if getattr(self, key) is not None]
         given = [key for key in ("text_template", "messages") if getattr(self, key) is not None]
-        if given and self.type in self.without_keys:
+        if given and not self.has_keys:
             raise ValueError(f"{given[0]} needs records with keys; those of type: {self.type} have none")
         if self.messages is not None and self.type in ("csv", "tsv"):
             raise ValueError(f"messages needs lists of messages, and fields of type: {self.type} are text alone")
@@ -224,7 +231,7 @@ class SourceConfig(InputConfig):
 
     @model_validator(mode="after")
     def _limited(self) -> SourceConfig:
-        if self.weight_key is not None and self.type in self.without_keys and self.dataset is None:
+        if self.weight_key is not None and not self.has_keys and self.dataset is None:
             raise ValueError(
                 f"weight_key needs records with keys: those of type: {self.type} have none; remove weight_key"
             )

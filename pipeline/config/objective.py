@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
-from pipeline.config.plugins import NamedPlugin, ObjectiveOptions
+from pipeline.config.plugins import NamedPlugin, ObjectiveOptions, find_plugin, is_plugin
 
 FIM_SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 SPAN_SENTINELS = "<extra_id_{}>"
@@ -78,6 +78,8 @@ class ObjectiveConfig(Section):
     @property
     def chooses(self) -> bool:
         """True if it chooses which tokens are predicted, False if each token of a window is."""
+        if is_plugin(self.type):
+            return bool(objective_class(self.type).chooses)
         return self.type not in ("causal", "fim")
 
     @property
@@ -142,6 +144,10 @@ OBJECTIVE_KEYS: dict[str, tuple[str, ...]] = {
 
 def objective_values(objective: ObjectiveConfig) -> dict[str, Any]:
     """The keys that an objective reads, with their defaults."""
+    if is_plugin(objective.type):
+        options = None if objective.options is None else objective.options.model_dump(mode="json")
+        found = find_plugin("objectives", objective.type)
+        return {"type": objective.type, "options": options, "plugin": found.identity}
     values = objective.model_dump(mode="json", include={"type", *OBJECTIVE_KEYS[objective.type]})
     defaults = {
         "rate": objective.share,
@@ -177,3 +183,25 @@ OBJECTIVE_MODELS: dict[str, ModelNeeds] = {
     "ul2": ModelNeeds("causal", encoder=True),
 }
 """By type of objective the models that it can train."""
+
+
+def objective_class(type: str) -> Any:
+    """The class of an objective's plug-in, whose attributes say what it needs.
+
+    Raises:
+        UserError: It cannot be imported.
+    """
+    return find_plugin("objectives", type).load()
+
+
+def objective_needs(type: str) -> ModelNeeds:
+    """Keys of the model that an objective needs."""
+    if is_plugin(type):
+        found = objective_class(type)
+        return ModelNeeds(found.direction, encoder=found.encoder)
+    return OBJECTIVE_MODELS[type]
+
+
+def takes_packs(type: str) -> bool:
+    """True if an objective also takes packs of whole documents."""
+    return bool(objective_class(type).packs) if is_plugin(type) else type not in ("spans", "ul2")

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 Kind = Literal["sources", "mixers", "mlps", "objectives", "loggers"]
 """Kinds of plug-ins. The entry points of a kind are those of the group `pipeline.KIND`."""
+BASES: dict[Kind, str] = {
+    "sources": "pipeline.data.sources.reader.Reader",
+    "mixers": "pipeline.train.model.part_spec.MixerSpec",
+    "mlps": "pipeline.train.model.part_spec.LayerPartSpec",
+    "objectives": "pipeline.data.loading.objectives.custom.CustomObjective",
+    "loggers": "pipeline.train.monitor.loggers.base.Logger",
+}
+"""By kind, the class that each plug-in is a subclass of. Named, since the config is read without these modules."""
 NAME = r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+$"
 """Pattern of the names of plug-ins."""
 
@@ -45,20 +53,20 @@ class Plugin:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What tells it from another one of its name."""
+        """Package and version, which fingerprints have."""
         return {"distribution": self.distribution, "version": self.version}
 
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version})"
 
-    def load(self, base: type[_Class] = object) -> type[_Class]:  # type: ignore[assignment]
+    def load(self, base: type[_Class] | None = None) -> type[_Class]:
         """Import its class.
 
         Args:
-            base: The class that it has to be a subclass of.
+            base: The class in `BASES`, for the type checker.
 
         Raises:
-            UserError: It cannot be imported, or is something else.
+            UserError: It cannot be imported, or is not a subclass of that class.
         """
         where = f"the plug-in {self} of the group pipeline.{self.kind}"
         try:
@@ -68,9 +76,11 @@ class Plugin:
             raise UserError(
                 f"{where} cannot be imported from {self.entry.value}: {cause}; repair or reinstall {self.distribution}"
             ) from error
-        if not isinstance(found, type) or not issubclass(found, base):
-            wanted = "a class" if base is object else f"a subclass of {base.__module__}.{base.__qualname__}"
-            raise UserError(f"{where} must be {wanted}, and {self.entry.value} is {found!r}; see docs/plugins.md")
+        wanted = BASES[self.kind]
+        if not isinstance(found, type) or wanted not in [f"{each.__module__}.{each.__name__}" for each in found.mro()]:
+            raise UserError(
+                f"{where} must be a subclass of {wanted}, and {self.entry.value} is {found!r}; see docs/plugins.md"
+            )
         return found
 
     def options(self) -> type[Section] | None:
@@ -79,7 +89,7 @@ class Plugin:
         Raises:
             UserError: As `load`.
         """
-        options = getattr(self.load(), "Options", None)
+        options: Any = getattr(self.load(), "Options", None)
         if options is not None and not (isinstance(options, type) and issubclass(options, Section)):
             raise UserError(
                 f"Options of the plug-in {self} must be a subclass of pipeline.config.base.Section, not {options!r}"

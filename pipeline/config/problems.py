@@ -149,7 +149,7 @@ def _meaning(path: KeyPath, root: type[Section]) -> str:
 
 
 def _suggestion(path: KeyPath, root: type[Section], outer: KeyPath = ()) -> str:
-    """What may have been meant by an unknown key of a root, which is a section at the path `outer` of a run file."""
+    """Keys that may have been meant by an unknown one of a root, which is a section at the path `outer` of a run file."""
     *parents, name = path
     name = str(name)
     known = {key.path for key in keys(root)}
