@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.layer_plugins import check_layer_plugins
 from pipeline.config.mixers import MAX_EXPERTS, MAX_LAYERS, MAX_ROWS, MAX_WIDTH, DeltaConfig, Mamba2Config, MlaConfig
 from pipeline.config.plugins import MixerOptions, MlpOptions, NamedPlugin, is_plugin
 
@@ -506,6 +507,7 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
             raise ValueError(f"{where}{key} needs mixer: {' or '.join(owners)}, and mixer is {layer.mixer}")
         if getattr(layer, key) is None and layer.mixer in owners:
             raise ValueError(f"{where}mixer: {layer.mixer} needs the section {key} with its sizes")
+    check_layer_plugins(layer, model, where, own, _OF_ATTENTION)
     if layer.mixer == "none":
         # Without kinds, those of `model:` may stay where its mixer is taken out.
         if where and (given := _first_given(own, _OF_ATTENTION)):
@@ -514,6 +516,7 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
     _check_unused(layer, own, where, layer.mixer)
     if layer.mixer in RECURRENT:
         _check_recurrent(layer, model, where)
+    if layer.mixer in RECURRENT or is_plugin(layer.mixer):
         return
     if layer.heads is None:
         raise ValueError(f"{where}heads is missing, which mixer: {layer.mixer} needs")

@@ -62,12 +62,12 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
             del kind[key]
     for name in LATER_KEYS:
         _leave_out_default(keys, config.model, name)
-    if plugins := _layer_plugins(config.model):
+    if plugins := layer_plugins(config.model):
         keys["plugins"] = plugins
     return keys
 
 
-def _layer_plugins(model: ModelConfig) -> dict[str, Any]:
+def layer_plugins(model: ModelConfig) -> dict[str, Any]:
     """Identities of the plug-ins that layers are of, by kind and name."""
     layers = [model.layer(name) for name in dict.fromkeys([*model.encoder_kinds, *model.layer_kinds])]
     mixers = plugin_identities("mixers", (layer.mixer for layer in layers))
