@@ -81,8 +81,10 @@ class RunFiles:
     logs = _Entry("logs")
     """A folder for each launch."""
     tensorboard = _Entry("tensorboard")
+    run_id = _Entry("run-id")
+    """Id of the run at trackers, if it has any."""
     wandb_id = _Entry("wandb-id")
-    """Id of the run at Weights & Biases."""
+    """The same of older runs."""
     profiles = _Entry("profile")
     """A folder for each attempt that was profiled."""
     checkpoints = _Entry("checkpoints")

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from pipeline.common.redaction import masked
 from pipeline.config.base import Section
 from pipeline.config.document import Place, Problem
 from pipeline.config.plugins import PluginOptions
@@ -67,7 +68,7 @@ def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
 
 def show(value: Any) -> str:
     """A value as it could stand in a run file, shortened."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = masked(json.dumps(value, ensure_ascii=False, default=str))
     text = "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text)
     return text if len(text) <= 60 else f"{text[:56]} ..."
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.base import AbsPath, Count, Duration, Section
 from pipeline.config.objective import MixedObjectiveConfig
-from pipeline.config.plugins import LoggerOptions, NamedPlugin
+from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
 
 
 class MuonConfig(Section):
@@ -372,15 +372,6 @@ class InitFromConfig(Section):
         return self
 
 
-class WandbConfig(Section):
-    """Weights & Biases. The API key comes from the environment, never from here."""
-
-    project: str
-    """Project to log to."""
-    mode: Literal["online", "offline"] = "online"
-    """`offline` writes to the run folder only."""
-
-
 class ProfileConfig(Section):
     """Profiles of time and memory in some steps: files in `profile/attempt-NNNN` of the run folder."""
 
@@ -406,15 +397,6 @@ class ProfileConfig(Section):
         return self
 
 
-class LoggerConfig(Section):
-    """A plug-in that gets each line of the metrics."""
-
-    type: Annotated[str, NamedPlugin("loggers")]
-    """Name of an installed plug-in, see `docs/plugins.md`."""
-    options: LoggerOptions = None
-    """Options of the plug-in."""
-
-
 class MetricsConfig(Section):
     """Outputs of the metrics besides metrics.jsonl, which is always written."""
 
@@ -430,8 +412,12 @@ class MetricsConfig(Section):
     `pipeline data losses`."""
     wandb: WandbConfig | None = None
     """Log to Weights & Biases (needs the extra `wandb`)."""
+    mlflow: MlflowConfig | None = None
+    """Log to MLflow (needs the extra `mlflow`)."""
+    trackio: TrackioConfig | None = None
+    """Log to Trackio (needs the extra `trackio`)."""
     loggers: list[LoggerConfig] = Field(default_factory=list)
-    """Plug-ins that log to elsewhere."""
+    """Log to what plug-ins write to."""
 
 
 class TrainConfig(Section):

@@ -34,7 +34,9 @@ from pipeline.train.host.gc_schedule import GcSchedule
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.monitor.faults import Faults, Rewind
 from pipeline.train.monitor.goodput import goodput
-from pipeline.train.monitor.metrics import Metrics, Sink, open_sinks
+from pipeline.train.monitor.loggers.base import Logger
+from pipeline.train.monitor.loggers.open import open_loggers
+from pipeline.train.monitor.metrics import Metrics
 from pipeline.train.monitor.profiler import Profile
 from pipeline.train.monitor.spikes import kind_of
 from pipeline.train.monitor.trace_spans import span
@@ -299,11 +301,11 @@ class Trainer:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Around the loop: what it writes metrics, checkpoints and profiles with, and closes however it ends."""
-        first, total, sinks = self._folder.step, self._plan.length.steps, list[Sink]()
+        first, total, loggers = self._folder.step, self._plan.length.steps, list[tuple[str, Logger]]()
         if dist.get_rank() == 0:
             storage.put(RunFiles(self._folder.path).config, dump(self._config).encode())
             self._plan.write_journal(self._folder.path)
-            sinks = open_sinks(self._config, self._folder.path, self._console, first, total)
+            loggers = open_loggers(self._config, self._folder, self._console, total, self._origin.state())
         self._losses.resume(self._plan.journal, first)
         stream = self._plan.stream(self._config, first)
         flops = flops_per_token(self._setup.spec, stream, causal=True)
@@ -322,7 +324,7 @@ class Trainer:
             warn(self._console, line)
         with (
             out_of_memory_means(self._memory_advice),
-            Metrics(sinks) as self._metrics,
+            Metrics(loggers) as self._metrics,
             self._losses,
             self._saver,
             self._profile,

@@ -190,7 +190,7 @@ WRITE_NOTHING = (
     "pipeline.train.checkpoint.dcp_metadata",
     "pipeline.train.exported_model",
     "pipeline.train.distributed.process_group",
-    "pipeline.train.monitor.metrics",  # the run file, for wandb
+    "pipeline.train.monitor.loggers.open",  # the run file, for trackers
     "pipeline.train.open_run",
     "pipeline.train.parallel.tested",
     "pipeline.train.planning.memory",

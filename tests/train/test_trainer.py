@@ -23,6 +23,7 @@ from pipeline.config.load import load
 from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.setup import be_deterministic
 from tests import tiny
@@ -387,7 +388,7 @@ def test_what_is_waited_for_has_its_own_time_limit(root: Path, monkeypatch: pyte
             dogs.append(self)
             return super().__enter__()
 
-    class Slow:
+    class Slow(Logger):
         def write(self, row: dict[str, Any]) -> None:
             pass
 
@@ -401,7 +402,7 @@ def test_what_is_waited_for_has_its_own_time_limit(root: Path, monkeypatch: pyte
         return original(self, *arguments)
 
     monkeypatch.setattr(trainer, "Watchdog", Watched)
-    monkeypatch.setattr(trainer, "open_sinks", lambda *_: [Slow()])
+    monkeypatch.setattr(trainer, "open_loggers", lambda *_: [("slow", Slow())])
     monkeypatch.setattr(Checkpoints, "resumable", resumable)
     train(root, "limits")
     assert seen == ["save", None]

@@ -111,6 +111,8 @@ def _shapes(part: LayerPartSpec) -> dict[str, tuple[int, ...]]:
         if matrix.bias:
             shapes[f"{matrix.name}.bias"] = (matrix.rows,)
     for norm in part.head_norms:
-        for name, size in zip(("weight", "bias"), norm.spec.parameters(norm.head_dim * (norm.heads or 1)), strict=False):
+        for name, size in zip(
+            ("weight", "bias"), norm.spec.parameters(norm.head_dim * (norm.heads or 1)), strict=False
+        ):
             shapes[f"{norm.name}.{name}"] = (size,)
     return shapes | {vector.name: tuple(vector.shape) for vector in part.vectors}

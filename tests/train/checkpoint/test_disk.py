@@ -21,7 +21,7 @@ from pipeline.common import storage
 from pipeline.config.load import load
 from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.monitor import metrics
+from pipeline.train.monitor.loggers import retrying
 from pipeline.train.parallel.torch_compat.checkpoint_files import HashingWriter
 from pipeline.train.run.folder import read_metrics
 from tests import tiny
@@ -84,7 +84,7 @@ def test_a_disk_that_has_room_again_gets_checkpoints_and_metrics_again(
 ) -> None:
     """Full to the last byte after step 3, so that metrics have no room either; freed after step 6."""
     subprocess.run(["mount", "-o", "remount,size=8m", small_disk], check=True)
-    monkeypatch.setattr(metrics, "_PAUSE", 0.0)
+    monkeypatch.setattr(retrying, "_PAUSE", 0.0)
     file = file_of_a_run_on(tmp_path, small_disk, keep=1)
     filler, original = small_disk / "filler", trainer.Trainer._read_numbers
 
@@ -110,7 +110,7 @@ def test_a_disk_that_has_room_again_gets_checkpoints_and_metrics_again(
     assert [row["step"] for row in read_metrics(run)] == list(range(1, 9))
     assert len((run / "metrics.jsonl").read_bytes().splitlines()) >= 8
     assert [checkpoint.step for checkpoint in Checkpoints.of_run(run).all()] == [8]
-    jsonl = [text for text in caplog.messages if text.startswith("JsonLines")]
+    jsonl = [text for text in caplog.messages if text.startswith("metrics.jsonl")]
     assert len(jsonl) == 2 and "No space left" in jsonl[0] and "0 rows" in jsonl[1]
     steps = set()
     # Each file by itself: of two of the same second, the reader of a folder takes `.10` before `.9`.

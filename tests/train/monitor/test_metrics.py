@@ -1,4 +1,4 @@
-"""What reaches the sinks, read back by the programs that people use."""
+"""What reaches the loggers, read back by the programs that people use."""
 
 import errno
 import io
@@ -15,8 +15,11 @@ from tensorboard.summary.writer import event_file_writer
 from pipeline.common.storage import JsonLines, read_json_lines
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train.monitor import metrics as metrics_module
-from pipeline.train.monitor.metrics import Metrics, TensorBoard, Terminal, flat, peak_flops
+from pipeline.train.monitor.loggers import retrying
+from pipeline.train.monitor.loggers.base import Logger, flat
+from pipeline.train.monitor.loggers.tensorboard import TensorBoard
+from pipeline.train.monitor.loggers.terminal import Terminal
+from pipeline.train.monitor.metrics import Metrics, peak_flops
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.trainer import train
 from tests import tiny
@@ -57,7 +60,7 @@ def test_tensorboard_shows_the_last_attempt_of_a_step(tmp_path: Path) -> None:
 
 
 def test_tensorboard_goes_back_with_a_run_that_does(tmp_path: Path) -> None:
-    with Metrics([TensorBoard(tmp_path, 0)]) as metrics:
+    with Metrics([("TensorBoard", TensorBoard(tmp_path, 0))]) as metrics:
         for step in range(1, 5):
             metrics.write({"step": step, "loss": 1.0})
         metrics.rewind(2)
@@ -71,9 +74,9 @@ def test_tensorboard_goes_back_with_a_run_that_does(tmp_path: Path) -> None:
 
 def test_tensorboard_goes_back_though_its_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that were not written yet, and are made again, are shown once."""
-    monkeypatch.setattr(metrics_module, "_PAUSE", 0.0)
+    monkeypatch.setattr(retrying, "_PAUSE", 0.0)
     sink = TensorBoard(tmp_path, 0)
-    with Metrics([sink]) as metrics:
+    with Metrics([("TensorBoard", sink)]) as metrics:
         for step in (1, 2, 3):
             metrics.write({"step": step, "loss": 1.0})
         sink._drop()  # as after a write that failed; nothing was flushed for sure
@@ -90,7 +93,7 @@ def test_a_full_disk_is_a_line_for_tensorboard_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its thread dies of it; another one goes on when there is room."""
-    monkeypatch.setattr(metrics_module, "_PAUSE", 0.0)
+    monkeypatch.setattr(retrying, "_PAUSE", 0.0)
     tracebacks: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", tracebacks.append)
     full = [True]
@@ -103,7 +106,7 @@ def test_a_full_disk_is_a_line_for_tensorboard_and_no_traceback(
 
     monkeypatch.setattr(event_file_writer, "RecordWriter", Writer)
     sink = TensorBoard(tmp_path, 0)
-    with Metrics([sink]) as metrics:
+    with Metrics([("TensorBoard", sink)]) as metrics:
         metrics.write({"step": 1, "loss": 1.0})
         sink._writer._get_file_writer().event_writer._async_writer._worker.join(60)
         metrics.write({"step": 2, "loss": 2.0})
@@ -126,14 +129,14 @@ def test_a_bar_goes_back_with_a_run_that_does() -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     bar = Terminal(console, 0, 8, 1)
     row = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens_per_second": 1.0}
-    with Metrics([bar]) as metrics:
+    with Metrics([("terminal", bar)]) as metrics:
         metrics.write({"step": 6, **row})
         metrics.rewind(2)
         assert bar._progress is not None and bar._progress.tasks[0].completed == 2
 
 
-class Moody:
-    """A sink whose disk is full at some writes."""
+class Moody(Logger):
+    """A logger whose disk is full at some writes."""
 
     def __init__(self, full: list[bool]) -> None:
         self.full = full
@@ -151,9 +154,9 @@ class Moody:
 def test_rows_that_meet_a_full_disk_are_written_later_in_order(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics_module, "_PAUSE", 0.0)
+    monkeypatch.setattr(retrying, "_PAUSE", 0.0)
     moody, sound = Moody([False, True, True, False, True]), Moody([])
-    with Metrics([moody, sound]) as metrics:
+    with Metrics([("moody", moody), ("sound", sound)]) as metrics:
         for step in range(1, 6):
             metrics.write({"step": step})
             assert sound.rows[-1] == step
@@ -165,10 +168,10 @@ def test_rows_that_meet_a_full_disk_are_written_later_in_order(
 
 
 def test_only_so_many_rows_are_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(metrics_module, "_PAUSE", 0.0)
-    monkeypatch.setattr(metrics_module, "_KEPT", 3)
+    monkeypatch.setattr(retrying, "_PAUSE", 0.0)
+    monkeypatch.setattr(retrying, "_KEPT", 3)
     moody = Moody([True] * 5)
-    with Metrics([moody]) as metrics:
+    with Metrics([("moody", moody)]) as metrics:
         for step in range(1, 7):
             metrics.write({"step": step})
     assert moody.rows == [4, 5, 6]

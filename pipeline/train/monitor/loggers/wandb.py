@@ -1,0 +1,60 @@
+"""Weights & Biases: one W&B run per run folder, over all attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.config.trackers import WandbConfig
+from pipeline.train.monitor.loggers.background import BatchLogger, NumberedRow
+from pipeline.train.monitor.loggers.base import RunInfo, flat
+
+_INIT_S, _FINISH_S = 60.0, 10.0
+"""Seconds for W&B to begin a run, and to upload what is left at its end."""
+
+
+class WandbLogger(BatchLogger):
+    """Weights & Biases, by its client, which sends from a process of its own."""
+
+    def __init__(self, config: WandbConfig, run: RunInfo) -> None:
+        """Begin or resume the run.
+
+        Raises:
+            Exception: of the client, whatever it may be, if the server cannot be reached or refuses.
+        """
+        import wandb
+
+        self._online = config.mode == "online"
+        if self._online and not wandb.login(prompt=False):
+            raise ConnectionError("no API key: set WANDB_API_KEY, or run `wandb login`")
+        parent = run.parent and {"run_dir": str(run.parent.folder), "step": run.parent.step, "id": run.parent.id}
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.name or run.name,
+            group=config.group,
+            tags=config.tags or None,
+            mode=config.mode,
+            dir=str(run.folder),
+            id=run.id,
+            resume="allow",
+            config={**run.config, "parent": parent} if parent else run.config,
+            settings=wandb.Settings(init_timeout=_INIT_S, finish_timeout=_FINISH_S),
+        )
+        # W&B's own count of rows only rises. Steps fall where a run goes back, and a save tells of its step later.
+        self._run.define_metric("*", step_metric="step")
+
+    def sent(self) -> int | None:
+        """Rows that the server has. Offline nobody knows, and the rows of this attempt are logged."""
+        return self._run.starting_step if self._online else None
+
+    def send(self, rows: Sequence[NumberedRow]) -> None:
+        for number, row in rows:
+            # `_step` of a row is its place in metrics.jsonl: parts of a run that are synced later do not overlap.
+            values = {**flat(row), "step": row["step"], "attempt": row.get("attempt", 0)}
+            self._run.log(values, step=number - 1, commit=True)
+
+    def rewind(self, step: int) -> None:
+        """Nothing is forgotten: `attempt` tells the values of a step apart."""
+
+    def close(self) -> None:
+        self._run.finish()
