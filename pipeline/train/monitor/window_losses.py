@@ -22,7 +22,8 @@ from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
 from pipeline.data.order.journal import Journal
 from pipeline.data.provenance.loss_file import LossHead, cut_losses, encode, masked, read_head
-from pipeline.train.monitor.metrics import Metrics
+from pipeline.train.monitor.loggers.base import Logger
+from pipeline.train.monitor.loggers.retrying import RetryingLogger
 from pipeline.train.run.folder import RunFolder
 
 
@@ -62,8 +63,8 @@ class WindowSums:
         return self._sums if dist.get_rank() == 0 else None
 
 
-class LossWriter:
-    """Writes the file of losses; a sink, see `Metrics`.
+class LossWriter(Logger):
+    """Writes the file of losses.
 
     A step is one write at its place, so that a kill loses no more than the step that is being written.
 
@@ -140,7 +141,7 @@ class WindowLosses:
         self._folder, self._path = folder, RunFiles(folder.path).losses
         self._rank_0 = dist.get_rank() == 0
         self._writer = LossWriter(self._path, folder.attempt)
-        self._sink = Metrics([self._writer])
+        self._logger = RetryingLogger(RunFiles.losses, self._writer)
 
     def resume(self, journal: Journal, step: int) -> None:
         """Forget the samples of the steps after this one, from which the run trains on; also where nothing is recorded.
@@ -151,7 +152,7 @@ class WindowLosses:
         """
         if not self._rank_0:
             return
-        self._sink.rewind(step)
+        self._logger.rewind(step)
         self._writer.attempt = self._folder.attempt
         cut_losses(self._path, journal.samples(step).start)
 
@@ -165,7 +166,7 @@ class WindowLosses:
         """
         if self.wanted and self._rank_0:
             codes = masked(len(samples)) if sums is None else encode(*sums.numpy())
-            self._sink.write({"step": step, "first": samples.start, "codes": codes})
+            self._logger.write({"step": step, "first": samples.start, "codes": codes})
 
     def sync(self) -> None:
         """Flush to disk what is recorded, before a checkpoint of these steps is committed."""
@@ -178,4 +179,4 @@ class WindowLosses:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._sink.__exit__(None, None, None)
+        self._logger.close()

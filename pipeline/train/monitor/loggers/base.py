@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,13 @@ class RunInfo:
 class Logger:
     """A destination of metrics.
 
-    Subclasses need `write` alone, and those of other packages `open`. Each logger is called from a single thread. An `OSError` means that a call may
-    succeed later: the row is handed over again. A logger that may wait (for a network) belongs behind
-    `BackgroundLogger`, as loggers of other packages are.
+    Subclasses need `write` alone, and those of other packages `open`. Each logger is called from a single thread. An
+    `OSError` means that a call may succeed later: the row is handed over again. A logger that
+    may wait (for a network) belongs behind `BackgroundLogger`, as loggers of other packages are.
     """
+
+    keeps_all: ClassVar[bool] = False
+    """True if rows are written even if the run has gone back before they could be."""
 
     def write(self, row: dict[str, Any]) -> None:
         """Log a row of metrics.

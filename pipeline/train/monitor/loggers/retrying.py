@@ -22,31 +22,25 @@ class RetryingLogger(Logger):
     def __init__(self, name: str, logger: Logger) -> None:
         self._name = name
         self._logger = logger
-        self._calls: deque[dict[str, Any] | int] = deque()
-        """Rows to write and steps to rewind to, in their order."""
+        self._rows: deque[dict[str, Any]] = deque()
         self._lost = 0
         self._failing = False
         self._pause = 0.0
         self._again = 0.0
 
     def write(self, row: dict[str, Any]) -> None:
-        self._calls.append(row)
-        if len(self._calls) > _KEPT:
-            self._calls.popleft()
+        self._rows.append(row)
+        if len(self._rows) > _KEPT:
+            self._rows.popleft()
             self._lost += 1
         if time.monotonic() >= self._again:
-            self._make_calls()
+            self._write_all()
 
-    def rewind(self, step: int) -> None:
-        self._calls.append(step)
-        if not self._failing:
-            self._make_calls()
-
-    def _make_calls(self) -> None:
+    def _write_all(self) -> None:
         try:
-            while self._calls:
-                self._call(self._calls[0])
-                self._calls.popleft()
+            while self._rows:
+                self._logger.write(self._rows[0])
+                self._rows.popleft()
         except OSError as error:
             if not self._failing:
                 self._say("%s; training continues, and metrics are written as soon as they can be", error)
@@ -57,23 +51,21 @@ class RetryingLogger(Logger):
             self._say("written again; %d rows were lost", self._lost)
         self._failing, self._pause, self._lost = False, 0.0, 0
 
-    def _call(self, what: dict[str, Any] | int) -> None:
-        if isinstance(what, dict):
-            self._logger.write(what)
-            return
+    def rewind(self, step: int) -> None:
+        if not self._logger.keeps_all:
+            self._rows = deque(row for row in self._rows if row["step"] <= step)
         with suppress(OSError):  # which the next row meets, too
-            self._logger.rewind(what)
+            self._logger.rewind(step)
 
     def close(self) -> None:
         try:
-            if self._calls:
-                self._make_calls()
+            if self._rows:
+                self._write_all()
             self._logger.close()
         except OSError as error:
             self._say("closing: %s", error)
-        if self._calls:
-            rows = sum(isinstance(each, dict) for each in self._calls)
-            self._say("%d rows could not be written", rows + self._lost)
+        if self._rows:
+            self._say("%d rows could not be written", len(self._rows) + self._lost)
 
     def _say(self, text: str, *values: object) -> None:
         logging.getLogger(__name__).warning("%s: " + text, self._name, *values)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from pipeline.config.trackers import WandbConfig
 from pipeline.train.monitor.loggers.background import BatchLogger, NumberedRow
 from pipeline.train.monitor.loggers.base import RunInfo, flat
 
-_INIT_S, _FINISH_S = 60.0, 10.0
+_INIT_S, _FINISH_S = 30.0, 10.0
 """Seconds for W&B to begin a run, and to upload what is left at its end."""
 
 
@@ -24,8 +27,10 @@ class WandbLogger(BatchLogger):
         import wandb
 
         self._online = config.mode == "online"
-        if self._online and not wandb.login(prompt=False):
-            raise ConnectionError("no API key: set WANDB_API_KEY, or run `wandb login`")
+        if self._online:
+            _reach(wandb.setup().settings.base_url)
+            if not wandb.login(prompt=False):
+                raise ConnectionError("no API key: set WANDB_API_KEY, or run `wandb login`")
         parent = run.parent and {"run_dir": str(run.parent.folder), "step": run.parent.step, "id": run.parent.id}
         self._run = wandb.init(
             project=config.project,
@@ -58,3 +63,19 @@ class WandbLogger(BatchLogger):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _reach(address: str) -> None:
+    """Ask a server for any answer. Without one, each attempt of W&B's to begin a run would leave a folder.
+
+    Raises:
+        OSError: there is none.
+    """
+    try:
+        with urlopen(Request(address, method="HEAD"), timeout=_INIT_S):
+            pass
+    except HTTPError:
+        pass
+    except URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):  # W&B has its own certificates
+            raise
