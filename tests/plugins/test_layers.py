@@ -305,9 +305,7 @@ ROWS = {row.name: row for row in (*TESTED, *WITHIN_LAYERS)}
 @pytest.mark.guard
 @pytest.mark.parallel
 @pytest.mark.parametrize("name", ["fsdp2-reshard", "tp2", "tp2-no_sp", "pp2-1f1b", "tp2-selective"])
-def test_a_layout_computes_what_one_process_does(
-    families: Path, processes: Callable[[int], Ranks], name: str
-) -> None:
+def test_a_layout_computes_what_one_process_does(families: Path, processes: Callable[[int], Ranks], name: str) -> None:
     row = ROWS[name]
     assert layouts.compare(families, "plugins", row, processes(row.layout.world_size)) == []
 

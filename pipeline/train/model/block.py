@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.dropout import PlacedDropout, dropped
 from pipeline.train.model.kernels.attention_mask import AttentionMask
+from pipeline.train.model.mixers.recomputed import InputCache
 from pipeline.train.model.mlps.experts.routing import Routed
 from pipeline.train.model.norm import build_norm
-from pipeline.train.model.mixers.recomputed import InputCache
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.plugin_parts import check_module
 from pipeline.train.model.recompute import Recompute

@@ -13,7 +13,8 @@ from pipeline.train.model.part_spec import LayerPartSpec, MixerSpec
 if TYPE_CHECKING:
     from torch import nn
 
-_BASES: Mapping[str, type[LayerPartSpec]] = {"mixers": MixerSpec, "mlps": LayerPartSpec}
+_BASES: Mapping[str, Any] = {"mixers": MixerSpec, "mlps": LayerPartSpec}
+"""By kind of plug-in the class that its own extends."""
 
 
 def plugin_spec(kind: Literal["mixers", "mlps"], model: ModelConfig, layer: LayerConfig) -> Any:
@@ -111,6 +112,8 @@ def _shapes(part: LayerPartSpec) -> dict[str, tuple[int, ...]]:
         if matrix.bias:
             shapes[f"{matrix.name}.bias"] = (matrix.rows,)
     for norm in part.head_norms:
-        for name, size in zip(("weight", "bias"), norm.spec.parameters(norm.head_dim * (norm.heads or 1)), strict=False):
+        for name, size in zip(
+            ("weight", "bias"), norm.spec.parameters(norm.head_dim * (norm.heads or 1)), strict=False
+        ):
             shapes[f"{norm.name}.{name}"] = (size,)
     return shapes | {vector.name: tuple(vector.shape) for vector in part.vectors}
