@@ -89,7 +89,8 @@ def check_exported(config: Config, weights: VerifiedWeights, spec: DecoderSpec) 
     of_weights = validated_model(fingerprint, f"{folder} says of its model what cannot be")
     saved, now = of_weights.model_dump(mode="json"), config.model.model_dump(mode="json")
     for values, plugins in ((saved, fingerprint.get("plugins")), (now, layer_plugins(config.model))):
-        values |= {"plugins": plugins} if plugins else {}
+        if plugins:
+            values["plugins"] = plugins
     misfit = first_misfit(weights.shapes, spec, folder)
     found = computing_differences(saved, now, spec)
     if misfit:

@@ -13,7 +13,8 @@ from pipeline.train.model.part_spec import LayerPartSpec, MixerSpec
 if TYPE_CHECKING:
     from torch import nn
 
-_BASES: Mapping[str, type[LayerPartSpec]] = {"mixers": MixerSpec, "mlps": LayerPartSpec}
+_BASES: Mapping[str, Any] = {"mixers": MixerSpec, "mlps": LayerPartSpec}
+"""By kind of plug-in the class that its own extends."""
 
 
 def plugin_spec(kind: Literal["mixers", "mlps"], model: ModelConfig, layer: LayerConfig) -> Any:
