@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from pipeline.config.base import Section
-from pipeline.config.layer_plugins import check_layer_plugins
+from pipeline.config.layer_plugins import check_layer_plugin
 from pipeline.config.mixers import MAX_EXPERTS, MAX_LAYERS, MAX_ROWS, MAX_WIDTH, DeltaConfig, Mamba2Config, MlaConfig
 from pipeline.config.plugins import MixerOptions, MlpOptions, NamedPlugin, is_plugin
 
@@ -507,7 +507,7 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
             raise ValueError(f"{where}{key} needs mixer: {' or '.join(owners)}, and mixer is {layer.mixer}")
         if getattr(layer, key) is None and layer.mixer in owners:
             raise ValueError(f"{where}mixer: {layer.mixer} needs the section {key} with its sizes")
-    check_layer_plugins(layer, model, where, own, _OF_ATTENTION)
+    _check_plugins(layer, model, where, own)
     if layer.mixer == "none":
         # Without kinds, those of `model:` may stay where its mixer is taken out.
         if where and (given := _first_given(own, _OF_ATTENTION)):
@@ -528,6 +528,22 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
         _check_mla(layer, where)
     else:
         _check_heads(layer, model, where)
+
+
+def _check_plugins(layer: LayerConfig, model: ModelConfig, where: str, own: LayerConfig) -> None:
+    """Raise a `ValueError` where keys do not fit plug-ins of a layer."""
+    asked = {
+        "mup": model.init.scheme == "mup",
+        "documents": model.document_attention,
+        "both": model.direction == "both",
+    }
+    needs = [name for name, value in asked.items() if value]
+    if is_plugin(layer.mixer):
+        biased = ["bias"] * (own.bias not in ("none", "mlp"))
+        check_layer_plugin("mixer", layer.mixer, where, [*_given(own, _OF_ATTENTION), *biased], needs)
+    if is_plugin(layer.mlp):
+        biased = ["bias"] * (own.bias in ("mlp", "all"))
+        check_layer_plugin("mlp", layer.mlp, where, [*_given(own, ("ffn_dim",)), *biased], needs)
 
 
 def _check_heads(layer: LayerConfig, model: ModelConfig, where: str) -> None:
@@ -560,9 +576,13 @@ _UNUSED = {"mla": _OF_HEADS, **dict.fromkeys(RECURRENT, _OF_ATTENTION)}
 """By value of `mixer`, keys of attention that it has otherwise, or not."""
 
 
+def _given(own: LayerConfig, keys: Iterable[str]) -> Iterator[str]:
+    """Those of some keys that are not at their defaults."""
+    return (key for key in keys if getattr(own, key) != LayerConfig.model_fields[key].default)
+
+
 def _first_given(own: LayerConfig, keys: Iterable[str]) -> str | None:
-    """The first of some keys that is not at its default."""
-    return next((key for key in keys if getattr(own, key) != LayerConfig.model_fields[key].default), None)
+    return next(_given(own, keys), None)
 
 
 def _check_unused(layer: LayerConfig, own: LayerConfig, where: str, mixer: str) -> None:

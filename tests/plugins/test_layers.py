@@ -25,6 +25,7 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
+from pipeline.train.model.plugin_check import check_layers
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.tested import TESTED, WITHIN_LAYERS
 from pipeline.train.planning.devices import DEVICES
@@ -129,7 +130,7 @@ def test_generation(own_state: bool) -> None:
     model = decoder()
     if not own_state:
         for block in model.blocks:
-            block.mixer = Stateless(block.mixer)
+            block.mixer = Stateless(block.get_submodule("mixer"))
     rows = [torch.arange(start, start + 12) * 5 % VOCAB for start in (0, 40)]
     whole = [model(row[None], Context())[0] for row in rows]
     states, more = model.new_states(1), model.new_states(1)
@@ -249,6 +250,21 @@ def test_a_module_that_is_not_what_its_spec_says_is_refused() -> None:
         pytest.raises(UserError, match=r"the mixer example.short_conv \(example-plugins 1.0\): dim of the spec is not"),
     ):
         decoder()
+
+
+def test_promises_that_are_not_kept_are_found() -> None:
+    from example_plugins.short_conv_module import ShortConv
+    from example_plugins.signed_relu2 import SignedRelu2
+
+    check_layers(model_of(pattern=["near", "far"], kinds={"near": {}, "far": {"mixer": "attention", "heads": 2}}))
+    convolved, relu = ShortConv._convolved, SignedRelu2.forward
+    for message, where, name, broken in (
+        ("positions see those behind", ShortConv, "_convolved", lambda *given: convolved(*given).flip(1)),
+        ("documents of a sequence", ShortConv, "_convolved", lambda *given: convolved(*given[:3], None)),
+        ("texts that are continued", SignedRelu2, "forward", lambda self, x: relu(self, x.cumsum(1))),
+    ):
+        with mock.patch.object(where, name, broken), pytest.raises(UserError, match=message):
+            check_layers(model_of())
 
 
 @pytest.fixture(scope="module")
