@@ -25,6 +25,19 @@ if TYPE_CHECKING:
 
 Kind = Literal["sources", "mixers", "mlps", "objectives", "loggers"]
 """Kinds of plug-ins. The entry points of a kind are those of the group `pipeline.KIND`."""
+KEYS: dict[Kind, str] = {
+    "sources": "data.sources.N.type",
+    "mixers": "model.mixer",
+    "mlps": "model.mlp",
+    "objectives": "train.objective.type",
+    "loggers": "train.metrics.loggers.N.type",
+}
+"""By kind, a key of the run file that names a plug-in."""
+OPTION_KEYS: dict[Kind, str] = {
+    kind: f"{key}_options" if kind in ("mixers", "mlps") else f"{key.removesuffix('type')}options"
+    for kind, key in KEYS.items()
+}
+"""By kind, the key beside it that has the options."""
 BASES: dict[Kind, str] = {
     "sources": "pipeline.data.sources.reader.Reader",
     "mixers": "pipeline.train.model.part_spec.MixerSpec",

@@ -75,7 +75,12 @@ def _trackers(config: Config) -> list[tuple[str, _Opener]]:
         _need("trackio", install_extra("trackio"))
         trackers.append(("Trackio", lambda run: TrackioLogger(trackio, run)))
     for each in config.train.metrics.loggers:
-        found: Any = find_plugin("loggers", each.type).load()
+        plugin = find_plugin("loggers", each.type)
+        found: Any = plugin.load()
+        if not callable(getattr(found, "open", None)):
+            raise UserError(
+                f"the plug-in {plugin}: the class has no classmethod open(options, run), see docs/plugins.md"
+            )
         trackers.append((each.type, partial(found.open, each.options)))
     return trackers
 
