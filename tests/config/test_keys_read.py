@@ -25,6 +25,7 @@ from pipeline.config.schema import keys
 from tests.data.curate.models.fasttext_writer import write_model
 from tests.data.curate.runs import curate_config, everything, write_corpus
 from tests.eval.server.running import running
+from tests.plugins.installed import EXAMPLE, describe
 from tests.tiny import write_run
 from tests.train.poison import INF, poison
 
@@ -109,6 +110,11 @@ VARIANTS: list[dict[str, Any]] = [
         "train.objective": {"type": "masked"},
     },
     {
+        "model.heads": None,
+        "model.mixer": "example.short_conv",
+        "model.mlp": "example.signed_relu2",
+    },
+    {
         "data.loader": {"read": "pread"},
         "stage.data": "local",
         "train.batch_ramp": {"start": 2, "increment": 1, "tokens": 64},
@@ -170,6 +176,10 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     run_of_wandb = dict.fromkeys(("log", "finish", "define_metric"), lambda *_, **__: None)
     wandb.init = lambda **options: types.SimpleNamespace(**run_of_wandb)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+
+    describe(tmp_path / "installed")
+    for path in EXAMPLE, tmp_path / "installed":
+        monkeypatch.syspath_prepend(path)
 
     first = load(_with_jsonl(tmp_path))
     longer = load(tmp_path / "both.yaml", ["train.duration=3 steps"])
