@@ -11,7 +11,6 @@ from typing import Any
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, value_hash
-from pipeline.config.plugins import is_plugin
 from pipeline.config.root import Config
 from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.files import CURATE
@@ -109,8 +108,8 @@ def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, 
 
 def _text_settings(reader: Reader) -> Any:
     """Settings that say where the text of a source's documents is."""
-    if is_plugin(reader.type):
-        return reader.plan_settings() | reader.plan_pins()
+    if reader.options is not None:
+        return reader.plan_settings()
     if reader.template is not None:
         return reader.template.settings()
     return reader.text_key if reader.has_keys else ""
