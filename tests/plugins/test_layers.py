@@ -25,6 +25,7 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
+from pipeline.train.model.part_spec import Division, LayerPartSpec
 from pipeline.train.model.plugin_check import check_layers
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.tested import TESTED, WITHIN_LAYERS
@@ -214,6 +215,11 @@ def test_what_a_plugin_does_not_answer_is_refused() -> None:
     ):
         check_layout(config(tp=2), 2)
     with (
+        mock.patch.object(ShortConvSpec, "divisions", (Division("dim", 16),)),
+        pytest.raises(UserError, match=r"parallel.tp=16: gated short convolution has wb, wc, wu, wo, taps in unequal"),
+    ):
+        check_layout(config({"ffn_dim": 32}, tp=16), 16)
+    with (
         mock.patch.object(ShortConvSpec, "documents_apart", False),
         pytest.raises(ValueError, match="does not say that it keeps documents apart"),
     ):
@@ -244,6 +250,13 @@ def test_a_module_that_is_not_what_its_spec_says_is_refused() -> None:
         "drops at random": lambda module: module.add_module("drop", nn.Dropout(0.1)),
     }.items():
         with mock.patch.object(ShortConvSpec, "build", changed(change)), pytest.raises(UserError, match=message):
+            decoder()
+    for changes, message in (
+        ({"__abstractmethods__": frozenset(("matrices",))}, "ShortConvSpec does not define matrices"),
+        ({"build": LayerPartSpec.build, "module": None}, "names no module, and has no build"),
+        ({"label": ""}, "ShortConvSpec has no label"),
+    ):
+        with mock.patch.multiple(ShortConvSpec, create=True, **changes), pytest.raises(UserError, match=message):
             decoder()
     with (
         mock.patch.object(ShortConvSpec, "of", lambda *_: ShortConvSpec(8, 8, 4)),

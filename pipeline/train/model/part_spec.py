@@ -278,6 +278,14 @@ class LayerPartSpec(ABC):
             return tp == 1
         return all(division.fits(tp) for division in self.divisions)
 
+    def uneven(self, tp: int) -> list[str]:
+        """Names of matrices and vectors that tp would cut into unequal pieces, though `divisions` fit."""
+        sides = {
+            each.name: each.rows if each.cut == "rows" else each.columns for each in self.matrices if not each.whole(tp)
+        }
+        sides |= {each.name: each.shape[0] for each in self.vectors if not each.shared(tp)}
+        return [name for name, size in sides.items() if size % tp]
+
     def matrix(self, name: str) -> Matrix | None:
         """The matrix that a parameter within the part is the weight of."""
         module, _, kind = name.rpartition(".")
