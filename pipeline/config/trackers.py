@@ -38,10 +38,9 @@ def _address(value: str) -> str:
             "MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN, or leave the key out and set "
             "MLFLOW_TRACKING_URI"
         )
-    if not re.match(r"[a-z][a-z0-9+.-]*:|databricks$", value):
-        raise ValueError("must be an address: https://HOST, sqlite:////ABSOLUTE/FILE.db, file:///ABSOLUTE/FOLDER")
-    if value.startswith(("sqlite:///", "file:")) and not value.startswith(("sqlite:////", "file:///")):
-        raise ValueError("must be an absolute path: sqlite:////ABSOLUTE/FILE.db, file:///ABSOLUTE/FOLDER")
+    relative = value.startswith(("sqlite:", "file:")) and not value.startswith(("sqlite:////", "file:///"))
+    if relative or not re.match(r"[a-z][a-z0-9+.-]*:|databricks$", value):
+        raise ValueError("must be an address: https://HOST, or sqlite:////ABSOLUTE/FILE.db, with four slashes")
     return value
 
 
@@ -49,8 +48,8 @@ class MlflowConfig(Section):
     """MLflow. Users, passwords and tokens come from the environment, never from here."""
 
     tracking_uri: Annotated[Line, AfterValidator(_address)] | None = None
-    """Address of the server (`https://HOST`), or of a database or folder (`sqlite:////ABSOLUTE/FILE.db`,
-    `file:///ABSOLUTE/FOLDER`). By default the environment's MLFLOW_TRACKING_URI, which may have a password in it."""
+    """Address of the server (`https://HOST`) or of a database (`sqlite:////ABSOLUTE/FILE.db`). By default
+    MLFLOW_TRACKING_URI of the environment, which may have a password in it."""
     experiment: Name
     """Experiment to log to; it is created if there is none."""
     name: Name | None = None

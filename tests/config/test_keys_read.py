@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import sys
-import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -72,6 +73,8 @@ VARIANTS: list[dict[str, Any]] = [
             "delta": {"mixer": "kda", "delta": {"key_heads": 2, "key_dim": 4, "value_dim": 4, "rank": 2}},
         },
         "train.metrics.wandb": {"project": "p", "mode": "offline"},
+        "train.metrics.mlflow": {"experiment": "e", "tracking_uri": "http://localhost", "tags": {"team": "sea"}},
+        "train.metrics.trackio": {"project": "p"},
     },
     {
         "model.pattern": ["mamba", "delta", "kda", "mlp"],
@@ -170,12 +173,9 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     from pipeline.train.trainer import train
     from slurm.local.stages import run
 
-    # The package is an extra; what is tested is that its keys get there.
-    wandb: Any = types.ModuleType("wandb")
-    wandb.util = types.SimpleNamespace(generate_id=lambda: "id")
-    run_of_wandb = dict.fromkeys(("log", "finish", "define_metric"), lambda *_, **__: None)
-    wandb.init = lambda **options: types.SimpleNamespace(**run_of_wandb)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    # These packages are extras; what is tested is that the keys get there.
+    for name in ("wandb", "mlflow", "mlflow.entities", "trackio"):
+        monkeypatch.setitem(sys.modules, name, MagicMock(__spec__=ModuleSpec(name, None)))
 
     describe(tmp_path / "installed")
     for path in EXAMPLE, tmp_path / "installed":

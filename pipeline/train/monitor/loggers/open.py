@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Callable
@@ -70,6 +71,7 @@ def _trackers(config: Config) -> list[tuple[str, _Opener]]:
         trackers.append(("W&B", lambda run: WandbLogger(wandb, run)))
     if mlflow is not None:
         _need("mlflow", install_extra("mlflow"))
+        _check_address(mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
         trackers.append(("MLflow", lambda run: MlflowLogger(mlflow, run)))
     if trackio is not None:
         _need("trackio", install_extra("trackio"))
@@ -88,6 +90,20 @@ def _trackers(config: Config) -> list[tuple[str, _Opener]]:
 def _need(package: str, how: str) -> None:
     if find_spec(package) is None:
         raise UserError(f"train.metrics.{package} is set, but {package} is not installed: {how}")
+
+
+def _check_address(address: str) -> None:
+    """Refuse what MLflow would make of no address: a database in the working folder."""
+    if not address:
+        raise UserError(
+            "train.metrics.mlflow has no tracking_uri: set it to https://HOST or sqlite:////ABSOLUTE/FILE.db, or set "
+            "MLFLOW_TRACKING_URI in the environment"
+        )
+    if not address.startswith(("http", "databricks")) and find_spec("sqlalchemy") is None:
+        raise UserError(
+            "train.metrics.mlflow logs to a database, for which the client is not enough: pip install mlflow, or set "
+            "tracking_uri to a server, https://HOST"
+        )
 
 
 def run_info(config: Config, folder: RunFolder, total: int, origin: dict[str, Any]) -> RunInfo:

@@ -1,0 +1,109 @@
+"""Runs that W&B in its offline mode and Trackio have recorded, read back from their files."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.common.run_files import RunFiles
+from pipeline.common.storage import read_json_lines
+from pipeline.config.load import load
+from pipeline.data.preprocess.stage import preprocess
+from pipeline.train.monitor.loggers.base import flat
+from tests import tiny
+from tests.train.distributed.faulty import Start
+
+_BLOCK, _HEAD = 32768, 7
+
+
+def records_of(file: Path) -> Iterator[Any]:
+    """Records of a `.wandb` file: those of a log of LevelDB, after a header of 7 bytes, each a message of protobuf."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, record = file.read_bytes(), _HEAD, b""
+    while place + _HEAD <= len(data):
+        if _BLOCK - place % _BLOCK < _HEAD:
+            place += _BLOCK - place % _BLOCK
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        record += data[place + _HEAD : place + _HEAD + size]
+        place += _HEAD + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(record)
+            record = b""
+
+
+def history_of(records: list[Any]) -> list[dict[str, Any]]:
+    """Rows of a W&B run."""
+    rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two attempts: 4 steps, then 4 more from step 3 on."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    folder = tmp_path_factory.mktemp("trackers")
+    wandb = {"project": "p", "entity": "e", "name": "n", "group": "g", "tags": ["a", "b"], "mode": "offline"}
+    file = tiny.write_run(
+        folder,
+        {
+            "train.metrics.wandb": wandb,
+            "train.metrics.trackio": {"project": "p", "name": "n", "group": "g"},
+            "generate.prompt": "https://user:hunter2@host/",
+        },
+    )
+    preprocess(load(file))
+    variables = {"TRACKIO_DIR": str(folder / "trackio"), "WANDB_API_KEY": "hunter2hunter2"}
+    for steps in (4, 8):
+        with Start(file, folder / "run", 1, [f"train.duration={steps} steps"], variables=variables) as attempt:
+            assert attempt.wait() == [0], attempt.said()
+        assert "were not sent" not in attempt.text(), attempt.said()
+    return folder / "run"
+
+
+@pytest.mark.guard
+def test_wandb_has_the_rows_of_every_attempt(run: Path) -> None:
+    folders = sorted((run / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    rows: list[dict[str, Any]] = []
+    for folder in folders:
+        (file,) = folder.glob("*.wandb")
+        records = list(records_of(file))
+        begun = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+        assert begun.run_id == RunFiles(run).run_id.read_text().strip()
+        assert (begun.project, begun.entity, begun.display_name, begun.run_group) == ("p", "e", "n", "g")
+        assert list(begun.tags) == ["a", "b"]
+        config = {item.key: json.loads(item.value_json) for item in begun.config.update}
+        assert config["model"]["dim"] == 32 and config["generate"]["prompt"] == "https://***@host/"
+        assert b"hunter2" not in file.read_bytes()
+        rows += history_of(records)
+    expected = read_json_lines(RunFiles(run).metrics)
+    assert [row["_step"] for row in rows] == list(range(len(expected)))
+    for row, of_the_file in zip(rows, expected, strict=True):
+        values = {**flat(of_the_file), "step": of_the_file["step"], "attempt": of_the_file["attempt"]}
+        assert {name: value for name, value in row.items() if not name.startswith("_")} == values
+
+
+@pytest.mark.guard
+def test_trackio_has_the_rows_of_every_attempt_in_one_run(run: Path) -> None:
+    with sqlite3.connect(run.parent / "trackio" / "p.db") as database:
+        found = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+        (config,) = database.execute("SELECT config FROM configs").fetchall()[-1:]
+    assert {name for name, _, _ in found} == {f"n-{RunFiles(run).run_id.read_text()[:6]}"}
+    curves, expected = defaultdict(list), defaultdict(list)
+    for _, step, metrics in found:
+        for name, value in json.loads(metrics).items():
+            curves[name].append((step, value))
+    for row in read_json_lines(RunFiles(run).metrics):
+        for name, value in {**flat(row), "attempt": row["attempt"]}.items():
+            expected[name].append((row["step"], value))
+    assert curves == expected
+    assert "hunter2" not in str(config) and "***@host" in str(config)
