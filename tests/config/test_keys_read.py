@@ -116,6 +116,12 @@ VARIANTS: list[dict[str, Any]] = [
         "model.heads": None,
         "model.mixer": "example.short_conv",
         "model.mlp": "example.signed_relu2",
+        "train.objective": {
+            "type": "example.some_documents",
+            "options": {"rate": 0.1},
+            "by_source": {"land": {"type": "example.some_documents", "options": {"rate": 0.2}}},
+        },
+        "train.metrics.loggers": [{"type": "example.lines"}],
     },
     {
         "data.loader": {"read": "pread"},

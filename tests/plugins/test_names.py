@@ -17,7 +17,7 @@ from pipeline.config.load import dump, load, load_written
 from pipeline.config.plugins import BASES, KEYS, find_plugin
 from pipeline.config.reference import json_schema, plugin_lines
 from pipeline.train.checkpoint.fingerprint import fingerprints
-from tests.plugins.installed import describe, installed
+from tests.plugins.installed import EXAMPLE, describe, installed
 from tests.tiny import write_run
 
 ALL: dict[str, Any] = {
@@ -29,6 +29,8 @@ ALL: dict[str, Any] = {
     "train.objective": {"type": "example.some_documents", "options": {"rate": 0.5}},
     "train.metrics.loggers": [{"type": "example.lines"}],
 }
+ROOT = Path(__file__).parents[2]
+SHOWN = ("xml_source", "some_documents", "lines_logger")
 XML, SOME = "example.xml", "example.some_documents"
 
 
@@ -175,3 +177,9 @@ def test_fingerprints_have_package_and_version(tmp_path: Path) -> None:
         "same": {},
         "own": {"mixer_options": {"channels": None, "taps": 3}},
     }
+
+
+def test_the_page_has_the_example_as_it_is() -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    for name in ("pyproject.toml", *(f"example_plugins/{name}.py" for name in SHOWN)):
+        assert (EXAMPLE / name).read_text() in page, f"{name} differs from docs/plugins.md"
