@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 Kind = Literal["sources", "mixers", "mlps", "objectives", "loggers"]
-"""Kinds of plug-ins. The entry points of a kind are those of the group `pipeline.KIND`."""
+"""Kinds of plug-ins. The group of its entry points is named after it: `pipeline.sources`."""
 KEYS: dict[Kind, str] = {
     "sources": "data.sources.N.type",
     "mixers": "model.mixer",
