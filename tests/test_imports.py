@@ -26,7 +26,19 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not circles, "\n".join(circles)
 
 
-HEAVY = ("datasets", "fastapi", "matplotlib", "pandas", "pyarrow", "submitit", "tensorboard", "transformers", "wandb")
+HEAVY = (
+    "datasets",
+    "fastapi",
+    "matplotlib",
+    "mlflow",
+    "pandas",
+    "pyarrow",
+    "submitit",
+    "tensorboard",
+    "trackio",
+    "transformers",
+    "wandb",
+)
 """Packages that take long to import."""
 PREPROCESSING = ("pipeline.data.preprocess.source_plan", "pipeline.data.preprocess.tokenize_unit")
 NOT_OF_ONE_PROCESS = (

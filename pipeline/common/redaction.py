@@ -6,6 +6,8 @@ One list for all that keeps or shows values: run files, the kept environment of 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 _PARTS = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|KEY_?FILE|NETRC|COOKIE"
@@ -42,3 +44,19 @@ def is_secret_key(key: str) -> bool:
 def masked(text: str) -> str:
     """Text whose addresses have lost what may be secret: `https://***@host/t/***/path?***`."""
     return _QUERY.sub(r"\1?***", _CHANNEL.sub(r"\1***", _USER.sub("://***@", text)))
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """A JSON value without what may be secret in it.
+
+    Args:
+        value: nested.
+        key: its name; the value of a key that is named like a secret becomes `***`.
+    """
+    if is_secret_key(key) and value is not None:
+        return "***"
+    if isinstance(value, Mapping):
+        return {str(name): without_secrets(below, str(name)) for name, below in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(below) for below in value]
+    return masked(value) if isinstance(value, str) else value

@@ -61,8 +61,8 @@ class MlflowConfig(Section):
     @classmethod
     def _free(cls, tags: dict[str, str]) -> dict[str, str]:
         for name in tags:
-            if name.startswith(("mlflow.", "pipeline.", "config.")):
-                raise ValueError(f"{name}: names that begin with mlflow., pipeline. or config. are taken")
+            if name.startswith(("mlflow.", "pretraining.", "config.")):
+                raise ValueError(f"{name}: names that begin with mlflow., pretraining. or config. are taken")
         return tags
 
 

@@ -12,7 +12,7 @@ import orjson
 
 from pipeline.common.page.html import Fact, Table
 from pipeline.common.page.words import NONE, count, figure, in_percent, moment, seconds, si
-from pipeline.common.redaction import is_secret_key, masked
+from pipeline.common.redaction import masked, without_secrets
 from pipeline.common.run_files import RunFiles
 from pipeline.data.order.journal_file import read_journal
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
@@ -202,19 +202,8 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _shown(key: str, value: Any) -> str:
-    value = _without_secrets(key, value)
+    value = without_secrets(value, key)
     return _cut(value if isinstance(value, str) else orjson.dumps(value, default=str).decode())
-
-
-def _without_secrets(key: str, value: Any) -> Any:
-    """A value without what is secret in it."""
-    if is_secret_key(key) and value is not None:
-        return "***"
-    if isinstance(value, Mapping):
-        return {str(name): _without_secrets(str(name), below) for name, below in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets("", below) for below in value]
-    return masked(value) if isinstance(value, str) else value
 
 
 def _cut(text: str, most: int = _LONGEST) -> str:

@@ -40,6 +40,8 @@ class Metrics(AbstractContextManager["Metrics"]):
     ) -> None:
         for logger in self._loggers:
             logger.close()
+        for logger in self._loggers:
+            logger.wait()
 
     def write(self, row: dict[str, Any]) -> None:
         """Hand a row to every logger."""

@@ -210,8 +210,8 @@ def test_a_full_disk_delays_a_record_and_a_later_attempt_ends_this_one(
     keys = ("train.validation.samples=0", ON)
     expected = kept(train(root, "room", *keys))
     monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr("pipeline.train.monitor.metrics._PAUSE", 0.0)
-    monkeypatch.setattr("pipeline.train.monitor.metrics._LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr("pipeline.train.monitor.loggers.retrying._PAUSE", 0.0)
+    monkeypatch.setattr("pipeline.train.monitor.loggers.retrying._LONGEST_PAUSE", 0.0)
     run = train(root, "full", *keys)
     assert calls > 4 and np.array_equal(kept(run), expected)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -78,6 +79,7 @@ class BackgroundLogger(Logger):
         """Sizes of the file at which the run went back, and the steps that it went back to."""
         self._grown, self._closing = threading.Event(), threading.Event()
         self._failing = False
+        self._deadline = 0.0
         self._thread = threading.Thread(target=self._run, name=f"logger {name}", daemon=True)
         self._thread.start()
 
@@ -89,9 +91,12 @@ class BackgroundLogger(Logger):
             self._rewinds.append((self._file.stat().st_size, step))
 
     def close(self) -> None:
+        self._deadline = time.monotonic() + _CLOSE
         self._closing.set()
         self._grown.set()
-        self._thread.join(_CLOSE)
+
+    def wait(self) -> None:
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
         with suppress(OSError):
             if missing := _lines(self._file)[1] - self._place.number:
                 self._say("%d rows of metrics.jsonl were not sent; the file has them", missing)
@@ -183,7 +188,7 @@ class BackgroundLogger(Logger):
 
 
 class _Place(NamedTuple):
-    """A place in metrics.jsonl: after so many bytes and lines."""
+    """A place in metrics.jsonl: bytes and lines before it."""
 
     offset: int
     number: int

@@ -77,6 +77,9 @@ class Logger:
             OSError: rows may be missing.
         """
 
+    def wait(self) -> None:
+        """Wait, for a bounded time, for what goes on in the background after `close`."""
+
 
 def flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
     """The numbers of a row, nested keys joined by slashes; hashes and other texts are left out."""

@@ -18,8 +18,8 @@ _METRICS, _PARAMS = 1000, 100
 _KEY, _PARAM, _TAG = 250, 6000, 5000
 """Characters of a key, of the value of a param, and of that of a tag at most."""
 _NOT_OF_A_KEY = re.compile(r"[^\w\-. /]", re.ASCII)
-_ID, _ROWS, _FOLDER = "pipeline.run_id", "pipeline.rows", "pipeline.run_dir"
-_PARENT, _PARENT_STEP = "pipeline.parent", "pipeline.parent_step"
+_ID, _ROWS, _FOLDER = "pretraining.run_id", "pretraining.rows", "pretraining.run_dir"
+_PARENT, _PARENT_STEP = "pretraining.parent", "pretraining.parent_step"
 """Tags of our runs."""
 _TIMEOUT_S = "20"
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError, install_extra
+from pipeline.common.redaction import without_secrets
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.plugins import find_plugin
@@ -23,7 +24,6 @@ from pipeline.train.monitor.loggers.background import BackgroundLogger, BatchLog
 from pipeline.train.monitor.loggers.base import Logger, ParentRun, RunInfo
 from pipeline.train.monitor.loggers.json_lines import MetricsFile
 from pipeline.train.monitor.loggers.mlflow import MlflowLogger
-from pipeline.train.monitor.loggers.params import without_secrets
 from pipeline.train.monitor.loggers.tensorboard import TensorBoard
 from pipeline.train.monitor.loggers.terminal import Terminal
 from pipeline.train.monitor.loggers.trackio import TrackioLogger

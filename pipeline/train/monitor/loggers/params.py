@@ -1,4 +1,4 @@
-"""The resolved run file for trackers: without secrets, and flat where they take no nested values."""
+"""The resolved run file for trackers that take no nested values."""
 
 from __future__ import annotations
 
@@ -6,24 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-
-from pipeline.common.redaction import is_secret_key, masked
-
-
-def without_secrets(value: Any, key: str = "") -> Any:
-    """A JSON value without what may be secret in it.
-
-    Args:
-        value: nested.
-        key: its name; the value of a key that is named like a secret becomes `***`.
-    """
-    if is_secret_key(key) and value is not None:
-        return "***"
-    if isinstance(value, Mapping):
-        return {str(name): without_secrets(below, str(name)) for name, below in value.items()}
-    if isinstance(value, list):
-        return [without_secrets(below) for below in value]
-    return masked(value) if isinstance(value, str) else value
 
 
 def flat_params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -44,5 +26,5 @@ def flat_params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def cut(text: str, most: int) -> str:
-    """A text of at most so many characters; a longer one ends with an ellipsis."""
+    """A text of at most `most` characters; a longer one ends with an ellipsis."""
     return text if len(text) <= most else text[: most - 1] + "…"

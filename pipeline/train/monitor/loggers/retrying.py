@@ -67,5 +67,8 @@ class RetryingLogger(Logger):
         if self._rows:
             self._say("%d rows could not be written", len(self._rows) + self._lost)
 
+    def wait(self) -> None:
+        self._logger.wait()
+
     def _say(self, text: str, *values: object) -> None:
         logging.getLogger(__name__).warning("%s: " + text, self._name, *values)

@@ -115,7 +115,7 @@ def test_curves_of_a_run_that_was_killed_and_resumed_are_those_of_metrics_jsonl(
     file = tiny.write_run(tmp_path, {"train.metrics.mlflow": settings, "train.checkpoint": {"every_steps": 3}})
     preprocess(load(file))
     run = tmp_path / "run"
-    kill = Instant(function="pipeline.train.monitor.loggers.json_lines:MetricsFile.write", number=9)
+    kill = Instant(function="pipeline.train.monitor.metrics:Metrics.write", number=9)
     with Start(file, run, 1, [], {0: Fault(kill)}) as killed:
         assert killed.wait() == [KILLED]
     reached = read_metrics(run)[-1]["step"]
@@ -138,7 +138,7 @@ def test_curves_of_a_run_that_was_killed_and_resumed_are_those_of_metrics_jsonl(
     train(changed)
     forked = next(each for each in runs_at(shared.address) if each.info.run_name == "forked")
     assert forked.data.tags["mlflow.parentRunId"] == found.info.run_id
-    assert forked.data.tags["pipeline.parent"] == str(run) and forked.data.tags["pipeline.parent_step"] == "6"
+    assert forked.data.tags["pretraining.parent"] == str(run) and forked.data.tags["pretraining.parent_step"] == "6"
     assert curves_at(shared.address, forked) == curves_of(read_json_lines(RunFiles(child).metrics))
 
 
@@ -211,7 +211,7 @@ def test_values_that_are_not_finite_and_rows_of_many_metrics_arrive(tmp_path: Pa
     logger.send([background.NumberedRow(1, {"step": 1, "time": 1.0, "x": float("nan"), "layers": many})])
     logger.close()
     (found,) = runs_at(shared.address, "odd")
-    assert len(found.data.metrics) == 2501 and found.data.tags["pipeline.rows"] == "1"
+    assert len(found.data.metrics) == 2501 and found.data.tags["pretraining.rows"] == "1"
     assert found.info.status == "KILLED"
     changed = replace(info(tmp_path, "00112233445566bb"), config={"train": {"lr": 2.0, "prompt": "x" * 9000}})
     assert MlflowLogger(config, changed).sent() == 1
