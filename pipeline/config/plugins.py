@@ -90,7 +90,9 @@ class Plugin:
                 f"{where} cannot be imported from {self.entry.value}: {cause}; repair or reinstall {self.distribution}"
             ) from error
         wanted = BASES[self.kind]
-        if not isinstance(found, type) or wanted not in [f"{each.__module__}.{each.__name__}" for each in found.mro()]:
+        if not isinstance(found, type) or wanted not in [
+            f"{each.__module__}.{each.__name__}" for each in found.__mro__
+        ]:
             raise UserError(
                 f"{where} must be a subclass of {wanted}, and {self.entry.value} is {found!r}; see docs/plugins.md"
             )

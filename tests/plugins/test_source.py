@@ -27,7 +27,7 @@ from pipeline.data.provenance.adopted_location import open_origins
 from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
-from pipeline.data.sources.formats import source_format
+from pipeline.data.sources.formats import planned_reader, source_format
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.data.reading import check_chain, check_resume, units
@@ -100,6 +100,19 @@ def test_it_reads_what_a_parser_reads(tmp_path: Path) -> None:
     assert [each.reason for each in through.damage] == ["truncated XML file", "truncated gzip file"]
 
 
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    plan = {"type": "example.xml", "metadata": [], "plugin": {"distribution": "example-plugins", "version": "1.0"}}
+    assert planned_reader(Path("plan.json"), plan | {"options": {"tag": "a"}}).options.tag == "a"
+    for change, message in (
+        ({"options": {"tags": "a"}}, "options.tags: Extra inputs are not permitted; the plug-in example.xml has other"),
+        ({"options": 3}, "plan.json: options: "),
+        ({"plugin": None}, "read with another package, and example-plugins==1.0 is installed"),
+        ({"type": "other.xml"}, "plan.json: type 'other.xml': no installed package has this plug-in"),
+    ):
+        with pytest.raises(UserError, match=message):
+            planned_reader(Path("plan.json"), plan | change)
+
+
 @pytest.mark.guard
 def test_it_goes_through_the_stage_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = tmp_path / "corpus"
@@ -167,7 +180,7 @@ def test_it_goes_through_the_stage_and_back(tmp_path: Path, capsys: pytest.Captu
     with installed(tmp_path / "newer", version="1.1"):
         with pytest.raises(UserError, match=r"plug-in: .*'1.0'.* then, .*'1.1'.* now"):
             preprocess(config)
-        with pytest.raises(UserError, match=r"example-plugins 1.0 has read .* install example-plugins==1.0"):
+        with pytest.raises(UserError, match=r"read with example-plugins==1.0, and example-plugins==1.1 is"):
             open_origins(dataset.folder, Dataset.open(folder / "train").manifest).places(keys[:1])  # type: ignore[union-attr]
     with mock.patch.object(sys, "path", sys.path[2:]), pytest.raises(UserError, match="no installed package has"):
         preprocess(config)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipeline.common.errors import UserError
 from pipeline.config.plugins import find_plugin, is_plugin
 from pipeline.data.sources.arrow import ArrowReader
@@ -62,10 +64,20 @@ def planned_reader(plan: Path, settings: Mapping[str, Any], **limits: Any) -> Re
         found = source_format(name)
     except UserError as error:
         raise UserError(f"{plan}: type {name!r}: {error}") from None
-    if is_plugin(name) and (made := settings[PLUGIN]) != (now := find_plugin("sources", name).identity):
-        old, new = (f"{each['distribution']} {each['version']}" for each in (made, now))
+    if is_plugin(name) and (made := settings.get(PLUGIN)) != (now := find_plugin("sources", name).identity):
         raise UserError(
-            f"{plan}: {old} has read the files of type {name!r}, and {new} is installed, which may read them in "
-            f"another way; install {made['distribution']}=={made['version']}"
+            f"{plan}: the files of type {name!r} were read with {_package(made)}, and {_package(now)} is installed, "
+            f"which may read them in another way; install {_package(made)} again"
         )
-    return found.from_plan(settings, **limits)
+    try:
+        return found.from_plan(settings, **limits)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("options", *first["loc"])))
+        raise UserError(f"{plan}: {key}: {first['msg']}; the plug-in {name} has other options now") from None
+
+
+def _package(identity: Any) -> str:
+    """A package with its version, as plans have it."""
+    known = isinstance(identity, dict) and identity.keys() == {"distribution", "version"}
+    return f"{identity['distribution']}=={identity['version']}" if known else "another package"
