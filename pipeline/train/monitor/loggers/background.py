@@ -99,7 +99,7 @@ class BackgroundLogger(Logger):
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         with suppress(OSError):
             if missing := _lines(self._file)[1] - self._place.number:
-                self._say("%d rows of metrics.jsonl were not sent; the file has them", missing)
+                self._say("rows of metrics.jsonl that were not sent: %d; the file has them", missing)
 
     def _run(self) -> None:
         pause = 0.0

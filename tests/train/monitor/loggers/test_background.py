@@ -127,5 +127,5 @@ def test_neither_a_row_nor_the_end_waits_for_a_tracker_that_hangs(
     with opened(tmp_path, hangs) as metrics:
         for step in range(1, 4):
             metrics.write({"step": step})
-    assert caplog.messages == ["t: 3 rows of metrics.jsonl were not sent; the file has them"]
+    assert caplog.messages == ["t: rows of metrics.jsonl that were not sent: 3; the file has them"]
     answers.set()

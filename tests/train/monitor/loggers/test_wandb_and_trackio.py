@@ -14,10 +14,18 @@ import pytest
 from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import read_json_lines
 from pipeline.config.load import load
+from pipeline.config.trackers import WandbConfig
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train.monitor.loggers.base import flat
+from pipeline.train.monitor.loggers import background
+from pipeline.train.monitor.loggers.background import BackgroundLogger
+from pipeline.train.monitor.loggers.base import RunInfo, flat
+from pipeline.train.monitor.loggers.json_lines import MetricsFile
+from pipeline.train.monitor.loggers.wandb import WandbLogger
+from pipeline.train.monitor.metrics import Metrics
 from tests import tiny
 from tests.train.distributed.faulty import Start
+from tests.train.distributed.ranks import free_port
+from tests.waiting import until
 
 _BLOCK, _HEAD = 32768, 7
 
@@ -107,3 +115,29 @@ def test_trackio_has_the_rows_of_every_attempt_in_one_run(run: Path) -> None:
             expected[name].append((row["step"], value))
     assert curves == expected
     assert "hunter2" not in str(config) and "***@host" in str(config)
+
+
+@pytest.mark.guard
+def test_a_wandb_server_that_is_away_is_a_warning_and_leaves_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(background, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    wandb.teardown()
+    rows = tmp_path / "metrics.jsonl"
+    run = RunInfo(tmp_path, {}, "run", "00112233445566aa", None, 0, 2, 1)
+    tries = list[int]()
+
+    def opened() -> WandbLogger:
+        tries.append(1)
+        return WandbLogger(WandbConfig(project="p"), run)
+
+    file = MetricsFile(rows)
+    with Metrics([("metrics.jsonl", file), ("W&B", BackgroundLogger("W&B", rows, opened))]) as metrics:
+        metrics.write({"step": 1, "loss": 1.0})
+        until(lambda: len(tries) > 2, seconds=120)
+    ours = [each.getMessage() for each in caplog.records if each.name.startswith("pipeline.")]
+    assert len(ours) == 2 and "refused" in ours[0] and "were not sent: 1" in ours[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    wandb.teardown()
