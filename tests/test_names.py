@@ -12,8 +12,10 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from pipeline.config import Config
+from pipeline.config.plugins import Kind
 from pipeline.config.schema import keys
 from pipeline.config.slurm import SiteConfig
 
@@ -72,6 +74,7 @@ def _exists(name: str) -> bool:
 
 def test_every_dotted_name_and_path_of_ours_exists() -> None:
     known = {key.path for key in keys(Config)} | {f"slurm.{key.path}" for key in keys(SiteConfig)}
+    known |= {f"pipeline.{kind}" for kind in get_args(Kind)}  # groups of entry points
     for key in tuple(known):
         parts = key.split(".")
         known |= {".".join(parts[:length]) for length in range(2, len(parts))}

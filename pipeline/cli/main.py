@@ -396,6 +396,18 @@ def config_schema() -> None:
     echo(json_schema(), end="")
 
 
+@app.command()
+def plugins(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Show the options of this plug-in, which imports it.")
+    ] = None,
+) -> None:
+    """List installed plug-ins: sources, layers, objectives, loggers. None is imported."""
+    from pipeline.config.reference import plugin_lines
+
+    echo("\n".join(plugin_lines(name)))
+
+
 add_to(app)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import string
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
 from pipeline.config.blend import LossWeight, Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
+from pipeline.config.plugins import NamedPlugin, SourceOptions, find_plugin, is_plugin
 
 HELD_OUT = "heldout"
 """Split of sources that are never trained on."""
@@ -122,11 +123,15 @@ class InputConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     """Name of the source. The order of its samples is keyed by this name, never by its place in the list."""
-    type: Literal["text", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] = "text"
+    type: Annotated[
+        Literal["text", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] | str, NamedPlugin("sources")
+    ] = "text"
     """`text`: one document per file (text or code). `jsonl`: one JSON object per line. `csv`, `tsv`: one record a
     document. `warc`: pages of a crawl (WARC) or their texts (WET). All these may be compressed (`.gz`, `.zst`, `.bz2`,
     `.xz`). `parquet`: one row a document. `arrow`: Arrow files, like those of `Dataset.save_to_disk`. `hub`: what `hub`
-    names, through `datasets` streaming."""
+    names, through `datasets` streaming. A name with a dot: an installed plug-in, see `docs/plugins.md`."""
+    options: SourceOptions = None
+    """Options of the plug-in that `type` names."""
     paths: list[AbsGlob] = Field(default_factory=list)
     """Files to read; globs with `**` are understood."""
     exclude: list[str] = Field(default_factory=list)
@@ -153,7 +158,14 @@ class InputConfig(Section):
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
 
     without_keys: ClassVar[tuple[str, ...]] = ("text", "warc")
-    """Types whose records have no keys."""
+    """Types of ours whose records have no keys."""
+
+    @property
+    def has_keys(self) -> bool:
+        """True if the records have keys."""
+        if is_plugin(self.type):
+            return bool(getattr(find_plugin("sources", self.type).load(), "has_keys", True))
+        return self.type not in self.without_keys
 
     @field_validator("text_template")
     @classmethod
@@ -167,7 +179,7 @@ class InputConfig(Section):
         ways = [key for key in ("text_key", "text_template", "messages") if key in self.model_fields_set]
         ways = [key for key in ways if getattr(self, key) is not None]
         given = [key for key in ("text_template", "messages") if getattr(self, key) is not None]
-        if given and self.type in self.without_keys:
+        if given and not self.has_keys:
             raise ValueError(f"{given[0]} needs records with keys; those of type: {self.type} have none")
         if self.messages is not None and self.type in ("csv", "tsv"):
             raise ValueError(f"messages needs lists of messages, and fields of type: {self.type} are text alone")
@@ -219,7 +231,7 @@ class SourceConfig(InputConfig):
 
     @model_validator(mode="after")
     def _limited(self) -> SourceConfig:
-        if self.weight_key is not None and self.type in self.without_keys and self.dataset is None:
+        if self.weight_key is not None and not self.has_keys and self.dataset is None:
             raise ValueError(
                 f"weight_key needs records with keys: those of type: {self.type} have none; remove weight_key"
             )

@@ -47,8 +47,9 @@ class HeldOutSetConfig(Section):
     def _together(self) -> HeldOutSetConfig:
         if twice := [name for number, name in enumerate(self.sources) if name in self.sources[:number]]:
             raise ValueError(f"sources: {twice[0]!r} is there twice; remove one of them")
-        if self.objective is not None and self.objective.type == "fim":
+        if self.objective is not None and not (self.objective.chooses or self.objective.type == "causal"):
             raise ValueError(
-                "objective.type: fim only rearranges documents for training; remove it to score text as it is"
+                f"objective.type: {self.objective.type} only rearranges documents for training; remove it to score "
+                "text as it is"
             )
         return self

@@ -129,7 +129,7 @@ def _validated(
     try:
         config = Config.model_validate(plain)
     except ValidationError as error:
-        meant = misspelled(error, Config)
+        meant = misspelled(error, Config, plain)
         for problem, details in zip(translate(error, Config, plain, places), error.errors(), strict=True):
             if details["type"] == "missing" and details["loc"] in meant:
                 continue

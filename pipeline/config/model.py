@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.layer_plugins import check_layer_plugin
 from pipeline.config.mixers import MAX_EXPERTS, MAX_LAYERS, MAX_ROWS, MAX_WIDTH, DeltaConfig, Mamba2Config, MlaConfig
+from pipeline.config.plugins import MixerOptions, MlpOptions, NamedPlugin, is_plugin
 
 EXPERT_MULTIPLE = 8
 """Divisor of both sizes of an expert: its products read rows of numbers of 2 bytes that begin at a multiple of 16."""
@@ -194,20 +196,31 @@ class LayerConfig(Section):
     """Size of a head; by default dim / heads."""
     ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
     """Hidden size of the mlp; by default 4 * dim without a gate and 8/3 * dim, rounded up to a multiple of 64, with."""
-    mixer: Literal["attention", "mla", "mamba2", "gated_delta", "kda", "none"] = "attention"
+    mixer: Annotated[
+        Literal["attention", "mla", "mamba2", "gated_delta", "kda", "none"] | str, NamedPlugin("mixers")
+    ] = "attention"
     """Part of a layer that moves information between positions. `attention`: with grouped queries. `mla`: keys and
     values are made of a small latent of each token, see `mla`. `mamba2`, `gated_delta`, `kda`: recurrences, with a
-    state of one size whatever the length, see `mamba2` and `delta`. `none`: the layer is an mlp alone."""
+    state of one size whatever the length, see `mamba2` and `delta`. `none`: the layer is an mlp alone. A name with a
+    dot: an installed plug-in, see `docs/plugins.md`."""
+    mixer_options: MixerOptions = None
+    """Options of the plug-in that `mixer` names, beside that name."""
     mla: MlaConfig | None = None
     """Sizes of latent attention."""
     mamba2: Mamba2Config | None = None
     """Sizes of Mamba-2."""
     delta: DeltaConfig | None = None
     """Sizes of gated_delta and kda."""
-    mlp: Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu", "relu2", "experts", "none"] = "swiglu"
+    mlp: Annotated[
+        Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu", "relu2", "experts", "none"] | str,
+        NamedPlugin("mlps"),
+    ] = "swiglu"
     """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2); `gelu_exact`: without it (Pythia).
     `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu`: relu(w1 x) (T5 1.0). `relu2`: relu(w1 x)^2
-    (Nemotron). `experts`: a mixture of experts, see experts. `none`: no mlp."""
+    (Nemotron). `experts`: a mixture of experts, see experts. `none`: no mlp. A name with a dot: an
+    installed plug-in, see `docs/plugins.md`."""
+    mlp_options: MlpOptions = None
+    """Options of the plug-in that `mlp` names, beside that name."""
     experts: ExpertsConfig | None = None
     """With mlp: experts, these."""
     bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
@@ -254,6 +267,14 @@ class LayerKindConfig(LayerConfig):
     """A kind of layers: the keys that differ from those of `model:`."""
 
     described_at: ClassVar = "model"
+
+    @model_validator(mode="after")
+    def _options_of_its_own(self) -> LayerKindConfig:
+        # A kind that names a plug-in does not take the options of the plug-in that `model:` names.
+        for key in ("mixer", "mlp"):
+            if key in self.model_fields_set and is_plugin(getattr(self, key)):
+                self.model_fields_set.add(f"{key}_options")
+        return self
 
     @model_serializer
     def _set_alone(self) -> dict[str, Any]:
@@ -486,6 +507,7 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
             raise ValueError(f"{where}{key} needs mixer: {' or '.join(owners)}, and mixer is {layer.mixer}")
         if getattr(layer, key) is None and layer.mixer in owners:
             raise ValueError(f"{where}mixer: {layer.mixer} needs the section {key} with its sizes")
+    _check_plugins(layer, model, where, own)
     if layer.mixer == "none":
         # Without kinds, those of `model:` may stay where its mixer is taken out.
         if where and (given := _first_given(own, _OF_ATTENTION)):
@@ -494,6 +516,7 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
     _check_unused(layer, own, where, layer.mixer)
     if layer.mixer in RECURRENT:
         _check_recurrent(layer, model, where)
+    if layer.mixer in RECURRENT or is_plugin(layer.mixer):
         return
     if layer.heads is None:
         raise ValueError(f"{where}heads is missing, which mixer: {layer.mixer} needs")
@@ -505,6 +528,22 @@ def _check_layer(layer: LayerConfig, model: ModelConfig, where: str, own: LayerC
         _check_mla(layer, where)
     else:
         _check_heads(layer, model, where)
+
+
+def _check_plugins(layer: LayerConfig, model: ModelConfig, where: str, own: LayerConfig) -> None:
+    """Raise a `ValueError` where keys do not fit plug-ins of a layer."""
+    asked = {
+        "mup": model.init.scheme == "mup",
+        "documents": model.document_attention,
+        "both": model.direction == "both",
+    }
+    needs = [name for name, value in asked.items() if value]
+    if is_plugin(layer.mixer):
+        biased = ["bias"] * (own.bias not in ("none", "mlp"))
+        check_layer_plugin("mixer", layer.mixer, where, [*_given(own, _OF_ATTENTION), *biased], needs)
+    if is_plugin(layer.mlp):
+        biased = ["bias"] * (own.bias in ("mlp", "all"))
+        check_layer_plugin("mlp", layer.mlp, where, [*_given(own, ("ffn_dim",)), *biased], needs)
 
 
 def _check_heads(layer: LayerConfig, model: ModelConfig, where: str) -> None:
@@ -537,9 +576,13 @@ _UNUSED = {"mla": _OF_HEADS, **dict.fromkeys(RECURRENT, _OF_ATTENTION)}
 """By value of `mixer`, keys of attention that it has otherwise, or not."""
 
 
+def _given(own: LayerConfig, keys: Iterable[str]) -> Iterator[str]:
+    """Those of some keys that are not at their defaults."""
+    return (key for key in keys if getattr(own, key) != LayerConfig.model_fields[key].default)
+
+
 def _first_given(own: LayerConfig, keys: Iterable[str]) -> str | None:
-    """The first of some keys that is not at its default."""
-    return next((key for key in keys if getattr(own, key) != LayerConfig.model_fields[key].default), None)
+    return next(_given(own, keys), None)
 
 
 def _check_unused(layer: LayerConfig, own: LayerConfig, where: str, mixer: str) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
+from pipeline.config.plugins import NamedPlugin, ObjectiveOptions, find_plugin, is_plugin
 
 FIM_SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 SPAN_SENTINELS = "<extra_id_{}>"
@@ -32,11 +33,16 @@ class DenoiserConfig(Section):
 class ObjectiveConfig(Section):
     """Objective of the training."""
 
-    type: Literal["causal", "fim", "masked", "prefix", "spans", "ul2"] = "causal"
+    type: Annotated[Literal["causal", "fim", "masked", "prefix", "spans", "ul2"] | str, NamedPlugin("objectives")] = (
+        "causal"
+    )
     """`causal`: each token from those before it. `fim`: fill-in-the-middle, for code: documents are rearranged into
     prefix, suffix and middle (Bavarian et al. 2022). `masked`: masked tokens from all others (BERT). `prefix`: each
     token behind a prefix of its document, which is seen in both directions. `spans`: a decoder predicts spans that the
-    encoder's text lacks (T5). `ul2`: the same by one of several denoisers for each window (UL2)."""
+    encoder's text lacks (T5). `ul2`: the same by one of several denoisers for each window (UL2).
+    A name with a dot: an installed plug-in, see `docs/plugins.md`."""
+    options: ObjectiveOptions = None
+    """Options of the plug-in that `type` names."""
     rate: float | None = Field(default=None, ge=0, le=1)
     """fim: share of the documents that are rearranged, by default 0.5. masked, spans: share of the tokens that are
     predicted, by default 0.15; up to 0.4 for masked ones (Wettig et al. 2023)."""
@@ -72,6 +78,8 @@ class ObjectiveConfig(Section):
     @property
     def chooses(self) -> bool:
         """True if it chooses which tokens are predicted, False if each token of a window is."""
+        if is_plugin(self.type):
+            return bool(objective_class(self.type).chooses)
         return self.type not in ("causal", "fim")
 
     @property
@@ -136,6 +144,10 @@ OBJECTIVE_KEYS: dict[str, tuple[str, ...]] = {
 
 def objective_values(objective: ObjectiveConfig) -> dict[str, Any]:
     """The keys that an objective reads, with their defaults."""
+    if is_plugin(objective.type):
+        options = None if objective.options is None else objective.options.model_dump(mode="json")
+        found = find_plugin("objectives", objective.type)
+        return {"type": objective.type, "options": options, "plugin": found.identity}
     values = objective.model_dump(mode="json", include={"type", *OBJECTIVE_KEYS[objective.type]})
     defaults = {
         "rate": objective.share,
@@ -171,3 +183,25 @@ OBJECTIVE_MODELS: dict[str, ModelNeeds] = {
     "ul2": ModelNeeds("causal", encoder=True),
 }
 """By type of objective the models that it can train."""
+
+
+def objective_class(type: str) -> Any:
+    """The class of an objective's plug-in, whose attributes say what it needs.
+
+    Raises:
+        UserError: It cannot be imported.
+    """
+    return find_plugin("objectives", type).load()
+
+
+def objective_needs(type: str) -> ModelNeeds:
+    """Keys of the model that an objective needs."""
+    if is_plugin(type):
+        found = objective_class(type)
+        return ModelNeeds(found.direction, encoder=found.encoder)
+    return OBJECTIVE_MODELS[type]
+
+
+def takes_packs(type: str) -> bool:
+    """True if an objective also takes packs of whole documents."""
+    return bool(objective_class(type).packs) if is_plugin(type) else type not in ("spans", "ul2")

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from pipeline.common.redaction import masked
 from pipeline.config.base import Section
 from pipeline.config.document import Place, Problem
+from pipeline.config.plugins import PluginOptions
 from pipeline.config.schema import KeyPath, dotted, keys, keys_like, meaning, section_at, written_keys
 
 _ALLOWED = {
@@ -48,11 +49,14 @@ def translate(
     return [_problem(details, root, plain, places) for details in error.errors()]
 
 
-def misspelled(error: ValidationError, root: type[Section]) -> set[KeyPath]:
+def misspelled(error: ValidationError, root: type[Section], plain: Any) -> set[KeyPath]:
     """The keys that unknown ones beside them are near to: where one is required, it is missing only by that name."""
     unknown = [details["loc"] for details in error.errors() if details["type"] == "extra_forbidden"]
-    meant = [(path, (*path[:-1], _near_sibling(path, root))) for path in unknown]
-    return {near for path, near in meant if _suggestion(path, root) == f"; did you mean {dotted(near)}?"}
+    meant = []
+    for path in unknown:
+        above, section, below = _within_options(path, root, plain)
+        meant.append((path, (*path[:-1], _near_sibling(below, section)), _suggestion(below, section, above)))
+    return {near for _, near, suggestion in meant if suggestion == f"; did you mean {dotted(near)}?"}
 
 
 def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
@@ -71,12 +75,13 @@ def show(value: Any) -> str:
 
 def _problem(details: ErrorDetails, root: type[Section], plain: Any, places: Mapping[KeyPath, Place]) -> Problem:
     path, kind, context = details["loc"], details["type"], details.get("ctx", {})
+    above, section, below = _within_options(path, root, plain)
     if kind == "extra_forbidden":
-        return Problem(place_of(path, places), f"{dotted(path)}: unknown key{_suggestion(path, root)}")
+        return Problem(place_of(path, places), f"{dotted(path)}: unknown key{_suggestion(below, section, above)}")
     if kind == "missing" and isinstance(path[-1], int):
         return Problem(place_of(path, places), f"{dotted(path[:-1])}: the list needs another entry")
     if kind == "missing":
-        return Problem(place_of(path, places), f"{dotted(path)}: required key is missing{_meaning(path, root)}")
+        return Problem(place_of(path, places), f"{dotted(path)}: required key is missing{_meaning(below, section)}")
     # Pydantic goes on into values that are one scalar in the file (a duration's count): report what was written.
     path, value = _written(path, plain)
     message = re.sub(r"^(Input|String) should", "must", str(context.get("error") or details["msg"]))
@@ -121,6 +126,22 @@ def _written(path: KeyPath, plain: Any) -> tuple[KeyPath, Any]:
     return path, plain
 
 
+def _within_options(path: KeyPath, root: type[Section], plain: Any) -> tuple[KeyPath, type[Section], KeyPath]:
+    """A path below the options of a plug-in: the path of these, their section, and the path in it.
+
+    Any other path is returned with the root.
+    """
+    for depth in range(1, len(path)):
+        section = section_at(root, path[: depth - 1])
+        _, field = written_keys(section).get(str(path[depth - 1]), ("", None)) if section else ("", None)
+        for entry in field.metadata if field else ():
+            if isinstance(entry, PluginOptions):
+                _, beside = _written(path[: depth - 1], plain)
+                options = entry.section(beside.get(entry.named_by))
+                return (path[:depth], options, path[depth:]) if options else ((), root, path)
+    return (), root, path
+
+
 def _meaning(path: KeyPath, root: type[Section]) -> str:
     section = section_at(root, path[:-1])
     name, _ = written_keys(section).get(str(path[-1]), ("", None)) if section else ("", None)
@@ -128,7 +149,8 @@ def _meaning(path: KeyPath, root: type[Section]) -> str:
     return f" ({' '.join(text.split())})" if text else ""
 
 
-def _suggestion(path: KeyPath, root: type[Section]) -> str:
+def _suggestion(path: KeyPath, root: type[Section], outer: KeyPath = ()) -> str:
+    """Keys that may have been meant by an unknown one below a root, which is the section at the path `outer`."""
     *parents, name = path
     name = str(name)
     known = {key.path for key in keys(root)}
@@ -136,14 +158,15 @@ def _suggestion(path: KeyPath, root: type[Section]) -> str:
         return "; in a file, write nested sections (dots are for the command line)"
     section = section_at(root, tuple(parents))
     siblings = list(written_keys(section)) if section else []
-    above = f"{dotted(tuple(parents))}." if parents else ""
+    here = dotted((*outer, *parents))
+    above, before = f"{here}." if here else "", f"{dotted(outer)}." if outer else ""
     if any(other.split(".")[-1] == name for other in known):
-        return f"; did you mean {' or '.join(keys_like(root, name))}?"
+        return f"; did you mean {' or '.join(before + each for each in keys_like(root, name))}?"
     if near := _near_sibling(path, root):
         return f"; did you mean {above}{near}?"
     if elsewhere := keys_like(root, name):
-        return f"; did you mean {elsewhere[0]}?"
-    return f"; {dotted(tuple(parents)) or 'a run file'} has the keys {', '.join(siblings)}"
+        return f"; did you mean {before}{elsewhere[0]}?"
+    return f"; {here or 'a run file'} has the keys {', '.join(siblings)}"
 
 
 def _near_sibling(path: KeyPath, root: type[Section]) -> str:

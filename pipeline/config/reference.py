@@ -22,6 +22,7 @@ from pipeline.common.storage import put
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.blend import Bound, Range
 from pipeline.config.document import render
+from pipeline.config.plugins import KEYS, OPTION_KEYS, Kind, NamedPlugin, PluginOptions, find_plugin, installed
 from pipeline.config.root import Config
 from pipeline.config.schema import Key, keys, keys_like, meaning, subsection, written_keys
 from pipeline.config.slurm import parse_minutes
@@ -87,6 +88,33 @@ def key_lines(name: str | None = None) -> Iterator[str]:
         raise UserError(f"there is no key {name}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
     for key in found:
         yield from _entry(key)
+
+
+def plugin_lines(name: str | None = None) -> Iterator[str]:
+    """Installed plug-ins, none of which is imported; or the options of those of a name, which are.
+
+    Raises:
+        UserError: There is none of this name, or it cannot be imported.
+    """
+    found = [plugin for kind in get_args(Kind) for plugin in installed(kind)]
+    if name is None:
+        rows = [("KEY", "NAME", "PACKAGE", "VERSION")]
+        rows += [(KEYS[each.kind], each.name, each.distribution, each.version or "none") for each in found]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        if not found:
+            yield "none are installed; docs/plugins.md says how to write one"
+        return
+    if not (of_name := [each.kind for each in found if each.name == name]):
+        known = ", ".join(dict.fromkeys(each.name for each in found)) or "none are installed"
+        raise UserError(f"there is no plug-in {name}: {known}")
+    for kind in dict.fromkeys(of_name):
+        plugin = find_plugin(kind, name)
+        section = plugin.options()
+        yield f"{KEYS[kind]}: {plugin}"
+        yield from textwrap.wrap(" ".join((inspect.getdoc(plugin.load()) or "").split()), 100)
+        for key in keys(section, f"{OPTION_KEYS[kind]}.") if section else ():
+            yield from _entry(key)
 
 
 def _with_words(known: list[Key], text: str) -> list[Key]:
@@ -183,12 +211,16 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return f"list of {len(arguments)}: " + ", ".join(_type(part, []) for part in arguments)
     if origin is dict:
         return f"{_type(arguments[1], [])} by name" + _bounds(metadata)
+    if any(isinstance(entry, PluginOptions) for entry in metadata):
+        return "section"
+    if annotation is str and any(isinstance(entry, NamedPlugin) for entry in metadata):
+        return "name of a plug-in"
     if annotation in _VALUES:
         return _VALUES[annotation] + _bounds(metadata)
     parsers = [entry.func for entry in metadata if isinstance(entry, (AfterValidator, BeforeValidator))]
     name = next((_PARSERS[parser] for parser in parsers if parser in _PARSERS), _NAMES.get(annotation))
-    assert name is not None, f"reference.py does not know the type {annotation}"
-    return name + _bounds(metadata)
+    # Options of plug-ins may have any type.
+    return (name or str(getattr(annotation, "__name__", annotation))) + _bounds(metadata)
 
 
 def _bounds(metadata: list[Any]) -> str:

@@ -15,7 +15,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig, ServeConfig
 from pipeline.config.heldout import HeldOutSetConfig, SetName
 from pipeline.config.model import ModelConfig
-from pipeline.config.objective import OBJECTIVE_MODELS, ModelNeeds, ObjectiveConfig
+from pipeline.config.objective import ModelNeeds, ObjectiveConfig, objective_needs, takes_packs
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, ResumeConfig, RunConfig
 from pipeline.config.slurm import SlurmConfig
@@ -198,7 +198,7 @@ class Config(Section):
         have = ModelNeeds(self.model.direction, self.model.encoder is not None)
         sources = [source.name for source in self.data.sources]
         for key, objective in self.objectives():
-            needs = OBJECTIVE_MODELS[objective.type]
+            needs = objective_needs(objective.type)
             if needs.encoder and not have.encoder:
                 raise ValueError(
                     f"{key}.type: {objective.type} trains an encoder with a decoder, and there is no model.encoder: "
@@ -228,15 +228,21 @@ class Config(Section):
             key = "train.objective" if phase.objective is None else f"blend.phases.{number}.objective"
             packing = "data.loader.packing" if phase.packing is None else f"blend.phases.{number}.packing"
             for objective in (phase.objective or self.train.objective).all:
-                if objective.type in ("spans", "ul2"):
-                    raise ValueError(
-                        f"{packing}: best_fit does not go with {key}.type: {objective.type}, whose encoder and decoder "
-                        f"have sizes of their own: set {packing}: windows"
+                needs = objective_needs(objective.type)
+                if not takes_packs(objective.type):
+                    has = (
+                        "whose encoder and decoder have sizes of their own"
+                        if needs.encoder
+                        else "which takes windows alone"
                     )
-                if objective.type == "masked" and not self.model.document_attention:
                     raise ValueError(
-                        f"{packing}: best_fit with {key}.type: masked needs model.document_attention: true, since "
-                        f"tokens would see the padding of their pack: set it, or {packing}: windows"
+                        f"{packing}: best_fit does not go with {key}.type: {objective.type}, {has}: set {packing}: "
+                        "windows"
+                    )
+                if needs.direction == "both" and not self.model.document_attention:
+                    raise ValueError(
+                        f"{packing}: best_fit with {key}.type: {objective.type} needs model.document_attention: true, "
+                        f"since tokens would see the padding of their pack: set it, or {packing}: windows"
                     )
         return self
 

@@ -129,7 +129,10 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 @cache
 def _docstrings(section: type[Section]) -> dict[str, str]:
     """Docstrings of the fields that a class itself declares."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    except OSError:  # options of a plug-in that is installed without its source
+        return {}
     assert isinstance(tree, ast.ClassDef)
     return {
         field.target.id: inspect.cleandoc(below.value.value)

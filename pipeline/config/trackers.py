@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from pipeline.common.redaction import masked
 from pipeline.config.base import Line, LineByName, Section
+from pipeline.config.plugins import LoggerOptions, NamedPlugin
 
 Name = Annotated[Line, Field(min_length=1, max_length=500)]
 
@@ -74,3 +75,12 @@ class TrackioConfig(Section):
     """Name of the run, to which part of the run's id is added. By default that of the run folder."""
     group: Name | None = None
     """Group of the run."""
+
+
+class LoggerConfig(Section):
+    """A plug-in that gets each line of the metrics."""
+
+    type: Annotated[str, NamedPlugin("loggers")]
+    """Name of an installed plug-in, see `docs/plugins.md`."""
+    options: LoggerOptions = None
+    """Options of the plug-in."""

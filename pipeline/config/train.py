@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.base import AbsPath, Count, Duration, Section
 from pipeline.config.objective import MixedObjectiveConfig
-from pipeline.config.trackers import MlflowConfig, TrackioConfig, WandbConfig
+from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
 
 
 class MuonConfig(Section):
@@ -416,6 +416,8 @@ class MetricsConfig(Section):
     """Log to MLflow (needs the extra `mlflow`)."""
     trackio: TrackioConfig | None = None
     """Log to Trackio (needs the extra `trackio`)."""
+    loggers: list[LoggerConfig] = Field(default_factory=list)
+    """Log to what plug-ins write to."""
 
 
 class TrainConfig(Section):

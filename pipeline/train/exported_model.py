@@ -14,7 +14,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.dcp_storage import first_misfit
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, ExportedWeights
 from pipeline.train.checkpoint.exported_loading import VerifiedWeights, verified_export
-from pipeline.train.checkpoint.fingerprint import computing_differences, differences, shown
+from pipeline.train.checkpoint.fingerprint import computing_differences, differences, layer_plugins, shown
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.distributed.process_group import broadcast_from_rank0
@@ -85,10 +85,12 @@ def tokenizer_of_run(config: Config) -> Tokenizer | None:
 def check_exported(config: Config, weights: VerifiedWeights, spec: DecoderSpec) -> None:
     """Refuse exported weights that are not those of the run's model; the message names the keys that differ."""
     folder = weights.source.path
-    of_weights = validated_model(
-        weights.source.about["fingerprints"]["model"], f"{folder} says of its model what cannot be"
-    )
+    fingerprint = weights.source.about["fingerprints"]["model"]
+    of_weights = validated_model(fingerprint, f"{folder} says of its model what cannot be")
     saved, now = of_weights.model_dump(mode="json"), config.model.model_dump(mode="json")
+    for values, plugins in ((saved, fingerprint.get("plugins")), (now, layer_plugins(config.model))):
+        if plugins:
+            values["plugins"] = plugins
     misfit = first_misfit(weights.shapes, spec, folder)
     found = computing_differences(saved, now, spec)
     if misfit:

@@ -26,6 +26,7 @@ from pipeline.config.schema import keys
 from tests.data.curate.models.fasttext_writer import write_model
 from tests.data.curate.runs import curate_config, everything, write_corpus
 from tests.eval.server.running import running
+from tests.plugins.installed import EXAMPLE, describe
 from tests.tiny import write_run
 from tests.train.poison import INF, poison
 
@@ -112,6 +113,17 @@ VARIANTS: list[dict[str, Any]] = [
         "train.objective": {"type": "masked"},
     },
     {
+        "model.heads": None,
+        "model.mixer": "example.short_conv",
+        "model.mlp": "example.signed_relu2",
+        "train.objective": {
+            "type": "example.some_documents",
+            "options": {"rate": 0.1},
+            "by_source": {"land": {"type": "example.some_documents", "options": {"rate": 0.2}}},
+        },
+        "train.metrics.loggers": [{"type": "example.lines"}],
+    },
+    {
         "data.loader": {"read": "pread"},
         "stage.data": "local",
         "train.batch_ramp": {"start": 2, "increment": 1, "tokens": 64},
@@ -170,6 +182,10 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     # These packages are extras; what is tested is that the keys get there.
     for name in ("wandb", "mlflow", "mlflow.entities", "trackio"):
         monkeypatch.setitem(sys.modules, name, MagicMock(__spec__=ModuleSpec(name, None)))
+
+    describe(tmp_path / "installed")
+    for path in EXAMPLE, tmp_path / "installed":
+        monkeypatch.syspath_prepend(path)
 
     first = load(_with_jsonl(tmp_path))
     longer = load(tmp_path / "both.yaml", ["train.duration=3 steps"])

@@ -185,6 +185,7 @@ WRITE_NOTHING = (
     "pipeline.data.curate.passes.of_scope",
     "pipeline.data.curate.results.apply",
     "pipeline.data.loading.batch",
+    "pipeline.data.sources.reader",  # options of plug-ins, whose names are theirs
     "pipeline.eval.report.facts",
     "pipeline.train.checkpoint.dcp_metadata",
     "pipeline.train.exported_model",

@@ -85,9 +85,9 @@ class Run:
         self.folder = file.parent / name
         self.overrides = [f"run.dir={self.folder}", *overrides]
 
-    def submit(self, *words: str) -> list[str]:
+    def submit(self, *words: str, command: str = "train") -> list[str]:
         """Send it; the numbers of its training jobs."""
-        done = tiny.pipeline("train", self.file, *self.overrides, "--slurm", *words)
+        done = tiny.pipeline(command, self.file, *self.overrides, "--slurm", *words)
         assert done.returncode == 0, done.stdout + done.stderr
         return [job.job for job in jobs.sent(self.folder) if job.stage == "train"]
 

@@ -65,7 +65,7 @@ def reading_settings(source: InputConfig, config: Config) -> dict[str, Any]:
     }
     if preprocess.max_record_bytes != MAX_RECORD_BYTES:
         settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
-    return settings | reader_of(source, config).settings()
+    return settings | reader_of(source, config).plan_settings()
 
 
 def make_curation_plan(found: SourceFiles, config: Config, measures: Mapping[str, Any]) -> CurationPlan:
@@ -79,7 +79,7 @@ def make_curation_plan(found: SourceFiles, config: Config, measures: Mapping[str
     Raises:
         UserError: it has more units than documents can be numbered in.
     """
-    settings = reading_settings(found.source, config) | dict(measures) | found.reader.pins()
+    settings = reading_settings(found.source, config) | dict(measures) | found.reader.plan_pins()
     units = cut_units(found, config.data.preprocess.seed, config.data.preprocess.unit_bytes)
     if len(units) > MAX_UNITS:
         raise UserError(

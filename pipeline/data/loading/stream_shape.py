@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.config.objective import DenoiserConfig, ObjectiveConfig
+from pipeline.config.objective import DenoiserConfig, ObjectiveConfig, objective_class
+from pipeline.config.plugins import is_plugin
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ def stream_shape(objective: ObjectiveConfig, length: int) -> StreamShape:
         objective: `train.objective`, or that of a phase.
         length: Tokens of a window, `train.sequence_length` or a phase's.
     """
+    if is_plugin(objective.type):
+        shape: StreamShape = objective_class(objective.type).stream_shape(objective.options, length)
+        return shape
     if objective.type == "masked":
         return StreamShape(length, 0, length, rounded(objective.share * length))
     if objective.type == "spans":

@@ -108,6 +108,8 @@ def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, 
 
 def _text_settings(reader: Reader) -> Any:
     """Settings that say where the text of a source's documents is."""
+    if reader.options is not None:
+        return reader.plan_settings()
     if reader.template is not None:
         return reader.template.settings()
     return reader.text_key if reader.has_keys else ""

@@ -41,7 +41,7 @@ from pipeline.data.datasets.manifest import (
 from pipeline.data.datasets.packing.verify import verify_packs
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import SourceJob, UnitJob, WorkerContext, tokenize_unit
-from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.formats import planned_reader
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.records import MAX_RECORD_BYTES, Piece, Unit
@@ -247,7 +247,7 @@ class _Source:
     def _reader(self) -> Reader:
         settings = self._plan["settings"]
         longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
-        return SOURCE_FORMATS[settings["type"]].from_plan(settings, max_record_bytes=longest)
+        return planned_reader(self.folder / PLAN_FILE, settings, max_record_bytes=longest)
 
     def _is_chunked(self, file: File) -> bool:
         pieces = next(iter(self._reader.pieces(file, 2**62)), None)

@@ -101,7 +101,7 @@ def make_plan(
         "code_version": CODE_VERSION,
         "tokenizer": tokenizer.fingerprint,
         "ends of splits": splits.settings,
-        **found.reader.pins(),
+        **found.reader.plan_pins(),
     }
     if curation is not None:  # datasets of all documents do not name it
         settings["curation"] = curation.hash

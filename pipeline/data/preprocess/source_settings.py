@@ -12,7 +12,8 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import WEIGHT_KEY, Manifest
 from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.preprocess.splits import documents_wanted
-from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.formats import SOURCE_FORMATS, source_format
+from pipeline.data.sources.reader import PLUGIN
 from pipeline.data.sources.records import MAX_RECORD_BYTES
 from pipeline.data.work.frozen_plan import setting_differences
 from pipeline.data.work.units import reader_of
@@ -49,7 +50,7 @@ def settings_of(source: InputConfig, config: Config) -> dict[str, Any]:
         settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
     if preprocess.on_damaged_file == "drop" and documents_wanted(config.data) and not held_out:
         settings["data.preprocess.on_damaged_file"] = "drop"  # splits with numbers of documents are counted without
-    return settings | reader_of(source, config).settings()
+    return settings | reader_of(source, config).plan_settings()
 
 
 def check_settings(config: Config, manifests: Mapping[str, Manifest]) -> None:
@@ -88,7 +89,8 @@ def _check(config: Config, source: InputConfig, manifest: Manifest) -> None:
         return
     asked = settings_of(source, config)
     # Of any format: the type may be one of the differences.
-    left_open = {*_NOT_OF_THE_RUN_FILE, *(name for each in SOURCE_FORMATS.values() for name in each.pinned)}
+    formats = [*SOURCE_FORMATS.values(), source_format(source.type)]
+    left_open = {*_NOT_OF_THE_RUN_FILE, PLUGIN, *(name for each in formats for name in each.pinned)}
     known = {name: value for name, value in made.items() if name not in left_open}
     differences = setting_differences(known, asked)
     applies = config.data.curate is not None and config.data.curate.mode == "apply"

@@ -23,7 +23,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import PLAN_FILE, rejected_path
 from pipeline.data.datasets.manifest import PLAN_KEYS, REPAIR, Manifest, generations_of
-from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.formats import planned_reader
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import ANY_EXPANSION, MAX_RECORD_BYTES, Document, Numbering, Piece, Position, Unit
@@ -268,13 +268,10 @@ class Origins:
     @cached_property
     def _reader(self) -> Reader:
         settings = self._plan["settings"]
-        if settings["type"] not in SOURCE_FORMATS:
-            known = ", ".join(SOURCE_FORMATS)
-            raise UserError(f"{self.folder / PLAN_FILE}: type {settings['type']!r} is not one of {known}")
         longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
         # What is in the dataset was sound when it was read.
         limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}
-        return SOURCE_FORMATS[settings["type"]].from_plan(settings, **limits)
+        return planned_reader(self.folder / PLAN_FILE, settings, **limits)
 
     @property
     def _kind(self) -> Numbering:

@@ -5,7 +5,8 @@ of hub datasets, and groups of small ones. What a unit holds is known from the n
 nothing is read for it. `UnitReader` goes through one unit in bounded memory and yields a `Document` for every record,
 good or bad; it can begin behind any of them.
 
-A format is a subclass of `Reader` in a module of its own, with a place in `pipeline.data.sources.formats`.
+A format is a subclass of `Reader` in a module of its own, with a place in `pipeline.data.sources.formats`; or in
+another package, as a plug-in (`docs/plugins.md`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ import xxhash
 
 from pipeline.common.errors import UserError
 from pipeline.common.storage import naming
+from pipeline.config.plugins import find_plugin, is_plugin
 from pipeline.data.sources.compression import Decompressed, compression_of
 from pipeline.data.sources.globs import File, find_files
 from pipeline.data.sources.records import (
+    BAD_WEIGHT,
+    EMPTY,
     FREE_BYTES,
     HUB_PREFIX,
     MAX_EXPANSION,
@@ -36,13 +40,22 @@ from pipeline.data.sources.records import (
     Piece,
     Position,
     Unit,
+    bad_weight,
+    escaped,
+    loss_weight,
+    metadata_json,
     printable,
 )
-from pipeline.data.sources.template import RecordTemplate
+from pipeline.data.sources.template import RecordTemplate, UnusableRecord
 
 if TYPE_CHECKING:
+    from pipeline.config.base import Section
     from pipeline.config.data import InputConfig
 
+    SectionClass = type[Section]
+
+OPTIONS, PLUGIN = "options", "plugin"
+"""Keys of plans of sources that plug-ins read: values of `Options`, and the package with its version."""
 SMALLEST_UNIT = 16 * 2**20
 UNITS_AT_LEAST = 64
 COMPRESSED_EXPANSION = 4
@@ -60,11 +73,16 @@ def unit_size(total_bytes: int, unit_bytes: int) -> int:
 class Reader(ABC):
     """Reader of a source's files: a format, with the settings of the source.
 
+    Plug-ins extend it. A format needs `type`, `numbering` and `read`, and `pieces` unless a file is one piece. What a
+    file becomes may depend on its bytes and on the settings alone, never on the machine, the time or the process:
+    workers read pieces in any order, and anew after a crash, and all of it has to be equal.
+
     The defaults are those of files that are streams of bytes, plain or compressed. An instance is sent to worker
     processes, so a format can be imported by its name, and holds no open file.
 
     Attributes:
-        type: name of the format, which `type` of a source has.
+        type: name of the format, which `type` of a source has; of a plug-in, its name.
+        Options: section of the keys below `options` of a source; plug-ins may have one.
         numbering: what the number of a document's place in its file counts.
         key: key of the source that names its input.
         has_keys: whether records have keys; else `text_key` and `id_key` mean nothing.
@@ -82,9 +100,11 @@ class Reader(ABC):
         dropped: damaged files of which nothing is taken, by name, with the reason and the detail.
         weight_key: key or column of the document's weight in the training loss, if it has one.
         template: puts the text together, in place of the value of `text_key`.
+        options: values of `Options`.
     """
 
     type: ClassVar[str]
+    Options: ClassVar[SectionClass | None] = None
     numbering: ClassVar[Numbering]
     key: ClassVar[str] = "paths"
     has_keys: ClassVar[bool] = True
@@ -103,21 +123,23 @@ class Reader(ABC):
     dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
     weight_key: str | None = None
     template: RecordTemplate | None = None
+    options: Any = field(default=None, hash=False)
 
     @classmethod
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
         keys, template = (source.text_key, source.id_key, tuple(source.metadata)), RecordTemplate.from_config(source)
         weight_key = getattr(source, "weight_key", None)  # sources that are never trained on have none
-        return cls(*keys, weight_key=weight_key, template=template, **limits)
+        return cls(*keys, weight_key=weight_key, template=template, options=source.options, **limits)
 
     @classmethod
     def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
-        """The reader that a plan was made with, whose settings have `settings()` and `pins()`."""
+        """The reader that a plan was made with, whose settings have `plan_settings()` and `plan_pins()`."""
         keys = settings.get("text_key", "text"), settings.get("id_key", "id")
         metadata, weight_key = tuple(settings["metadata"]), settings.get("weight_key")
         template = RecordTemplate.from_settings(settings)
-        return cls(*keys, metadata, weight_key=weight_key, template=template, **limits)
+        options = cls.Options.model_validate(settings[OPTIONS]) if cls.Options and OPTIONS in settings else None
+        return cls(*keys, metadata, weight_key=weight_key, template=template, options=options, **limits)
 
     def settings(self) -> dict[str, Any]:
         """Values of the run file that decide the documents of the source, besides `metadata` and limits."""
@@ -127,6 +149,17 @@ class Reader(ABC):
         weight = {} if self.weight_key is None else {"weight_key": self.weight_key}
         text = self.template.settings() if self.template else {"text_key": self.text_key}
         return {"id_key": self.id_key} | text | weight
+
+    def plan_settings(self) -> dict[str, Any]:
+        """`settings()` and the options of a plug-in, as plans have them. Formats extend `settings()`."""
+        options = {} if self.options is None else {OPTIONS: self.options.model_dump(mode="json")}
+        return self.settings() | options
+
+    def plan_pins(self) -> dict[str, Any]:
+        """`pins()` and the identity of a plug-in, as plans have them. Formats extend `pins()`."""
+        return (
+            self.pins() | {PLUGIN: find_plugin("sources", self.type).identity} if is_plugin(self.type) else self.pins()
+        )
 
     @property
     def text_keys(self) -> tuple[str, ...]:
@@ -158,7 +191,7 @@ class Reader(ABC):
             paths: globs of the run file.
             exclude: globs of the run file.
             key: config key of the source, for messages (`data.sources.0`).
-            planned: `settings()` and `pins()` that an earlier plan of the source was made with, if there is one.
+            planned: `plan_settings()` and `plan_pins()` of an earlier plan of the source, if there is one.
 
         Raises:
             UserError: there are none, or something that cannot be read as one.
@@ -381,6 +414,43 @@ class Cursor:
         detail = f"{detail}: {begin}" if detail and begin else detail or begin
         self.row += 1
         return Document("", "", self.unit.index, self.row - 1, self.piece, line, byte, reason, detail)
+
+    def document(self, values: Mapping[str, Any], line: int | None, byte: int, id: str, raw: bytes = b"") -> Document:
+        """A record with keys as a document, by the keys of the run file, or as a rejected one. It counts as read.
+
+        Args:
+            values: of the record, by key; a text is a `str`.
+            line: as in `Document`.
+            byte: the same.
+            id: of a record without its own.
+            raw: the beginning of the record, for the list of rejected ones.
+        """
+        reader = self.reader
+        try:
+            text = reader.template.render(values) if reader.template else values.get(reader.text_key)
+        except UnusableRecord as unusable:
+            return self.rejected(line, byte, unusable.reason, unusable.detail, raw)
+        if not isinstance(text, str):
+            has = reader.text_key in values
+            keys = f"keys: {', '.join(map(repr, list(values)[:10])) or 'none'}"
+            reason = ("text is not a string", "") if has else (f"no key {reader.text_key!r}", keys)
+            return self.rejected(line, byte, *reason, raw)
+        if escaped(text) != text:
+            return self.rejected(line, byte, "lone surrogate", "", raw)
+        weight = 1.0
+        if reader.weight_key is not None:
+            found = loss_weight(values.get(reader.weight_key))
+            if found is None:
+                detail = bad_weight(reader.weight_key, values.get(reader.weight_key))
+                return self.rejected(line, byte, BAD_WEIGHT, detail, raw)
+            weight = found
+        own = values.get(reader.id_key)
+        own = own if isinstance(own, str) else str(own) if type(own) is int else ""
+        metadata = metadata_json({key: values[key] for key in self.kept if key in values}) if self.kept else None
+        self.row += 1
+        place = self.unit.index, self.row - 1, self.piece, line, byte
+        reason_empty = None if text else EMPTY
+        return Document(text, escaped(own) or id, *place, reason_empty, "", metadata, weight=weight)
 
     @cached_property
     def kept(self) -> tuple[str, ...]:

@@ -172,7 +172,7 @@ def withdraw(folder: Path) -> bool:
 
 def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """A line for each setting that differs."""
-    words = {"code_version": "version of the stage", "tokenizer": "tokenizer (fingerprint)"}
+    words = {"code_version": "version of the stage", "tokenizer": "tokenizer (fingerprint)", "plugin": "plug-in"}
     # Where the splits end follows from the settings and the files.
     return [
         f"{words.get(name, name)}: {_shown(name, old.get(name))} then, {_shown(name, new.get(name))} now"

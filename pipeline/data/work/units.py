@@ -18,7 +18,7 @@ from pipeline.config.data import HeldOutSourceConfig, InputConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
-from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.formats import source_format
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader, unit_size
 from pipeline.data.sources.records import Unit
@@ -72,7 +72,7 @@ def reader_of(source: InputConfig, config: Config) -> Reader:
     """Reader of a source, by the run file."""
     preprocess = config.data.preprocess
     limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
-    return SOURCE_FORMATS[source.type].from_config(source, **limits)
+    return source_format(source.type).from_config(source, **limits)
 
 
 def find_source_files(config: Config, *, held_out: bool = True, grow: bool = False) -> list[SourceFiles]:
@@ -89,7 +89,7 @@ def find_source_files(config: Config, *, held_out: bool = True, grow: bool = Fal
             try:
                 found.append(_find(config, source, place, grow))
             except PermissionError as error:
-                raise may_not_be_read(f"{place}.{SOURCE_FORMATS[source.type].key}", error) from error
+                raise may_not_be_read(f"{place}.{source_format(source.type).key}", error) from error
     return found
 
 

@@ -10,6 +10,7 @@ from pipeline.config import Config
 from pipeline.config.base import Section
 from pipeline.config.model import LayerConfig, ModelConfig, RopeScalingConfig
 from pipeline.config.objective import mixed_values
+from pipeline.config.plugins import plugin_identities
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.part_spec import LayerSpec
 
@@ -28,7 +29,7 @@ LATER_KEYS = (
     *("attention_soft_cap", "sinks", "output_gate", "norm_place", "residual", "norm_bias", "norm_offset"),
     *("embedding_scale", "residual_scale", "logit_scale", "dropout", "mtp"),
     *("direction", "token_types", "embedding_norm", "first_norm", "final_norm", "head_transform", "head_bias"),
-    *("encoder", "relative"),
+    *("encoder", "relative", "mixer_options", "mlp_options"),
     *("rope_scaling.truncate", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),
 )
 """Keys of `model:` that checkpoints of earlier versions do not have, with dots below a section. With its default such a
@@ -64,7 +65,17 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
             del kind[key]
     for name in LATER_KEYS:
         _leave_out_default(keys, config.model, name)
+    if plugins := layer_plugins(config.model):
+        keys["plugins"] = plugins
     return keys
+
+
+def layer_plugins(model: ModelConfig) -> dict[str, Any]:
+    """Identities of the plug-ins that layers are of, by kind and name."""
+    layers = [model.layer(name) for name in dict.fromkeys([*model.encoder_kinds, *model.layer_kinds])]
+    mixers = plugin_identities("mixers", (layer.mixer for layer in layers))
+    mlps = plugin_identities("mlps", (layer.mlp for layer in layers))
+    return {kind: found for kind, found in (("mixers", mixers), ("mlps", mlps)) if found}
 
 
 def _leave_out_default(values: dict[str, Any], section: Section, name: str) -> None:

@@ -127,9 +127,11 @@ def validated_model(values: Any, failure: str) -> ModelConfig:
     """A `model:` section as a file has it; a `UserError` where it cannot be one, or one of absurd size.
 
     Args:
-        values: of the section.
+        values: of the section, or the fingerprint of a model, which has the identities of its plug-ins besides.
         failure: how the message begins.
     """
+    if isinstance(values, dict):
+        values = {key: value for key, value in values.items() if key != "plugins"}
     try:
         return ModelConfig.model_validate(values)
     except ValidationError as error:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.dropout import PlacedDropout, dropped
 from pipeline.train.model.kernels.attention_mask import AttentionMask
+from pipeline.train.model.mixers.recomputed import InputCache
 from pipeline.train.model.mlps.experts.routing import Routed
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
+from pipeline.train.model.plugin_parts import check_module
 from pipeline.train.model.recompute import Recompute
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Block(nn.Module):
             for name in (f"{place}_norm", place, f"{place}_out_norm", f"{place}_sum_norm"):
                 if name == place:
                     self.add_module(name, part.build())
+                    check_module(part, self.get_submodule(name))
                 elif name in spec.norms:
                     self.add_module(name, build_norm(spec.norm, spec.dim))
         if spec.ends_encoder:
@@ -183,7 +186,10 @@ class Block(nn.Module):
         state = None if context.states is None or context.encoder else context.states.layers[self.index]
         if context.observer is not None:
             context = replace(context, observer=_Recorder(attended))
-        out_BSD: Tensor = self.get_submodule("mixer")(input_BSD, context, state)
+        mixer = self.get_submodule("mixer")
+        if isinstance(state, InputCache):
+            return state.recompute(lambda x_BTD, of_text: mixer(x_BTD, of_text, None), input_BSD, context)
+        out_BSD: Tensor = mixer(input_BSD, context, state)
         return out_BSD
 
     def _input(self, x_BSD: Tensor, place: str) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from pipeline.common.errors import UserError
 from pipeline.config.model import LayerConfig, ModelConfig, RelativeConfig
+from pipeline.config.plugins import is_plugin
 from pipeline.train.model.mixers.attention.cross import CrossAttentionSpec
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mixers.delta.spec import DeltaSpec, KdaSpec
@@ -28,6 +29,7 @@ from pipeline.train.model.part_spec import (
     RelativeSpec,
     Side,
 )
+from pipeline.train.model.plugin_parts import plugin_spec
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,28 @@ def _kinds(config: ModelConfig, names: Sequence[str | None]) -> dict[str | None,
     for name in dict.fromkeys(names):
         layer = config.layer(name)
         kinds[name] = LayerSpec(
-            None if layer.mixer == "none" else MIXERS[layer.mixer](config, layer),
-            None if layer.mlp == "none" else MLPS[layer.mlp](config, layer),
+            None if layer.mixer == "none" else _mixer_spec(config, layer),
+            None if layer.mlp == "none" else _mlp_spec(config, layer),
             norm,
             layer.norm_place,
             layer.residual,
             config.residual_scale,
         )
     return kinds
+
+
+def _mixer_spec(config: ModelConfig, layer: LayerConfig) -> MixerSpec:
+    if is_plugin(layer.mixer):
+        spec: MixerSpec = plugin_spec("mixers", config, layer)
+        return spec
+    return MIXERS[layer.mixer](config, layer)
+
+
+def _mlp_spec(config: ModelConfig, layer: LayerConfig) -> LayerPartSpec:
+    if is_plugin(layer.mlp):
+        spec: LayerPartSpec = plugin_spec("mlps", config, layer)
+        return spec
+    return MLPS[layer.mlp](config, layer)
 
 
 def _of_side(layer: LayerSpec, side: Side, config: ModelConfig) -> LayerSpec:

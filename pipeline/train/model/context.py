@@ -140,7 +140,10 @@ class LayerContext:
 
 
 class Mixer(Protocol):
-    """The module of a mixer, besides what every `nn.Module` has."""
+    """The module of a mixer, besides what every `nn.Module` has.
+
+    One of another package may lack `new_state`: generation then computes all positions again for each new one.
+    """
 
     def new_state(self, max_length: int | None) -> MixerState:
         """An empty state for texts that are continued; see `Decoder.new_states`."""

@@ -24,6 +24,7 @@ from pipeline.train.model.kernels.biased import Biased
 from pipeline.train.model.kernels.recurrence.base import PLAIN
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.loss import TokenLosses
+from pipeline.train.model.mixers.recomputed import InputCache
 from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
 from pipeline.train.model.norm import build_norm
@@ -219,11 +220,7 @@ class Decoder(nn.Module):
             max_length: Positions of a row at most; memory is taken as it is needed.
         """
         blocks = [cast(Block, block) for block in self.layers.values()]
-        mixers = [
-            None if block.spec.side == "encoder" else cast(Mixer | None, getattr(block, "mixer", None))
-            for block in blocks
-        ]
-        states: list[MixerState] = [NoState() if mixer is None else mixer.new_state(max_length) for mixer in mixers]
+        states = [_new_state(block, max_length) for block in blocks]
         cross = {index: EncoderCache(None) for index, block in enumerate(blocks) if block.spec.cross is not None}
         return States(rows, states, cross)
 
@@ -383,6 +380,24 @@ class Decoder(nn.Module):
             documents = stretch.documents, encoder.documents
         sight = AttentionMask.across(samples, (0, stretch.length), encoder.length, device, documents)
         return replace(context, sights=(sight,), prepared=(self._prepared(self.kernel, sight),))
+
+
+def _new_state(block: Block, max_length: int | None) -> MixerState:
+    """An empty state of a layer; of a mixer without a state of its own one that keeps its inputs.
+
+    Raises:
+        UserError: The mixer has none, and needs the context of one.
+    """
+    spec, mixer = block.spec.mixer, cast(Mixer | None, getattr(block, "mixer", None))
+    if spec is None or mixer is None or block.spec.side == "encoder":
+        return NoState()
+    if hasattr(mixer, "new_state"):
+        return mixer.new_state(max_length)
+    if spec.kernel is not None or spec.rope is not None or spec.recurrent:
+        raise UserError(
+            f"{spec.label} cannot continue texts: {type(mixer).__name__} has no new_state, see docs/plugins.md"
+        )
+    return InputCache(max_length)
 
 
 def _mask_of_states(places: Places, reach: Reach, biased: bool, device: torch.device) -> Tensor | None:

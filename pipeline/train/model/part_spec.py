@@ -171,7 +171,12 @@ class RelativeSpec:
 class LayerPartSpec(ABC):
     """A mixer or an mlp. Kinds are frozen dataclasses; what costs nothing or is not there keeps the default.
 
-    The module that `build` makes has an `nn.Linear` for each matrix, and [B, S, dim] as input and output.
+    The module that `build` makes has an `nn.Linear` for each matrix, and [B, S, dim] as input and output. An mlp
+    computes each position by itself.
+
+    Other packages extend this class, for mlps, and `MixerSpec`, see docs/plugins.md. They have a classmethod `of(model,
+    layer, options)` besides: from `model:`, the keys of the layer, and their options, the spec. What a default does not
+    answer is refused where it is needed.
     """
 
     label: ClassVar[str]
@@ -181,6 +186,8 @@ class LayerPartSpec(ABC):
     huggingface: ClassVar[Mapping[str, PartTable]] = {}
     """By style of names (see `pipeline.train.huggingface.names`), theirs within a layer and ours within the part,
     one below the other: parameters, or modules, which have a weight and perhaps a bias."""
+    model_keys: ClassVar[tuple[str, ...]] = ()
+    """Of a plug-in: the keys of `model:` besides `dim` that it reads, like `ffn_dim`; others are refused beside it."""
     dim: int
     """Width of the residual stream."""
 
@@ -234,35 +241,50 @@ class LayerPartSpec(ABC):
         return tuple(sums for norm in self.head_norms if (sums := norm.sums(tp)))
 
     @property
-    @abstractmethod
     def divisions(self) -> tuple[Division, ...] | None:
         """Numbers that tp must divide; None: tp cannot cut the part."""
+        return None
 
     def extra_flops(self, sequence_length: int, *, causal: bool) -> float:
         """FLOPs of one token in the forward pass besides `matrices`; see `flops_per_token` for the conventions."""
         return 0.0
 
-    @abstractmethod
     def elementwise_numbers(self, tp: int) -> float:
-        """Numbers of a token that a rank reads and writes in the forward pass besides products, if compiled."""
+        """Numbers of a token that a rank reads and writes in the forward pass besides products, if compiled.
 
-    @abstractmethod
+        By default the results of all products but those that are added to the stream, and the inputs of these.
+        """
+        within = sum(matrix.on_rank(tp)[0] for matrix in self.matrices if not matrix.to_residual)
+        return within + self.kept_numbers(tp)
+
     def kept_numbers(self, tp: int) -> float:
-        """Numbers of a token that a rank keeps for backward at least, besides input and output of the part."""
+        """Numbers of a token that a rank keeps for backward at least, besides input and output of the part.
 
-    @abstractmethod
+        By default the inputs of products that are added to the stream.
+        """
+        return sum(matrix.on_rank(tp)[1] for matrix in self.matrices if matrix.to_residual)
+
     def kept_results(self, keep: Collection[str], tp: int) -> float:
         """The same where only results named by `train.recompute.keep` are kept."""
+        return 0.0
 
-    @abstractmethod
     def most_numbers(self, sequence_length: int) -> int:
         """A generous bound of the numbers of a token that are kept and worked with."""
+        return 40 * (self.dim + sum(matrix.rows + matrix.columns for matrix in self.matrices))
 
     def fits(self, tp: int) -> bool:
         """True if tp can cut the part."""
         if self.divisions is None:
             return tp == 1
         return all(division.fits(tp) for division in self.divisions)
+
+    def uneven(self, tp: int) -> list[str]:
+        """Names of matrices and vectors that tp would cut into unequal pieces, though `divisions` fit."""
+        sides = {
+            each.name: each.rows if each.cut == "rows" else each.columns for each in self.matrices if not each.whole(tp)
+        }
+        sides |= {each.name: each.shape[0] for each in self.vectors if not each.shared(tp)}
+        return [name for name, size in sides.items() if size % tp]
 
     def matrix(self, name: str) -> Matrix | None:
         """The matrix that a parameter within the part is the weight of."""
@@ -308,6 +330,11 @@ class MixerSpec(LayerPartSpec):
 
     `build` gives a `pipeline.train.model.context.Mixer`.
     """
+
+    documents_apart: ClassVar[bool] = False
+    """Of a plug-in: no position sees one before `LayerContext.bounds_BS`, as `model.document_attention` demands."""
+    both_directions: ClassVar[bool] = False
+    """Of a plug-in: with `model.direction: both` positions see those behind them. Otherwise no mixer may do so."""
 
     @property
     def kernel(self) -> KernelUse | None:

@@ -19,6 +19,7 @@ from pipeline.common.errors import UserError, install_extra
 from pipeline.common.redaction import without_secrets
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
+from pipeline.config.plugins import find_plugin
 from pipeline.train.monitor.loggers.background import BackgroundLogger, BatchLogger
 from pipeline.train.monitor.loggers.base import Logger, ParentRun, RunInfo
 from pipeline.train.monitor.loggers.json_lines import MetricsFile
@@ -75,6 +76,14 @@ def _trackers(config: Config) -> list[tuple[str, _Opener]]:
     if trackio is not None:
         _need("trackio", install_extra("trackio"))
         trackers.append(("Trackio", lambda run: TrackioLogger(trackio, run)))
+    for each in config.train.metrics.loggers:
+        plugin = find_plugin("loggers", each.type)
+        found: Any = plugin.load()
+        if not callable(getattr(found, "open", None)):
+            raise UserError(
+                f"the plug-in {plugin}: the class has no classmethod open(options, run), see docs/plugins.md"
+            )
+        trackers.append((each.type, partial(found.open, each.options)))
     return trackers
 
 

@@ -89,6 +89,12 @@ def _divisions(config: Config, layout: Layout) -> Iterator[str]:
     for label in dict.fromkeys(part.label for part in parts if part.divisions is None and layout.tp > 1):
         yield f"parallel.tp={layout.tp}: {label} cannot be cut over processes: set parallel.tp=1"
     uncut = [(part, each) for part in parts for each in part.divisions or () if not each.fits(layout.tp)]
+    for part in parts:
+        if part.divisions is not None and part.fits(layout.tp) and (names := part.uneven(layout.tp)):
+            yield (
+                f"parallel.tp={layout.tp}: {part.label} has {', '.join(names)} in unequal pieces, which its divisions "
+                "do not show: set parallel.tp=1; this is an error of the plug-in"
+            )
     # Kinds of layers may have the same numbers.
     yield from dict.fromkeys(_undivided(key_of(config, part, each.key), each, layout.tp) for part, each in uncut)
 

@@ -1,0 +1,255 @@
+"""Plug-ins: classes of other packages, which a run file names and entry points of installed packages announce.
+
+Nothing is imported but what a run file names. Names of plug-ins have a dot, and ours never have one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+
+from pipeline.common.errors import UserError
+from pipeline.config.base import Section
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+Kind = Literal["sources", "mixers", "mlps", "objectives", "loggers"]
+"""Kinds of plug-ins. The group of its entry points is named after it: `pipeline.sources`."""
+KEYS: dict[Kind, str] = {
+    "sources": "data.sources.N.type",
+    "mixers": "model.mixer",
+    "mlps": "model.mlp",
+    "objectives": "train.objective.type",
+    "loggers": "train.metrics.loggers.N.type",
+}
+"""By kind, a key of the run file that names a plug-in."""
+OPTION_KEYS: dict[Kind, str] = {
+    kind: f"{key}_options" if kind in ("mixers", "mlps") else f"{key.removesuffix('type')}options"
+    for kind, key in KEYS.items()
+}
+"""By kind, the key beside it that has the options."""
+BASES: dict[Kind, str] = {
+    "sources": "pipeline.data.sources.reader.Reader",
+    "mixers": "pipeline.train.model.part_spec.MixerSpec",
+    "mlps": "pipeline.train.model.part_spec.LayerPartSpec",
+    "objectives": "pipeline.data.loading.objectives.custom.CustomObjective",
+    "loggers": "pipeline.train.monitor.loggers.base.Logger",
+}
+"""By kind, the class that each plug-in is a subclass of. Named, since the config is read without these modules."""
+NAME = r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+$"
+"""Pattern of the names of plug-ins."""
+
+_Class = TypeVar("_Class")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """An installed plug-in, not yet imported."""
+
+    kind: Kind
+    name: str
+    distribution: str
+    """Name of the installed package that has it."""
+    version: str
+    """Version of that package."""
+    entry: EntryPoint = field(repr=False, compare=False)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Package and version, which fingerprints have."""
+        return {"distribution": self.distribution, "version": self.version}
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.distribution} {self.version})"
+
+    def load(self, base: type[_Class] | None = None) -> type[_Class]:
+        """Import its class.
+
+        Args:
+            base: The class in `BASES`, for the type checker.
+
+        Raises:
+            UserError: It cannot be imported, or is not a subclass of that class.
+        """
+        where = f"the plug-in {self} of the group pipeline.{self.kind}"
+        try:
+            found = self.entry.load()
+        except (Exception, SystemExit) as error:
+            cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise UserError(
+                f"{where} cannot be imported from {self.entry.value}: {cause}; repair or reinstall {self.distribution}"
+            ) from error
+        wanted = BASES[self.kind]
+        if not isinstance(found, type) or wanted not in [
+            f"{each.__module__}.{each.__name__}" for each in found.__mro__
+        ]:
+            raise UserError(
+                f"{where} must be a subclass of {wanted}, and {self.entry.value} is {found!r}; see docs/plugins.md"
+            )
+        return found
+
+    def options(self) -> type[Section] | None:
+        """The section of its options, if it has any.
+
+        Raises:
+            UserError: As `load`.
+        """
+        options: Any = getattr(self.load(), "Options", None)
+        if options is not None and not (isinstance(options, type) and issubclass(options, Section)):
+            raise UserError(
+                f"Options of the plug-in {self} must be a subclass of pipeline.config.base.Section, not {options!r}"
+            )
+        return options
+
+
+def is_plugin(name: object) -> bool:
+    """True of names of plug-ins, installed or not; ours have no dot."""
+    return isinstance(name, str) and "." in name
+
+
+def installed(kind: Kind) -> Iterator[Plugin]:
+    """All installed plug-ins of a kind, by name; none is imported. Two packages may have the same name."""
+    for entry in sorted(_entries(kind, None, tuple(sys.path)), key=lambda entry: (entry.name, _distribution(entry))):
+        yield _plugin(kind, entry)
+
+
+def find_plugin(kind: Kind, name: str) -> Plugin:
+    """The installed plug-in of a name, not yet imported.
+
+    Raises:
+        UserError: No installed package has it, or several do, or the one that does has no version.
+    """
+    found = [_plugin(kind, entry) for entry in _entries(kind, name, tuple(sys.path))]
+    if not found:
+        known = {plugin.name: str(plugin) for plugin in installed(kind)}
+        near = difflib.get_close_matches(name, known, n=len(known) or 1, cutoff=0.6)
+        shown = [known[each] for each in dict.fromkeys([*near, *known])]
+        raise UserError(
+            f"no installed package has this plug-in (entry points pipeline.{kind}); "
+            f"{'installed are ' + ', '.join(shown) if shown else 'none are installed'}. Install the package that has "
+            "it where this command and its jobs run: pip install PACKAGE; `pipeline plugins` lists what is there"
+        )
+    if len(found) > 1:
+        several = " and ".join(f"{each.distribution} {each.version}" for each in found)
+        raise UserError(f"several installed packages have this plug-in: {several}; uninstall all but one")
+    if not found[0].version:
+        raise UserError(f"the installed package {found[0].distribution} does not give its version; reinstall it")
+    return found[0]
+
+
+def plugin_identities(kind: Kind, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Identities of the plug-ins among some names, by name, for a fingerprint."""
+    return {name: find_plugin(kind, name).identity for name in sorted(set(filter(is_plugin, names)))}
+
+
+def _plugin(kind: Kind, entry: EntryPoint) -> Plugin:
+    version = entry.dist.version if entry.dist is not None else ""
+    return Plugin(kind, entry.name, _distribution(entry), version or "", entry)
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "?"
+
+
+@lru_cache(maxsize=64)
+def _entries(kind: Kind, name: str | None, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Entry points with a name, or all of a kind; `path` is where they are looked for."""
+    from importlib.metadata import entry_points
+
+    found = entry_points(group=f"pipeline.{kind}")
+    return tuple(entry for entry in found if entry.name == name or (name is None and re.match(NAME, entry.name)))
+
+
+@dataclass(frozen=True)
+class NamedPlugin:
+    """Annotation of a key with one of our names, those of its `Literal`, or the name of an installed plug-in."""
+
+    kind: Kind
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        ours = _ours(source)
+
+        def check(value: Any) -> str:
+            if value in ours and isinstance(value, str):
+                return value
+            if not isinstance(value, str) or "." not in value:
+                if ours:
+                    shown = [repr(name) for name in ours]
+                    expected = " or ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+                    raise PydanticKnownError("literal_error", {"expected": expected})
+                raise ValueError("must be the name of an installed plug-in, which has a dot, like acme.name")
+            find_plugin(self.kind, value)
+            return value
+
+        return core_schema.no_info_plain_validator_function(
+            check, serialization=core_schema.to_string_ser_schema(), metadata={"ours": list(ours)}
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        ours = schema.get("metadata", {}).get("ours", [])
+        plugin = {"type": "string", "pattern": NAME}
+        return {"anyOf": [{"type": "string", "enum": ours}, plugin]} if ours else plugin
+
+
+def _ours(annotation: Any) -> tuple[str, ...]:
+    """Our names: the values of the `Literal` in an annotation like `Literal["a"] | str`."""
+    literals = [part for part in get_args(annotation) if get_args(part)]
+    return tuple(name for part in literals for name in get_args(part))
+
+
+@dataclass(frozen=True)
+class PluginOptions:
+    """Annotation of a key with the options of the plug-in that another key of its section names."""
+
+    kind: Kind
+    named_by: str
+    """Key of the name, declared before this one."""
+
+    def section(self, name: Any) -> type[Section] | None:
+        """The section of the options of the plug-in of a name; None if it has none, or cannot be imported."""
+        try:
+            return find_plugin(self.kind, name).options() if is_plugin(name) else None
+        except UserError:
+            return None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "object"}, {"type": "null"}]}
+
+    def _check(self, value: Any, info: ValidationInfo) -> Section | None:
+        name = info.data.get(self.named_by)
+        if name is None:  # its own error is enough
+            return None
+        section = find_plugin(self.kind, name).options() if is_plugin(name) else None
+        if section is not None:
+            return section.model_validate(value)
+        if value is None:
+            return None
+        key = self.named_by
+        if is_plugin(name):
+            raise ValueError(f"the plug-in {name} has no options; remove the key")
+        raise ValueError(f"is for plug-ins, and {key} is {name}; remove it, or name a plug-in with {key} beside it")
+
+
+SourceOptions = Annotated[Any, PluginOptions("sources", "type")]
+"""Options of a source's plug-in."""
+ObjectiveOptions = Annotated[Any, PluginOptions("objectives", "type")]
+"""Options of an objective's plug-in."""
+LoggerOptions = Annotated[Any, PluginOptions("loggers", "type")]
+"""Options of a logger's plug-in."""
+MixerOptions = Annotated[Any, PluginOptions("mixers", "mixer")]
+"""Options of a mixer's plug-in."""
+MlpOptions = Annotated[Any, PluginOptions("mlps", "mlp")]
+"""Options of an mlp's plug-in."""
