@@ -268,7 +268,14 @@ def _draw_bars(axes: Axes, chart: BarChart, colours: dict[str, str]) -> None:
                 axes.barh(place, part.value, 0.5, left=left, color=colour, edgecolor="none")
                 left += part.value
             end = max(end, left, part.value)
-        axes.text(0, place + 0.33, _short(bar.label, max(8, _BAR_LETTERS - len(bar.text))), va="bottom", ha="left", color=colours["ink"])
+        axes.text(
+            0,
+            place + 0.33,
+            _short(bar.label, max(8, _BAR_LETTERS - len(bar.text))),
+            va="bottom",
+            ha="left",
+            color=colours["ink"],
+        )
         if bar.text:
             text = axes.text(1, place + 0.33, bar.text, va="bottom", ha="right", color=colours["muted"])
             text.set_transform(axes.get_yaxis_transform())
