@@ -10,12 +10,14 @@ from pipeline import __version__
 from pipeline.common.page.html import LIGHT, Fact, Table, document, escaped, section, table, tile
 from pipeline.common.page.words import moment
 from pipeline.eval.report.charts import curves, scales
+from pipeline.eval.report.compared import compared_table
 from pipeline.eval.report.drawing import UNDRAWN, svg
-from pipeline.eval.report.epoch_losses import epoch_table
 from pipeline.eval.report.facts import attempts_table, config_table, headline, layout_table
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import BarChart, BarPart, Chart, HeatChart, LineChart, Look
 from pipeline.eval.report.outcomes import others
+from pipeline.eval.report.sample_losses import epoch_table, highest_table
+from pipeline.eval.report.texts import texts_section
 
 _DASHES = {"-": "none", "--": "6 3", ":": "1.5 2.5", "-.": "6 2.5 1.5 2.5"}
 _SYMBOLS = {"^": "M7 2 L11 10 L3 10 Z", "x": "M3 2 L11 10 M11 2 L3 10", "|": "M7 1 L7 11"}
@@ -135,9 +137,14 @@ def _square(colour: str, more: str = "stroke-width:0") -> str:
 
 
 def _tables(runs: Sequence[RunFacts]) -> Iterator[str]:
-    recorded = [(facts.name, facts.epoch_losses) for facts in runs]
-    if any(losses for _, losses in recorded):
+    if len(runs) > 1 and (compared := compared_table(runs))[0].rows:
+        yield section("Losses compared", *compared)
+    yield texts_section([(facts.name, facts.texts) for facts in runs])
+    recorded = [(facts.name, facts.sample_losses) for facts in runs]
+    if any(losses.epochs for _, losses in recorded):
         yield section("Loss by source and epoch", *epoch_table(recorded))
+    if any(losses.highest for _, losses in recorded):
+        yield section("Samples with the highest losses", *highest_table(recorded))
     tries, note = attempts_table(runs)
     yield section("Attempts", tries, note)
     yield "<div class='pair'>"
