@@ -1,14 +1,19 @@
-"""Parts of a page: its frame, its colours, tables. Whatever text gets in, nothing in the file can run or be fetched."""
+"""Parts of a page: its frame, its colours, tables. Nothing in the file is fetched or runs, but for a script of ours."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 
+from markupsafe import Markup
+
 from pipeline import __version__
+from pipeline.common.page.render import macro, render
 from pipeline.common.page.words import clean
 
 LIGHT = {
@@ -79,61 +84,40 @@ def prose(text: str) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", escaped(text))
 
 
-def document(title: str, body: Iterable[str], more_css: str = "") -> bytes:
+def document(title: str, body: Iterable[str], more_css: str = "", script: str = "") -> bytes:
     """The whole file.
 
     Args:
         title: of the page.
         body: HTML, in pieces of whole elements.
         more_css: rules behind those of all pages.
+        script: our own, at the end of the page; the page's policy allows this one and no other.
     """
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "img-src data:; base-uri 'none'; form-action 'none'\">",
-        '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
-        f'<meta name="generator" content="pretraining-pipeline {__version__}"><link rel="icon" href="data:,">',
-        f"<title>{escaped(title)}</title><style>{_style()}{more_css}</style></head><body>",
-        *body,
-        "</body></html>\n",
-    ]
-    return "\n".join(parts).encode("utf-8", "replace")
-
-
-def tile(fact: Fact) -> str:
-    """An item of a `<dl class=tiles>`."""
-    bar = ""
-    if fact.fraction is not None:
-        bar = f"<span class='bar'><span style='width:{100 * min(1.0, max(0.0, fact.fraction)):.1f}%'></span></span>"
-    detail = f"<small>{escaped(fact.detail)}</small>" if fact.detail else ""
-    long = " class='long'" if len(fact.value) > 9 else ""
-    return f"<div><dt>{escaped(fact.label)}</dt><dd{long}>{escaped(fact.value)}{detail}{bar}</dd></div>"
-
-
-def table(figures: Table) -> str:
-    """A table that scrolls by itself where it is too wide."""
-
-    def row(cells: tuple[str, ...], tag: str) -> str:
-        inside = "".join(
-            f"<{tag}{' class=w' if figures.is_words(place) else ''}>{escaped(cell)}</{tag}>"
-            for place, cell in enumerate(cells)
-        )
-        return f"<tr>{inside}</tr>"
-
-    body = "".join(row(cells, "td") for cells in figures.rows)
-    return (
-        "<div class='scroll' tabindex='0' role='region' aria-label='Table'>"
-        f"<table><thead>{row(figures.head, 'th')}</thead><tbody>{body}</tbody></table></div>"
+    text = render(
+        "document.html",
+        title=title,
+        body=Markup("\n".join(body)),
+        css=Markup(_style() + more_css),
+        script=Markup(script),
+        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        version=__version__,
     )
+    return text.encode("utf-8", "replace")
 
 
-def section(title: str, figures: Table, words: str = "") -> str:
+def tile(fact: Fact) -> Markup:
+    """An item of a `<dl class=tiles>`."""
+    return macro("tile", fact)
+
+
+def table(figures: Table) -> Markup:
+    """A table that scrolls by itself where it is too wide."""
+    return macro("table", figures)
+
+
+def section(title: str, figures: Table, words: str = "") -> Markup:
     """A table with its title, and words on it."""
-    shown = table(figures) if figures.rows else "<p class='note'>None.</p>"
-    note = f"<p class='note'>{prose(words)}</p>" if words else ""
-    return f"<section class='wide'><h3>{escaped(title)}</h3>{shown}{note}</section>"
+    return macro("section", title, figures, Markup(prose(words)))
 
 
 def _style() -> str:

@@ -17,16 +17,16 @@ _UNSEEN = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff{_TURNS}]")
 """Those, controls but for tabs and line ends, and halves of pairs."""
 
 
-def si(value: float) -> str:
+def si(value: float, digits: int = 4) -> str:
     """Short, for axes: `250k`, `1.5B`, `0.002`."""
     size = abs(value)
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if size >= limit * 0.9999:
-            return f"{value / limit:.4g}{letter}"
+            return f"{value / limit:.{digits}g}{letter}"
     if 0 < size < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
+        mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def count(value: float | None) -> str:

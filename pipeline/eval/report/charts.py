@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.common.page.html import Table
 from pipeline.common.page.words import NONE, count, figure, seconds
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Axis, Line, LineChart, Look, Marks
-from pipeline.eval.report.series import Curve, Floats, Validation, curve
+from pipeline.eval.report.series import DETAIL, Curve, Detail, Floats, Places, Validation, curve, detail, places_of
 
 T = TypeVar("T")
 TABLE_ROWS = 12
 """Rows of a run in the table of a chart."""
-_MOST_MARKS = 200
+_MOST_MARKS = 400
+"""Positions of marks that a drawing can tell apart."""
 MOST_LINES = 8
 """That can be told apart in a chart."""
 _MEMORY = (
@@ -65,7 +67,7 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     if _has(runs, "mtp_loss"):
         title = "Loss of multi-token prediction"
         yield _by_step(runs, scale, "mtp_loss", title, "nats per token, mean of the depths", logarithmic=True)
-    yield _by_step(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True)
+    yield _by_step(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True, smooth=False)
     yield _by_step(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
     yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
     if _has(runs, "mfu"):
@@ -108,6 +110,21 @@ def _rules(runs: Sequence[RunFacts], scale: Scale) -> tuple[tuple[float, str], .
     return tuple((scale.at(runs[0], each.first_step, each.begin), f"{each.number}") for each in runs[0].tries[1:])
 
 
+def _rule_places(runs: Sequence[RunFacts]) -> Places | None:
+    """Those of `_rules` on every axis."""
+    begun = runs[0].tries[1:] if len(runs) == 1 else []
+    if not begun:
+        return None
+    steps, times = [each.first_step for each in begun], [each.begin for each in begun]
+    return places_of(runs[0].columns, runs[0].start, steps, times)
+
+
+def _looked_at(facts: RunFacts, looks: Sequence[Validation], losses: Floats) -> Detail:
+    """Losses of validations on every axis."""
+    steps, times = [each.step for each in looks], [each.time for each in looks]
+    return Detail(places_of(facts.columns, facts.start, steps, times), np.where(np.isfinite(losses), losses, np.nan))
+
+
 def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
     """Spikes, steps not applied and skipped steps, of all runs."""
     found = []
@@ -116,14 +133,29 @@ def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
         ("not applied", "skipped", "x", "ink"),
         ("skipped", "passed_over", "|", "ink"),
     ):
-        places: list[float] = []
-        for each in runs:
-            steps, x = np.asarray(each.columns.step), scale.of(each)
-            marked = np.asarray(getattr(each.columns, key))
-            places += x[np.isin(steps, marked[:: -(-len(marked) // _MOST_MARKS)])].tolist() if len(marked) else []
-        if places:
-            found.append(Marks(label, np.asarray(places), symbol, slot))
+        drawn: list[float] = []
+        places: list[tuple[int, Places]] = []
+        for number, each in enumerate(runs):
+            steps, marked = np.asarray(each.columns.step), np.asarray(getattr(each.columns, key))
+            x = scale.of(each)[np.isin(steps, marked)]
+            drawn += _apart(x, x, _MOST_MARKS).tolist()
+            if len(marked):
+                kept = _apart(marked, marked.astype(float), DETAIL)
+                places.append((number, places_of(each.columns, each.start, kept.tolist())))
+        if drawn:
+            found.append(Marks(label, np.asarray(drawn), symbol, slot, tuple(places)))
     return tuple(found)
+
+
+def _apart(values: npt.NDArray[Any], x: Floats, most: int) -> npt.NDArray[Any]:
+    """The first of the values in each of `most` equal stretches of their positions; all, if they are no more."""
+    if len(values) <= most:
+        return values
+    finite = np.isfinite(x)
+    values, x = values[finite], x[finite]
+    stretch = np.floor((x - x.min()) / ((x.max() - x.min()) or 1.0) * (most - 1)) if len(x) else x
+    kept: npt.NDArray[Any] = values[np.unique(stretch, return_index=True)[1]]
+    return kept
 
 
 def _by_step(
@@ -137,6 +169,7 @@ def _by_step(
     validation: bool = False,
     logarithmic: bool = False,
     from_zero: bool = False,
+    smooth: bool = True,
 ) -> LineChart:
     """The chart of a number of each step.
 
@@ -150,19 +183,24 @@ def _by_step(
         validation: whether the validation loss, and steps that were spikes or not applied, are drawn as well.
         logarithmic: of the vertical axis.
         from_zero: whether it begins at zero.
+        smooth: whether the page may smooth it.
     """
     several = len(runs) > 1
     lines, notes = [], []
     for number, each in enumerate(runs):
         look = Look.of(number)
         drawn = curve(scale.of(each), each.columns.column(name), each.columns.breaks)
-        lines.append(Line(each.name if several else line or title.lower(), drawn, look))
+        label = each.name if several else line or title.lower()
+        exact = detail(each.columns, each.start, each.columns.column(name))
+        lines.append(Line(label, drawn, look, run=number, detail=exact, smooth=smooth))
         notes.append(drawn.note)
         if validation and each.columns.validations:
             x = np.array([scale.at(each, v.step, v.time) for v in each.columns.validations])
             y = np.array([v.loss for v in each.columns.validations])
             label = f"{each.name}, validation" if several else "validation"
-            lines.append(Line(label, points_of(x, y), Look(look.slot if several else "s1", ":"), points=True))
+            validations = Look(look.slot if several else "s1", ":")
+            exact = _looked_at(each, each.columns.validations, y)
+            lines.append(Line(label, points_of(x, y), validations, points=True, run=number, detail=exact))
     shown = (
         f"Training and validation loss over {scale.label}, {y_label}"
         if validation
@@ -178,6 +216,7 @@ def _by_step(
         table=_table(runs, name, validation=validation),
         marks=_marks(runs, scale) if validation else (),
         rules=_rules(runs, scale),
+        rule_places=_rule_places(runs),
         logarithmic=logarithmic,
         from_zero=from_zero,
         note=" / ".join(dict.fromkeys(notes)) + _forced(runs),  # what is said of all runs once, else of each in order
@@ -200,6 +239,7 @@ def _losses_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineCh
         lambda each: list(each.columns.loss_by_source),
         lambda each, name: (scale.of(each), each.columns.source(name)),
         _source_rows,
+        lambda each, name: detail(each.columns, each.start, each.columns.source(name)),
         points=False,
     )
 
@@ -207,9 +247,13 @@ def _losses_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineCh
 def _validations_by(
     runs: Sequence[RunFacts], scale: Scale, of: str, looks: Callable[[RunFacts], list[Validation]]
 ) -> Iterator[LineChart]:
-    def values(each: RunFacts, name: str) -> tuple[Floats, Floats]:
+    def of_name(each: RunFacts, name: str) -> tuple[list[Validation], Floats]:
         found = [v for v in looks(each) if name in v.by_source]
-        return np.array([scale.at(each, v.step, v.time) for v in found]), np.array([v.by_source[name] for v in found])
+        return found, np.array([v.by_source[name] for v in found])
+
+    def values(each: RunFacts, name: str) -> tuple[Floats, Floats]:
+        found, losses = of_name(each, name)
+        return np.array([scale.at(each, v.step, v.time) for v in found]), losses
 
     return _by_source(
         runs,
@@ -222,6 +266,7 @@ def _validations_by(
             (count(v.step), count(_tokens_at(each, v.step)), *(figure(v.by_source.get(name)) for name in names))
             for v in _some(looks(each))
         ],
+        lambda each, name: _looked_at(each, *of_name(each, name)),
         of=of,
         points=True,
     )
@@ -235,6 +280,7 @@ def _by_source(
     names_of: Callable[[RunFacts], list[str]],
     values: Callable[[RunFacts, str], tuple[Floats, Floats]],
     rows: Callable[[RunFacts, list[str]], list[tuple[str, ...]]],
+    detailed: Callable[[RunFacts, str], Detail],
     *,
     of: str = "source",
     points: bool,
@@ -246,10 +292,11 @@ def _by_source(
     names = sorted(every, key=lambda name: order.get(name, len(order)))[:MOST_LINES]
     left = f" The {len(names)} largest of {len(every)} {of}s." if len(every) > len(names) else ""
 
-    def line(each: RunFacts, name: str, label: str, look: Look) -> Line:
+    def line(number: int, name: str, label: str, look: Look) -> Line:
+        each = runs[number]
         x, y = values(each, name)
         drawn = points_of(x, y) if points else curve(x, y, each.columns.breaks, plain=True)
-        return Line(label, drawn, look, points=points)
+        return Line(label, drawn, look, points=points, run=number, detail=detailed(each, name), smooth=not points)
 
     def chart(title: str, lines: list[Line], table: Table, rules: tuple[tuple[float, str], ...]) -> LineChart:
         steps = max((each.curve.steps for each in lines), default=1)
@@ -263,18 +310,19 @@ def _by_source(
             lines=tuple(lines),
             table=table,
             rules=rules,
+            rule_places=_rule_places(runs),
             logarithmic=True,
             note=(note + left).strip(),
         )
 
     if len(runs) == 1:
-        lines = [line(runs[0], name, name, Look.of(number)) for number, name in enumerate(names)]
+        lines = [line(0, name, name, Look.of(number)) for number, name in enumerate(names)]
         table = Table(("step", "tokens", *names), tuple(rows(runs[0], names)))
         yield chart(title, lines, table, _rules(runs, scale))
         return
     for name in names:
         lines = [
-            line(each, name, each.name, Look.of(number)) for number, each in enumerate(runs) if name in names_of(each)
+            line(number, name, each.name, Look.of(number)) for number, each in enumerate(runs) if name in names_of(each)
         ]
         cells = [(each.name, *row) for each in runs if name in names_of(each) for row in rows(each, [name])]
         yield chart(f"{what.capitalize()}: {name}", lines, Table(("run", "step", "tokens", what), tuple(cells), 1), ())

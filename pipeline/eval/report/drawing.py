@@ -19,6 +19,7 @@ from pipeline.common.format import percent
 from pipeline.common.page.html import LIGHT
 from pipeline.common.page.words import clean, si
 from pipeline.eval.report.model import BarChart, Chart, HeatChart, LineChart
+from pipeline.eval.report.ticks import linear_ticks, log_ticks, tick_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +28,8 @@ _PLACEHOLDERS = {name: f"#fe01{number:02x}" for number, name in enumerate(LIGHT)
 """Colours that nothing else has, replaced by the page's variables in the SVG."""
 _WIDTH, _HEIGHT = 4.4, 2.9
 _BAR_HEIGHT, _BAR_ROOM = 0.36, 0.75
+_BAR_LETTERS = 44
+"""Letters that have room above a bar: its label and its text."""
 _FONT = 11.0
 """Points, of which a chart is so few wide that they are as many pixels or more on a phone."""
 _SHEET_COLUMNS, _SHEET_DPI, _SHEET_LEGEND = 3, 130, 0.75
@@ -35,8 +38,6 @@ _RULE_NAMES = 8
 """Attempts whose number is shown."""
 UNDRAWN = "This chart cannot be drawn."
 _TICKS = 5
-_NARROW, _WIDE = 4.0, 200.0
-"""Ratios of the ends of a logarithmic axis, up to which it has equal ticks, and three in a decade."""
 _MARKS_FROM, _MARKS_APART = 0.035, 0.06
 """Shares of the height of a chart."""
 
@@ -146,7 +147,7 @@ def _draw(axes: Axes, chart: Chart, colours: dict[str, str]) -> None:
 
 
 def _draw_lines(axes: Axes, chart: LineChart, colours: dict[str, str]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
     axes.grid(axis="y", color=colours["grid"], linewidth=0.8)
     if chart.logarithmic:
@@ -164,9 +165,11 @@ def _draw_lines(axes: Axes, chart: LineChart, colours: dict[str, str]) -> None:
             color=colour,
             linestyle=line.look.dash,
             linewidth=1.7,
-            marker="o" if line.points or _alone(curve.mean) else None,
+            marker="o" if line.points else None,
             markersize=3.6,
         )
+        if not line.points and (alone := _alone(_drawable(curve.mean, chart))).any():
+            axes.plot(curve.x[alone], curve.mean[alone], color=colour, linestyle="none", marker="o", markersize=3.6)
     _limits(axes, chart)
     for number, marks in enumerate(chart.marks):
         axes.plot(
@@ -193,12 +196,10 @@ def _draw_lines(axes: Axes, chart: LineChart, colours: dict[str, str]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(_TICKS, integer=chart.axis == "steps"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
     low, high = axes.get_ylim()
-    if chart.logarithmic and high / low > _NARROW:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < _WIDE else (1,), numticks=6))
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(_TICKS, steps=[1, 2, 2.5, 5, 10]))
+    ticks = log_ticks(low, high) if chart.logarithmic else linear_ticks(low, high)
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
+    axes.yaxis.set_major_formatter(FixedFormatter(tick_labels(ticks)))
 
 
 def _limits(axes: Axes, chart: LineChart) -> None:
@@ -237,10 +238,10 @@ def _drawable(values: Any, chart: LineChart) -> Any:
     return np.where(values > 0, values, np.nan) if chart.logarithmic else values
 
 
-def _alone(values: Any) -> bool:
-    """True if a line would not be seen, having no two values beside each other."""
-    finite = np.isfinite(values)
-    return bool(finite.any()) and not bool((finite[1:] & finite[:-1]).any())
+def _alone(values: Any) -> Any:
+    """[n], true of each value without one beside it, which no line would show: an attempt of one step."""
+    finite = np.concatenate([[False], np.isfinite(values), [False]])
+    return finite[1:-1] & ~finite[:-2] & ~finite[2:]
 
 
 def _draw_bars(axes: Axes, chart: BarChart, colours: dict[str, str]) -> None:
@@ -259,7 +260,14 @@ def _draw_bars(axes: Axes, chart: BarChart, colours: dict[str, str]) -> None:
                 axes.barh(place, part.value, 0.5, left=left, color=colour, edgecolor="none")
                 left += part.value
             end = max(end, left, part.value)
-        axes.text(0, place + 0.33, _short(bar.label, 34), va="bottom", ha="left", color=colours["ink"])
+        axes.text(
+            0,
+            place + 0.33,
+            _short(bar.label, max(8, _BAR_LETTERS - len(bar.text))),
+            va="bottom",
+            ha="left",
+            color=colours["ink"],
+        )
         if bar.text:
             text = axes.text(1, place + 0.33, bar.text, va="bottom", ha="right", color=colours["muted"])
             text.set_transform(axes.get_yaxis_transform())

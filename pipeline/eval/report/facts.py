@@ -185,6 +185,8 @@ def config_table(runs: Sequence[RunFacts]) -> Table:
     rows = []
     for key in keys:
         values = [each.get(key, _MISSING) for each in flat]
+        if all(value is _MISSING or value is None for value in values):
+            continue  # a section that one run leaves out, and of which the other has keys: these have rows of their own
         if key != "run.dir" and any(value != values[0] or type(value) is not type(values[0]) for value in values[1:]):
             rows.append((key, *(NONE if value is _MISSING else _shown(key, value) for value in values)))
     return Table(("key", *(facts.name for facts in runs)), tuple(rows), 1 + len(runs))

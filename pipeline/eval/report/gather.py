@@ -27,11 +27,11 @@ from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.eval.report.metrics_reader import MetricsReader
 from pipeline.eval.report.reading import Reading
-from pipeline.eval.report.sample_losses import SampleLosses, sample_losses
 from pipeline.eval.report.scores import ReportedScore, read_made_with, read_scores
+from pipeline.eval.report.sections.sample_losses import SampleLosses, sample_losses
+from pipeline.eval.report.sections.texts import SampleTexts, read_texts
 from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge
-from pipeline.eval.report.texts import SampleTexts, read_texts
 from pipeline.eval.reports import Evaluation, read_evaluations
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.monitor.goodput import Goodput, is_step, number

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.common.page.html import Table
-from pipeline.eval.report.series import Curve, Floats
+from pipeline.eval.report.series import Curve, Detail, Floats, Places
 
 Axis = Literal["tokens", "time", "steps"]
 SLOTS = 8
@@ -41,6 +41,12 @@ class Line:
     look: Look
     points: bool = False
     """True if each value is marked, as of something that is measured now and then."""
+    run: int | None = None
+    """Number of the run that it belongs to, which the page switches on and off; None for a line of no single run."""
+    detail: Detail | None = None
+    """Its values on every axis, for the page to show at the pointer; None for those of the curve alone."""
+    smooth: bool = False
+    """True if the page may smooth it: a noisy number of each step."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Marks:
     symbol: str
     """As matplotlib calls it."""
     slot: str
+    places: tuple[tuple[int, Places], ...] = ()
+    """By the number of the run, the same on every axis."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ class LineChart:
     logarithmic: bool = False
     from_zero: bool = False
     note: str = ""
+    rule_places: Places | None = None
+    """The rules on every axis, in their order."""
 
 
 @dataclass(frozen=True)

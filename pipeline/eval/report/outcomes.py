@@ -13,6 +13,7 @@ from pipeline.eval.report.charts import MOST_LINES, points_of
 from pipeline.eval.report.gather import Consumption, RunFacts
 from pipeline.eval.report.load_charts import load_charts
 from pipeline.eval.report.model import Bar, BarChart, BarPart, Chart, Line, LineChart, Look
+from pipeline.eval.report.series import Detail, places_of
 from pipeline.eval.reports import WINDOWS, Evaluation
 
 _MOST_BARS = 12
@@ -159,7 +160,7 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
                 )
         for place, ((label, _), points) in enumerate(series.items()):
             look = Look.of(place) if len(runs) == 1 else Look.of(number).dotted(place)
-            lines.append(_line(label, points, look))
+            lines.append(_line(label, points, look, number, each))
     is_whole = all(asked.get("samples") is None for asked in shown)
     notes = ["From `pipeline eval`" + (": the whole split, where validation takes a sample." if is_whole else ".")]
     if differ:
@@ -179,10 +180,11 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
     )
 
 
-def _line(label: str, points: Sequence[tuple[int, float]], look: Look) -> Line:
-    """The line of a few values, each at its step."""
+def _line(label: str, points: Sequence[tuple[int, float]], look: Look, number: int, facts: RunFacts) -> Line:
+    """The line of a few values of a run, each at its step."""
     x, y = (np.array(values, float) for values in zip(*points, strict=True))
-    return Line(label, points_of(x, y), look, points=True)
+    places = places_of(facts.columns, facts.start, [step for step, _ in points])
+    return Line(label, points_of(x, y), look, points=True, run=number, detail=Detail(places, y))
 
 
 def _settings(facts: RunFacts, found: Evaluation) -> dict[str, Any]:
@@ -216,6 +218,7 @@ def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:
     for fractions, title, y_label in ((True, "Benchmarks", "share"), (False, "Benchmarks: perplexity, bits", "value")):
         series: dict[str, list[tuple[int, float]]] = {}
         looks: dict[str, Look] = {}
+        whose: dict[str, int] = {}
         cells = []
         for number, each in enumerate(runs):
             kinds = {(s.task, s.figure) for s in each.scores if not s.is_fraction}
@@ -226,6 +229,7 @@ def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:
                 name = f"{score.task}, {score.figure}{of}"
                 label = f"{each.name}: {name}" if len(runs) > 1 else name
                 series.setdefault(label, []).append((score.step, score.value))
+                whose[label] = number
                 looks.setdefault(label, Look.of(number).dotted(len(looks)) if len(runs) > 1 else Look.of(len(looks)))
                 cells.append((label, count(score.step), figure(score.value), figure(score.stderr)))
         if not series:
@@ -237,7 +241,9 @@ def _scores(runs: Sequence[RunFacts]) -> Iterator[LineChart]:
             axis="steps",
             x_label="steps",
             y_label=y_label,
-            lines=tuple(_line(label, series[label], looks[label]) for label in labels),
+            lines=tuple(
+                _line(label, series[label], looks[label], whose[label], runs[whose[label]]) for label in labels
+            ),
             table=Table(("of", "step", "value", "standard error"), tuple(cells), 1),
             logarithmic=not fractions,
             note=f"{len(labels)} of {len(series)} figures; the table has all." if len(series) > len(labels) else "",

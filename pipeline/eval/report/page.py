@@ -1,26 +1,43 @@
-"""The report as one HTML file: no script, no request, the same in light and dark."""
+"""The report as one HTML file: no request, the same in light and dark; a script of its own makes its charts answer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import assert_never
+from importlib import resources
+from typing import Any, assert_never
+
+import numpy as np
+from markupsafe import Markup
 
 from pipeline import __version__
-from pipeline.common.page.html import LIGHT, Fact, Table, document, escaped, section, table, tile
-from pipeline.common.page.words import moment
+from pipeline.common.page.html import LIGHT, Fact, Table, document, section
+from pipeline.common.page.render import render
+from pipeline.common.page.words import NONE, moment
 from pipeline.eval.report.charts import curves, scales
-from pipeline.eval.report.compared import compared_table
 from pipeline.eval.report.drawing import UNDRAWN, svg
+from pipeline.eval.report.embed import embedded
 from pipeline.eval.report.facts import attempts_table, config_table, headline, layout_table
 from pipeline.eval.report.gather import RunFacts
-from pipeline.eval.report.model import BarChart, BarPart, Chart, HeatChart, LineChart, Look
+from pipeline.eval.report.model import BarChart, Chart, HeatChart, LineChart, Look
 from pipeline.eval.report.outcomes import others
-from pipeline.eval.report.sample_losses import epoch_table, highest_table
-from pipeline.eval.report.texts import texts_section
+from pipeline.eval.report.sections.compared import compared_table
+from pipeline.eval.report.sections.sample_losses import epoch_table, highest_table
+from pipeline.eval.report.sections.texts import texts_section
+from pipeline.eval.report.series import DETAIL
 
+_PACKAGE = "pipeline.eval.report"
 _DASHES = {"-": "none", "--": "6 3", ":": "1.5 2.5", "-.": "6 2.5 1.5 2.5"}
-_SYMBOLS = {"^": "M7 2 L11 10 L3 10 Z", "x": "M3 2 L11 10 M11 2 L3 10", "|": "M7 1 L7 11"}
+_SYMBOLS = {
+    "^": {"path": "M7 2 L11 10 L3 10 Z", "filled": True},
+    "x": {"path": "M3 2 L11 10 M11 2 L3 10", "filled": False},
+    "|": {"path": "M7 1 L7 11", "filled": False},
+}
+_HELP = (
+    "Point at a chart, tap it, or select it and press ← and → for its values. Drag across a chart to zoom all of them; "
+    "a double click, or Esc, shows all again. Smoothing is an exponential mean of the steps before, by their distance; "
+    "it begins anew where an attempt began, and is not drawn where there is no value."
+)
 
 
 def page(runs: Sequence[RunFacts]) -> bytes:
@@ -29,114 +46,88 @@ def page(runs: Sequence[RunFacts]) -> bytes:
     Args:
         runs: one, or several that are compared.
     """
-    title = "Report: " + ", ".join(each.name for each in runs)
-    by_tokens, by_time = scales(runs)
-    body = [
-        *_head(runs),
-        '<input type="radio" name="axis" id="by-tokens" checked><input type="radio" name="axis" id="by-time">',
-        "<main>",
-        '<div class="switch" role="group" aria-label="Horizontal axis"><span>curves over</span>'
-        '<label for="by-tokens">tokens</label><label for="by-time">time</label></div>',
-        '<div class="grid">',
-        *(_figure(chart, f"a{n}", "over-tokens") for n, chart in enumerate(curves(runs, by_tokens))),
-        *(_figure(chart, f"b{n}", "over-time") for n, chart in enumerate(curves(runs, by_time))),
-        *(_figure(chart, f"c{n}") for n, chart in enumerate(others(runs))),
-        "</div>",
-        *_tables(runs),
-        f"</main><footer>Made {moment(time.time())} by pretraining-pipeline {__version__} from the files of the run "
-        f"folder{'s' * (len(runs) > 1)}. Times in UTC; loss in nats per token.</footer>",
-    ]
-    return document(title, body)
+    by_tokens, _ = scales(runs)
+    charts = [(f"chart-{n}", chart) for n, chart in enumerate([*curves(runs, by_tokens), *others(runs)])]
+    body = render(
+        "report.html",
+        _PACKAGE,
+        runs=runs,
+        looks=[Look.of(number) for number in range(len(runs))],
+        tiles=list(headline(runs[0])),
+        compared=_compared(runs),
+        dashes=_DASHES,
+        help=_HELP,
+        charts=[_figure(key, chart) for key, chart in charts],
+        undrawn=UNDRAWN,
+        data=embedded(charts, [facts.name for facts in runs]),
+        sections=list(_sections(runs)),
+        pair=list(_pair(runs)),
+        made=moment(time.time()),
+        version=__version__,
+    )
+    files = resources.files(_PACKAGE)
+    css, script = (files.joinpath(f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    return document("Report: " + ", ".join(facts.name for facts in runs), [body], css, script)
 
 
-def _head(runs: Sequence[RunFacts]) -> Iterator[str]:
-    if len(runs) > 1:
-        yield f"<header><p class='above'>Training runs</p><h1>{len(runs)} runs compared</h1></header>"
-    for number, facts in enumerate(runs):
-        state = facts.state
-        name = f"<h1>{escaped(facts.name)}</h1>" if len(runs) == 1 else f"<h2>{escaped(facts.name)}</h2>"
-        swatch = "" if len(runs) == 1 else _line(Look.of(number))
-        above = "<p class='above'>Training run</p>" if len(runs) == 1 else ""
-        yield f"<header>{above}<div class='name'>{swatch}{name}"
-        yield f"<span class='state {state.kind}'>{escaped(state.word)}</span></div>"
-        if state.why:
-            yield f"<p class='why {state.kind}'>{escaped(state.why)}</p>"
-        if len(runs) == 1:
-            yield "<dl class='tiles'>" + "".join(tile(fact) for fact in headline(facts)) + "</dl>"
-        if facts.problems:
-            items = "".join(f"<li>{escaped(line)}</li>" for line in facts.problems)
-            yield f"<div class='missing'><p>What is missing or damaged:</p><ul>{items}</ul></div>"
-        yield "</header>"
-    if len(runs) > 1:
-        columns = [{fact.label: fact for fact in headline(facts)} for facts in runs]
-        labels = dict.fromkeys(label for column in columns for label in column)
-        rows = tuple(
-            (label, *(_words(column[label]) if label in column else "–" for column in columns)) for label in labels
-        )
-        figures = Table(("", *(facts.name for facts in runs)), rows, 1 + len(runs))
-        yield f"<section class='wide'>{table(figures)}</section>"
+def _compared(runs: Sequence[RunFacts]) -> Table:
+    """The main figures of several runs beside each other."""
+    columns = [{fact.label: fact for fact in headline(facts)} for facts in runs]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = tuple(
+        (label, *(_words(column[label]) if label in column else NONE for column in columns)) for label in labels
+    )
+    return Table(("", *(facts.name for facts in runs)), rows, 1 + len(runs))
 
 
 def _words(fact: Fact) -> str:
     return f"{fact.value} ({fact.detail})" if fact.detail else fact.value
 
 
-def _figure(chart: Chart, key: str, over: str = "always") -> str:
+def _figure(key: str, chart: Chart) -> dict[str, Any]:
+    """What the template shows of a chart."""
     try:
-        drawn = svg(chart, key)
+        drawn = Markup(svg(chart, key))
     except Exception:  # figures of others may be what no axis is made for: the other charts are shown all the same
-        drawn = f"<p class='note'>{UNDRAWN} Its figures are below.</p>"
-    note = f"<p class='note'>{escaped(chart.note)}</p>" if chart.note else ""
-    if isinstance(chart, LineChart) and chart.rules:
-        note += "<p class='note'>Dashed, numbered: where an attempt began.</p>"
+        drawn = Markup()
+    rules = isinstance(chart, LineChart) and bool(chart.rules)
+    curves = _values(chart) if isinstance(chart, LineChart) else ""
+    return {"key": key, "chart": chart, "legend": _legend(chart), "drawn": drawn, "rules": rules, "curves": curves}
+
+
+def _values(chart: LineChart) -> str:
+    """A note on what the page has of lines with a value for each step."""
+    details = [line.detail for line in chart.lines if line.detail is not None and not line.points]
+    steps = max((float(np.max(each.places.last - each.places.first, initial=0)) + 1 for each in details), default=0)
+    if steps <= 1:
+        return "Every step is in this page." if steps else ""
     return (
-        f"<figure class='{over}'><figcaption><h3>{escaped(chart.title)}</h3></figcaption>{_legend(chart)}"
-        f"{drawn}{note}"
-        f"<details><summary>Figures</summary>{table(chart.table)}</details></figure>"
+        f"This page has up to {DETAIL:,} values of a line, more are not to be seen by zooming: means of up to "
+        f"{steps:,.0f} steps, and as a band the lowest and highest of them."
     )
 
 
-def _legend(chart: Chart) -> str:
-    items = []
+def _legend(chart: Chart) -> list[dict[str, Any]]:
     if isinstance(chart, LineChart):
         looks = {line.label: line.look for line in chart.lines}
+        items: list[dict[str, Any]] = []
         if len(looks) > 1 or chart.marks:
-            items = [f"<li>{_line(look)}{escaped(label)}</li>" for label, look in looks.items()]
-        items += [
-            f"<li><svg viewBox='0 0 14 12' aria-hidden='true'><path d='{_SYMBOLS[marks.symbol]}' "
-            f"style='stroke:var(--{marks.slot});fill:{'none' if marks.symbol != '^' else f'var(--{marks.slot})'};"
-            f"stroke-width:1.6'/></svg>{escaped(marks.label)}</li>"
-            for marks in chart.marks
+            items = [{"label": label, "look": look} for label, look in looks.items()]
+        return items + [
+            {"label": marks.label, "symbol": _SYMBOLS[marks.symbol], "slot": marks.slot} for marks in chart.marks
         ]
-    elif isinstance(chart, BarChart):
-        items = [f"<li>{_box(part)}{escaped(part.label)}</li>" for part in chart.legend]
-    elif isinstance(chart, HeatChart):
-        items = [f"<li>{_square(LIGHT[slot])}{escaped(label)}</li>" for slot, label in chart.legend]
-    else:
-        assert_never(chart)
-    return f"<ul class='legend'>{''.join(items)}</ul>" if items else ""
+    if isinstance(chart, BarChart):
+        return [
+            {"label": part.label, "colour": f"var(--{part.look.slot})", "outline": part.outline}
+            for part in chart.legend
+        ]
+    if isinstance(chart, HeatChart):
+        return [{"label": label, "colour": LIGHT[slot], "outline": False} for slot, label in chart.legend]
+    assert_never(chart)
 
 
-def _line(look: Look) -> str:
-    return (
-        f"<svg viewBox='0 0 24 12' aria-hidden='true'><path d='M1 6 L23 6' style='stroke:var(--{look.slot});"
-        f"stroke-width:2.4;stroke-dasharray:{_DASHES[look.dash]};fill:none'/></svg>"
-    )
-
-
-def _box(part: BarPart) -> str:
-    opacity = "fill-opacity:.18;stroke-width:1.4" if part.outline else "stroke-width:0"
-    return _square(f"var(--{part.look.slot})", opacity)
-
-
-def _square(colour: str, more: str = "stroke-width:0") -> str:
-    return (
-        "<svg viewBox='0 0 14 12' aria-hidden='true'><rect x='1' y='1' width='11' height='10' "
-        f"style='fill:{colour};stroke:{colour};{more}'/></svg>"
-    )
-
-
-def _tables(runs: Sequence[RunFacts]) -> Iterator[str]:
+def _sections(runs: Sequence[RunFacts]) -> Iterator[Markup]:
+    """Tables below the charts, over the whole width."""
     if len(runs) > 1 and (compared := compared_table(runs))[0].rows:
         yield section("Losses compared", *compared)
     yield texts_section([(facts.name, facts.texts) for facts in runs])
@@ -147,11 +138,13 @@ def _tables(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield section("Samples with the highest losses", *highest_table(recorded))
     tries, note = attempts_table(runs)
     yield section("Attempts", tries, note)
-    yield "<div class='pair'>"
+
+
+def _pair(runs: Sequence[RunFacts]) -> Iterator[Markup]:
+    """Tables of which two have room beside each other, of one run."""
     words = "Layout: of the last attempt. Versions: of the newest checkpoint."
     yield section("Layout and versions", layout_table(runs), words)
     title, words = "Keys that are not the default", "All keys are in config.yaml in the run folder."
     if len(runs) > 1:
         title, words = "Differences between the run files", ""
     yield section(title, config_table(runs), words)
-    yield "</div>"

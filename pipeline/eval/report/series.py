@@ -31,6 +31,9 @@ _MEANS = 100
 _POINTS = 300
 """Points of a curve with more steps."""
 _MOST_BREAKS = 100
+DETAIL = 4_000
+"""Values of a curve in the page; of more steps, each is the mean of several, with the lowest and highest of them."""
+_MOST_DETAIL_BREAKS = DETAIL // 4
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,31 @@ class Columns:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Positions of values on every horizontal axis. Each is of one step, or of the steps from `first` to `last`."""
+
+    first: Floats
+    last: Floats
+    tokens: Floats
+    time: Floats
+    """Seconds since the start of the run."""
+    breaks: tuple[int, ...] = ()
+    """Indices before which another attempt ended."""
+
+
+@dataclass(frozen=True)
+class Detail:
+    """Values of a line that a page can show: more of them than `Curve` has, and on every axis."""
+
+    places: Places
+    mean: Floats
+    """Mean of the steps of each place; NaN where none has a value."""
+    low: Floats | None = None
+    high: Floats | None = None
+    """Lowest and highest of them; None where each place is one step."""
+
+
+@dataclass(frozen=True)
 class Curve:
     """The curve of a column: means of `steps` steps each, and what lies behind them. NaN breaks the line."""
 
@@ -217,19 +245,72 @@ def curve(x: Floats, y: Floats, breaks: Sequence[int] = (), *, plain: bool = Fal
     few = count <= EVERY_STEP
     steps = max(1, -(-count // (_MEANS if few else _POINTS)))
     breaks = [at for at in breaks if 0 < at < count] if len(breaks) <= _MOST_BREAKS else []
-    bounds = np.unique(np.concatenate([np.arange(0, count, steps), np.asarray(breaks, int)])).astype(int)
     if not count:
         return Curve(x, y, 1)
-    finite = np.isfinite(y)
-    counts = np.add.reduceat(finite.astype(float), bounds)
-    with np.errstate(invalid="ignore"):
-        mean = np.where(counts > 0, np.add.reduceat(np.where(finite, y, 0.0), bounds) / np.maximum(counts, 1), np.nan)
-    places = np.add.reduceat(x, bounds) / np.diff(np.append(bounds, count))
+    bounds = _bounds(count, steps, breaks)
+    mean, low, high = _bins(y, bounds)
     cuts = np.searchsorted(bounds, breaks)
-    mean_x, mean = np.insert(places, cuts, np.nan), np.insert(mean, cuts, np.nan)
+    mean_x, mean = np.insert(_mean(x, bounds), cuts, np.nan), np.insert(mean, cuts, np.nan)
     if plain or steps == 1:
         return Curve(mean_x, mean, steps)
     if few:
         return Curve(mean_x, mean, steps, np.insert(x, breaks, np.nan), np.insert(y, breaks, np.nan))
-    low, high = (np.insert(f.reduceat(y, bounds), cuts, np.nan) for f in (np.fmin, np.fmax))
-    return Curve(mean_x, mean, steps, low=low, high=high)
+    return Curve(mean_x, mean, steps, low=np.insert(low, cuts, np.nan), high=np.insert(high, cuts, np.nan))
+
+
+def detail(columns: Columns, start: float | None, y: Floats) -> Detail:
+    """A column as a page can show it: up to `DETAIL` steps each one, of more bins of equal numbers of steps.
+
+    Args:
+        columns: of the run; a bin never has steps of two attempts, unless there are very many.
+        start: of the run, in seconds since 1970.
+        y [n]: the value of each step.
+    """
+    count = len(y)
+    y = np.where(np.isfinite(y), y, np.nan)
+    steps = max(1, -(-count // DETAIL))
+    breaks = columns.breaks if len(columns.breaks) <= _MOST_DETAIL_BREAKS else []
+    step = np.asarray(columns.step, float)
+    tokens, time = np.asarray(columns.tokens), np.asarray(columns.time) - (start or 0.0)
+    if steps == 1:
+        return Detail(Places(step, step, tokens, time, tuple(breaks)), y)
+    bounds = _bounds(count, steps, breaks)
+    cuts = tuple(np.searchsorted(bounds, breaks).tolist())
+    last = step[np.append(bounds[1:], count) - 1]
+    places = Places(step[bounds], last, _mean(tokens, bounds), _mean(time, bounds), cuts)
+    return Detail(places, *_bins(y, bounds))
+
+
+def places_of(columns: Columns, start: float | None, steps: Sequence[int], times: Sequence[float] = ()) -> Places:
+    """Positions of something that happened after steps.
+
+    Args:
+        columns: of the run.
+        start: of the run, in seconds since 1970.
+        steps: after which it happened.
+        times: of it, in seconds since 1970; by default when these steps ended.
+    """
+    at = np.searchsorted(np.asarray(columns.step), np.asarray(steps, int), side="right")
+    step = np.asarray(steps, float)
+    tokens = np.append(0.0, columns.tokens)[at]
+    ended = np.asarray(times) if len(times) else np.append(np.nan, columns.time)[at]
+    return Places(step, step, tokens, ended - (start or 0.0))
+
+
+def _bounds(count: int, steps: int, breaks: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Indices at which bins of a number of steps begin, and those of breaks."""
+    return np.unique(np.concatenate([np.arange(0, count, steps), np.asarray(breaks, int)])).astype(np.int64)
+
+
+def _mean(x: Floats, bounds: npt.NDArray[np.int64]) -> Floats:
+    found: Floats = np.add.reduceat(x, bounds) / np.diff(np.append(bounds, len(x)))
+    return found
+
+
+def _bins(y: Floats, bounds: npt.NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
+    """Mean, lowest and highest of the values of bins that are not NaN."""
+    finite = np.isfinite(y)
+    counts = np.add.reduceat(finite.astype(float), bounds)
+    with np.errstate(invalid="ignore"):
+        mean = np.where(counts > 0, np.add.reduceat(np.where(finite, y, 0.0), bounds) / np.maximum(counts, 1), np.nan)
+    return mean, np.fmin.reduceat(y, bounds), np.fmax.reduceat(y, bounds)

@@ -27,8 +27,8 @@ LOOK_SECONDS = 1.0
 """Files are not looked at again before."""
 DRAW_SECONDS = 5.0
 """The report is not drawn again before."""
-_DRAW_FACTOR = 10
-"""Nor before this many times as long as it took to draw: drawing takes a tenth of a processor at most."""
+_DRAW_FACTOR = 5
+"""Nor before this many times as long as it took to draw, which bounds the part of a processor that it takes."""
 _WAIT_SECONDS = 0.5
 """An answer about rows waits so long for a report that is being drawn, then says what was known before."""
 _ROWS = 200

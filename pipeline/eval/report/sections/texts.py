@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from pipeline.common import storage
-from pipeline.common.page.html import escaped
+from pipeline.common.page.render import render
 from pipeline.common.redaction import masked
 from pipeline.common.run_files import RunFiles
 from pipeline.eval.reports import report_files
@@ -20,7 +21,6 @@ _MOST_PROMPTS = 12
 _MOST_STEPS = 12
 _LONGEST = 2_000
 """Characters of a text or a prompt that are shown."""
-_CELL = "min-width:16rem;max-width:26rem;text-align:left;white-space:pre-wrap;overflow-wrap:anywhere"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SampleText:
     text: str
     """Without the prompt."""
     finish: str
-    how: tuple[tuple[str, Any], ...]
+    how: tuple[tuple[str, str], ...]
     """Settings, such as the temperature."""
 
 
@@ -79,69 +79,60 @@ def read_texts(run: Path) -> SampleTexts:
     return found
 
 
-def _how(made_with: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((key, made_with[key]) for key in ("max_tokens", "temperature", "seed"))
+def _how(made_with: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((key, str(made_with[key])) for key in ("max_tokens", "temperature", "seed"))
 
 
-def texts_section(runs: Sequence[tuple[str, SampleTexts]]) -> str:
-    """HTML of the texts of runs by their names: a table for each prompt, a column for each step; empty without."""
+def texts_section(runs: Sequence[tuple[str, SampleTexts]]) -> Markup:
+    """Texts of runs by their names: a table for each prompt, a column for each step; empty without texts."""
     every = [text for _, found in runs for text in found.texts]
     errors = [(name, step, error) for name, found in runs for step, error in found.errors]
     if not every and not errors:
-        return ""
+        return Markup()
     prompts = list(dict.fromkeys(text.prompt for text in every))
-    notes = [
-        "What the model wrote at each evaluation. Texts of a model may be wrong, offensive, or copies of what it read."
-    ]
+    notes = ["What the model wrote at each evaluation. It may be wrong, offensive, or a copy of what the model read."]
     if len(prompts) > _MOST_PROMPTS:
         notes.append(f"The first {_MOST_PROMPTS} of {len(prompts):,} prompts; the reports in eval/ have all.")
-    notes += [f"{f'{name}, ' if len(runs) > 1 else ''}step {step:,}: {error}" for name, step, error in errors[:10]]
-    body = "".join(f"<p class='note'>{escaped(note)}</p>" for note in notes)
-    body += "".join(_prompt(prompt, runs) for prompt in prompts[:_MOST_PROMPTS])
-    return f"<section class='wide'><h3>Samples of text</h3>{body}</section>"
+    for name, step, error in errors[:_MOST_STEPS]:
+        notes.append(f"{f'{name}, ' if len(runs) > 1 else ''}step {step:,}: {masked(error)}")
+    tables = [_prompt(prompt, runs) for prompt in prompts[:_MOST_PROMPTS]]
+    return render("texts.html", "pipeline.eval.report", notes=notes, prompts=tables, several=len(runs) > 1)
 
 
-def _prompt(prompt: str, runs: Sequence[tuple[str, SampleTexts]]) -> str:
+def _prompt(prompt: str, runs: Sequence[tuple[str, SampleTexts]]) -> dict[str, Any]:
     mine = [(name, [text for text in found.texts if text.prompt == prompt]) for name, found in runs]
-    settings = {text.how for _, texts in mine for text in texts}
+    settings = list(dict.fromkeys(text.how for _, texts in mine for text in texts))
     columns = sorted({(text.step, text.weights) for _, texts in mine for text in texts})
     every = len(columns)
     if every > _MOST_STEPS:
         columns = [columns[k] for k in np.unique(np.linspace(0, every - 1, _MOST_STEPS).round().astype(int))]
-    several = len(runs) > 1
-    head = "<th class='w'>run</th>" * several + "".join(
-        f"<th style='text-align:left'>step {step:,}{_of(weights)}</th>" for step, weights in columns
-    )
-    rows = ""
+    rows = []
     for name, texts in mine:
-        if not texts:
-            continue
-        # Of a step that was evaluated twice in different ways, the last one.
+        # Of a step that was evaluated in two ways, the last one.
         by_column = {(text.step, text.weights): text for text in texts}
-        cells = (_cell(by_column.get(column), len(settings) > 1) for column in columns)
-        rows += f"<tr>{f'<td class=w>{escaped(name)}</td>' * several}{''.join(cells)}</tr>"
-    how = next(iter(settings), ())
-    words = "" if len(settings) != 1 else ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in how)
-    left = f"{'; ' if words else ''}{len(columns)} of {every:,} steps" if every > len(columns) else ""
-    shown = _cut(prompt) if prompt.strip() else "(empty)" if not prompt else repr(prompt)
-    return (
-        f"<p class='note' style='white-space:pre-wrap' dir='auto'><b>{escaped(shown)}</b></p>"
-        f"<p class='note'>{escaped(words + left)}</p>"
-        "<div class='scroll' tabindex='0' role='region' aria-label='Texts by step'>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+        if texts:
+            cells = [_cell(by_column.get(column), len(settings) > 1) for column in columns]
+            rows.append({"name": name, "cells": cells})
+    words = [_words(settings[0])] if len(settings) == 1 else []
+    if every > len(columns):
+        words.append(f"{len(columns)} of {every:,} steps")
+    return {
+        "shown": _cut(prompt) if prompt.strip() else repr(prompt),
+        "words": "; ".join(words),
+        "columns": [f"step {step:,}{', average of weights' * (weights == 'ema')}" for step, weights in columns],
+        "rows": rows,
+    }
 
 
-def _cell(text: SampleText | None, settings_differ: bool) -> str:
+def _cell(text: SampleText | None, settings_differ: bool) -> dict[str, Any] | None:
     if text is None:
-        return "<td>–</td>"
-    end = "" if text.finish == "length" else "<small>end of the document</small>"
-    how = f"<small>{escaped(', '.join(f'{key} {value}' for key, value in text.how))}</small>" if settings_differ else ""
-    return f"<td style='{_CELL}' dir='auto'>{escaped(_cut(text.text)) or '<small>no text</small>'}{end}{how}</td>"
+        return None
+    about = ["end of the document"] * (text.finish == "stop") + [_words(text.how)] * settings_differ
+    return {"text": _cut(text.text), "about": about}
 
 
-def _of(weights: str) -> str:
-    return ", average of weights" if weights == "ema" else ""
+def _words(how: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in how)
 
 
 def _cut(text: str) -> str:

@@ -1,0 +1,54 @@
+"""Ticks of axes and their labels. `report.js` has the same rules for what it draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pipeline.common.page.words import si
+
+_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_LEAST = 3
+"""Labels of a logarithmic axis, below which it has ticks at equal distances."""
+_IN_A_DECADE = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 6, 8))
+
+
+def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers at equal distances, at most so many, all within the ends of an axis."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        return [low]
+    rough = (high - low) / (most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in _STEPS if factor * power >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Round numbers for a logarithmic axis, never fewer than three where its ends differ by more than rounding.
+
+    Args:
+        low: end of the axis, above 0.
+        high: end of the axis.
+        most: labels.
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for factors in reversed(_IN_A_DECADE):
+        found = [f * 10.0**power for power in range(first, last + 1) for f in factors]
+        found = [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+        if _LEAST <= len(found) <= most:
+            return found
+    decades = [10.0**power for power in range(first, last + 1) if low <= 10.0**power <= high]
+    if len(decades) > most:
+        return decades[:: -(-len(decades) // most)]
+    return [tick for tick in linear_ticks(low, high, most) if tick > 0]
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Short labels, with as many digits as tell them apart."""
+    labels: list[str] = []
+    for digits in range(4, 13):
+        labels = [si(tick, digits) for tick in ticks]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
