@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,6 +141,7 @@ class RunReader:
         self, folder: Path, *, follows: bool = False, seen: Callable[[dict[str, Any]], None] = lambda row: None
     ) -> None:
         self.folder = folder
+        self._follows = follows
         self._reading = Reading(keeps=follows)
         self._metrics = MetricsReader(folder, follows=follows, seen=seen)
 
@@ -208,7 +210,8 @@ class RunReader:
         found = RunFacts(
             folder=folder,
             name=folder.name,
-            columns=made.columns,
+            # A chart may hold on to the columns, which then could not grow.
+            columns=deepcopy(made.columns) if self._follows else made.columns,
             tries=made.tries,
             state=made.state,
             goodput=made.goodput,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeVar
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -24,6 +25,7 @@ from pipeline.eval.server.stoppable import LOOPBACK_NAMES, StoppableServer
 
 _CONNECTIONS = 64
 _HOST = "127.0.0.1"
+T = TypeVar("T")
 
 
 def follow(runs: Sequence[Path], console: Console, *, port: int = 0) -> None:
@@ -46,8 +48,6 @@ def follow(runs: Sequence[Path], console: Console, *, port: int = 0) -> None:
         server.run(server.listening)
     finally:
         listening.close()
-    with suppress(OSError):
-        say(console, "ended")
 
 
 class LiveServer(StoppableServer):
@@ -61,8 +61,8 @@ class LiveServer(StoppableServer):
 
     def __init__(self, view: LiveView, listening: socket.socket, console: Console) -> None:
         self._secret = secrets.token_urlsafe(16)
-        super().__init__(live_app(view, self._secret), listening, _CONNECTIONS)
         self._console, self._title = console, view.title
+        super().__init__(live_app(view, self._secret, self._log), listening, _CONNECTIONS)
 
     @property
     def address(self) -> str:
@@ -73,20 +73,26 @@ class LiveServer(StoppableServer):
         """Say where it is: now, since a signal is answered as it should be from here on."""
         await super().startup(sockets)
         port = self._socket.getsockname()[1]
-        with suppress(OSError):
-            say(self._console, f"{self._title} on {self.address}")
-            say(self._console, f"from another machine: ssh -L {port}:{_HOST}:{port} {socket.gethostname()}")
-            say(self._console, "Ctrl-C ends it")
+        self._log(f"{self._title} on {self.address}")
+        self._log(
+            f"from another machine: ssh -L {port}:{_HOST}:{port} {socket.gethostname()}, then open that address there"
+        )
+        self._log("Ctrl-C ends it")
+
+    def _log(self, line: str) -> None:
+        with suppress(OSError):  # a log that nobody reads any more does not end the server
+            say(self._console, line)
 
 
-def live_app(view: LiveView, secret: str) -> FastAPI:
+def live_app(view: LiveView, secret: str, log: Callable[[str], None]) -> FastAPI:
     """The application.
 
     Args:
         view: what it shows.
         secret: first part of each path: other users of this machine reach the port, too.
+        log: told what went wrong, once.
     """
-    app = FastAPI(title="pipeline report", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="pipeline report", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(
         Guard,
         key=None,
@@ -99,9 +105,21 @@ def live_app(view: LiveView, secret: str) -> FastAPI:
     sealed = sealing(frame, "frame-src 'self'")
     quiet = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 
+    failures: list[str] = []
+
     def check(given: str) -> None:
         if not hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode()):
             raise Refusal(404, "there is nothing here; open the address that `pipeline report --live` has printed")
+
+    def tried(function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except Exception as error:  # a file that nobody has thought of: the server goes on, and says it once
+            words = f"{type(error).__name__}: {error}"
+            if words not in failures:
+                failures.append(words)
+                log(f"the runs cannot be shown: {words}")
+            raise Refusal(500, words) from error
 
     # Not async: they read files and draw, in a thread.
     @app.get("/{given}/")
@@ -112,12 +130,12 @@ def live_app(view: LiveView, secret: str) -> FastAPI:
     @app.get("/{given}/newest")
     def newest(given: str, after: int = 0) -> Response:
         check(given)
-        return JSONResponse(view.newest(after), headers=quiet)
+        return JSONResponse(tried(lambda: view.newest(after)), headers=quiet)
 
     @app.get("/{given}/report")
     def report(given: str) -> Response:
         check(given)
-        return HTMLResponse(view.report(), headers={**quiet, "Content-Security-Policy": "frame-ancestors 'self'"})
+        return HTMLResponse(tried(view.report), headers={**quiet, "Content-Security-Policy": "frame-ancestors 'self'"})
 
     @app.exception_handler(Refusal)
     async def refused(request: object, error: Refusal) -> Response:
