@@ -139,7 +139,7 @@ class Columns:
     def finish(self) -> None:
         """No more rows for now: attempts that did not come to their first step have gone back, too."""
         if self._first_steps:
-            self._go_on_as(max(self._first_steps))
+            self._go_on_as(max(self._attempt, *self._first_steps))
         for column in self.loss_by_source.values():
             column.extend([math.nan] * (len(self) - len(column)))
 
