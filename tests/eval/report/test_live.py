@@ -179,6 +179,7 @@ def test_only_who_knows_the_address_and_asks_this_machine_sees_it(tmp_path: Path
     append(run / "metrics.jsonl", row(1))
     with serving(run, log=log) as server:
         host, port = server.listening[0].getsockname()[:2]
+        address = server.address
         assert host == "127.0.0.1"
 
         def get(path: str, **headers: str) -> httpx2.Response:
@@ -198,4 +199,4 @@ def test_only_who_knows_the_address_and_asks_this_machine_sees_it(tmp_path: Path
         (run / "metrics.jsonl").unlink()
         (run / "metrics.jsonl").mkdir()
         assert get(f"{server.address}report").status_code == 200
-    assert server.address in log.getvalue() and f"ssh -L {port}:127.0.0.1:{port}" in log.getvalue()
+    assert address in log.getvalue() and f"ssh -L {port}:127.0.0.1:{port}" in log.getvalue()
