@@ -36,6 +36,8 @@ _SHEET_COLUMNS, _SHEET_DPI, _SHEET_LEGEND = 3, 130, 0.75
 _MOST_LABELS, _LABEL = 8, 26
 _RULE_NAMES = 8
 """Attempts whose number is shown."""
+_RULES_APART = 0.06
+"""Share of the width from one of these numbers to the next."""
 UNDRAWN = "This chart cannot be drawn."
 _TICKS = 5
 _MARKS_FROM, _MARKS_APART = 0.035, 0.06
@@ -184,13 +186,19 @@ def _draw_lines(axes: Axes, chart: LineChart, colours: dict[str, str]) -> None:
         )
     few = len(chart.rules) <= _RULE_NAMES
     left, right = axes.get_xlim()
+    named: list[list[Any]] = []
     for place, name in chart.rules:
         if not left <= place <= right:
             continue  # by a clock that was set: its number would lie beside the chart and leave it no room
         axes.axvline(place, color=colours["muted"], linewidth=0.8, linestyle=(0, (2, 2)), alpha=1 if few else 0.4)
-        if few:
-            text = axes.text(place, 1.0, name, transform=axes.get_xaxis_transform(), va="bottom", ha="center")
-            text.set(color=colours["muted"], size=_FONT)
+        if named and abs(place - named[-1][0]) < _RULES_APART * (right - left):
+            named[-1][2] = name  # no room for both
+        else:
+            named.append([place, name, name])
+    for place, first, last in named if few else ():
+        name = first if first == last else f"{first}–{last}"
+        text = axes.text(place, 1.0, name, transform=axes.get_xaxis_transform(), va="bottom", ha="center")
+        text.set(color=colours["muted"], size=_FONT)
     axes.set_xlabel(chart.x_label, color=colours["muted"])
     axes.set_ylabel(chart.y_label, color=colours["muted"])
     axes.xaxis.set_major_locator(MaxNLocator(_TICKS, integer=chart.axis == "steps"))

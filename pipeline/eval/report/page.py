@@ -36,7 +36,9 @@ _SYMBOLS = {
 _HELP = (
     "Point at a chart, tap it, or select it and press ← and → for its values. Drag across a chart to zoom all of them; "
     "a double click, or Esc, shows all again. Smoothing is an exponential mean of the steps before, by their distance; "
-    "it begins anew where an attempt began, and is not drawn where there is no value."
+    "it begins anew where an attempt began, and is not drawn where there is no value. This page has up to "
+    f"{DETAIL:,} values of a line: of a run with more steps each is the mean of several, and none of their lowest and "
+    "highest is left out."
 )
 
 
@@ -101,10 +103,7 @@ def _values(chart: LineChart) -> str:
     steps = max((float(np.max(each.places.last - each.places.first, initial=0)) + 1 for each in details), default=0)
     if steps <= 1:
         return "Every step is in this page." if steps else ""
-    return (
-        f"This page has up to {DETAIL:,} values of a line, more are not to be seen by zooming: means of up to "
-        f"{steps:,.0f} steps, and as a band the lowest and highest of them."
-    )
+    return f"Line: means of up to {steps:,.0f} steps; band: the lowest and highest of them. Zooming shows no more."
 
 
 def _legend(chart: Chart) -> list[dict[str, Any]]:

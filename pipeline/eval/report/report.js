@@ -6,7 +6,7 @@
   const DASHES = {"-": "", "--": "6 3", ":": "1.5 2.5", "-.": "6 2.5 1.5 2.5"};
   const GLYPHS = {"^": "m0-4l4 8h-8z", "x": "m-4-4l8 8m0-8l-8 8", "|": "m0-5v10"};
   const UNITS = [[172800, 86400, "days"], [7200, 3600, "hours"], [120, 60, "minutes"], [0, 1, "seconds"]];
-  const RIGHT = 14, TOP = 18, BOTTOM = 40, FAR = 28, ROW = 12, CLOSEST = 1e-9;
+  const RIGHT = 14, TOP = 18, BOTTOM = 40, FAR = 28, ROW = 12, SPARSE = 36, DOTS = 8, CLOSEST = 1e-9;
   const $ = id => document.getElementById(id);
   const data = JSON.parse($("data").textContent);
   const state = {axis: "tokens", smooth: 0, off: new Set(), view: null};
@@ -46,10 +46,12 @@
   const linearTicks = (low, high, most = 6) => {
     if (!(high > low)) return [low];
     const rough = (high - low) / (most - 1), power = 10 ** Math.floor(Math.log10(rough));
-    const step = power * [1, 2, 2.5, 5, 10].find(factor => factor * power >= rough * (1 - 1e-9));
-    const ticks = [];
-    for (let n = Math.ceil(low / step - 1e-9); n <= Math.floor(high / step + 1e-9); n++) ticks.push(n * step);
-    return ticks;
+    const steps = [0.5, 1, 2, 2.5, 5, 10], place = steps.findIndex(factor => factor >= 1 && factor * power >= rough * (1 - 1e-9));
+    for (const step of [steps[place] * power, steps[place - 1] * power]) {
+      const ticks = [];
+      for (let n = Math.ceil(low / step - 1e-9); n <= Math.floor(high / step + 1e-9); n++) ticks.push(n * step);
+      if (ticks.length > 2 || step < steps[place] * power) return ticks;
+    }
   };
   const logTicks = (low, high, most = 7) => {
     const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), decades = [];
@@ -200,7 +202,7 @@
     });
     make("path", {class: "axis", d: `M${left} ${bottom}H${right}`}, svg);
     const [, unit, name] = axis === "time" ? UNITS.find(([least]) => to >= least) ?? UNITS[3] : [0, 1, axis];
-    const across = linearTicks(from / unit, to / unit, Math.max(3, Math.min(7, Math.floor((right - left) / 70))))
+    const across = linearTicks(from / unit, to / unit, Math.max(4, Math.min(9, Math.floor((right - left) / 50))))
       .filter(tick => axis === "time" || tick % 1 === 0 || to - from < 3);
     const below = labelsOf(across);
     across.forEach((tick, n) => make("text", {x: Math.min(x(tick * unit), width - 3.6 * below[n].length).toFixed(1),
@@ -217,7 +219,8 @@
       const whole = pieces(points).filter(piece => piece.length > 1), alone = pieces(points).filter(piece => piece.length === 1);
       const drawn = ink(make("path", {class: kind, d: whole.map(piece => "M" + piece.map(at).join("L")).join("")}, inside), line.slot);
       drawn.setAttribute("stroke-dasharray", kind === "raw" ? "" : DASHES[line.dash] ?? "");
-      const dots = line.points ? points.filter(point => point) : alone.map(piece => piece[0]);
+      const every = points.filter(point => point), sparse = every.length * DOTS <= right - left;
+      const dots = line.points && sparse ? every : alone.map(piece => piece[0]);
       ink(make("path", {class: `dots ${kind === "raw" ? "faint" : ""}`, d: dots.map(dot => `M${at(dot)}h.01`).join("")}, inside), line.slot);
     };
     for (const line of lines) {
@@ -233,14 +236,17 @@
       if (smooths) curve(line, seen(line, smoothed(line, over), x, [from, to], axis, log), "curve");
     }
     if (chart.rules) {
-      let before = -Infinity;
-      chart.rules[axis].forEach((place, n) => {
-        if (!(from <= place && place <= to)) return;
-        make("path", {class: "rule", d: `M${x(place).toFixed(1)} ${TOP - 4}V${bottom}`}, svg);
-        if (x(place) - before < 18) return;
-        before = x(place);
-        make("text", {x: before.toFixed(1), y: TOP - 7, "text-anchor": "middle"}, svg, chart.rules.names[n]);
-      });
+      const begun = [...chart.rules[axis].keys()].filter(n => from <= chart.rules[axis][n] && chart.rules[axis][n] <= to);
+      const few = begun.length * SPARSE <= right - left;
+      const named = [];
+      for (const n of begun) {
+        const px = x(chart.rules[axis][n]), name = chart.rules.names[n];
+        make("path", {class: few ? "rule" : "rule faint", d: `M${px.toFixed(1)} ${TOP - 4}V${bottom}`}, svg);
+        if (named.length && px - named.at(-1).px < 22) named.at(-1).last = name;
+        else named.push({px, first: name, last: name});
+      }
+      for (const {px, first, last} of few ? named : [])
+        make("text", {x: px.toFixed(1), y: TOP - 7, "text-anchor": "middle"}, svg, first === last ? first : `${first}–${last}`);
     }
     const rows = [...new Set(chart.marks.map(marks => marks.label))];
     for (const marks of chart.marks.filter(shown)) {
@@ -303,9 +309,11 @@
         spoken.push(marks.label);
       }
     chart.tip.hidden = false;
-    const room = chart.box.clientWidth - chart.tip.offsetWidth;
+    // Beside the pointer; where it would hide the curve, below the chart.
+    const room = chart.box.clientWidth - chart.tip.offsetWidth, below = room < 0.45 * chart.box.clientWidth;
     const beside = px + 12 <= room ? px + 12 : px - 12 - chart.tip.offsetWidth;
-    chart.tip.style.left = `${Math.max(0, Math.min(room, beside))}px`;
+    chart.tip.style.left = `${Math.max(0, Math.min(room, below ? px - chart.tip.offsetWidth / 2 : beside))}px`;
+    chart.tip.style.top = below ? "100%" : "";
     if (speak) $("live").textContent = spoken.join(", ");
   };
   const move = (chart, by, to = null) => {

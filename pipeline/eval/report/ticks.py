@@ -9,19 +9,25 @@ from pipeline.common.page.words import si
 
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _LEAST = 3
-"""Labels of a logarithmic axis, below which it has ticks at equal distances."""
+"""Labels of an axis."""
 _IN_A_DECADE = ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 5, 6, 8))
 
 
 def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers at equal distances, at most so many, all within the ends of an axis."""
+    """Round numbers at equal distances within the ends of an axis: three or more, and about `most` at most."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low]
     rough = (high - low) / (most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in _STEPS if factor * power >= rough * (1 - 1e-9))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
+    place = next(place for place, factor in enumerate(_STEPS) if factor * power >= rough * (1 - 1e-9))
+    found: list[float] = []
+    for factor in (_STEPS[place], _STEPS[place - 1] if place else 0.5):
+        step = factor * power
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        found = [number * step for number in range(first, last + 1)]
+        if len(found) >= _LEAST:
+            break
+    return found
 
 
 def log_ticks(low: float, high: float, most: int = 7) -> list[float]:

@@ -60,7 +60,7 @@ class Report(HTMLParser):
             self._rows = None
 
     def handle_data(self, data: str) -> None:
-        if not self._open or self._open[-1][0] == "style":
+        if not self._open or self._open[-1][0] in ("style", "script"):
             return
         tag, kind = self._open[-1]
         self.text += data
