@@ -116,7 +116,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """Steps, attempts and state of a run."""
 
     columns: Columns
     tries: list[Attempt]
@@ -146,7 +146,7 @@ class RunReader:
         self._metrics = MetricsReader(folder, follows=follows, seen=seen)
 
     def progress(self) -> Progress:
-        """How far the run has come, by the files that change with its steps."""
+        """Steps, attempts and state, by the files that change with each step."""
         folder, files, reading = self.folder, RunFiles(self.folder), self._reading
         reading.begin()
         values: dict[str, Any] | None = reading.unless_kept(
@@ -358,7 +358,7 @@ class _Evaluated(NamedTuple):
 
 
 def _evaluations(folder: Path, reading: Reading) -> _Evaluated:
-    """What was measured on the checkpoints of a run, and written by them."""
+    """Measurements on the checkpoints of a run, and texts by them."""
     no_evaluations: tuple[list[Evaluation], list[Path]] = ([], [])
     evaluations, damaged = reading.read("eval", lambda: read_evaluations(folder), no_evaluations)
     no_scores: tuple[list[ReportedScore], list[Path]] = ([], [])

@@ -1,4 +1,4 @@
-"""What a page that follows runs shows: the report, drawn again now and then, and the newest rows in between.
+"""The contents of a page that follows runs: the report, drawn again now and then, and the newest rows in between.
 
 Reads the files of run folders alone, and of the metrics only what is new. Nothing is read while nobody asks.
 """
@@ -100,7 +100,7 @@ class LiveView:
         return ", ".join(each.folder.name for each in self._runs)
 
     def newest(self, after: int) -> dict[str, Any]:
-        """What a page asks for again and again.
+        """State and new rows, which a page asks for every two seconds.
 
         Args:
             after: number of the last row that it has.
