@@ -32,13 +32,13 @@ def main() -> None:
         run = Path(folder, "run")
         run.mkdir()
         write(run, arguments.steps, arguments.sources, arguments.attempts)
-        began = time.perf_counter()
+        began = time.process_time()
         facts = gather_all([run])
-        read = time.perf_counter()
+        read = time.process_time()
         size = len(page(facts))
-        done = time.perf_counter()
+        done = time.process_time()
         print(f"{arguments.steps:,} steps, metrics.jsonl of {(run / 'metrics.jsonl').stat().st_size:,} bytes")
-        print(f"read {read - began:.1f} s, page {done - read:.1f} s, {size:,} bytes")
+        print(f"processor time: read {read - began:.1f} s, page {done - read:.1f} s; page of {size:,} bytes")
         if arguments.to:
             report([run], Console(), out=arguments.to)
 

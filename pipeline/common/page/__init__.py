@@ -1,1 +1,1 @@
-"""One HTML file that shows figures: no script, no request, the same in light and dark."""
+"""One HTML file that shows figures: no request, no script but its own, the same in light and dark."""

@@ -14,7 +14,7 @@ from pipeline.common.page.html import Table
 from pipeline.common.page.words import NONE, count, figure, seconds
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import Axis, Line, LineChart, Look, Marks
-from pipeline.eval.report.series import DETAIL, Curve, Detail, Floats, Places, Validation, curve, detail, places_of
+from pipeline.eval.report.series import DETAIL, Curve, Detail, Floats, Positions, Validation, curve, detail, places_of
 
 T = TypeVar("T")
 TABLE_ROWS = 12
@@ -110,7 +110,7 @@ def _rules(runs: Sequence[RunFacts], scale: Scale) -> tuple[tuple[float, str], .
     return tuple((scale.at(runs[0], each.first_step, each.begin), f"{each.number}") for each in runs[0].tries[1:])
 
 
-def _rule_places(runs: Sequence[RunFacts]) -> Places | None:
+def _rule_places(runs: Sequence[RunFacts]) -> Positions | None:
     """Those of `_rules` on every axis."""
     begun = runs[0].tries[1:] if len(runs) == 1 else []
     if not begun:
@@ -134,7 +134,7 @@ def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
         ("skipped", "passed_over", "|", "ink"),
     ):
         drawn: list[float] = []
-        places: list[tuple[int, Places]] = []
+        places: list[tuple[int, Positions]] = []
         for number, each in enumerate(runs):
             steps, marked = np.asarray(each.columns.step), np.asarray(getattr(each.columns, key))
             x = scale.of(each)[np.isin(steps, marked)]
@@ -219,14 +219,15 @@ def _by_step(
         rule_places=_rule_places(runs),
         logarithmic=logarithmic,
         from_zero=from_zero,
-        note=" / ".join(dict.fromkeys(notes)) + _forced(runs),  # what is said of all runs once, else of each in order
+        drawn_note=" / ".join(dict.fromkeys(notes)),  # what is said of all runs once, else of each in order
+        note=_forced(runs),
     )
 
 
 def _forced(runs: Sequence[RunFacts]) -> str:
     """Runs whose figures are not those of a model that is trained for use."""
     forced = [each.name for each in runs if each.columns.balance_forced]
-    return f" Tokens were dealt to experts in turn (train.balance.force): {', '.join(forced)}." if forced else ""
+    return f"Tokens were dealt to experts in turn (train.balance.force): {', '.join(forced)}." if forced else ""
 
 
 def _losses_by_source(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
@@ -290,7 +291,7 @@ def _by_source(
         return  # of one source it is the loss itself
     order = {row.source: place for place, row in enumerate(c for each in runs for c in each.consumption)}
     names = sorted(every, key=lambda name: order.get(name, len(order)))[:MOST_LINES]
-    left = f" The {len(names)} largest of {len(every)} {of}s." if len(every) > len(names) else ""
+    left = f"The {len(names)} largest of {len(every)} {of}s." if len(every) > len(names) else ""
 
     def line(number: int, name: str, label: str, look: Look) -> Line:
         each = runs[number]
@@ -312,7 +313,8 @@ def _by_source(
             rules=rules,
             rule_places=_rule_places(runs),
             logarithmic=True,
-            note=(note + left).strip(),
+            drawn_note=note,
+            note=left,
         )
 
     if len(runs) == 1:

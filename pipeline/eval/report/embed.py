@@ -1,4 +1,4 @@
-"""The values of charts for the script of the page, as JSON: numbers are base64 of little-endian floats, each array once."""
+"""The values of charts for the script of the page: JSON, in which arrays are base64 of little-endian floats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from pipeline.common.page.words import clean
 from pipeline.eval.report.model import Chart, Line, LineChart
-from pipeline.eval.report.series import Curve, Detail, Floats, Places
+from pipeline.eval.report.series import Curve, Detail, Floats, Positions
 
 _PRECISION = 1e-6
 """Relative error of values; positions are exact."""
@@ -85,13 +85,13 @@ def _line(line: Line, chart: LineChart, arrays: _Arrays) -> dict[str, Any]:
 
 
 def _of_curve(curve: Curve, chart: LineChart) -> Detail:
-    """Of a line without values on every axis: it stays where its chart has it."""
+    """Values of a line that has none on every axis: it stays where its chart has it."""
     nowhere = np.full(len(curve.x), np.nan)
     on = {name: curve.x if chart.axis == name else nowhere for name in ("steps", "tokens", "time")}
-    places = Places(on["steps"], on["steps"], on["tokens"], on["time"])
+    places = Positions(on["steps"], on["steps"], on["tokens"], on["time"])
     return Detail(places, curve.mean, curve.low, curve.high)
 
 
-def _places(places: Places, arrays: _Arrays) -> dict[str, Any]:
+def _places(places: Positions, arrays: _Arrays) -> dict[str, Any]:
     numbers = {key: arrays.add(getattr(places, key)) for key in ("first", "last", "tokens", "time")}
     return {**numbers, "breaks": list(places.breaks)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.common.page.html import Table
-from pipeline.eval.report.series import Curve, Detail, Floats, Places
+from pipeline.eval.report.series import Curve, Detail, Floats, Positions
 
 Axis = Literal["tokens", "time", "steps"]
 SLOTS = 8
@@ -58,7 +58,7 @@ class Marks:
     symbol: str
     """As matplotlib calls it."""
     slot: str
-    places: tuple[tuple[int, Places], ...] = ()
+    places: tuple[tuple[int, Positions], ...] = ()
     """By the number of the run, the same on every axis."""
 
 
@@ -79,7 +79,9 @@ class LineChart:
     logarithmic: bool = False
     from_zero: bool = False
     note: str = ""
-    rule_places: Places | None = None
+    drawn_note: str = ""
+    """What the curves are as they are drawn; the page says it of its own values itself."""
+    rule_places: Positions | None = None
     """The rules on every axis, in their order."""
 
 

@@ -87,14 +87,15 @@ def _words(fact: Fact) -> str:
 
 
 def _figure(key: str, chart: Chart) -> dict[str, Any]:
-    """What the template shows of a chart."""
+    """A chart as the template shows it."""
     try:
         drawn = Markup(svg(chart, key))
     except Exception:  # figures of others may be what no axis is made for: the other charts are shown all the same
         drawn = Markup()
-    rules = isinstance(chart, LineChart) and bool(chart.rules)
-    curves = _values(chart) if isinstance(chart, LineChart) else ""
-    return {"key": key, "chart": chart, "legend": _legend(chart), "drawn": drawn, "rules": rules, "curves": curves}
+    notes = {"drawn_note": "", "values": "", "rules": False}
+    if isinstance(chart, LineChart):
+        notes = {"drawn_note": chart.drawn_note, "values": _values(chart), "rules": bool(chart.rules)}
+    return {"key": key, "chart": chart, "legend": _legend(chart), "drawn": drawn, **notes}
 
 
 def _values(chart: LineChart) -> str:

@@ -66,12 +66,10 @@
       : linearTicks(low, high, most).filter(tick => tick > 0);
   };
   const labelsOf = ticks => {
-    let labels = [];
-    for (let digits = 4; digits < 13; digits++) {
-      labels = ticks.map(tick => si(tick, digits));
-      if (new Set(labels).size === labels.length) break;
-    }
-    return labels;
+    const gap = Math.min(...ticks.slice(1).map((tick, n) => Math.abs(tick - ticks[n])));
+    const most = Math.max(...ticks.map(Math.abs));
+    const digits = gap > 0 && gap < Infinity && most ? Math.max(4, Math.min(12, 2 + Math.ceil(Math.log10(most / gap)))) : 4;
+    return ticks.map(tick => si(tick, digits));
   };
 
   // Charts

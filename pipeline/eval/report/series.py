@@ -182,7 +182,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Places:
+class Positions:
     """Positions of values on every horizontal axis. Each is of one step, or of the steps from `first` to `last`."""
 
     first: Floats
@@ -198,7 +198,7 @@ class Places:
 class Detail:
     """Values of a line that a page can show: more of them than `Curve` has, and on every axis."""
 
-    places: Places
+    places: Positions
     mean: Floats
     """Mean of the steps of each place; NaN where none has a value."""
     low: Floats | None = None
@@ -273,15 +273,15 @@ def detail(columns: Columns, start: float | None, y: Floats) -> Detail:
     step = np.asarray(columns.step, float)
     tokens, time = np.asarray(columns.tokens), np.asarray(columns.time) - (start or 0.0)
     if steps == 1:
-        return Detail(Places(step, step, tokens, time, tuple(breaks)), y)
+        return Detail(Positions(step, step, tokens, time, tuple(breaks)), y)
     bounds = _bounds(count, steps, breaks)
     cuts = tuple(np.searchsorted(bounds, breaks).tolist())
     last = step[np.append(bounds[1:], count) - 1]
-    places = Places(step[bounds], last, _mean(tokens, bounds), _mean(time, bounds), cuts)
+    places = Positions(step[bounds], last, _mean(tokens, bounds), _mean(time, bounds), cuts)
     return Detail(places, *_bins(y, bounds))
 
 
-def places_of(columns: Columns, start: float | None, steps: Sequence[int], times: Sequence[float] = ()) -> Places:
+def places_of(columns: Columns, start: float | None, steps: Sequence[int], times: Sequence[float] = ()) -> Positions:
     """Positions of something that happened after steps.
 
     Args:
@@ -294,7 +294,7 @@ def places_of(columns: Columns, start: float | None, steps: Sequence[int], times
     step = np.asarray(steps, float)
     tokens = np.append(0.0, columns.tokens)[at]
     ended = np.asarray(times) if len(times) else np.append(np.nan, columns.time)[at]
-    return Places(step, step, tokens, ended - (start or 0.0))
+    return Positions(step, step, tokens, ended - (start or 0.0))
 
 
 def _bounds(count: int, steps: int, breaks: Sequence[int]) -> npt.NDArray[np.int64]:

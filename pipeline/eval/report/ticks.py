@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from pipeline.common.page.words import si
 
@@ -52,9 +53,7 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
     """Short labels, with as many digits as tell them apart."""
-    labels: list[str] = []
-    for digits in range(4, 13):
-        labels = [si(tick, digits) for tick in ticks]
-        if len(set(labels)) == len(labels):
-            break
-    return labels
+    gap = min((abs(b - a) for a, b in pairwise(ticks) if a != b), default=0.0)
+    most = max((abs(tick) for tick in ticks), default=0.0)
+    digits = max(4, min(12, 2 + math.ceil(math.log10(most / gap)))) if gap and most else 4
+    return [si(tick, digits) for tick in ticks]

@@ -101,7 +101,8 @@ def test_it_is_quiet_and_readable(
         page.on("dialog", lambda dialog: dialogs.append(dialog.message))
         opened.check_readable()
         first = page.locator("#chart-0 .plot svg")
-        assert "tokens" in first.inner_text() and page.locator("figure > svg").first.is_hidden()
+        expect(first).to_contain_text("tokens")
+        assert page.locator("figure > svg").first.is_hidden()
         for axis, label in (("time", "since the start"), ("steps", "steps")):
             page.locator("#tools label").filter(has_text=axis).click()
             expect(first).to_contain_text(label)
