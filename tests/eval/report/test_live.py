@@ -127,8 +127,12 @@ def test_a_run_from_an_empty_folder_to_its_end_and_away(tmp_path: Path) -> None:
     append(run / "ledger.jsonl", end(step=2))
     ended = shown.newest(3)
     assert ended["runs"][0]["word"] == "done" and ended["ended"] and ended["due"]
-    last = shown.report()
+    assert b"done" in shown.report() and not shown.newest(3)["due"]
     assert {path.name for path in run.rglob("*")} == set(before), "nothing is written"
+    (run / "eval").mkdir()
+    (run / "eval/step-00000002.json").write_text("{")
+    assert shown.newest(3)["due"], "an evaluation has come"
+    last = shown.report()
     shutil.rmtree(run)
     gone = shown.newest(3)
     assert gone["runs"][0]["word"] == "deleted" and "does not exist any more" in gone["runs"][0]["why"]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class _Followed:
     gone: bool = False
     state: State = _NOT_BEGUN
     step: int = 0
+    evaluated: tuple[tuple[str, int], ...] = ()
+    """Reports of evaluations, each with its time."""
 
 
 class LiveView:
@@ -83,7 +86,7 @@ class LiveView:
         folders = [followed_folder(run) for run in runs]
         refuse_twice(folders)
         self._lock = threading.Lock()
-        self._rows: deque[dict[str, Any]] = deque(maxlen=_ROWS)
+        self._rows: deque[tuple[int, int, dict[str, Any]]] = deque(maxlen=_ROWS)
         self._count = 0
         self._runs = [_Followed(number, folder, self._reader(number, folder)) for number, folder in enumerate(folders)]
         self._looked = -math.inf
@@ -119,7 +122,7 @@ class LiveView:
         told = self._told
         if told is None:
             return {"runs": [], "rows": [], "next": after, "report": 0, "due": False, "ended": False}
-        rows = [row for row in list(self._rows) if row["number"] > after]
+        rows = [row for row in told["rows"] if row["number"] > after]
         return {**told, "rows": rows, "next": rows[-1]["number"] if rows else after}
 
     def report(self) -> bytes:
@@ -155,6 +158,7 @@ class LiveView:
                 }
                 for each in self._runs
             ],
+            "rows": [_shown(number, run, row) for number, run, row in self._rows],
             "report": 0 if self._drawn is None else self._drawn[0],
             "due": self._is_due(),
             "ended": all(each.gone or each.state.has_ended for each in self._runs),
@@ -167,7 +171,8 @@ class LiveView:
         before = self._count
         changed = False
         for each in self._runs:
-            state, step = each.state, each.step
+            # Not the reason: that of a run without a sign of life is another one every second.
+            known = (each.state.word, each.step, each.evaluated)
             if not each.folder.is_dir():
                 each.gone = each.seen
                 if each.gone:
@@ -181,7 +186,8 @@ class LiveView:
                 made = each.reader.progress()
                 each.state = made.state
                 each.step = made.columns.step[-1] if len(made.columns) else 0
-            changed |= (state, step) != (each.state, each.step)
+                each.evaluated = _evaluated(each.folder)
+            changed |= known != (each.state.word, each.step, each.evaluated)
         self._looked = time.monotonic()
         self._version += changed or self._count != before
 
@@ -193,8 +199,22 @@ class LiveView:
         if not is_step(row.get("step")) or not ("loss" in row or "validation_loss" in row):
             return
         self._count += 1
-        values = {name: _figure(row.get(name)) for name in ("attempt", "time", *_NUMBERS)}
-        self._rows.append({"number": self._count, "run": run, "step": row["step"], **values})
+        self._rows.append((self._count, run, row))
+
+
+def _evaluated(folder: Path) -> tuple[tuple[str, int], ...]:
+    """Reports of evaluations, each with its time."""
+    found = []
+    for path in sorted(RunFiles(folder).evaluations.glob("*.json")):
+        with suppress(OSError):
+            found.append((path.name, path.stat().st_mtime_ns))
+    return tuple(found)
+
+
+def _shown(count: int, run: int, row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the metrics as a page gets it."""
+    values = {name: _figure(row.get(name)) for name in ("attempt", "time", *_NUMBERS)}
+    return {"number": count, "run": run, "step": row["step"], **values}
 
 
 def _figure(value: Any) -> float | None:
