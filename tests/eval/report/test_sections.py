@@ -53,9 +53,9 @@ def test_recorded_losses_are_those_of_each_sample(root: Path) -> None:
         expected = np.quantile(mine, (0.05, 0.5, 0.95), method="inverted_cdf")
         np.testing.assert_array_equal(group.quantiles, expected)
     assert sum(group.samples for group in found.epochs) == 96
-    # 16 steps of 4 samples are neighbours, then the 8 that are left.
+    # 4 steps of 4 samples are neighbours.
     for each in every:
-        near = [other["loss"] for other in every if other["step"] // 16 == each["step"] // 16]
+        near = [other["loss"] for other in every if other["step"] // 4 == each["step"] // 4]
         each["above"] = each["loss"] - np.mean(near)
     highest = sorted(every, key=lambda each: (-each["above"], each["sample"]))[:12]
     assert [(each.sample, each.step, each.source, each.epoch, each.loss) for each in found.highest] == [

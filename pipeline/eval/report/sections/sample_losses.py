@@ -34,7 +34,7 @@ _CODES = 0x7C00
 """Finite fp16 numbers from 0 on."""
 _QUANTILES = (0.05, 0.5, 0.95)
 _HIGHEST = 12
-_NEIGHBOURS = 64
+_NEIGHBOURS = 16
 """Samples of neighbouring steps, at least, whose mean a sample is compared with."""
 _SEARCHED_AT_ONCE = 2**20
 
