@@ -33,6 +33,8 @@ _MOST_QUANTILES = 128
 _CODES = 0x7C00
 """Finite fp16 numbers from 0 on."""
 _QUANTILES = (0.05, 0.5, 0.95)
+_MOST_ROWS = 100
+"""Rows of the table of a run."""
 _HIGHEST = 12
 _NEIGHBOURS = 16
 """Samples of neighbouring steps, at least, whose mean a sample is compared with."""
@@ -240,14 +242,25 @@ def epoch_table(recorded: Sequence[tuple[str, SampleLosses]]) -> tuple[Table, st
     several = len(recorded) > 1
     head = ("source", "epoch", "samples", "mean loss", "5 %", "median", "95 %")
     rows = tuple(
-        (name, *cells) if several else cells for name, found in recorded for cells in map(_epoch_cells, found.epochs)
+        (name, *cells) if several else cells
+        for name, found in recorded
+        for cells in map(_epoch_cells, _some(found.epochs))
     )
     note = "Mean and quantiles over samples; `pipeline data losses` weights them by their targets."
     for name, found in recorded:
+        if len(found.epochs) > _MOST_ROWS:
+            of = f" of {name}" if several else ""
+            note += f" Shown{of}: {_MOST_ROWS} of {len(found.epochs):,} epochs, at equal distances."
         if found.read < found.recorded:
             of = f" of {name}" if several else ""
             note += f" Read{of}: {found.read:,} of {found.recorded:,} samples, in pieces at equal distances."
     return Table(("run", *head) if several else head, rows, 2 if several else 1), note
+
+
+def _some(epochs: Sequence[EpochLoss]) -> Sequence[EpochLoss]:
+    if len(epochs) <= _MOST_ROWS:
+        return epochs
+    return [epochs[place] for place in np.linspace(0, len(epochs) - 1, _MOST_ROWS).round().astype(int).tolist()]
 
 
 def _epoch_cells(row: EpochLoss) -> tuple[str, ...]:
