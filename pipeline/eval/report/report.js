@@ -48,8 +48,9 @@
     const rough = (high - low) / (most - 1), power = 10 ** Math.floor(Math.log10(rough));
     const steps = [0.5, 1, 2, 2.5, 5, 10], place = steps.findIndex(factor => factor >= 1 && factor * power >= rough * (1 - 1e-9));
     for (const step of [steps[place] * power, steps[place - 1] * power]) {
-      const ticks = [];
-      for (let n = Math.ceil(low / step - 1e-9); n <= Math.floor(high / step + 1e-9); n++) ticks.push(n * step);
+      // Counted from the first one: numbers of ticks beyond 2^53 have no next.
+      const first = Math.ceil(low / step - 1e-9), count = Math.min(20, Math.floor(high / step + 1e-9) - first + 1);
+      const ticks = Array.from({length: Math.max(0, count)}, (_, n) => (first + n) * step);
       if (ticks.length > 2 || step < steps[place] * power) return ticks;
     }
   };
@@ -139,17 +140,20 @@
     let count = 0;
     for (let i = 0; i < at.length; i++) if (from <= at[i] && at[i] <= to) count++;
     const merges = count > x(to) - x(from);
-    let open = null;
+    let open = null, lacks = false;
     const close = () => { if (open) found.push({...open, x: open.px / open.steps, y: open.sum / open.steps}); open = null; };
     for (let i = 0; i < at.length; i++) {
       if (line.breaks.has(i)) { close(); found.push(null); }
       const y = values[i], beside = at[i + 1] >= from && at[i] < from || at[i - 1] <= to && at[i] > to;
       if (!Number.isFinite(at[i]) || !Number.isFinite(y) || positive && y <= 0) {
         if (!merges || !Number.isFinite(at[i])) { close(); found.push(null); }
+        lacks = true;
         continue;
       }
       if (!(from <= at[i] && at[i] <= to) && !beside) continue;
       const px = x(at[i]), steps = line.last[i] - line.first[i] + 1 || 1;
+      if (lacks && open && Math.floor(px) - open.column > 1) { close(); found.push(null); }  // a pixel without a value
+      lacks = false;
       const low = line.low ? line.low[i] : line.mean[i], high = line.high ? line.high[i] : line.mean[i];
       if (open && (!merges || Math.floor(px) !== open.column)) close();
       open ??= {column: Math.floor(px), px: 0, sum: 0, steps: 0, low: Infinity, high: -Infinity, inside: false};
@@ -432,12 +436,13 @@
     if (state.smooth) words.set("smooth", state.smooth);
     if (state.off.size) words.set("off", [...state.off].join(" "));
     if (state.view) words.set("view", state.view.join(" "));
-    try { history.replaceState(null, "", `#${words}`); } catch { /* a frame may forbid it */ }
+    const next = words.size ? `#${words}` : "";
+    try { if (next !== location.hash) history.replaceState(null, "", next || "#"); } catch { /* a frame may forbid it */ }
   };
   const chosen = new URLSearchParams(location.hash.slice(1));
   if (["tokens", "time", "steps"].includes(chosen.get("axis"))) state.axis = chosen.get("axis");
   state.smooth = Math.max(0, Math.min(SMOOTH.length - 1, Math.floor(Number(chosen.get("smooth"))) || 0));
-  for (const run of (chosen.get("off") ?? "").split(" ")) if (run && data.runs[run]) state.off.add(Number(run));
+  for (const run of (chosen.get("off") ?? "").split(" ")) if (/^\d+$/.test(run) && run < data.runs.length) state.off.add(Number(run));
   const range = (chosen.get("view") ?? "").split(" ").map(Number);
   if (range.length === 2 && range.every(Number.isFinite) && range[0] < range[1]) state.view = range;
 
