@@ -82,7 +82,7 @@ class MetricsReader:
     Args:
         folder: of the run.
         follows: whether `read` is called again and again, and reads only what is new then.
-        seen: told each row of a step or a validation.
+        seen: told each row.
     """
 
     def __init__(
