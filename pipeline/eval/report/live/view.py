@@ -49,7 +49,8 @@ def followed_folder(run: Path) -> Path:
     if not run.is_dir():
         return load_run(run).run.dir.absolute()
     folder = run.absolute()
-    names = {value.split("/")[0] for name in vars(RunFiles) if isinstance(value := getattr(RunFiles, name), str)}
+    public = [getattr(RunFiles, name) for name in dir(RunFiles) if not name.startswith("_")]
+    names = {value.split("/")[0] for value in public if isinstance(value, str)}
     found = {path.name for path in folder.iterdir()}
     if found and not found & names:
         raise no_run_folder(run)
