@@ -39,7 +39,7 @@ from pipeline.train.monitor.goodput import Goodput, is_step, number
 from pipeline.train.run.attempts import Attempt, attempts
 from pipeline.train.run.heartbeat import Beat, read_beats
 
-_TRACES = (RunFiles.config, RunFiles.metrics, RunFiles.ledger, RunFiles.exit, RunFiles.checkpoints)
+TRACES = (RunFiles.config, RunFiles.metrics, RunFiles.ledger, RunFiles.exit, RunFiles.checkpoints)
 """Each of these is in a run folder and nowhere else."""
 _RECENT = 100
 """Steps whose median is the speed of now."""
@@ -282,7 +282,7 @@ def under_names(found: list[RunFacts]) -> list[RunFacts]:
 
 def _folder(run: Path) -> Path:
     if run.is_dir():
-        if not any((run / trace).exists() for trace in _TRACES):
+        if not any((run / trace).exists() for trace in TRACES):
             raise no_run_folder(run)
         return run.absolute()
     config = load_run(run)

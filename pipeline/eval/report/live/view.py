@@ -19,7 +19,7 @@ from pipeline.common.page.html import document
 from pipeline.common.page.words import clean
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load_run, no_run_folder
-from pipeline.eval.report.gather import RunReader, refuse_twice, under_names
+from pipeline.eval.report.gather import TRACES, RunReader, refuse_twice, under_names
 from pipeline.eval.report.page import page
 from pipeline.eval.report.state import State
 from pipeline.train.monitor.goodput import is_step, number
@@ -34,6 +34,8 @@ _WAIT_SECONDS = 0.5
 """An answer about rows waits so long for a report that is being drawn, then says what was known before."""
 _ROWS = 200
 _NUMBERS = ("tokens", "loss", "validation_loss", "lr", "grad_norm", "tokens_per_second", "mfu")
+_BEGUN = (*TRACES, RunFiles.jobs, RunFiles.lock)
+"""Some of these are in the folder of a run that waits or prepares its data."""
 _NOT_BEGUN = State("not begun", "paused", "")
 
 
@@ -49,10 +51,7 @@ def followed_folder(run: Path) -> Path:
     if not run.is_dir():
         return load_run(run).run.dir.absolute()
     folder = run.absolute()
-    public = [getattr(RunFiles, name) for name in dir(RunFiles) if not name.startswith("_")]
-    names = {value.split("/")[0] for value in public if isinstance(value, str)}
-    found = {path.name for path in folder.iterdir()}
-    if found and not found & names:
+    if any(folder.iterdir()) and not any((folder / name).exists() for name in _BEGUN):
         raise no_run_folder(run)
     return folder
 
