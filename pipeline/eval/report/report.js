@@ -99,8 +99,11 @@
   const axisOf = chart =>
     chart.lines.some(line => line[state.axis].some(Number.isFinite)) ? state.axis : chart.axis;
   const longest = Math.max(0, ...charts.flatMap(chart => chart.lines.map(line => line.last.reduce((a, b) => b > a ? b : a, 0))));
-  const SMOOTH = [0];
-  for (let steps = 2; steps <= Math.max(2, longest / 4); steps *= [2, 2.5, 2][(SMOOTH.length - 1) % 3]) SMOOTH.push(steps);
+  // Less than a bin would show nothing.
+  const bin = Math.min(...charts.flatMap(chart => chart.lines.filter(line => line.smooth && line.last.length)
+    .map(line => line.last[0] - line.first[0] + 1)));
+  const SMOOTH = [0, ...[...Array(36).keys()].map(n => [2, 5, 10][n % 3] * 10 ** Math.floor(n / 3))
+    .filter(steps => steps === 2 && bin < 2 || steps > bin && steps <= longest / 4)];
 
   // The mean of the values until a step, of which one that is `over` steps before counts 1/e. Steps without a value add
   // nothing and get none; where the line is broken it begins anew.
