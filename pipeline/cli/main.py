@@ -225,8 +225,28 @@ def report(
         typer.Option(metavar="FILE.html", help="Default: RUN/report.html, or ./report.html for several runs."),
     ] = None,
     png: Annotated[bool, typer.Option("--png", help="Also write the charts as a PNG file beside it.")] = False,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="Write no file: serve the report to a browser of this machine, and follow the runs until Ctrl-C. "
+            "Runs may not have begun.",
+        ),
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(metavar="N", min=0, max=65535, help="With --live: port; default: any free one.")
+    ] = None,
 ) -> None:
-    """Write an HTML report of runs, finished or in progress: curves, data, time, scores, layout, differences."""
+    """Write an HTML report of runs, finished or in progress: losses, data, time, texts, scores, layout, differences."""
+    if live:
+        if out is not None or png:
+            raise UserError("--live writes no file; leave out --out and --png, or leave out --live")
+        from pipeline.eval.report.live.server import follow
+
+        follow(runs, Console(), port=port or 0)
+        return
+    if port is not None:
+        raise UserError("--port is only for --live; leave it out, or add --live")
     from pipeline.eval.report.command import report as write
 
     write(runs, Console(), out=out, picture=png)

@@ -66,6 +66,22 @@ class HarnessConfig(Section):
     """Requests of one forward pass on a process; by default `eval.batch_size`."""
 
 
+class ContinuationsConfig(Section):
+    """Fixed prompts that each evaluation continues; reports show the texts of the steps side by side.
+
+    On several processes without a cache, so that any layout can do it, and only with `temperature: 0`.
+    """
+
+    prompts: list[str] = Field(min_length=1, max_length=100)
+    """Texts to continue; an empty one begins a document."""
+    max_tokens: int = Field(default=64, ge=1, le=4096)
+    """Tokens to add at most to each."""
+    temperature: float = Field(default=0, ge=0, le=1000)
+    """Divides the logits; 0 takes the most probable token each time (greedy)."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the draws: the same at every step."""
+
+
 class EvalConfig(Section):
     """Measurements on a checkpoint."""
 
@@ -95,6 +111,8 @@ class EvalConfig(Section):
     """Benchmarks that are built in, after the held-out loss."""
     harness: HarnessConfig | None = None
     """Tasks of lm-evaluation-harness, after those."""
+    continuations: ContinuationsConfig | None = None
+    """Texts that are generated in each evaluation and kept in its report; by default none."""
     every_checkpoint: bool = False
     """On SLURM: send an evaluation job for each permanent checkpoint (`train.checkpoint.keep_every`) while training
     continues."""

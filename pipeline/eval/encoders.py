@@ -44,6 +44,8 @@ def refuse_tasks(config: Config) -> None:
     for key, given in (("eval.tasks", config.eval.tasks), ("eval.harness", config.eval.harness)):
         if given:
             refuse_encoder(config.model, f"{key} scores how texts continue; leave it out")
+    if config.eval.continuations is not None:
+        refuse_encoder(config.model, "eval.continuations continues texts; leave it out")
 
 
 def document(tokens: Sequence[int], end: int) -> list[int]:

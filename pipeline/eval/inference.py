@@ -40,12 +40,17 @@ def load_decoder(config: Config, which: WeightsOf) -> Loaded:
     """
     refuse_encoder(config.model, "generation")
     found = load_for_inference(config, which)
+    return Loaded(decoder_of(config, found.model.whole, found.tokenizer), found.tokenizer, found.source)
+
+
+def decoder_of(config: Config, whole: Decoder, tokenizer: Tokenizer) -> Decoder:
+    """A model of one process as generation wants it."""
     # cuDNN's attention makes a plan for every number of keys, which here is one a token, and keeps them all.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    model = unwrapped(found.model.whole, COMPUTE_DTYPE[config.train.precision.compute])
+    model = unwrapped(whole, COMPUTE_DTYPE[config.train.precision.compute])
     if model.spec.sided:
-        model.start_token = start_token(config, found.tokenizer)
-    return Loaded(model, found.tokenizer, found.source)
+        model.start_token = start_token(config, tokenizer)
+    return model
 
 
 def start_token(config: Config, tokenizer: Tokenizer) -> int:

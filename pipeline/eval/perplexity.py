@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from pipeline.data.datasets.open import has_split
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.eval.benchmarks import Benchmarks, run_benchmarks
+from pipeline.eval.continuations import Continuations, refuse_continuations, write_continuations
 from pipeline.eval.encoders import masked_alone, refuse_tasks
 from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
 from pipeline.eval.reports import WINDOWS, evaluated_by, identity, report_path
@@ -92,6 +93,8 @@ class EvalReport:
     """By source, of an encoder."""
     sets: dict[str, SetScores] = field(default_factory=dict)
     """By name of the set."""
+    continuations: Continuations | None = None
+    """Texts of `eval.continuations`."""
 
     def to_json(self) -> dict[str, Any]:
         """For the file of the report."""
@@ -102,6 +105,8 @@ class EvalReport:
             del values["pseudo"]
         if not self.sets:
             del values["sets"]
+        if self.continuations is None:
+            del values["continuations"]
         return values
 
 
@@ -164,12 +169,14 @@ def evaluate_everything(
     """`evaluate` of an engine that is opened by `load`, when the data has been looked at; with all its figures."""
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
     refuse_tasks(config)
+    refuse_continuations(config, ranks.world_size)
     with watched(config, ranks) as beat:
         init_rank(config, ranks)
         broadcast_from_rank0(lambda: check_heldout(config))  # rank 0 alone says what is wrong
         engine = load()
         beat()
-        report = heldout_report(engine, console, beat)
+        continuations = write_continuations(engine, console, beat)  # first: what is wrong with a prompt shows at once
+        report = replace(heldout_report(engine, console, beat), continuations=continuations)
         assert engine.source is not None
         for table in _tables(report, described(engine.source, config.eval.weights)):
             console.print(table)
@@ -364,6 +371,10 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
         source = Checkpoints.of_run(config.run.dir).at(file) if isinstance(file, int) else file
         if {**WINDOWS, **value["made_with"]} != _made_with(config, source):
             return None
+        texts = value.get("continuations")
+        wanted = config.eval.continuations
+        if wanted is not None and (texts is None or texts["made_with"] != wanted.model_dump(mode="json")):
+            return None
         return EvalReport(
             value["step"],
             value["made_with"],
@@ -377,6 +388,7 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
                 )
                 for name, each in value.get("sets", {}).items()
             },
+            None if texts is None else Continuations(**texts),
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

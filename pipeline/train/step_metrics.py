@@ -16,6 +16,7 @@ from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.segments import Segment
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.monitor.imbalance import Imbalance
+from pipeline.train.monitor.memory import memory_used
 from pipeline.train.monitor.metrics import peak_flops
 from pipeline.train.monitor.straggler import Stragglers, WallClock, WorkClock, summary
 from pipeline.train.parallel.setup import Setup
@@ -63,6 +64,7 @@ class StepMetrics:
         routers = {index: layer.router for index, layer in setup.spec.expert_layers.items()}
         self._imbalance = Imbalance(config.train.balance, routers)
         peak = peak_flops(setup.device, config.train.precision.compute)
+        self._device = setup.device
         self._peak = None if peak is None else peak * setup.mesh.layout.world_size
         self.work = WorkClock()
         self.wall = WallClock()
@@ -100,6 +102,7 @@ class StepMetrics:
             "lr": issued.lr,
             "data_wait": issued.waited,
             **speed(tokens, seconds, flops, causal_flops, self._peak),
+            "memory": memory_used(self._device),
         }
 
 

@@ -299,6 +299,7 @@ def _with_jsonl(root: Path) -> Path:
     extra = root / "both.yaml"
     evaluation = {
         "tasks": [{"type": "wikitext", "path": str(records)}],
+        "continuations": {"prompts": ["the sea"], "max_tokens": 2},
         "harness": {"tasks": ["choice"], "include_path": str(root / "tasks"), "limit": 1},
     }
     (root / "tasks").mkdir()

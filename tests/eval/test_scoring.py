@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from pipeline.common.errors import MachineError, UserError
+from pipeline.config.load import load
 from pipeline.eval import scoring
+from pipeline.eval.continuations import refuse_continuations, write_continuations
 from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.generation.generate import generate
 from pipeline.eval.generation.sampling import Sampling
@@ -144,6 +147,21 @@ def test_logits_that_are_not_finite_are_an_error(file: Path) -> None:
     assert found.nats != found.nats and not found.greedy
 
 
+def test_samples_of_text_that_cannot_be_written_end_no_evaluation(file: Path) -> None:
+    asked = ["eval.continuations.prompts=['the sea', 'old']", "eval.continuations.max_tokens=3"]
+    broken = small.engine_alone(file, asked)
+    with torch.no_grad():
+        for parameter in broken.model.whole.parameters():
+            parameter.fill_(torch.nan)
+    found = write_continuations(broken, Console(quiet=True))
+    assert found is not None and found.texts == [] and "not finite" in str(found.error)
+    assert write_continuations(small.engine_alone(file), Console(quiet=True)) is None
+    drawn = load(file, [*asked, "eval.continuations.temperature=0.5"])
+    refuse_continuations(drawn, 1)
+    with pytest.raises(UserError, match="eval.continuations.temperature is 0.5, but 2 processes"):
+        refuse_continuations(drawn, 2)
+
+
 def test_weights_in_training_stay_in_training(engine: GenerationEngine) -> None:
     engine.model.train(True)
     score(engine, [Request([1, 2], 1)], batch_size=1)
@@ -161,6 +179,25 @@ def on_rank(file: Path, layout: str) -> tuple[Any, Any]:
     engine = small.engine_of_rank(file, layout)
     scores = score(engine, requests_of(280, engine.max_length), batch_size=3)
     return scores, continue_greedily(engine, prompts_of(280), batch_size=2)
+
+
+TEXTS = ["eval.continuations.prompts=['the sea', '', 'keeper']", "eval.continuations.max_tokens=12"]
+
+
+def texts_on_rank(file: Path, layout: str) -> tuple[Any, Any]:
+    engine = small.engine_of_rank(file, layout, TEXTS)
+    long = small.engine_of_rank(file, layout, [*TEXTS[:1], "eval.continuations.max_tokens=4000"])
+    return tuple(write_continuations(each, Console(quiet=True)) for each in (engine, long))
+
+
+@pytest.mark.parallel
+@pytest.mark.slow
+def test_several_processes_write_the_texts_of_one(file: Path, pair: Ranks) -> None:
+    expected = write_continuations(small.engine_alone(file, TEXTS), Console(quiet=True))
+    assert expected is not None and len(expected.texts) == 3
+    for found, long in pair.call(texts_on_rank, file, "tp2"):
+        assert found == expected
+        assert long.texts == [] and "eval.max_length" in long.error
 
 
 def different_on_each_rank(file: Path) -> None:

@@ -159,6 +159,7 @@ CLASSES = {
     "pipeline.data.tokenization.engine_check": ("Proof",),
     "pipeline.data.provenance.document_to_steps": ("Occurrence", "Gap", "Without"),
     "pipeline.eval.perplexity": ("EvalReport", "Score"),
+    "pipeline.eval.continuations": ("Continuations",),
     "pipeline.eval.table": (),  # Evaluation and WeightsEvaluation
     "pipeline.eval.reports": ("Evaluation", "WeightsEvaluation"),
     "pipeline.eval.summary": (),  # GenerateConfig

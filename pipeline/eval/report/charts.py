@@ -23,6 +23,11 @@ _MOST_MARKS = 400
 """Positions of marks that a drawing can tell apart."""
 MOST_LINES = 8
 """That can be told apart in a chart."""
+_MEMORY = (
+    ("allocated", "GPU memory: peak of tensors"),
+    ("reserved", "GPU memory: held by the allocator"),
+    ("host", "Memory of the process on the host"),
+)
 _UNITS = ((2 * 86_400.0, 86_400.0, "days"), (7_200.0, 3_600.0, "hours"), (120.0, 60.0, "minutes"))
 
 
@@ -67,6 +72,9 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
     if _has(runs, "mfu"):
         yield _by_step(runs, scale, "mfu", "Model FLOP utilization", "fraction of the peak", from_zero=True)
+    for name, title in _MEMORY:
+        if _has(runs, name):
+            yield _by_step(runs, scale, name, title, "GiB of rank 0", from_zero=True)
     if _has(runs, "load_max_over_mean"):
         yield _by_step(
             runs,

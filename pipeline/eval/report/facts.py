@@ -60,6 +60,12 @@ def headline(facts: RunFacts) -> Iterator[Fact]:
     if (mfu := facts.recent("mfu")) is not None:
         yield Fact("MFU", in_percent(mfu), "full attention counted")
     yield from _experts(facts)
+    for name, label, detail in (
+        ("reserved", "GPU memory", "GiB held by rank 0"),
+        ("host", "host memory", "GiB of rank 0's process"),
+    ):
+        if (used := facts.recent(name)) is not None:
+            yield Fact(label, figure(float(f"{used:.3g}")), detail)
     yield Fact("goodput", in_percent(spent.share) if spent else NONE, f"of {seconds(spent.wall)}" if spent else "")
     left = _left(facts)
     day, _, clock = moment(facts.start).partition(" ")

@@ -10,9 +10,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,21 +26,25 @@ from pipeline.data.order.consumption import Account, accounts
 from pipeline.data.order.journal_file import read_journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
-from pipeline.eval.report.epoch_losses import EpochLoss, epoch_losses
+from pipeline.eval.report.metrics_reader import MetricsReader
+from pipeline.eval.report.reading import Reading
 from pipeline.eval.report.scores import ReportedScore, read_made_with, read_scores
+from pipeline.eval.report.sections.sample_losses import SampleLosses, sample_losses
+from pipeline.eval.report.sections.texts import SampleTexts, read_texts
 from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge
 from pipeline.eval.reports import Evaluation, read_evaluations
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.monitor.goodput import Goodput, goodput, is_step, number
+from pipeline.train.monitor.goodput import Goodput, is_step, number
 from pipeline.train.run.attempts import Attempt, attempts
 from pipeline.train.run.heartbeat import Beat, read_beats
 
-_TRACES = (RunFiles.config, RunFiles.metrics, RunFiles.ledger, RunFiles.exit, RunFiles.checkpoints)
+TRACES = (RunFiles.config, RunFiles.metrics, RunFiles.ledger, RunFiles.exit, RunFiles.checkpoints)
 """Each of these is in a run folder and nowhere else."""
 _RECENT = 100
 """Steps whose median is the speed of now."""
-T = TypeVar("T")
+_LOSSES_SECONDS = 60.0
+"""Recorded losses of a run that is followed are not read again before."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ class RunFacts:
     scores: list[ReportedScore]
     checkpoint: dict[str, Any]
     """The state that the newest checkpoint has written down."""
-    epoch_losses: list[EpochLoss] = field(default_factory=list)
+    texts: SampleTexts = field(default_factory=SampleTexts)
+    """What evaluations have generated."""
+    sample_losses: SampleLosses = field(default_factory=SampleLosses)
     """Where the losses of samples are recorded."""
     problems: list[str] = field(default_factory=list)
     """Files that are missing or could not be read."""
@@ -107,6 +114,132 @@ class RunFacts:
         return float(np.median(values)) if values.size else None
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Steps, attempts and state of a run."""
+
+    columns: Columns
+    tries: list[Attempt]
+    state: State
+    goodput: Goodput | None
+    values: dict[str, Any] | None
+    """The resolved config as plain values."""
+    config: Config | None
+    """The same, as this version understands it."""
+
+
+class RunReader:
+    """Reads the facts about a run; also again and again while it trains.
+
+    Args:
+        folder: of the run.
+        follows: whether it is asked again and again: what has not changed is not read again then.
+        seen: told each row of the metrics.
+    """
+
+    def __init__(
+        self, folder: Path, *, follows: bool = False, seen: Callable[[dict[str, Any]], None] = lambda row: None
+    ) -> None:
+        self.folder = folder
+        self._follows = follows
+        self._reading = Reading(keeps=follows)
+        self._metrics = MetricsReader(folder, follows=follows, seen=seen)
+
+    def progress(self) -> Progress:
+        """Steps, attempts and state, by the files that change with each step."""
+        folder, files, reading = self.folder, RunFiles(self.folder), self._reading
+        reading.begin()
+        values: dict[str, Any] | None = reading.unless_kept(
+            "values", RunFiles.config, [files.config], lambda: written_values(files.config), None
+        )
+        config: Config | None = None
+        if values is not None:
+            config = reading.unless_kept("config", RunFiles.config, [files.config], lambda: load_run(folder), None)
+        tries = _attempts(folder, reading)
+        nothing: tuple[Columns, Goodput | None, list[str]] = (self._metrics.columns, None, [])
+        columns, spent, strange = reading.read(
+            files.metrics.name, lambda: self._metrics.read(tries, lambda: _sound_attempts(folder)), nothing
+        )
+        exit_state: dict[str, Any] = reading.read(RunFiles.exit, files.read_exit, {})
+        beats: dict[int, Beat] = reading.read(RunFiles.heartbeats, lambda: read_beats(folder), {})
+        reading.problems += [*strange, *_contradictions(columns, tries, exit_state)]
+        times = np.asarray(columns.time)
+        times = times[np.isfinite(times)]
+        step_seconds = np.diff(times[-_RECENT:])
+        state = judge(
+            folder,
+            tries,
+            exit_state,
+            beats,
+            newest=float(times[-1]) if times.size else None,
+            step_seconds=float(np.median(step_seconds)) if step_seconds.size else 0.0,
+            heartbeat_seconds=config.launch.heartbeat_seconds if config is not None else 30.0,
+            now=time.time(),
+        )
+        return Progress(columns, tries, state, spent, values, config)
+
+    def facts(self) -> RunFacts:
+        """All that is known about the run."""
+        folder, files, reading = self.folder, RunFiles(self.folder), self._reading
+        made, problems = self.progress(), reading.problems
+        for path, why in (
+            (files.metrics, "no step has been made yet"),
+            (files.ledger, "no attempt has begun yet"),
+            (files.journal, "no attempt has recorded its data yet"),
+        ):
+            if not path.exists():
+                problems.append(f"{path.name} is missing: {why}, or it was moved away")
+        config = made.config
+        saved = [files.checkpoints, *files.checkpoint_steps().values()]
+        checkpoint: dict[str, Any] = reading.unless_kept(
+            "checkpoint", "the newest checkpoint", saved, lambda: _checkpoint(folder), {}
+        )
+        plan = [files.config, files.journal]
+        unknown: tuple[int | None, int | None, str] = (None, None, "")
+        steps, tokens, why = reading.unless_kept(
+            "length", RunFiles.journal, plan, lambda: _length(folder, config, reading), unknown
+        )
+        evaluated = [files.summary, *sorted(files.evaluations.glob("*.json")), files.checkpoints]
+        evaluations, scores, texts, made_with = reading.unless_kept(
+            "evaluations",
+            RunFiles.evaluations,
+            evaluated,
+            lambda: _evaluations(folder, reading),
+            _Evaluated([], [], SampleTexts(), {}),
+        )
+        found = RunFacts(
+            folder=folder,
+            name=folder.name,
+            # A chart may hold on to the columns, which then could not grow.
+            columns=deepcopy(made.columns) if self._follows else made.columns,
+            tries=made.tries,
+            state=made.state,
+            goodput=made.goodput,
+            config=config,
+            values=made.values or {},
+            steps=steps,
+            tokens=tokens,
+            length_reason=why,
+            consumption=[],
+            evaluations=evaluations,
+            made_with=made_with,
+            scores=scores,
+            texts=texts,
+            checkpoint=checkpoint,
+            problems=problems,
+        )
+        found.consumption = reading.read("the plan of the data", lambda: _consumption(found), [])
+        found.sample_losses = reading.unless_kept(
+            "losses",
+            RunFiles.losses,
+            [files.losses, files.journal],
+            lambda: sample_losses(folder),
+            SampleLosses(),
+            seconds=_LOSSES_SECONDS,
+        )
+        return found
+
+
 def gather(run: Path) -> RunFacts:
     """The facts about a run.
 
@@ -116,86 +249,29 @@ def gather(run: Path) -> RunFacts:
     Raises:
         UserError: it is neither, or nothing of the run is there.
     """
-    folder = _folder(run)
-    files, problems = RunFiles(folder), list[str]()
-
-    def read(what: str, function: Callable[[], T], otherwise: T) -> T:
-        """Something that may be missing or damaged; that becomes a problem, and the rest is still read."""
-        try:
-            return function()
-        except FileNotFoundError as error:
-            problems.append(f"{what} is missing ({Path(error.filename).name if error.filename else error})")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
-            problems.append(f"{what} cannot be read: {str(error) or type(error).__name__}")
-        return otherwise
-
-    tries = _attempts(folder, read, problems)
-    columns, spent = _metrics(folder, tries, read, problems)
-    for path, why in (
-        (files.metrics, "no step has been made yet"),
-        (files.ledger, "no attempt has begun yet"),
-        (files.journal, "no attempt has recorded its data yet"),
-    ):
-        if not path.exists():
-            problems.append(f"{path.name} is missing: {why}, or it was moved away")
-    values: dict[str, Any] | None = read(RunFiles.config, lambda: written_values(files.config), None)
-    config: Config | None = None if values is None else read(RunFiles.config, lambda: load_run(folder), None)
-    checkpoint: dict[str, Any] = read("the newest checkpoint", lambda: _checkpoint(folder), {})
-    steps, tokens, why = _length(folder, config, read)
-    no_evaluations: tuple[list[Evaluation], list[Path]] = ([], [])
-    evaluations, damaged = read("eval", lambda: read_evaluations(folder), no_evaluations)
-    no_scores: tuple[list[ReportedScore], list[Path]] = ([], [])
-    scores, damaged_scores = read("eval", lambda: read_scores(folder), no_scores)
-    problems += [
-        f"{path.relative_to(folder)} is damaged; remove it, and evaluate that step again"
-        for path in (*damaged, *damaged_scores)
-    ]
-    exit_state: dict[str, Any] = read(RunFiles.exit, files.read_exit, {})
-    beats: dict[int, Beat] = read(RunFiles.heartbeats, lambda: read_beats(folder), {})
-    problems += _contradictions(columns, tries, exit_state)
-    times = np.asarray(columns.time)
-    times = times[np.isfinite(times)]
-    step_seconds = np.diff(times[-_RECENT:])
-    found = RunFacts(
-        folder=folder,
-        name=folder.name,
-        columns=columns,
-        tries=tries,
-        state=judge(
-            folder,
-            tries,
-            exit_state,
-            beats,
-            newest=float(times[-1]) if times.size else None,
-            step_seconds=float(np.median(step_seconds)) if step_seconds.size else 0.0,
-            heartbeat_seconds=config.launch.heartbeat_seconds if config is not None else 30.0,
-            now=time.time(),
-        ),
-        goodput=spent,
-        config=config,
-        values=values or {},
-        steps=steps,
-        tokens=tokens,
-        length_reason=why,
-        consumption=[],
-        evaluations=evaluations,
-        made_with=read("eval", lambda: read_made_with(folder), {}),
-        scores=scores,
-        checkpoint=checkpoint,
-        problems=problems,
-    )
-    found.consumption = read("the plan of the data", lambda: _consumption(found), [])
-    found.epoch_losses = read(RunFiles.losses, lambda: epoch_losses(folder), [])
-    return found
+    return RunReader(_folder(run)).facts()
 
 
 def gather_all(runs: Sequence[Path]) -> list[RunFacts]:
     """`gather` of several runs, under names that differ."""
     found = [gather(run) for run in runs]
-    folders = [each.folder for each in found]
-    for each in found:
-        if folders.count(each.folder) > 1:
-            raise UserError(f"{each.folder} is named more than once; name each run once")
+    refuse_twice([each.folder for each in found])
+    return under_names(found)
+
+
+def refuse_twice(folders: Sequence[Path]) -> None:
+    """Refuse a run that is named more than once.
+
+    Raises:
+        UserError: one is.
+    """
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise UserError(f"{folder} is named more than once; name each run once")
+
+
+def under_names(found: list[RunFacts]) -> list[RunFacts]:
+    """The facts about runs, under names that differ."""
     depth = 1
     while len({each.name for each in found}) < len(found):
         depth += 1
@@ -206,7 +282,7 @@ def gather_all(runs: Sequence[Path]) -> list[RunFacts]:
 
 def _folder(run: Path) -> Path:
     if run.is_dir():
-        if not any((run / trace).exists() for trace in _TRACES):
+        if not any((run / trace).exists() for trace in TRACES):
             raise no_run_folder(run)
         return run.absolute()
     config = load_run(run)
@@ -218,33 +294,26 @@ def _folder(run: Path) -> Path:
     return config.run.dir.absolute()
 
 
-class _Unread:
-    """Counter of the lines of a file that cannot be read."""
-
-    def __init__(self) -> None:
-        self.lines = 0
-
-    def __call__(self) -> None:
-        self.lines += 1
-
-    def problems(self, path: Path) -> list[str]:
-        """A line for the list of problems, or none."""
-        return [f"{self.lines:,} line{'s' * (self.lines > 1)} of {path.name} cannot be read"] if self.lines else []
-
-
-def _attempts(folder: Path, read: Callable[..., Any], problems: list[str]) -> list[Attempt]:
+def _attempts(folder: Path, reading: Reading) -> list[Attempt]:
     """The attempts that the ledger has, without those whose figures make no sense."""
-    path = RunFiles(folder).ledger
-    unread = _Unread()
-    lines = storage.json_lines(path, unread)
-    begun: list[Any] = read(path.name, lambda: [x.get("attempt") for x in lines if x.get("event") == "attempt"], [])
-    problems += unread.problems(path)
-    tries: list[Attempt] = read(path.name, lambda: attempts(folder), [])
-    sound = [each for each in tries if _is_sound(each)]
+    path, unread = RunFiles(folder).ledger, list[None]()
+    lines = storage.json_lines(path, lambda: unread.append(None))
+    begun: list[Any] = reading.read(
+        path.name, lambda: [x.get("attempt") for x in lines if x.get("event") == "attempt"], []
+    )
+    if unread:
+        reading.problems.append(f"{len(unread):,} line{'s' * (len(unread) > 1)} of {path.name} cannot be read")
+    sound: list[Attempt] = reading.read(path.name, lambda: _sound_attempts(folder), [])
     numbers = [each.number for each in sound]
     if strange := sum(number not in numbers for number in begun):
-        problems.append(f"{path.name} is damaged: {strange:,} of {len(begun):,} lines of attempts are not valid")
+        reading.problems.append(
+            f"{path.name} is damaged: {strange:,} of {len(begun):,} lines of attempts are not valid"
+        )
     return sound
+
+
+def _sound_attempts(folder: Path) -> list[Attempt]:
+    return [each for each in attempts(folder) if _is_sound(each)]
 
 
 def _is_sound(attempt: Attempt) -> bool:
@@ -281,32 +350,26 @@ def _contradictions(columns: Columns, tries: Sequence[Attempt], exit_state: dict
         yield f"{name} ends at step {done:,}, but {file} says that step {step:,} was made"
 
 
-def _metrics(
-    folder: Path, tries: list[Attempt], read: Callable[..., Any], problems: list[str]
-) -> tuple[Columns, Goodput | None]:
-    """Columns and goodput, in one pass through what may be a file of gigabytes."""
-    path = RunFiles(folder).metrics
-    unread = _Unread()
+class _Evaluated(NamedTuple):
+    evaluations: list[Evaluation]
+    scores: list[ReportedScore]
+    texts: SampleTexts
+    made_with: dict[tuple[int, str], dict[str, Any]]
 
-    def read_rows(*, with_goodput: bool) -> tuple[Columns, Goodput | None]:
-        columns, unread.lines = Columns(tries), 0
-        rows = columns.taking(storage.json_lines(path, unread))
-        spent = goodput(folder, tries, rows) if with_goodput else None
-        for _ in rows:  # those that the goodput has not taken, as without an attempt that is known
-            pass
-        columns.finish()
-        return columns, spent
 
-    found: tuple[Columns, Goodput | None] | None = read("the goodput", lambda: read_rows(with_goodput=True), None)
-    if found is None:
-        found = read(path.name, lambda: read_rows(with_goodput=False), (Columns(), None))
-    columns, spent = found
-    unread.lines += columns.unread
-    problems += unread.problems(path)
-    if columns.untimed:
-        without = f"{columns.untimed:,} line{'s have' if columns.untimed > 1 else ' has'} no time"
-        problems.append(f"{path.name}: {without}; the goodput leaves them out")
-    return columns, spent
+def _evaluations(folder: Path, reading: Reading) -> _Evaluated:
+    """Measurements on the checkpoints of a run, and texts by them."""
+    no_evaluations: tuple[list[Evaluation], list[Path]] = ([], [])
+    evaluations, damaged = reading.read("eval", lambda: read_evaluations(folder), no_evaluations)
+    no_scores: tuple[list[ReportedScore], list[Path]] = ([], [])
+    scores, damaged_scores = reading.read("eval", lambda: read_scores(folder), no_scores)
+    reading.problems += [
+        f"{path.relative_to(folder)} is damaged; remove it, and evaluate that step again"
+        for path in (*damaged, *damaged_scores)
+    ]
+    replaced = {(each.step, each.weights) for each in evaluations if each.replaced}
+    texts = reading.read("eval", lambda: read_texts(folder), SampleTexts()).without(replaced)
+    return _Evaluated(evaluations, scores, texts, reading.read("eval", lambda: read_made_with(folder), {}))
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
@@ -317,7 +380,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _length(folder: Path, config: Config | None, read: Callable[..., Any]) -> tuple[int | None, int | None, str]:
+def _length(folder: Path, config: Config | None, reading: Reading) -> tuple[int | None, int | None, str]:
     """Steps and tokens of the whole run, and what ends it there."""
     if config is None:
         return None, None, ""
@@ -329,7 +392,7 @@ def _length(folder: Path, config: Config | None, read: Callable[..., Any]) -> tu
             length = run_length(config, Sampler(journal))
             return length.steps, journal.tokens(length.steps), length.reason
 
-        found: tuple[int, int, str] | None = read(RunFiles.journal, by_plan, None)
+        found: tuple[int, int, str] | None = reading.read(RunFiles.journal, by_plan, None)
         if found is not None:
             return found
     words = f"train.duration: {duration.count:,} {duration.unit}"

@@ -17,11 +17,13 @@ from pipeline.common.page.words import NONE, moment
 from pipeline.eval.report.charts import curves, scales
 from pipeline.eval.report.drawing import UNDRAWN, svg
 from pipeline.eval.report.embed import embedded
-from pipeline.eval.report.epoch_losses import epoch_table
 from pipeline.eval.report.facts import attempts_table, config_table, headline, layout_table
 from pipeline.eval.report.gather import RunFacts
 from pipeline.eval.report.model import BarChart, Chart, HeatChart, LineChart, Look
 from pipeline.eval.report.outcomes import others
+from pipeline.eval.report.sections.compared import compared_table
+from pipeline.eval.report.sections.sample_losses import epoch_table, highest_table
+from pipeline.eval.report.sections.texts import texts_section
 from pipeline.eval.report.series import DETAIL
 
 _PACKAGE = "pipeline.eval.report"
@@ -126,9 +128,14 @@ def _legend(chart: Chart) -> list[dict[str, Any]]:
 
 def _sections(runs: Sequence[RunFacts]) -> Iterator[Markup]:
     """Tables below the charts, over the whole width."""
-    recorded = [(facts.name, facts.epoch_losses) for facts in runs]
-    if any(losses for _, losses in recorded):
+    if len(runs) > 1 and (compared := compared_table(runs))[0].rows:
+        yield section("Losses compared", *compared)
+    yield texts_section([(facts.name, facts.texts) for facts in runs])
+    recorded = [(facts.name, facts.sample_losses) for facts in runs]
+    if any(losses.epochs for _, losses in recorded):
         yield section("Loss by source and epoch", *epoch_table(recorded))
+    if any(losses.highest for _, losses in recorded):
+        yield section("Samples with the highest losses", *highest_table(recorded))
     tries, note = attempts_table(runs)
     yield section("Attempts", tries, note)
 

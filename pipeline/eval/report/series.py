@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ NUMBERS = ("loss", "mtp_loss", "grad_norm", "lr", "tokens_per_second", "mfu")
 """Numbers that are kept of each step; NaN where a row does not have it."""
 OF_EXPERTS = ("load_max_over_mean", "load_max_layer", "dead_experts", "balance_loss", "rows_max_over_mean")
 """The same of numbers below `experts`."""
+OF_MEMORY = ("host", "allocated", "reserved")
+"""The same of numbers below `memory`, in GiB."""
 EVERY_STEP = 1_500
 """Steps up to which a chart shows each one."""
 _MEANS = 100
@@ -52,12 +54,13 @@ class Columns:
     """
 
     def __init__(self, tries: Sequence[Attempt] = ()) -> None:
-        self._first_steps = {each.number: each.first_step for each in tries}
+        self._first_steps: dict[int, int] = {}
         self._attempt = 0
+        self.know(tries)
         self.step, self.tokens, self.attempt = array("q"), array("d"), array("q")
         self.time = array("d")
         """Time at which the step ended, in seconds since 1970."""
-        self.numbers = {name: array("d") for name in (*NUMBERS, *OF_EXPERTS)}
+        self.numbers = {name: array("d") for name in (*NUMBERS, *OF_EXPERTS, *OF_MEMORY)}
         self.loads = Loads()
         self.balance_forced = False
         """Tokens were dealt to experts in turn in some step."""
@@ -77,11 +80,17 @@ class Columns:
     def __len__(self) -> int:
         return len(self.step)
 
-    def taking(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Hand on each row after it was added."""
-        for row in rows:
-            self.add(row)
-            yield row
+    def know(self, tries: Iterable[Attempt]) -> None:
+        """Attempts, those that are known already among them."""
+        self._first_steps |= {each.number: each.first_step for each in tries}
+
+    def contradicted(self, tries: Iterable[Attempt]) -> bool:
+        """True if attempts are other than those that the rows so far were read by: all have to be read again."""
+        return any(
+            self._first_steps.get(each.number, each.first_step if each.number > self._attempt else None)
+            != each.first_step
+            for each in tries
+        )
 
     def add(self, row: dict[str, Any]) -> None:
         """A row of metrics.jsonl; rows come in the order of the file. One without a step is left out."""
@@ -110,9 +119,10 @@ class Columns:
         self.attempt.append(attempt)
         self.time.append(time)
         self.tokens.append(number(row["tokens"]))
-        experts = of_experts if isinstance(of_experts := row.get("experts"), dict) else {}
-        for name, column in self.numbers.items():
-            column.append(number((experts if name in OF_EXPERTS else row).get(name)))
+        experts, memory = (of if isinstance(of := row.get(key), dict) else {} for key in ("experts", "memory"))
+        for names, values, unit in ((NUMBERS, row, 1), (OF_EXPERTS, experts, 1), (OF_MEMORY, memory, 2**30)):
+            for name in names:
+                self.numbers[name].append(number(values.get(name)) / unit)
         self.loads.add(step, experts.get("load_by_layer"))
         self.balance_forced |= experts.get("balance_forced") is True
         by_source = row.get("loss_by_source")
@@ -127,9 +137,9 @@ class Columns:
         self.newest = row
 
     def finish(self) -> None:
-        """No more rows: attempts that did not come to their first step have gone back, too."""
+        """No more rows for now: attempts that did not come to their first step have gone back, too."""
         if self._first_steps:
-            self._go_on_as(max(self._first_steps))
+            self._go_on_as(max(self._attempt, *self._first_steps))
         for column in self.loss_by_source.values():
             column.extend([math.nan] * (len(self) - len(column)))
 

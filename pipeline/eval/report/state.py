@@ -37,6 +37,11 @@ class State:
     kind: Kind
     why: str
 
+    @property
+    def has_ended(self) -> bool:
+        """True if no process is at the run any more; it may be started again."""
+        return any(self.word == word for word, _ in _ENDS.values())
+
 
 def judge(
     folder: Path,

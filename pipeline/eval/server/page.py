@@ -22,6 +22,16 @@ def page() -> tuple[str, dict[str, str]]:
     """
     # Hashed and sent are the same line ends, whatever a checkout made of them.
     html = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return html, sealing(html)
+
+
+def sealing(html: str, *more: str) -> dict[str, str]:
+    """Headers to send a page with that has its own script and style inside.
+
+    Args:
+        html: the page.
+        more: further directives of the policy.
+    """
     policy = (
         "default-src 'none'",
         f"script-src {_sources(html, 'script')}",
@@ -33,14 +43,14 @@ def page() -> tuple[str, dict[str, str]]:
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
+        *more,
     )
-    headers = {
+    return {
         "Content-Security-Policy": "; ".join(policy),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",  # a server of another version may be next on this port
     }
-    return html, headers
 
 
 def _sources(html: str, element: str) -> str:

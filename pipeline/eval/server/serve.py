@@ -6,23 +6,19 @@ import asyncio
 import errno
 import ipaddress
 import os
-import signal
 import socket
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import uvicorn
 from rich.console import Console
 
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
-from pipeline.common.signals import stop_signals
 from pipeline.config import Config
 from pipeline.eval.server.app import create_app, max_open
 from pipeline.eval.server.asking import Serving
-from pipeline.eval.server.connection import limited
+from pipeline.eval.server.stoppable import LOOPBACK_NAMES, StoppableServer
 from pipeline.eval.server.watch import CheckpointWatcher, load_served
 from pipeline.eval.server.worker import Worker
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, WeightsOf
@@ -103,7 +99,7 @@ def opened(config: Config, which: WeightsOf, key: str | None, console: Console) 
         )
         watch = CheckpointWatcher(config, worker, log) if settings.watch else None
         serving = Serving(worker, settings, log, watch)
-        hosts = _LOOPBACK_NAMES | {settings.host.lower()} if _is_loopback(listening) else None
+        hosts = LOOPBACK_NAMES | {settings.host.lower()} if _is_loopback(listening) else None
         server = Server(create_app(serving, settings, key=key, hosts=hosts), serving, listening, served.title)
         worker.start()
         if watch is not None:
@@ -120,39 +116,13 @@ def opened(config: Config, which: WeightsOf, key: str | None, console: Console) 
         listening.close()
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, which ends with exit code 0 when it is told to, after the texts that are being continued."""
+class Server(StoppableServer):
+    """The server of a model, which ends after the texts that are being continued."""
 
     def __init__(self, app: object, serving: Serving, listening: socket.socket, what: str) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,  # type: ignore[arg-type]
-                http=limited(max_open(serving.settings) + _IDLE),
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_graceful_shutdown=15,
-            )
-        )
+        super().__init__(app, listening, max_open(serving.settings) + _IDLE)
         self._serving = serving
-        self._socket = listening
         self._what = what
-
-    @property
-    def listening(self) -> list[socket.socket]:
-        """For `run`."""
-        return [self._socket]
-
-    @property
-    def url(self) -> str:
-        """URL of the server."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Say where it is: now, since a signal is answered as it should be from here on."""
@@ -173,23 +143,6 @@ class Server(uvicorn.Server):
     def _abort(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Handlers of signals as uvicorn's, but without raising them again: a requested end is not a failure."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        ends = (set(stop_signals()) | {signal.SIGINT}) - {signal.SIGUSR2}
-        before = {number: signal.signal(number, self.handle_exit) for number in ends}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:

@@ -85,10 +85,14 @@ def goodput(
     tries = attempts(run) if tries is None else tries
     if not tries:
         return None
-    now, used = time.time(), _Use(tries)
+    used = GoodputSums(tries)
     for row in storage.json_lines(RunFiles(run).metrics) if rows is None else rows:
         used.add(row)
-    used.finish()
+    return used.goodput(tries)
+
+
+def _goodput(tries: Sequence[Attempt], used: GoodputSums) -> Goodput:
+    now = time.time()
     starting = other = inside = down = 0.0
     end = None
     for attempt in tries:
@@ -115,13 +119,18 @@ def goodput(
     )
 
 
-class _Use:
-    """Sums over the rows of metrics.jsonl, which come in the order of the attempts."""
+class GoodputSums:
+    """Sums over the rows of metrics.jsonl, which come in the order of the attempts.
 
-    def __init__(self, tries: Iterable[Attempt]) -> None:
-        self._begun = [(attempt.number, attempt.first_step) for attempt in tries]
-        self._known = {number for number, _ in self._begun}
+    Args:
+        tries: the attempts that are known.
+    """
+
+    def __init__(self, tries: Iterable[Attempt] = ()) -> None:
+        self._begun: list[tuple[int, int]] = []
+        self._known: set[int] = set()
         self._attempt = 0
+        self.know(tries)
         self.productive = array("d")
         """Productive time of each step that still counts, in order."""
         self._steps = array("q")
@@ -132,7 +141,24 @@ class _Use:
         self.first_step_began: dict[int, float] = {}
         """By attempt, in seconds since 1970."""
 
+    def know(self, tries: Iterable[Attempt]) -> None:
+        """Attempts, those that are known already among them; none before the one whose rows came last."""
+        for attempt in tries:
+            if attempt.number not in self._known:
+                self._known.add(attempt.number)
+                self._begun.append((attempt.number, attempt.first_step))
+
+    def goodput(self, tries: Sequence[Attempt]) -> Goodput:
+        """The goodput by the rows so far; more may come.
+
+        Args:
+            tries: all attempts, as they are known now.
+        """
+        self._finish()
+        return _goodput(tries, self)
+
     def add(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl."""
         attempt, step, ended = row.get("attempt"), row.get("step"), number(row.get("time"))
         if not is_step(step) or type(attempt) is not int or attempt not in self._known or not math.isfinite(ended):
             return  # it is damaged, or nothing else is known of that attempt
@@ -153,7 +179,7 @@ class _Use:
             self._steps.append(step)
             self.productive.append(seconds - waiting)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """No more rows: attempts that did not come to their first step have gone back, too."""
         if self._begun:
             self._go_on_as(self._begun[-1][0])

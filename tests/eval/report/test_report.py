@@ -59,7 +59,7 @@ def test_figures_are_those_of_the_metrics(root: Path, seen: dict[str, Report]) -
 
 def test_losses_by_epoch_are_those_of_the_steps(root: Path, seen: dict[str, Report]) -> None:
     head, *rows = seen["done"].tables["Loss by source and epoch"]
-    assert head == ["source", "epoch", "samples", "mean loss"] and {row[0] for row in rows} == {"sea", "land"}
+    assert head[:4] == ["source", "epoch", "samples", "mean loss"] and {row[0] for row in rows} == {"sea", "land"}
     steps = steps_that_count(root / "done").values()
     assert sum(number(row[2]) for row in rows) == 4 * len(steps)
     mean = sum(number(row[2]) * number(row[3]) for row in rows) / (4 * len(steps))

@@ -26,7 +26,8 @@ def row(step: int, number: int, loss: float, **more: Any) -> dict[str, Any]:
 
 def columns(rows: list[dict[str, Any]], tries: list[Attempt]) -> Columns:
     found = Columns(tries)
-    assert list(found.taking(rows)) == rows
+    for each in rows:
+        found.add(each)
     found.finish()
     return found
 

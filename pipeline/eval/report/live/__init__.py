@@ -1,0 +1,1 @@
+"""`pipeline report --live`: a report that follows runs while they train."""

@@ -1,0 +1,1 @@
+"""Parts of a report that are tables and texts, each with how it is read."""
