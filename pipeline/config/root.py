@@ -15,6 +15,7 @@ from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig, ServeConfig
 from pipeline.config.heldout import HeldOutSetConfig, SetName
 from pipeline.config.model import ModelConfig
+from pipeline.config.notify import Notifications
 from pipeline.config.objective import OBJECTIVE_MODELS, ModelNeeds, ObjectiveConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, ResumeConfig, RunConfig
@@ -57,6 +58,8 @@ class Config(Section):
     """Serving."""
     slurm: SlurmConfig = SlurmConfig()
     """Jobs on a cluster."""
+    notify: Notifications = Field(default_factory=list)
+    """Messages about the end and the troubles of the run."""
 
     @model_validator(mode="after")
     def _splits_exist(self) -> Config:

@@ -36,6 +36,7 @@ from pipeline.train.monitor.faults import Faults, Rewind
 from pipeline.train.monitor.goodput import goodput
 from pipeline.train.monitor.metrics import Metrics, Sink, open_sinks
 from pipeline.train.monitor.profiler import Profile
+from pipeline.train.monitor.prometheus import PrometheusFile
 from pipeline.train.monitor.spikes import kind_of
 from pipeline.train.monitor.trace_spans import span
 from pipeline.train.monitor.window_losses import WindowLosses
@@ -320,6 +321,12 @@ class Trainer:
         detail(self._console, f"train: {self._compiler_line}")
         for line in self._profile.announce(total):
             warn(self._console, line)
+        if (prometheus := self._config.train.metrics.prometheus) is not None and dist.get_rank() == 0:
+            seconds, unsaved = self._config.launch.heartbeat_seconds, self._saver.unsaved
+            to = PrometheusFile(
+                prometheus, self._folder, steps=total, seconds=seconds, saves=lambda: unsaved.saves, console=self._console
+            )
+            sinks.append(to)
         with (
             out_of_memory_means(self._memory_advice),
             Metrics(sinks) as self._metrics,
