@@ -44,8 +44,8 @@ def _without_addresses(value: Any) -> Any:
     """The value, if no text in it is an address: it may be a secret, which must not get into files and messages."""
     if any(has_address(text) for text in _texts(value)):
         raise ValueError(
-            "an address (http://...) in notify would be written into the run folder and the checkpoints, and whoever has "
-            "that of a webhook can send messages; put it into an environment variable, and name that one "
+            "an address (http://...) in notify would be written into the run folder and the checkpoints, and whoever "
+            "has that of a webhook can send messages; put it into an environment variable, and name that one "
             "(webhook_env: SLACK_WEBHOOK, or $SLACK_WEBHOOK in a command of sh -c)"
         )
     return value

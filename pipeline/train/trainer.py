@@ -323,10 +323,7 @@ class Trainer:
             warn(self._console, line)
         if (prometheus := self._config.train.metrics.prometheus) is not None and dist.get_rank() == 0:
             seconds, unsaved = self._config.launch.heartbeat_seconds, self._saver.unsaved
-            to = PrometheusFile(
-                prometheus, self._folder, steps=total, seconds=seconds, saves=lambda: unsaved.saves, console=self._console
-            )
-            sinks.append(to)
+            sinks.append(PrometheusFile(prometheus, self._folder, total, seconds, lambda: unsaved.saves, self._console))
         with (
             out_of_memory_means(self._memory_advice),
             Metrics(sinks) as self._metrics,

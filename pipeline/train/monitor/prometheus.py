@@ -110,7 +110,6 @@ class PrometheusFile:
         self,
         folder: Path,
         run: RunFolder,
-        *,
         steps: int,
         seconds: float,
         saves: Callable[[], Saves],
