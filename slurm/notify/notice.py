@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +66,8 @@ class Notice:
 
     def to_json(self) -> dict[str, Any]:
         """All of it; `text` is what Slack and others show."""
-        return {
-            "text": self.text,
-            "event": self.event,
-            "run": self.run.name,
-            "run_dir": str(self.run),
-            "stage": self.stage,
-            "job": self.job,
-            "restarts": self.restarts,
-            "attempt": self.attempt,
-            "step": self.step,
-            "code": self.code,
-            "next": self.next,
-            "reason": self._reason,
-            "time": self.time,
-            "test": self.test,
-        }
+        names = {"run": self.run.name, "run_dir": str(self.run), "reason": self._reason}
+        return {"text": self.text, **asdict(self), **names}
 
     @property
     def environment(self) -> dict[str, str]:

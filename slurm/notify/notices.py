@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ _ACTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Notified:
+    """What was told of, as `notified.json` has it."""
+
+    told: list[str]
+    """Events that may be met again, the newest last."""
+    faults: int
+    """Bytes of `faults.jsonl` that were told of."""
+
+
 class Notices:
     """Notices of a stage of a run; does nothing, and leaves no file, where `notify` is empty.
 
@@ -59,10 +69,8 @@ class Notices:
         self._like = Notice("done", config.run.dir, stage, "", job=job, restarts=restarts)
         self._patience = _BEATS * config.launch.heartbeat_seconds + _SKEW
         self._looks = bool(config.notify) and stage == "train"
-        self._told, faults = self._read() if self._looks else ([], None)
         # What happened before anybody was to be told is not news.
-        self._faults = self._size_of_faults() if faults is None else faults
-        """Bytes of `faults.jsonl` that were told of."""
+        self._known = (self._read() if self._looks else None) or Notified([], self._size_of_faults())
         self._spikes_at = -_SPIKES
         self._silent: float | None = None
         """Time of the heartbeat that was found too old at the last look."""
@@ -85,9 +93,9 @@ class Notices:
             return
         if key is not None:
             name = f"{event}: {key}"
-            if name in self._told:
+            if name in self._known.told:
                 return
-            self._told = [*self._told[1 - _KEPT :], name]
+            self._known = replace(self._known, told=[*self._known.told[1 - _KEPT :], name])
             self._write()
         self._outbox.send(replace(self._like, event=event, reason=reason, time=time.time(), **values))
 
@@ -125,17 +133,18 @@ class Notices:
         self._outbox.close(seconds)
 
     def _look_at_faults(self, *, last: bool) -> None:
-        if not self._outbox.wants("spike") or (size := self._size_of_faults()) == self._faults:
+        if not self._outbox.wants("spike") or (size := self._size_of_faults()) == self._known.faults:
             return
+        begin = self._known.faults if size > self._known.faults else 0  # a file that is shorter is another one
         with storage.open_regular(self._files.faults) as file:
-            file.seek(self._faults if size > self._faults else 0)  # a file that is shorter is another one
+            file.seek(begin)
             data = file.read()
         end = data.rfind(b"\n") + 1
         faults = [fault for line in data[:end].splitlines() if (fault := _parse(line)) is not None]
         urgent = last or any(fault.get("action") != "skip" for fault in faults)
         if not faults or not (urgent or time.monotonic() - self._spikes_at >= _SPIKES):
             return
-        self._faults, self._spikes_at = (self._faults if size > self._faults else 0) + end, time.monotonic()
+        self._known, self._spikes_at = replace(self._known, faults=begin + end), time.monotonic()
         self._write()
         fault = faults[-1]
         what = "a spike" if fault.get("kind") == "spike" else "a loss or gradient that is not finite"
@@ -173,18 +182,18 @@ class Notices:
         except OSError:
             return 0
 
-    def _read(self) -> tuple[list[str], int | None]:
-        """Events that were told of, and bytes of `faults.jsonl`; None where nothing is known."""
-        with suppress(OSError, ValueError):
+    def _read(self) -> Notified | None:
+        """What was told of; None where nothing is known, as the file is missing or damaged."""
+        with suppress(OSError, ValueError, KeyError):
             values = storage.read_object(self._files.notified)
-            told, faults = values.get("told"), values.get("faults")
+            told, faults = values["told"], values["faults"]
             if isinstance(told, list) and isinstance(faults, int):
-                return [str(each) for each in told], faults
-        return [], None
+                return Notified([str(each) for each in told], faults)
+        return None
 
     def _write(self) -> None:
         with suppress(OSError):  # on a full disk this process still knows it
-            storage.put_json(self._files.notified, {"told": self._told, "faults": self._faults})
+            storage.put_json(self._files.notified, asdict(self._known))
 
 
 def end_of(run: Path, code: int, reason: str, before: int) -> dict[str, Any]:

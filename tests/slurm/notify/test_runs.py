@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.cli.main import main
+from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
 from slurm import scheduler
@@ -43,6 +44,7 @@ def test_a_training_that_diverges(how: str, tmp_path: Path, monkeypatch: pytest.
             done = tiny.pipeline("train", file, "--local")
             assert done.returncode == 0, done.stderr
             said = until(lambda: "notify.1" in (text := logs(run)) and len(received(seen)) > 1 and text)
+            until(lambda: len(server.bodies) > 1)
         assert len(server.bodies) == 2
     assert [(each["event"], each["code"]) for each in received(seen)] == [("spike", None), ("failed", 77)]
     state = RunFiles(run).exit_state()
@@ -63,12 +65,16 @@ def logs(run: Path) -> str:
 
 @pytest.mark.guard
 def test_a_training_that_is_done_is_told_of_once(tmp_path: Path) -> None:
+    from slurm.local.stages import preprocess, train
+
     seen = tmp_path / "seen"
-    file = tiny.write_run(tmp_path, {"notify": [to_file(seen)]})
-    assert tiny.pipeline("preprocess", file).returncode == 0
-    for overrides in ((), (), ("train.duration=9 steps",), ("train.duration=none",)):
-        tiny.pipeline("train", file, *overrides)
-    assert [(each["event"], each["step"]) for each in received(seen)] == [("done", 8), ("done", 9)]
+    file = tiny.write_run(tmp_path, {"notify": [to_file(seen)], "train.duration": "2 steps"})
+    preprocess(load(file))
+    for overrides in ((), (), ("train.duration=3 steps",)):
+        train(load(file, overrides))
+    with pytest.raises(UserError, match="resume.from"):
+        train(load(file, ["resume.from=7"]))
+    assert [(each["event"], each["step"]) for each in received(seen)] == [("done", 2), ("done", 3)]
 
 
 def test_a_trial(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
