@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from pipeline.common.run_files import RunFiles
 from pipeline.config.base import Section
@@ -60,6 +60,17 @@ class Config(Section):
     """Jobs on a cluster."""
     notify: Notifications = Field(default_factory=list)
     """Messages about the end and the troubles of the run."""
+
+    _written: tuple[Path, ...] = PrivateAttr(default=())
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """The files of this config that a run has written, into a folder where others may be able to write."""
+        return self._written
+
+    def note_written(self, files: Iterable[Path]) -> None:
+        """Keep them for whoever would execute what they name."""
+        self._written = tuple(files)
 
     @model_validator(mode="after")
     def _splits_exist(self) -> Config:

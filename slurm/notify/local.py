@@ -21,6 +21,7 @@ from pipeline.config import Config
 from pipeline.train.run.folder import last_attempt
 from slurm.job.srun_task import LOGS
 from slurm.notify.notices import Notices, end_of
+from slurm.notify.trust import refuse_commands_of_others
 
 _LOOK = 10.0
 """Seconds between looks at the files of the run."""
@@ -32,6 +33,7 @@ def notified_training(config: Config, console: Console | None) -> Iterator[None]
     if not config.notify or LOGS in os.environ:  # of a job, which tells itself
         yield
         return
+    refuse_commands_of_others(config)
     before, run = last_attempt(config.run.dir), config.run.dir
     notices = Notices(config, "train", lambda text: warn(console or Console(), text))
     ended = threading.Event()

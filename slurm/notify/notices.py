@@ -69,8 +69,11 @@ class Notices:
         self._like = Notice("done", config.run.dir, stage, "", job=job, restarts=restarts)
         self._patience = _BEATS * config.launch.heartbeat_seconds + _SKEW
         self._looks = bool(config.notify) and stage == "train"
-        # What happened before anybody was to be told is not news.
-        self._known = (self._read() if self._looks else None) or Notified([], self._size_of_faults())
+        known = self._read() if self._looks else None
+        self._known = known or Notified([], 0)
+        if known is None or not self._outbox.wants("spike"):
+            # What happened before anybody was to be told is not news.
+            self._known = replace(self._known, faults=self._size_of_faults())
         self._spikes_at = -_SPIKES
         self._silent: float | None = None
         """Time of the heartbeat that was found too old at the last look."""

@@ -10,6 +10,7 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.config.load import load_run
 from slurm.notify.notice import Notice
 from slurm.notify.outbox import deliver, describe
+from slurm.notify.trust import refuse_commands_of_others
 
 
 def try_notifications(run: Path | None, overrides: Sequence[str], console: Console) -> None:
@@ -32,6 +33,7 @@ def try_notifications(run: Path | None, overrides: Sequence[str], console: Conso
             f"{run} has no notifications to try; add some (notify: [{{on: [failed], command: [...]}}]), see "
             "docs/monitoring.md"
         )
+    refuse_commands_of_others(config)
     problems = []
     for number, entry in enumerate(config.notify):
         notice = Notice(entry.on[0], config.run.dir, "train", "a test message; nothing has happened", test=True)

@@ -31,6 +31,7 @@ from tests.train.poison import INF, poison
 EXEMPT: dict[str, str] = {}
 """Keys that nobody reads, each with the reason why it may exist all the same. Empty, and meant to stay so."""
 
+NOTIFY = [{"on": ["done"], "command": ["true"]}, {"on": ["done"], "webhook_env": "NOWHERE"}]
 VARIANTS: list[dict[str, Any]] = [
     {
         "data.loader.packing": "best_fit",
@@ -71,6 +72,7 @@ VARIANTS: list[dict[str, Any]] = [
             "delta": {"mixer": "kda", "delta": {"key_heads": 2, "key_dim": 4, "value_dim": 4, "rank": 2}},
         },
         "train.metrics.wandb": {"project": "p", "mode": "offline"},
+        "train.metrics.prometheus": "/nowhere",
     },
     {
         "model.pattern": ["mamba", "delta", "kda", "mlp"],
@@ -292,6 +294,7 @@ def _with_jsonl(root: Path) -> Path:
         f"heldout_sources: {json.dumps([tale])}}}\nheldout_sets: {json.dumps(sets)}\n"
         f"train: {{checkpoint: {json.dumps(best)}}}\n"
         f"eval: {json.dumps(evaluation)}\n"
+        f"notify: {json.dumps(NOTIFY)}\n"
     )
     return extra
 
