@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -22,6 +23,13 @@ from pipeline.config.run import LaunchConfig, ResumeConfig, RunConfig
 from pipeline.config.slurm import SlurmConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """Files of a config that a run has written. All are equal, as configs are compared by their keys alone."""
+
+    files: tuple[Path, ...] = field(default=(), compare=False)
 
 
 class Config(Section):
@@ -61,16 +69,16 @@ class Config(Section):
     notify: Notifications = Field(default_factory=list)
     """Messages about the end and the troubles of the run."""
 
-    _written: tuple[Path, ...] = PrivateAttr(default=())
+    _written: WrittenFiles = PrivateAttr(default=WrittenFiles())
 
     @property
     def written(self) -> tuple[Path, ...]:
         """The files of this config that a run has written, into a folder where others may be able to write."""
-        return self._written
+        return self._written.files
 
     def note_written(self, files: Iterable[Path]) -> None:
         """Keep them for whoever would execute what they name."""
-        self._written = tuple(files)
+        self._written = WrittenFiles(tuple(files))
 
     @model_validator(mode="after")
     def _splits_exist(self) -> Config:

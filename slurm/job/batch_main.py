@@ -42,9 +42,9 @@ from slurm.doctor.report import compare, full_run_disk, gather_reports, read_rep
 from slurm.job import end_report
 from slurm.job.allocation import Allocation
 from slurm.job.array_end import array_end
-from slurm.job.continuation import Continuation
 from slurm.job.ending import SRUN_LINES, Ending, ExitFile, exit_state, judge, read_exit_file
 from slurm.job.eval_jobs import Evaluations
+from slurm.job.job_queue import JobQueue
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, suspects
 from slurm.job.srun_step import SrunStep, rendezvous_env
@@ -131,9 +131,7 @@ class JobStart:
         """The last one before this launch."""
         self._launched: Launch | None = None
         """The launch of which only the start is noted yet."""
-        self._continuation = Continuation(
-            submission, (self._job, self._restarts), self._allocation, self._signals, self._say
-        )
+        self._queue = JobQueue(submission, (self._job, self._restarts), self._allocation, self._signals, self._say)
         self._notices = JobNotices(self._run, submission.stage, self._warn, job=self._job, restarts=self._restarts)
         self._full_disk: str | None = None
         """Problem of the disk of run.dir that the check of the nodes found on all of them."""
@@ -146,7 +144,7 @@ class JobStart:
             if why := self._why_unwanted():
                 return self._refuse_start(why)
             number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
-            if not self._why_over() and self._continuation.has_wrong_nodes():
+            if not self._why_over() and self._queue.has_wrong_nodes():
                 return "requeue", EXIT_OK
             while not (over := self._why_over()):  # it may be cancelled between two launches
                 number += 1
@@ -158,7 +156,7 @@ class JobStart:
                 crashes = crashes_in_a_row(launches(self._run, "train"), how.checkpoint)
                 time.sleep(min(_LONGEST_PAUSE, _PAUSE * crashes))
         self._say(f"nothing is started: {over}")
-        self._continuation.end_chain()
+        self._queue.end_chain()
         return "end", self._stopped_code()
 
     def _stopped_code(self) -> int:
@@ -311,19 +309,19 @@ class JobStart:
         """Do what was decided; returns the exit code of the job."""
         if how.next == "requeue":
             self._notices.ended(how, self._attempt, continued=True, hurried=signal.SIGTERM in self._signals)
-            if refused := self._continuation.requeue(self._continuation.avoid(how)):
+            if refused := self._queue.requeue(self._queue.avoid(how)):
                 return self._end_refused(how, refused)
         elif how.next == "next link":
-            waiting = self._continuation.waiting_chain_jobs()
+            waiting = self._queue.waiting_chain_jobs()
             self._notices.ended(how, self._attempt, continued=bool(waiting))
             if not waiting:
                 self._say("this was the last job of the chain; submit the run again to continue")
             elif self._allocation:
-                exclude = self._continuation.exclude(waiting[0], self._continuation.avoid(how))
+                exclude = self._queue.exclude(waiting[0], self._queue.avoid(how))
                 if exclude is not None:
                     self._allocation.keep_from(waiting[0], exclude, scheduler.kill_wait())
         elif how.next in ("done", "end") and self._submission.stage == "train":
-            self._continuation.end_chain()
+            self._queue.end_chain()
         if how.next in ("done", "end"):
             self._notices.ended(how, self._attempt, continued=False)
         if how.next != "end" or how.code in (EXIT_OK, EXIT_STOPPED):

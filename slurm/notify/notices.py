@@ -42,7 +42,7 @@ _ACTIONS = {
 
 @dataclass(frozen=True)
 class Notified:
-    """What was told of, as `notified.json` has it."""
+    """Events that were told of, as `notified.json` has them."""
 
     told: list[str]
     """Events that may be met again, the newest last."""
@@ -186,7 +186,7 @@ class Notices:
             return 0
 
     def _read(self) -> Notified | None:
-        """What was told of; None where nothing is known, as the file is missing or damaged."""
+        """Events that were told of; None where the file is missing or damaged."""
         with suppress(OSError, ValueError, KeyError):
             values = storage.read_object(self._files.notified)
             told, faults = values["told"], values["faults"]

@@ -15,6 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.common.console import Console
+from pipeline.config.document import parse
 from pipeline.config.load import load, packaged_configs
 from pipeline.train.monitor.prometheus import METRICS, PrometheusFile, file_name
 from pipeline.train.run.folder import RunFolder, read_metrics
@@ -163,7 +164,7 @@ def test_the_page_lists_the_metrics_and_its_run_files_are_accepted(tmp_path: Pat
     page = (ROOT / "docs/monitoring.md").read_text()
     rows = re.findall(r"^\| `(pipeline_\w+)` \| (\w+) \| (.*) \|$", page, re.MULTILINE)
     assert rows == [(metric.name, metric.kind, metric.help) for metric in METRICS]
-    parts = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    parts = [parse(block, "page").value for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
     values = {key: value for part in parts for key, value in part.items()}
     changes = {"train.metrics": values["train"]["metrics"], "notify": values["notify"]}
     config = load(tiny.write_run(tmp_path, changes))

@@ -12,7 +12,7 @@ from slurm.job.restart_policy import suspects
 from slurm.submit.submission import Submission
 
 
-class Continuation:
+class JobQueue:
     """Requeues, and the chain of a job.
 
     Args:
