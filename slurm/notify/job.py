@@ -51,8 +51,9 @@ class JobNotices:
             return
         if (last.job == self._job and last.restarts < self._restarts) or last.link < chain_job:
             why = _UNRECORDED if last.end is None else last.end.reason
+            step = last.checkpoint if last.end is None else last.end.checkpoint
             reason = f"job {self._job} has started; the launch before: {why}"
-            self._notices.send("requeued", reason=reason, key=_key(last), step=last.checkpoint, next="scheduler")
+            self._notices.send("requeued", reason=reason, key=_key(last), step=step, next="scheduler")
 
     def look(self, before: int, *, running: bool) -> None:
         """See `Notices.look`."""

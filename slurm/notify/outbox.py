@@ -27,6 +27,9 @@ _POLL = 0.2
 """Seconds between looks at whether a command has ended."""
 _WAITING = 100
 """Notices that wait for a notification that is slow; more are dropped."""
+_AT_END = 60.0
+"""Seconds for which the end of a job, which holds its nodes, waits for notifications at most."""
+_GIVEN_UP = "it was not over when the job or command ended, and was killed"
 _LEAVING = 2.0
 """Seconds for which it is waited that what was killed is gone."""
 
@@ -64,9 +67,12 @@ def deliver(entry: NotifyConfig, notice: Notice, *, give_up: threading.Event | N
                 break
             except subprocess.TimeoutExpired:
                 data = None  # it has begun to read it
-            if time.monotonic() > until or (give_up is not None and give_up.is_set()):
+            if time.monotonic() > until:
                 _kill(process)
                 return f"it did not end within timeout_seconds ({entry.timeout_seconds:g}) and was killed"
+            if give_up is not None and give_up.is_set():
+                _kill(process)
+                return _GIVEN_UP
     except BaseException:
         _kill(process)
         raise
@@ -126,22 +132,22 @@ class Outbox:
             if notice.event in lane.entry.on:
                 lane.put(notice)
 
-    def wait(self, seconds: float | None = None) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Wait until all is delivered or given up.
 
         Args:
-            seconds: to wait at most; by default what the notifications may take.
+            seconds: to wait at most. It waits no longer than a notification may take.
 
         Returns:
             True if nothing is left.
         """
         longest = max((lane.entry.timeout_seconds for lane in self._lanes), default=0.0) + 1.0
-        until = time.monotonic() + (longest if seconds is None else min(seconds, longest))
+        until = time.monotonic() + min(seconds, longest)
         return all(lane.wait(until - time.monotonic()) for lane in self._lanes)
 
     def close(self, seconds: float | None = None) -> None:
-        """Wait as `wait` does, and end what still runs then."""
-        if not self.wait(seconds):
+        """Wait, a minute by default, and end what still runs then."""
+        if not self.wait(_AT_END if seconds is None else seconds):
             self._give_up.set()
             self.wait(_LEAVING)
 
@@ -189,7 +195,8 @@ class _Lane:
         while True:
             notice = self._queue.get()
             try:
-                problem = deliver(self.entry, notice, give_up=self._give_up)
+                over = self._give_up.is_set()
+                problem = _GIVEN_UP if over else deliver(self.entry, notice, give_up=self._give_up)
             except Exception as error:  # the job must not suffer from whatever it is
                 problem = f"it failed ({type(error).__name__})"
             if problem:

@@ -111,7 +111,7 @@ def test_a_trial(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch:
 def test_a_job_that_goes_back_into_the_queue(train: Run, tmp_path: Path) -> None:
     """Also by an operator, of which the next start tells; then it is done."""
     seen = train.folder.parent / "notices"
-    values = json.dumps([to_file(seen), {"on": ["requeued"], "command": ["sleep", "600"], "timeout_seconds": 300}])
+    values = json.dumps([to_file(seen), {"on": ["requeued"], "command": ["sleep", "600"], "timeout_seconds": 600}])
     train.overrides += [f"notify={values}"]
     (job,) = train.submit()
     train.until_step(12)
@@ -120,7 +120,7 @@ def test_a_job_that_goes_back_into_the_queue(train: Run, tmp_path: Path) -> None
     train.until_step(30)
     scheduler.ask(["scontrol", "requeue", job])
     train.until(lambda: len(train.launches()) == 3, why="the third start")
-    train.until_over()
+    train.until_over()  # though one of the notifications still hangs
     told = received(seen)
     assert [(each["event"], each["job"], each["restarts"]) for each in told] == [
         ("requeued", job, 0),
