@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.common.errors import EXIT_OK, EXIT_STOPPED
 from pipeline.config import Config
 from slurm.job.launch_log import Launch, LaunchEnd, launches
-from slurm.jobs import Stage
+from slurm.jobs import ARRAYS, Stage
 from slurm.notify.local import tell_end
 from slurm.notify.notices import Notices, end_of
 
@@ -20,7 +20,8 @@ _UNRECORDED = "no end was recorded (killed, or its node was lost)"
 class JobNotices:
     """Notices of a start of a job for a stage; nothing is told before `begin`.
 
-    Of other stages than training only failures are told of.
+    Of other stages than training only failures are told of, and of arrays nothing: a job makes what their tasks have
+    lost.
 
     Args:
         run: folder.
@@ -42,7 +43,7 @@ class JobNotices:
             config: of the run.
             chain_job: number within the chain, from 1.
         """
-        if not config.notify:
+        if not config.notify or self._stage in ARRAYS:
             return
         self._notices = Notices(config, self._stage, self._warn, job=self._job, restarts=self._restarts)
         self._notices.remember()

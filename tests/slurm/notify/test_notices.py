@@ -140,10 +140,11 @@ def test_a_start_after_the_scheduler_ended_the_job_is_told_of(config: Config) ->
 
 
 def test_stages_before_training_are_told_of_where_they_fail(config: Config) -> None:
-    job = JobNotices(config.run.dir, "finish", silent, job="8", restarts=0)
-    job.begin(config, 1)
-    for how in (LaunchEnd(0, "done", "done", 0, 1.0), LaunchEnd(1, "3 files are damaged", "end", 0, 1.0)):
-        job.ended(how, 0, continued=False)
+    for stage in ("preprocess", "finish"):  # a task of an array, and the job that makes what they have lost
+        job = JobNotices(config.run.dir, stage, silent, job="8", restarts=0)  # type: ignore[arg-type]
+        job.begin(config, 1)
+        for how in (LaunchEnd(0, "done", "done", 0, 1.0), LaunchEnd(1, "3 files are damaged", "end", 0, 1.0)):
+            job.ended(how, 0, continued=False)
     assert seen(config, job) == [("failed", None, "3 files are damaged")]
 
 
