@@ -73,7 +73,7 @@ def test_a_training_that_is_done_is_told_of_once(tmp_path: Path) -> None:
     preprocess(load(file))
     for overrides in ((), (), ("train.duration=3 steps",)):
         train(load(file, overrides))
-    with pytest.raises(UserError, match="resume.from"):
+    with pytest.raises(UserError, match="checkpoint of step 7"):
         train(load(file, ["resume.from=7"]))
     assert [(each["event"], each["step"]) for each in received(seen)] == [("done", 2), ("done", 3)]
 
