@@ -81,9 +81,17 @@ def doctor(
         Path | None, typer.Argument(metavar="RUN", help="Run file or run folder: also check what the run needs.")
     ] = None,
     overrides: Overrides = None,
+    notify: Annotated[
+        bool, typer.Option("--notify", help="Only send a test message through each notification of the run file.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this node: GPUs, a matrix product, disk, inodes, clock, versions. Exit code 78 if it is unfit."""
+    if notify:
+        from slurm.notify.trial import try_notifications
+
+        try_notifications(run, overrides or (), Console())
+        return
     from slurm.doctor.command import doctor as check
 
     check(run, overrides or (), Console(), as_json=as_json)

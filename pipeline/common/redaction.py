@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _PARTS = re.compile(
-    r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|KEY_?FILE|NETRC|COOKIE"
+    r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|KEY_?FILE|NETRC|COOKIE|WEBHOOK"
 )
 """Stand for a secret wherever they are in a name."""
 _WORDS = frozenset({"KEY", "KEYS", "PASS", "PWD", "AUTH", "AUTHORIZATION", "PAT", "JWT", "BEARER", "SIGNATURE", "DSN"})

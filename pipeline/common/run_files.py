@@ -62,6 +62,8 @@ class RunFiles:
     """A line for each step that went wrong."""
     saves = _Entry("saves.json")
     """Time since the run was saved, where saves fail."""
+    notified = _Entry("notified.json")
+    """Events of the run that were told of (`notify`)."""
     exit = _Entry("exit.json")
     """End of the last attempt; absent while one runs."""
     exit_room = _Entry(".exit.json.reserved")

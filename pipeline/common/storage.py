@@ -66,12 +66,20 @@ def commit(tmp: Path, final: Path) -> None:
     sync(final.parent)
 
 
-def put(final: Path, data: bytes) -> None:
-    """Write a small file atomically. On an error (a full disk, say) the temporary file is removed."""
+def put(final: Path, data: bytes, mode: int | None = None) -> None:
+    """Write a small file atomically. On an error (a full disk, say) the temporary file is removed.
+
+    Args:
+        final: its path.
+        data: its content.
+        mode: its permissions; by default those that the umask leaves.
+    """
     tmp = temporary(final)
     try:
         with naming(final):
             tmp.write_bytes(data)
+            if mode is not None:
+                tmp.chmod(mode)
             commit(tmp, final)
     except BaseException:
         tmp.unlink(missing_ok=True)

@@ -144,6 +144,7 @@ def _validated(
             lines = re.sub(r"\bdata\.sources\.(\d+)\b", lambda found: _named(plain, found), lines)
         raise UserError(f"{_shown(path)} has {count}:\n{lines}\nAll keys: `pipeline config keys`.")
     config.slurm.note_tried(beside)
+    config.note_written([path for document in documents if document.written])
     return config
 
 

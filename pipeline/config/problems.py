@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from pipeline.common.redaction import masked
 from pipeline.config.base import Section
 from pipeline.config.document import Place, Problem
+from pipeline.config.notify import has_address
 from pipeline.config.plugins import PluginOptions
 from pipeline.config.schema import KeyPath, dotted, keys, keys_like, meaning, section_at, written_keys
 
@@ -92,9 +93,10 @@ def _problem(details: ErrorDetails, root: type[Section], plain: Any, places: Map
     elif kind in ("too_short", "too_long"):
         bound = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
         message = f"must have {bound} entries"
-    shown = (
-        "" if isinstance(value, dict) or (isinstance(value, list) and kind == "value_error") else f" = {show(value)}"
-    )
+    hidden = isinstance(value, dict) or (isinstance(value, list) and kind == "value_error")
+    # The address of a webhook is a secret.
+    hidden = hidden or (path[:1] == ("notify",) and has_address(show(value)))
+    shown = "" if hidden else f" = {show(value)}"
     if not path:
         return Problem(_place_of_keys(path, message, places), message)
     place = _place_of_keys(path, message, places) if isinstance(value, dict) else place_of(path, places)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from pipeline.common.run_files import RunFiles
 from pipeline.config.base import Section
@@ -15,12 +16,20 @@ from pipeline.config.data import DataConfig
 from pipeline.config.eval import EvalConfig, GenerateConfig, ServeConfig
 from pipeline.config.heldout import HeldOutSetConfig, SetName
 from pipeline.config.model import ModelConfig
+from pipeline.config.notify import Notifications
 from pipeline.config.objective import ModelNeeds, ObjectiveConfig, objective_needs, takes_packs
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, ResumeConfig, RunConfig
 from pipeline.config.slurm import SlurmConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """Files of a config that a run has written. All are equal, as configs are compared by their keys alone."""
+
+    files: tuple[Path, ...] = field(default=(), compare=False)
 
 
 class Config(Section):
@@ -57,6 +66,19 @@ class Config(Section):
     """Serving."""
     slurm: SlurmConfig = SlurmConfig()
     """Jobs on a cluster."""
+    notify: Notifications = Field(default_factory=list)
+    """Messages about the end and the troubles of the run."""
+
+    _written: WrittenFiles = PrivateAttr(default=WrittenFiles())
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """The files of this config that a run has written, into a folder where others may be able to write."""
+        return self._written.files
+
+    def note_written(self, files: Iterable[Path]) -> None:
+        """Keep them for whoever would execute what they name."""
+        self._written = WrittenFiles(tuple(files))
 
     @model_validator(mode="after")
     def _splits_exist(self) -> Config:

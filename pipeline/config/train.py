@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.config.base import AbsPath, Count, Duration, Section
 from pipeline.config.objective import MixedObjectiveConfig
@@ -397,6 +398,12 @@ class ProfileConfig(Section):
         return self
 
 
+def _folder_of_files(path: Path) -> Path:
+    if path.suffix == ".prom":
+        raise ValueError("must be a folder: the name of the file follows from that of the run; leave the file out")
+    return path
+
+
 class MetricsConfig(Section):
     """Outputs of the metrics besides metrics.jsonl, which is always written."""
 
@@ -418,6 +425,10 @@ class MetricsConfig(Section):
     """Log to Trackio (needs the extra `trackio`)."""
     loggers: list[LoggerConfig] = Field(default_factory=list)
     """Log to what plug-ins write to."""
+    prometheus: Annotated[AbsPath, AfterValidator(_folder_of_files)] | None = None
+    """Folder of the textfile collector of Prometheus's node_exporter on the node of rank 0, like
+    `/var/lib/node_exporter/textfile`. A file with the state of the run is written there at each heartbeat
+    (`launch.heartbeat_seconds`), and removed when training ends."""
 
 
 class TrainConfig(Section):

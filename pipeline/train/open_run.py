@@ -87,7 +87,7 @@ def _begin(folder: RunFolder, config: Config, ranks: Processes, plan: RunPlan, f
 def _what_is_tried(config: Config) -> str:
     """Hash of all that may decide how an attempt ends, but for the machine: keys and code."""
     no_matter = {"crash_loop", "max_minutes", "heartbeat_seconds", "stop_before_end_seconds"}
-    keys = config.model_dump(mode="json", exclude={"launch": no_matter})
+    keys = config.model_dump(mode="json", exclude={"launch": no_matter, "notify": True})
     # Not what git says: of a checkout with changes it knows no more than that there are some.
     found = {name: version for name, version in versions().items() if name != "git"}
     return value_hash({**keys, "versions": found, "code": code_hash()})

@@ -72,13 +72,14 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "generate": ("run file", ""),
     "serve": ("run file", ""),
     "slurm": ("run file", "where and how jobs are sent"),
+    "notify": ("run file", ""),
 }
 """By key, which stands for all below it that have no entry of their own: who wins, and what else is to be said."""
 
 _SHOWN_CHARACTERS = 100
 _COMPARED_BY_FINGERPRINT = ("model", "train.objective")
 """A difference is refused or warned of already."""
-_OF_THIS_START = ("run.dir", "data.dir", "stage", "launch", "resume", "slurm")
+_OF_THIS_START = ("run.dir", "data.dir", "stage", "launch", "resume", "slurm", "notify")
 """Keys that say where and how a start is made, and nothing about the run."""
 _ABSENT = object()
 

@@ -38,6 +38,7 @@ from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.monitor.loggers.open import open_loggers
 from pipeline.train.monitor.metrics import Metrics
 from pipeline.train.monitor.profiler import Profile
+from pipeline.train.monitor.prometheus import PrometheusFile
 from pipeline.train.monitor.spikes import kind_of
 from pipeline.train.monitor.trace_spans import span
 from pipeline.train.monitor.window_losses import WindowLosses
@@ -322,6 +323,9 @@ class Trainer:
         detail(self._console, f"train: {self._compiler_line}")
         for line in self._profile.announce(total):
             warn(self._console, line)
+        if (prometheus := self._config.train.metrics.prometheus) is not None and dist.get_rank() == 0:
+            seconds, unsaved = self._config.launch.heartbeat_seconds, self._saver.unsaved
+            sinks.append(PrometheusFile(prometheus, self._folder, total, seconds, lambda: unsaved.saves, self._console))
         with (
             out_of_memory_means(self._memory_advice),
             Metrics(loggers) as self._metrics,

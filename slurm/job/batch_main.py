@@ -14,17 +14,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import orjson
-
-from pipeline.common import storage
 from pipeline.common.console import Console, on_stop, say
 from pipeline.common.errors import (
-    AGREED_CODES,
     EXIT_OK,
     EXIT_OTHER,
     EXIT_STOPPED,
@@ -47,14 +42,17 @@ from slurm.doctor.report import compare, full_run_disk, gather_reports, read_rep
 from slurm.job import end_report
 from slurm.job.allocation import Allocation
 from slurm.job.array_end import array_end
+from slurm.job.ending import SRUN_LINES, Ending, ExitFile, exit_state, judge, read_exit_file
 from slurm.job.eval_jobs import Evaluations
+from slurm.job.job_queue import JobQueue
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, suspects
 from slurm.job.srun_step import SrunStep, rendezvous_env
 from slurm.jobs import LAST_OF_ARRAYS
-from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted, stopped
-from slurm.logs.rank_logs import STAMP, log_file
+from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted
+from slurm.logs.rank_logs import STAMP
 from slurm.logs.tail import last_lines
+from slurm.notify.job import JobNotices
 from slurm.submit import permissions
 from slurm.submit.submission import Submission, read_submission
 
@@ -65,8 +63,6 @@ _PAUSE = 5.0
 _LONGEST_PAUSE = 60.0
 _WITHOUT_QUEUE = ("requeue", "scheduler")
 """Decisions that need a queue, which a job of this machine alone has not."""
-_SRUN_LINES = 10_000
-"""Last lines of srun's own output that are read."""
 _REASONS = 3
 """Unhealthy nodes whose reasons an end names; the job's own log names all."""
 _NOBODY = 300.0
@@ -113,21 +109,6 @@ def _read_unchanged(file: str, digest: str | None) -> Submission:
     return found
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The end of the processes of a launch."""
-
-    code: int
-    reason: str
-    rank: int | None = None
-    """The process that failed first."""
-    node: str | None = None
-    """Node of this rank."""
-    failed_nodes: tuple[str, ...] = ()
-    agreed: bool = False
-    """All ranks came to it together; a rank alone may have been told to end because another one had failed."""
-
-
 class JobStart:
     """A start of a job for one submission."""
 
@@ -150,6 +131,8 @@ class JobStart:
         """The last one before this launch."""
         self._launched: Launch | None = None
         """The launch of which only the start is noted yet."""
+        self._queue = JobQueue(submission, (self._job, self._restarts), self._allocation, self._signals, self._say)
+        self._notices = JobNotices(self._run, submission.stage, self._warn, job=self._job, restarts=self._restarts)
         self._full_disk: str | None = None
         """Problem of the disk of run.dir that the check of the nodes found on all of them."""
 
@@ -157,10 +140,11 @@ class JobStart:
         """Run to the end of this start; returns what follows, and the exit code of the job."""
         self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._chain_job}")
         with self._listening():
+            self._notices.begin(self._submission.config(), self._chain_job)
             if why := self._why_unwanted():
                 return self._refuse_start(why)
             number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
-            if not self._why_over() and self._has_wrong_nodes():
+            if not self._why_over() and self._queue.has_wrong_nodes():
                 return "requeue", EXIT_OK
             while not (over := self._why_over()):  # it may be cancelled between two launches
                 number += 1
@@ -168,10 +152,11 @@ class JobStart:
                 self._say(how.reason)
                 if how.next != "relaunch":
                     return how.next, self._leave(how)
+                self._notices.ended(how, self._attempt, continued=True)
                 crashes = crashes_in_a_row(launches(self._run, "train"), how.checkpoint)
                 time.sleep(min(_LONGEST_PAUSE, _PAUSE * crashes))
         self._say(f"nothing is started: {over}")
-        self._end_chain()
+        self._queue.end_chain()
         return "end", self._stopped_code()
 
     def _stopped_code(self) -> int:
@@ -218,7 +203,7 @@ class JobStart:
             self._wait_for_lock()
             self._start_guard()
         self._attempt = last_attempt(self._run)
-        before = self._exit_file()
+        before = read_exit_file(self._run)
         launch = self._launched = self._begin(number, nodes, logs)
         for line in warnings:
             self._say(line)
@@ -238,6 +223,7 @@ class JobStart:
             self._say(f"launch {number}: {submission.processes} processes{on}; logs are in {logs}")
             status = step.run(self._look, self._started)
             self._warn_of_failed_saves()
+            self._notices.look(self._attempt, running=False)
             ending = self._judge(step, status, launch, before)
             gather_errors(logs)
         how = self._decide(launch, ending)
@@ -276,58 +262,11 @@ class JobStart:
             checkpoint=self._checkpoint(),
         )
 
-    def _judge(self, step: SrunStep, status: int, launch: Launch, before: Any) -> Ending:
-        """The end of the processes: their own records count more than srun's exit code."""
-        state = self._exit_state(before)
-        if state is not None and state.agreed:
-            return state
+    def _judge(self, step: SrunStep, status: int, launch: Launch, before: ExitFile | None) -> Ending:
+        """The end of the processes of a launch."""
+        state = exit_state(self._run, before, self._attempt) if self._submission.stage == "train" else None
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
-        srun = "\n".join(last_lines(step.srun_output, _SRUN_LINES))
-        failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, srun)
-        # Of a rank whose disk was full nothing is known but its code; rank 0 has room in which it notes its end.
-        if failure is not None and failure.silent and failure.rank == 0 and state and state.code == failure.code:
-            return replace(state, rank=0, node=failure.node, failed_nodes=lost)
-        if failure is not None:
-            return Ending(failure.code, failure.words, failure.rank, failure.node, lost)
-        if state is not None:
-            return replace(state, failed_nodes=lost)
-        # A process of this machine may not have listened yet to what was handed on to it.
-        if stopped(step.logs, srun) or (not step.nodes and -status in self._signals):
-            return Ending(EXIT_STOPPED, "it was stopped; what was committed is kept")
-        if status == EXIT_OK and not lost:
-            return Ending(EXIT_OK, "done")
-        ends = "\n".join(last_lines(step.srun_output if step.nodes else log_file(step.logs, 0), 3))
-        last = "; ".join(ends.splitlines()[-3:])  # a progress bar is a line without line feeds
-        text = f"{'srun' if step.nodes else 'the process'} exited with {status}: {last or 'no message'}"
-        if full := storage.cannot_write(self._run):
-            text += f"; the run folder cannot be written ({full}), so more could not be recorded: make room on its disk"
-        known = status > 0 and (not step.nodes or status in AGREED_CODES)
-        return Ending(status if known else EXIT_OTHER, text, failed_nodes=lost)
-
-    def _exit_file(self) -> tuple[int, int, bytes] | None:
-        """Inode, time and content of `exit.json`: each is a new file.
-
-        Opening it asks the server of a network file system, where `stat` may be answered from memory.
-        """
-        with suppress(OSError, UserError), storage.open_regular(RunFiles(self._run).exit) as file:
-            stat = os.fstat(file.fileno())
-            return stat.st_ino, stat.st_mtime_ns, file.read()
-        return None
-
-    def _exit_state(self, before: tuple[int, int, bytes] | None) -> Ending | None:
-        """The end that training has noted in this launch, if it has.
-
-        Args:
-            before: `_exit_file` at the start of the launch: a start that is refused has the next number and does not
-                count, so the number alone does not tell.
-        """
-        found = self._exit_file() if self._submission.stage == "train" else None
-        if found is not None and found != before:
-            with suppress(ValueError, KeyError, TypeError):
-                state = orjson.loads(found[2])
-                if state["attempt"] > self._attempt:
-                    return Ending(int(state["code"]), str(state["reason"]), agreed=bool(state["agreed"]))
-        return None
+        return judge(self._run, step, status, launch, state, lost=lost, signals=self._signals)
 
     def _decide(self, launch: Launch, ending: Ending) -> LaunchEnd:
         """Decide what follows."""
@@ -369,81 +308,34 @@ class JobStart:
     def _leave(self, how: LaunchEnd) -> int:
         """Do what was decided; returns the exit code of the job."""
         if how.next == "requeue":
-            if refused := self._requeue(self._avoid(how)):
+            self._notices.ended(how, self._attempt, continued=True, hurried=signal.SIGTERM in self._signals)
+            if refused := self._queue.requeue(self._queue.avoid(how)):
                 return self._end_refused(how, refused)
         elif how.next == "next link":
-            waiting = self._waiting_chain_jobs()
+            waiting = self._queue.waiting_chain_jobs()
+            self._notices.ended(how, self._attempt, continued=bool(waiting))
             if not waiting:
                 self._say("this was the last job of the chain; submit the run again to continue")
             elif self._allocation:
-                exclude = self._exclude(waiting[0], self._avoid(how))
+                exclude = self._queue.exclude(waiting[0], self._queue.avoid(how))
                 if exclude is not None:
                     self._allocation.keep_from(waiting[0], exclude, scheduler.kill_wait())
         elif how.next in ("done", "end") and self._submission.stage == "train":
-            self._end_chain()
+            self._queue.end_chain()
+        if how.next in ("done", "end"):
+            self._notices.ended(how, self._attempt, continued=False)
         if how.next != "end" or how.code in (EXIT_OK, EXIT_STOPPED):
             return self._stopped_code() if how.next == "end" else EXIT_OK
         self._say(end_report.write(self._run, self._submission.stage))
         return how.code
 
-    def _avoid(self, how: LaunchEnd) -> list[str]:
-        """Nodes that the next job should not have, those first that are known to be bad."""
-        return list(dict.fromkeys([*how.failed_nodes, *suspects(launches(self._run, "train"), how.checkpoint)]))
-
-    def _requeue(self, avoid: Sequence[str]) -> str | None:
-        """Back into the queue. From then on the scheduler ends this process. Returns why not, if it is refused."""
-        assert self._allocation is not None
-        if signal.SIGTERM in self._signals and not self._allocation.is_over_time():
-            return "the scheduler has just ended the job"
-        # Where the scheduler ends this process already, there may be no time for any question before.
-        hurried = signal.SIGTERM in self._signals
-        exclude = None if hurried else self._exclude(self._job, avoid)
-        seconds = scheduler.kill_wait() if exclude is not None else 0.0
-        if refused := self._allocation.requeue():
-            return refused
-        # Only a job that waits can be told so. It does not start before this process is gone.
-        if hurried:
-            exclude = self._exclude(self._job, avoid)
-        if exclude is not None:
-            self._allocation.keep_from(self._job, exclude, seconds)
-        return None
-
-    def _exclude(self, job: str, avoid: Sequence[str]) -> list[str] | None:
-        """All nodes that a job is to be kept from: those that the user does not want, too. None: as it is."""
-        assert self._allocation is not None
-        try:
-            unwanted = scheduler.hostnames(self._submission.resources.exclude or "")
-        except scheduler.SchedulerError as error:
-            self._warn(error)
-            return None
-        found = self._allocation.exclusion(job, avoid, unwanted)
-        if found:
-            self._say(f"job {job} excludes {', '.join(found)}")
-        return [*unwanted, *found]
-
-    def _has_wrong_nodes(self) -> bool:
-        """Requeue the job, once, if the start before wanted to avoid nodes that the job has again.
-
-        The scheduler had not been told: it did not answer, or this process was killed first.
-        """
-        past = launches(self._run, self._submission.stage)
-        before = past[-1] if past else None
-        if self._allocation is None or before is None or before.end is None or before.end.next != "requeue":
-            return False
-        avoid = self._avoid(before.end)
-        if before.key[:2] != (self._job, self._restarts - 1) or not set(avoid) & set(self._allocation.nodes):
-            return False
-        wrong = sorted({*(self._exclude(self._job, avoid) or [])} & {*self._allocation.nodes})
-        if not wrong:
-            return False
-        self._say(f"job {self._job} was given {', '.join(wrong)} again; it goes back into the queue for other nodes")
-        return self._requeue(avoid) is None
-
     def _end_refused(self, how: LaunchEnd, why: str) -> int:
         """The job cannot go back into the queue: that is the end of it, which must not look like a good one."""
         last = launches(self._run, self._submission.stage)[-1]
         text = f"{how.reason}, but that was refused: {why}"
-        self._note(last, replace(how, next="end", reason=text, time=time.time()))
+        refused = replace(how, next="end", reason=text, time=time.time())
+        self._note(last, refused)
+        self._notices.failed(refused)
         self._say(end_report.write(self._run, self._submission.stage))
         return EXIT_OTHER
 
@@ -453,29 +345,6 @@ class JobStart:
             end(self._run, launch, how)
         except OSError as error:
             self._warn(f"the end of the launch cannot be recorded ({error.filename}: {error.strerror})")
-
-    def _end_chain(self) -> None:
-        """Remove waiting jobs of the chain from the queue: there is nothing for them to do."""
-        waiting = self._waiting_chain_jobs()
-        if not waiting:
-            return
-        self._say(f"the chain ends: {', '.join(waiting)} are cancelled")
-        try:
-            scheduler.cancel(waiting)
-        except scheduler.SchedulerError as error:
-            self._warn(f"{error}; they will find nothing to do")
-
-    def _waiting_chain_jobs(self) -> list[str]:
-        """Jobs of the same chain that have not begun, the next one first."""
-        if self._submission.chain not in ("singleton", "afterany") or self._submission.stage != "train":
-            return []
-        sent = [job.job for job in jobs.sent(self._run) if job.stage == "train" and job.job != self._job]
-        try:
-            states = scheduler.jobs(sent)
-        except scheduler.SchedulerError as error:
-            self._warn(error)
-            return []
-        return [job for job in sent if job in states and states[job].waits]
 
     def _nodes(self) -> list[str]:
         """Nodes of the job to use; fewer than are needed where there are no more. None for this machine alone."""
@@ -503,7 +372,7 @@ class JobStart:
         step.run(lambda: None, lambda _: None)
         if signal.SIGTERM in self._signals:
             return []  # it was not the nodes that kept them from answering
-        srun = "\n".join(last_lines(step.srun_output, _SRUN_LINES))
+        srun = "\n".join(last_lines(step.srun_output, SRUN_LINES))
         if (failure := first_failure(folder, nodes, 1, srun)) and failure.lost_nodes:
             # srun has ended the others. The scheduler knows of the lost one itself.
             return [f"warning: the check of the nodes was interrupted: {failure.words}"]
@@ -552,6 +421,7 @@ class JobStart:
         if time.monotonic() - self._looked <= _LOOK:
             return
         self._looked = time.monotonic()
+        self._notices.look(self._attempt, running=True)
         self._warn_of_failed_saves()
         if self._evaluations is not None:
             self._evaluations.look()
@@ -584,6 +454,7 @@ class JobStart:
                 self._guard.terminate()
             if self._evaluations is not None:
                 self._evaluations.look()
+            self._notices.close(hurried=signal.SIGTERM in self._signals)
             # What is left to do is to leave; a requeue has the scheduler end this process meanwhile.
             ignore(*before)
 

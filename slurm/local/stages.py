@@ -126,8 +126,10 @@ def train(config: Config, console: Console | None = None) -> int:
     from pipeline.train.parallel.layout import fixed_processes
 
     processes = config.launch.processes or fixed_processes(config.parallel)
+    from slurm.notify.local import notified_training
+
     # From when the ranks are there, or the training here listens itself, a signal lets them save first.
-    with _stage(config, "train"), _terminate_stops():
+    with notified_training(config, console), _stage(config, "train"), _terminate_stops():
         if processes > 1:
             with heavy_imports():
                 from slurm.local.launcher import launch_training

@@ -32,6 +32,8 @@ from pipeline.train.run_plan import plan_run
 from slurm.doctor.node import space
 from slurm.forecast.course import START_S, Forecast, forecast, job_seconds
 from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend
+from slurm.notify.outbox import describe, unusable
+from slurm.notify.trust import refuse_commands_of_others
 from slurm.submit import sbatch_env
 from slurm.submit.disk_space import checkpoints_room
 from slurm.submit.job_plan import PlannedJob, eval_job, gpus_key
@@ -73,6 +75,11 @@ def examine(
     """
     found = PreflightReport()
     makes_data = any(job.stage in (*ARRAYS, *LAST_OF_ARRAYS) for job in planned)
+    with found.collecting():
+        refuse_commands_of_others(config)
+    for number, entry in enumerate(config.notify):
+        if problem := unusable(entry):
+            found.warn(f"{describe(number, entry)}: {problem} here; jobs get the environment of this shell")
     _check_folder("run.dir", config.run.dir, found)
     if makes_data:
         _check_folder("data.dir", config.data_dir, found)

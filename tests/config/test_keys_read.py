@@ -33,6 +33,7 @@ from tests.train.poison import INF, poison
 EXEMPT: dict[str, str] = {}
 """Keys that nobody reads, each with the reason why it may exist all the same. Empty, and meant to stay so."""
 
+NOTIFY = [{"on": ["done"], "command": ["true"]}, {"on": ["done"], "webhook_env": "NOWHERE"}]
 VARIANTS: list[dict[str, Any]] = [
     {
         "data.loader.packing": "best_fit",
@@ -75,6 +76,7 @@ VARIANTS: list[dict[str, Any]] = [
         "train.metrics.wandb": {"project": "p", "mode": "offline"},
         "train.metrics.mlflow": {"experiment": "e", "tracking_uri": "http://localhost", "tags": {"team": "sea"}},
         "train.metrics.trackio": {"project": "p"},
+        "train.metrics.prometheus": "/nowhere",
     },
     {
         "model.pattern": ["mamba", "delta", "kda", "mlp"],
@@ -309,6 +311,7 @@ def _with_jsonl(root: Path) -> Path:
         f"heldout_sources: {json.dumps([tale])}}}\nheldout_sets: {json.dumps(sets)}\n"
         f"train: {{checkpoint: {json.dumps(best)}}}\n"
         f"eval: {json.dumps(evaluation)}\n"
+        f"notify: {json.dumps(NOTIFY)}\n"
     )
     return extra
 

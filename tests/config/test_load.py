@@ -120,7 +120,7 @@ corpus: x
         "run.yaml:17: train.lr: unknown key; did you mean train.optimizer.lr?",
         "run.yaml:19: train.optimizer.betas: the list needs another entry",
         "run.yaml:20: corpus: unknown key; a run file has the keys run, launch, data, blend, heldout_sets, "
-        "stage, tokenizer, model, parallel, train, resume, eval, generate, serve, slurm",
+        "stage, tokenizer, model, parallel, train, resume, eval, generate, serve, slurm, notify",
     ]
 
 

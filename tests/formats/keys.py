@@ -168,6 +168,8 @@ CLASSES = {
     "pipeline.train.saving": (),  # Config
     "slurm.jobs": ("Job", "Cancelled"),
     "slurm.job.launch_log": ("Launch", "LaunchEnd"),
+    "slurm.notify.notice": ("Notice",),
+    "slurm.notify.notices": ("Notified",),
     "slurm.submit.submission": ("Submission",),
     "slurm.status.run": ("RunStatus", "AttemptRow", "ExpertLoads", "RankBeat"),
     "slurm.status.state": ("QueuedJob",),

@@ -133,6 +133,11 @@ class Unsaved:
         return f"{failure}. Nothing was saved for {duration(_clock() - self._since)}"
 
     @property
+    def saves(self) -> Saves:
+        """The saves of now, as the file has them on rank 0."""
+        return self._saves
+
+    @property
     def overdue(self) -> bool:
         """True if saves have failed for too long."""
         return too_late(self._saves.failed, _clock() - self._since, _clock() - self._first, 60 * self._limit)

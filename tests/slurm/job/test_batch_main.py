@@ -17,7 +17,8 @@ from pipeline.common import storage
 from pipeline.common.console import Console
 from slurm.doctor.node import space
 from slurm.doctor.report import NodeCheck, Report, failed
-from slurm.job.batch_main import Ending, JobStart
+from slurm.job.batch_main import JobStart
+from slurm.job.ending import Ending, exit_state, read_exit_file
 from slurm.job.srun_step import SrunStep, rendezvous_env
 
 
@@ -47,19 +48,18 @@ def test_the_end_of_a_launch_is_told_from_that_of_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
     """Also where a file system of the network answers `stat` from memory, and times are coarse."""
-    link = made(tmp_path, monkeypatch)
     file = tmp_path / "exit.json"
-    assert link._exit_state(link._exit_file()) is None
+    assert exit_state(tmp_path, read_exit_file(tmp_path), 0) is None
     noted(tmp_path, "before")
-    before, stat = link._exit_file(), file.stat()
-    assert link._exit_state(before) is None
+    before, stat = read_exit_file(tmp_path), file.stat()
+    assert exit_state(tmp_path, before, 0) is None
     if cached:
         noted(tmp_path, "new")
         monkeypatch.setattr(Path, "stat", lambda self, **keys: stat)
     else:
         file.write_bytes(file.read_bytes().replace(b"before", b"behind"))
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert link._exit_state(before) == Ending(79, "new" if cached else "behind", agreed=True)
+    assert exit_state(tmp_path, before, 0) == Ending(79, "new" if cached else "behind", agreed=True)
 
 
 @pytest.mark.parametrize(
