@@ -36,9 +36,9 @@ from pipeline.train.monitor.faults import Faults, Rewind
 from pipeline.train.monitor.goodput import goodput
 from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.monitor.loggers.open import open_loggers
+from pipeline.train.monitor.loggers.prometheus import PrometheusFile
 from pipeline.train.monitor.metrics import Metrics
 from pipeline.train.monitor.profiler import Profile
-from pipeline.train.monitor.prometheus import PrometheusFile
 from pipeline.train.monitor.spikes import kind_of
 from pipeline.train.monitor.trace_spans import span
 from pipeline.train.monitor.window_losses import WindowLosses
@@ -325,7 +325,8 @@ class Trainer:
             warn(self._console, line)
         if (prometheus := self._config.train.metrics.prometheus) is not None and dist.get_rank() == 0:
             seconds, unsaved = self._config.launch.heartbeat_seconds, self._saver.unsaved
-            sinks.append(PrometheusFile(prometheus, self._folder, total, seconds, lambda: unsaved.saves, self._console))
+            textfile = PrometheusFile(prometheus, self._folder, total, seconds, lambda: unsaved.saves, self._console)
+            loggers.append(("Prometheus", textfile))
         with (
             out_of_memory_means(self._memory_advice),
             Metrics(loggers) as self._metrics,
@@ -339,7 +340,7 @@ class Trainer:
             except NumericalError:
                 self._watchdog.phase("save")  # the one in flight is waited for
                 raise
-            # All is saved. What is left is to close the sinks, one of which may still have much to send.
+            # All is saved. What is left is to close the loggers, one of which may still have much to send.
             self._watchdog.pause()
         if withheld := self._faults.withheld:
             say(self._console, f'train: {withheld} (`"skipped": true` in metrics.jsonl)')

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.common.console import warn
+from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.lock import job
 from pipeline.train.run.unsaved import Saves
@@ -92,8 +93,8 @@ _OF_ROW = {
 """Keys of a row of metrics, and the metrics that they are."""
 
 
-class PrometheusFile:
-    """A sink of metrics that shows the last ones, and that the run lives.
+class PrometheusFile(Logger):
+    """A logger that shows the last ones, and that the run lives.
 
     A disk that is full, a folder that is missing or not writable: one warning, and the file is tried again.
 
