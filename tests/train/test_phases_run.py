@@ -165,6 +165,7 @@ def test_a_run_whose_sources_are_all_exhausted_does_not_start(root: Path) -> Non
     assert not (root / "exhausted" / "config.yaml").exists() and not (root / "exhausted" / "journal.json").exists()
 
 
+@pytest.mark.guard
 def test_a_phase_is_appended(root: Path) -> None:
     """The run equals one that was planned so from the start."""
     settings = (*RESUMED, "train.duration=10 steps", phases({"until": "6 steps"}, LAST))

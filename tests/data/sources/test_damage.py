@@ -221,6 +221,7 @@ def test_a_repaired_file_of_the_same_size_is_read_again(tmp_path, tokenizer):
     assert datasets(config) == datasets(fresh)
 
 
+@pytest.mark.guard
 def test_splits_of_a_number_of_documents_are_counted_without_dropped_files(tmp_path, tokenizer):
     made = _corpus(tmp_path)
     _corpus(tmp_path, b=len(made["b.jsonl.zst"]) // 2 - 7)

@@ -112,6 +112,7 @@ def test_a_model_that_fails_fails_its_requests_alone(busy: Running) -> None:
     assert busy.health()["status"] == "ok"
 
 
+@pytest.mark.guard
 def test_an_end_gives_every_request_an_answer(small: Config) -> None:
     with running(small) as server, ThreadPoolExecutor(5) as pool:
         slow_down(server)

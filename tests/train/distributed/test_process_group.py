@@ -225,6 +225,7 @@ def only_rank_1_waits() -> str:
     return str(told.value)
 
 
+@pytest.mark.guard
 def test_rank_0_that_ends_while_others_wait_for_more() -> None:
     _, told, _ = ranks.run(3, only_rank_1_waits, connect=False)
     assert told.startswith("rank 0 at 127.0.0.1:") and told.endswith(" has ended; its message says why")

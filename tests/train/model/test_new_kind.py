@@ -289,6 +289,7 @@ def test_each_value_of_the_key_has_a_kind() -> None:
         assert get_args(ModelConfig.model_fields[name].annotation) == (*table, "none")
 
 
+@pytest.mark.guard
 @pytest.mark.usefixtures("kind")
 def test_plan() -> None:
     destroy()  # a training of this process may have come before

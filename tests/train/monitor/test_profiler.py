@@ -144,6 +144,7 @@ def test_a_rewind_within_the_steps(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [row["step"] for row in read_metrics(run)] == list(range(1, 9))
 
 
+@pytest.mark.guard
 def test_what_is_written_is_what_was_asked_for(root: Path) -> None:
     run = train(root, "spans-alone", "train.profile={steps: [1, 1], trace: false}")
     assert [file.name for file in run.rglob("profile/*/*")] == ["spans.rank-0000.json"]

@@ -92,6 +92,7 @@ def test_steps_are_those_of_the_journal(run_file: Path) -> None:
     )
 
 
+@pytest.mark.guard
 def test_jobs_are_as_many_as_the_time_takes(run_file: Path) -> None:
     found = plan(load(run_file, PIPELINE), H100, 8)
     assert found.jobs is None
