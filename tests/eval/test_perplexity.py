@@ -28,10 +28,10 @@ from pipeline.train.run.folder import read_metrics
 from pipeline.train.setup import load_for_inference
 from pipeline.train.trainer import train
 from slurm.local import stages
-from tests import tiny
+from tests import tiers, tiny
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one text", "documents"])
+@pytest.fixture(scope="module", params=tiers.first(1, [True, False], rest="guard"), ids=["documents", "one text"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Config:
     root = tmp_path_factory.mktemp("eval")
     changes = {"model.document_attention": request.param, "train.validation.samples": 10**6}

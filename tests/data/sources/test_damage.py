@@ -72,7 +72,8 @@ def _type(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "a.jsonl.xz" else name for name in MAKE]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("a.jsonl.bz2", "a.jsonl.xz") else name for name in MAKE],
 )
 def test_whatever_happens_to_a_file_is_seen(tmp_path, name):
     """Cut or flipped at 50 random bytes each: either all documents are there and equal, or the file is said to be

@@ -25,9 +25,8 @@ pytestmark = pytest.mark.parallel
 COVERING = ("reshard-cp2-all_gather",)
 """Rows without a mark."""
 GUARD = (
-    *("fsdp2-reshard", "tp2", "tp2-no_sp", "pp2-1f1b", "pp2-zbv", "reshard-cp2-ulysses", "reshard-cp2-all_gather-tp2"),
-    *("tp2-selective", "fsdp2-reshard-full", "fsdp2-keep-tp2", "pp2-zbv-keep-cp2-all_gather"),
-    *("tp4", "reshard-cp4-all_gather"),
+    *("fsdp2-reshard", "tp2", "pp2-1f1b", "pp2-zbv", "reshard-cp2-ulysses", "reshard-cp2-all_gather-tp2"),
+    *("tp2-selective", "fsdp2-keep-tp2", "reshard-cp4-all_gather"),
 )
 """Those of guard tests. The rest are slow."""
 
@@ -43,12 +42,14 @@ def test_a_layout_computes_what_one_process_does(
 
 
 BESIDE = {
-    **dict.fromkeys(("reshard-cp2-all_gather-tp2", "pp2-zbv-keep-cp2-ulysses", "fsdp2-keep-tp2"), "guard"),
+    **dict.fromkeys(("pp2-zbv-keep-cp2-ulysses", "fsdp2-keep-tp2"), "guard"),
     **dict.fromkeys(("tp2", "tp2-no_sp", "fsdp2-reshard", "pp2-1f1b", "pp2-interleaved_1f1b", "pp2-dualpipev"), "slow"),
     **dict.fromkeys(
-        ("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "hsdp2x2-keep"), "slow"
+        ("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "reshard-cp2-all_gather-tp2"),
+        "slow",
     ),
     **dict.fromkeys(("tp2-selective", "fsdp2-reshard-full", "fsdp2-reshard-compiled", "pp2-zbv-full"), "slow"),
+    **dict.fromkeys(("reshard-cp2-all_gather-tp2",), "slow"),
 }
 """Rows with all kinds of layers in one model, and their tier."""
 
