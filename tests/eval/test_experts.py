@@ -131,7 +131,7 @@ def trained_on_rank(file: Path, values: list[str]) -> None:
     train(load(file, values))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parallel
 def test_a_checkpoint_of_one_layout_is_evaluated_on_another(
     root: Path, ranks: Callable[[int], Ranks], tmp_path: Path

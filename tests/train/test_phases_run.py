@@ -196,6 +196,7 @@ def test_a_phase_that_is_not_trained_on_yet_may_change_with_its_sources(root: Pa
     assert exact(run) == exact(whole)
 
 
+@pytest.mark.guard
 def test_a_skip_list_may_change_on_resume(root: Path, straight: Path) -> None:
     run = train(root, "skips", CONSTANT, "train.duration=3 steps", skips({"source": "land"}))
     assert [set(row) for row in column(run, "loss_by_source")] == [{"sea"}] * 3

@@ -99,7 +99,7 @@ def test_killed_at_random_points_of_all_passes(corpus, done, tmp_path, workers):
     check_finished(config, done)
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", tiers.first(4, PASSES, rest="slow"))
 def test_full_disk_in_a_pass(corpus, done, tmp_path, name):
     """The pass ends with one error and leaves nothing half-written; the same call goes on from there."""
     config = curate_config(tmp_path, corpus)

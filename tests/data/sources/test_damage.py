@@ -202,6 +202,7 @@ def _tokens(config):
     return sorted(path.stat().st_size for path in config.data_dir.glob("s/*/parts/**/*.bin") if path.stat().st_size)
 
 
+@pytest.mark.guard
 def test_a_repaired_file_of_the_same_size_is_read_again(tmp_path, tokenizer):
     made = _corpus(tmp_path)
     content = bytearray(made["a.jsonl.gz"])
@@ -263,6 +264,7 @@ def test_a_table_with_a_damaged_row_group(tmp_path, tokenizer):
         preprocess(config)
 
 
+@pytest.mark.guard
 def test_a_file_that_ends_inside_of_a_record(tmp_path, tokenizer):
     whole = _lines(_records())
     for cut in (1, 5, 10):

@@ -159,6 +159,7 @@ def _hammer(server: Running, clients: int, seconds: float) -> Counter[int]:
     return counts
 
 
+@pytest.mark.guard
 def test_many_clients_get_texts_or_429(run_file: Any) -> None:
     config = load(run_file, ["serve.port=0", "serve.slots=8", "serve.queue=8", "serve.max_length=64"])
     with running(config) as server:

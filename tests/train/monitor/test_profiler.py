@@ -56,6 +56,7 @@ def profiled(root: Path) -> Path:
     return train(root, "profiled", "train.profile={steps: [3, 5]}")
 
 
+@pytest.mark.guard
 def test_spans_are_nested_and_cover_the_steps(profiled: Path) -> None:
     (attempt,) = (profiled / "profile").iterdir()
     assert attempt.name == "attempt-0001"
@@ -98,6 +99,7 @@ def test_a_file_without_its_end_is_read_all_the_same(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == events
 
 
+@pytest.mark.guard
 def test_the_trace_has_the_operations_of_the_steps_in_their_spans(profiled: Path) -> None:
     (file,) = profiled.rglob("trace-*")
     assert file.name == "trace-step-00000003-00000005.rank-0000.json.gz"
@@ -112,6 +114,7 @@ def test_the_trace_has_the_operations_of_the_steps_in_their_spans(profiled: Path
     assert len(optimizers) == 3
 
 
+@pytest.mark.guard
 def test_a_profile_changes_no_bit(root: Path, profiled: Path) -> None:
     plain = train(root, "plain")
     assert exact(plain) == exact(profiled)

@@ -117,8 +117,7 @@ def test_multi_token_prediction_computes_what_one_process_does(
 
 
 _ENCODERS = {
-    **dict.fromkeys(("tp2",), ""),
-    **dict.fromkeys(("reshard-cp2-all_gather", "pp2-1f1b", "fsdp2-reshard"), "guard"),
+    **dict.fromkeys(("tp2", "reshard-cp2-all_gather", "pp2-1f1b", "fsdp2-reshard"), "guard"),
     **dict.fromkeys(("reshard-cp2-ulysses", "tp2-no_sp", "pp2-1f1b-fsdp2-keep-tp2"), "slow"),
     **dict.fromkeys(
         ("pp2-gpipe", "pp2-interleaved_1f1b", "pp2-zbv", "pp4-1f1b-layers_0_3_1_0", "hsdp2x2-keep"), "slow"

@@ -15,6 +15,7 @@ from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS, Combination
 from pipeline.train.planning.fake import fake_mesh
+from tests import tiers
 from tests.train.distributed.ranks import Ranks
 from tests.train.parallel import layouts
 from tests.train.planning.steps import case_config, of_case
@@ -69,7 +70,7 @@ def test_all_kinds_of_layers_beside_each_other(
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("family", ["mamba", "delta"])
+@pytest.mark.parametrize("family", tiers.first(1, ["delta", "mamba"], rest="slow"))
 def test_a_run_goes_on_from_layout_to_layout(families: Path, processes: Callable[[int], Ranks], family: str) -> None:
     """Each step is made on another layout, with the weights and moments of the one before."""
     chain: list[tuple[int, dict[str, Any]]] = [

@@ -212,6 +212,7 @@ def test_what_is_refused(run_file: Path, call: Callable[..., tuple[int, str, str
     assert code == 2 and "--device h300: this device is unknown; take one of a100, h100" in error
 
 
+@pytest.mark.guard
 def test_advice_leaves_out_what_is_set(run_file: Path) -> None:
     def advice(*values: str) -> str:
         config = load(run_file, ["model={layers: 4, dim: 4096, heads: 32}", *values])
