@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pipeline.data.work import worker_pool
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so all processes that they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,4 +59,15 @@ def cache_of_the_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """Tests leave the user's cache folder alone; and what one module proves of an engine is nothing to another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Workers of stages are forked, as those of commands are: spawned ones start slowly, and many tests start some.
+
+    What has threads here, NumPy and torch among others, does nothing in them at that moment.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_pool, "can_fork", lambda: True)
         yield

@@ -131,7 +131,7 @@ def trained_on_rank(file: Path, values: list[str]) -> None:
     train(load(file, values))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parallel
 def test_a_checkpoint_of_one_layout_is_evaluated_on_another(
     root: Path, ranks: Callable[[int], Ranks], tmp_path: Path
@@ -158,6 +158,7 @@ def test_a_layout_of_an_evaluation_that_does_not_fit_the_experts(root: Path) -> 
     assert check_evaluation_layout(load(file, ["parallel.ep=4"]), 1).ep == 1
 
 
+@pytest.mark.guard
 def test_an_evaluation_goes_by_the_router_whatever_the_training_did(root: Path) -> None:
     engine = open_engine(load(root / "mixtral.yaml", ["train.balance.force=true"]), None, of_environment())
     assert not any(module.force for module in engine.model.whole.modules() if hasattr(module, "force"))

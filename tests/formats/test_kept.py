@@ -256,6 +256,7 @@ def test_a_run_that_was_killed_resumes(root: Path, call: Call) -> None:
     assert read(run / "exit.json")["step"] == 8
 
 
+@pytest.mark.guard
 def test_a_fork_and_a_warm_start(root: Path, call: Call, whole: list[dict[str, Any]]) -> None:
     """From a checkpoint of two processes, and from exported weights: the first validation is that of the checkpoint."""
     call("fork", "runs/done", "run.yaml", "--step", "8", "run.dir=runs/forked", "train.duration=9 steps")

@@ -165,6 +165,7 @@ def test_a_run_whose_sources_are_all_exhausted_does_not_start(root: Path) -> Non
     assert not (root / "exhausted" / "config.yaml").exists() and not (root / "exhausted" / "journal.json").exists()
 
 
+@pytest.mark.guard
 def test_a_phase_is_appended(root: Path) -> None:
     """The run equals one that was planned so from the start."""
     settings = (*RESUMED, "train.duration=10 steps", phases({"until": "6 steps"}, LAST))
@@ -195,6 +196,7 @@ def test_a_phase_that_is_not_trained_on_yet_may_change_with_its_sources(root: Pa
     assert exact(run) == exact(whole)
 
 
+@pytest.mark.guard
 def test_a_skip_list_may_change_on_resume(root: Path, straight: Path) -> None:
     run = train(root, "skips", CONSTANT, "train.duration=3 steps", skips({"source": "land"}))
     assert [set(row) for row in column(run, "loss_by_source")] == [{"sea"}] * 3

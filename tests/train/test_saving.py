@@ -216,6 +216,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_said_once_for_each_reason(
     assert steps_saved(run) == [8]
 
 
+@pytest.mark.guard
 def test_a_last_save_that_fails_ends_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, iter([False, True]))
     code, out = start(root, "last", "train.duration=4 steps", "train.checkpoint.retries=0")

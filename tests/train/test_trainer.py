@@ -277,6 +277,7 @@ def test_an_allowed_difference_is_shown_and_accepted(root: Path) -> None:
     assert "model.sliding_window: none -> 8" in out
 
 
+@pytest.mark.guard
 def test_micro_batches_change_the_arithmetic_only_by_rounding(root: Path, straight: list[dict[str, Any]]) -> None:
     run = train(root, "whole-batch", "train.micro_batch_size=4", "train.precision.compute=fp32")
     split = train(root, "split-batch", "train.micro_batch_size=1", "train.precision.compute=fp32")

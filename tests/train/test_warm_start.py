@@ -90,6 +90,7 @@ def test_the_weights_and_nothing_else(root: Path, donor: Path, weights: dict[str
     assert orjson.loads((fresh / "checkpoints/step-00000008/state.json").read_bytes())["origin"] == {}
 
 
+@pytest.mark.guard
 def test_a_run_that_goes_on_loads_nothing_twice_and_remembers(root: Path, donor: Path) -> None:
     init = f"train.init_from.path={donor}"
     whole = train(root, "whole-run", *COMMON, init)

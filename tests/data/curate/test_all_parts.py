@@ -48,6 +48,7 @@ def done(corpus, tmp_path_factory):
     return config, report
 
 
+@pytest.mark.guard
 def test_counts_agree_everywhere(done):
     config, report = done
     preprocessed = preprocess(config)
@@ -65,6 +66,7 @@ def test_counts_agree_everywhere(done):
         assert source.rows == len(verdicts) == made.records
 
 
+@pytest.mark.guard
 def test_each_part_has_its_say(done):
     _, report = done
     fired = {rule for source in report.sources for rule, count in source.removed.items() if count}
@@ -80,6 +82,7 @@ def test_engines_give_the_same_bytes(done, corpus, tmp_path):
     assert results(other) == results(config)
 
 
+@pytest.mark.guard
 def test_documents_of_a_finished_curation_always_win(done, corpus, tmp_path):
     """The same source again, against the first: nothing that was kept there is kept here."""
     config, _ = done

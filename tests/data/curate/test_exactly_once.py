@@ -13,6 +13,7 @@ import pytest
 from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.provenance.excerpts import ExcerptReader
+from tests import tiers
 from tests.data.curate.runs import curate_config, results, write_corpus
 from tests.data.stage import children, left_behind, write_run_file
 from tests.tiny import command
@@ -70,7 +71,7 @@ def end(process):
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("workers", [1, 2, 7])
+@pytest.mark.parametrize("workers", tiers.first(1, [2, 1, 7], rest="slow"))
 def test_killed_at_random_points_of_all_passes(corpus, done, tmp_path, workers):
     """Workers or the whole command are killed; in the end the same command, or two at a time, finish."""
     config = curate_config(tmp_path, corpus, workers=workers)
@@ -98,7 +99,7 @@ def test_killed_at_random_points_of_all_passes(corpus, done, tmp_path, workers):
     check_finished(config, done)
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", tiers.first(4, PASSES, rest="slow"))
 def test_full_disk_in_a_pass(corpus, done, tmp_path, name):
     """The pass ends with one error and leaves nothing half-written; the same call goes on from there."""
     config = curate_config(tmp_path, corpus)
@@ -119,7 +120,7 @@ def test_full_disk_in_a_pass(corpus, done, tmp_path, name):
     check_finished(config, done)
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", tiers.first(4, PASSES, rest="slow"))
 def test_a_flipped_byte_in_a_file_of_a_pass(corpus, done, tmp_path, name, capsys):
     """A run that needs the file finds the damage, names file and pass, and makes it again."""
     config = curate_config(tmp_path, corpus)

@@ -125,6 +125,7 @@ def test_masks_and_lines_are_gone_from_what_is_exported(done, tmp_path):
         export(config, tmp_path / "out", "parquet", Console(quiet=True))
 
 
+@pytest.mark.guard
 def test_curating_what_was_exported_finds_no_duplicates(done, corpus, tmp_path):
     config, _, _ = done
     export(config, tmp_path / "out", "jsonl", Console(quiet=True))

@@ -397,6 +397,7 @@ class TestTextBytes:
         assert report.manifest.text_bytes == sum(len(one.encode()) for one in some)
 
 
+@pytest.mark.guard
 def test_memory_is_bounded(folder, tmp_path):
     """100,000 documents with 60 MB of tokens; the index is mapped, the tokens are read in blocks."""
     peaks = []

@@ -261,6 +261,7 @@ class TestAgain:
         with pytest.raises(UserError, match="missing or truncated"):
             shuffle.jobs()
 
+    @pytest.mark.guard
     def test_killed_anywhere(self, tmp_path):
         shuffle, _ = make(tmp_path / "whole", size=600, bucket_bytes=6000)
         shutil.copytree(tmp_path / "whole", tmp_path / "killed")

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.data.preprocess.stage import is_complete, preprocess
+from tests import tiers
 from tests.data.runs import make_config, write_text
 
 
@@ -25,7 +26,7 @@ def state(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
 
 
-@pytest.mark.parametrize("shuffle", ["unit", "global"])
+@pytest.mark.parametrize("shuffle", tiers.first(1, ["unit", "global"], rest="guard"))
 def test_complete_until_something_is_missing_or_other(tmp_path: Path, shuffle: str) -> None:
     for seed, name in enumerate(("sea", "land")):
         write_text(tmp_path / name, 12, seed)

@@ -38,6 +38,7 @@ def times(folder):
     return {str(path): path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
 
 
+@pytest.mark.guard
 def test_nothing_is_written_and_its_units_are_those_of_the_plan(config, corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     before = times(tmp_path), times(corpus)

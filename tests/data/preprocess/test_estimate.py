@@ -43,6 +43,7 @@ def look(tmp_path):
     return take
 
 
+@pytest.mark.guard
 def test_a_long_document_is_encoded_in_pieces_and_not_to_its_end(tmp_path, look):
     size = 12 * 2**20
     (tmp_path / "a.txt").write_text(("some words and others\n" * (size // 22 + 1))[:size])

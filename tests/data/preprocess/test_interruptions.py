@@ -172,7 +172,7 @@ def test_the_lease_of_a_worker_that_died_behind_its_receipt_goes(run, done):
     check_finished(config, done)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_worker_that_dies_while_documents_are_counted(corpus, done, tmp_path):
     """The splits are numbers of documents, which are looked for first."""
     splits = {"heldout": "30 documents"}

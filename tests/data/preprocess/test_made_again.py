@@ -92,6 +92,7 @@ class TestCondemnedLater:
 
 
 class TestAfterAGlobalShuffle:
+    @pytest.mark.guard
     def test_touched_input_is_compared_without_a_first_pass(self, tmp_path, corpus):
         path = tmp_path / "a.jsonl"
         path.write_bytes(corpus.read_bytes())
@@ -104,6 +105,7 @@ class TestAfterAGlobalShuffle:
         with pytest.raises(UserError, match="changed since it was tokenized"):
             preprocess(config)
 
+    @pytest.mark.guard
     def test_a_lost_bucket_is_made_again(self, tmp_path, corpus):
         config = config_of(tmp_path, corpus, shuffle="global")
         preprocess(config)

@@ -210,6 +210,7 @@ def test_other_numbers_are_refused(tmp_path, tokenizer):
     assert json.loads((config.data_dir / "s" / "plan.json").read_text())["splits"] == ["train", "dev"]
 
 
+@pytest.mark.guard
 def test_a_trained_tokenizer_sees_none_of_a_number(tmp_path):
     """The documents of a split are known before the tokenizer is trained."""
     write_jsonl(tmp_path / "a.jsonl", 60)

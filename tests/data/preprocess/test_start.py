@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import preprocess
+from tests import tiers
 from tests.data.runs import datasets, make_config, write_jsonl
 from tests.data.stage import write_run_file
 
@@ -48,7 +49,7 @@ def config(tmp_path):
     return config
 
 
-@pytest.mark.parametrize("engine", ["tokenizers", "auto"])
+@pytest.mark.parametrize("engine", tiers.first(1, ["tokenizers", "auto"], rest="guard"))
 def test_workers_of_the_command_are_forked_and_write_what_spawned_ones_do(config, tmp_path, engine):
     path = config.data_dir / "tokenizer" / "tokenizer.json"
     again = config.model_copy(

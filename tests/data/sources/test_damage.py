@@ -72,7 +72,8 @@ def _type(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "a.jsonl.xz" else name for name in MAKE]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("a.jsonl.bz2", "a.jsonl.xz") else name for name in MAKE],
 )
 def test_whatever_happens_to_a_file_is_seen(tmp_path, name):
     """Cut or flipped at 50 random bytes each: either all documents are there and equal, or the file is said to be
@@ -201,6 +202,7 @@ def _tokens(config):
     return sorted(path.stat().st_size for path in config.data_dir.glob("s/*/parts/**/*.bin") if path.stat().st_size)
 
 
+@pytest.mark.guard
 def test_a_repaired_file_of_the_same_size_is_read_again(tmp_path, tokenizer):
     made = _corpus(tmp_path)
     content = bytearray(made["a.jsonl.gz"])
@@ -221,6 +223,7 @@ def test_a_repaired_file_of_the_same_size_is_read_again(tmp_path, tokenizer):
     assert datasets(config) == datasets(fresh)
 
 
+@pytest.mark.guard
 def test_splits_of_a_number_of_documents_are_counted_without_dropped_files(tmp_path, tokenizer):
     made = _corpus(tmp_path)
     _corpus(tmp_path, b=len(made["b.jsonl.zst"]) // 2 - 7)
@@ -261,6 +264,7 @@ def test_a_table_with_a_damaged_row_group(tmp_path, tokenizer):
         preprocess(config)
 
 
+@pytest.mark.guard
 def test_a_file_that_ends_inside_of_a_record(tmp_path, tokenizer):
     whole = _lines(_records())
     for cut in (1, 5, 10):

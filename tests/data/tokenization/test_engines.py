@@ -211,6 +211,7 @@ class TestCheck:
         assert run(ours, texts, 1, 1.0, [0, 3, 5, 7, 9], batch=50) == (None, 95)
         assert run(ours, texts, 1, 1.0, [1])[0] == 1
 
+    @pytest.mark.guard
     def test_short_texts_fill_up_first(self, ours):
         """Rows 0 to 99 are short, the others are not; a share takes of both, what it lacks to 64 is short."""
         texts = [*["word"] * 100, *["word " * (CHECK_SHORT_BYTES // 5 + 1)] * 15]

@@ -14,8 +14,6 @@ import pytest
 from pipeline.data.work import worker_pool as workers_module
 from pipeline.data.work.worker_pool import Advanced, Died, Done, Failed, Lost, Silent, Workers
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-
 
 @pytest.fixture(params=[ForkProcess, SpawnProcess], ids=["forked", "spawned"], autouse=True)
 def kind(request, monkeypatch):

@@ -131,7 +131,7 @@ def test_greedy_equals_transformers(family: str, penalty: float) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3", *OURS])
-@pytest.mark.parametrize("slots", [2, 7])
+@pytest.mark.parametrize("slots", tiers.first(1, [2, 7], rest="guard"))
 def test_a_text_does_not_depend_on_the_others(family: str, slots: int) -> None:
     model, tokenizer = decoder(family), Letters(end_of_document=11)
     prompts, settings = draw_prompts(), mixed_settings()

@@ -302,6 +302,7 @@ def test_addresses_lose_what_is_secret_in_them(text: str, shown: str) -> None:
     assert masked(text) == shown
 
 
+@pytest.mark.guard
 def test_secrets_of_the_reader_are_not_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is somebody else's, and what its file names is the reader's."""
     monkeypatch.setenv("HF_TOKEN", "HIDDEN")

@@ -83,9 +83,9 @@ def hostile(root: Path) -> Path:
         ("one", False, False),
         ("one", False, True),
         ("two", True, False),
-        ("two", False, True),
-        ("hostile", True, True),
-        ("hostile", False, False),
+        pytest.param("two", False, True, marks=pytest.mark.slow),
+        pytest.param("hostile", True, True, marks=pytest.mark.slow),
+        pytest.param("hostile", False, False, marks=pytest.mark.slow),
     ],
 )
 def test_it_is_quiet_and_readable(

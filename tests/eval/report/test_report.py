@@ -30,8 +30,9 @@ from tests import tiny
 from tests.eval.report.reading import Report, number, read, steps_that_count
 from tests.train.runs import start, train
 
+pytestmark = pytest.mark.guard
 
-@pytest.mark.guard
+
 def test_figures_are_those_of_the_metrics(root: Path, seen: dict[str, Report]) -> None:
     found = seen["done"]
     steps = steps_that_count(root / "done")

@@ -112,6 +112,7 @@ def test_open_requests_are_bounded(single: Running) -> None:
     until(lambda: single.post("/v1/completions", {"prompt": "the", "max_tokens": 1}).status_code == 200)
 
 
+@pytest.mark.guard
 def test_headers_that_do_not_end_end_the_connection(single: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_SECONDS", 2.0)
     with _connect(single) as silent, _connect(single) as slow, _connect(single) as second, _connect(single) as body:

@@ -112,6 +112,7 @@ def test_a_model_that_fails_fails_its_requests_alone(busy: Running) -> None:
     assert busy.health()["status"] == "ok"
 
 
+@pytest.mark.guard
 def test_an_end_gives_every_request_an_answer(small: Config) -> None:
     with running(small) as server, ThreadPoolExecutor(5) as pool:
         slow_down(server)
@@ -158,6 +159,7 @@ def _hammer(server: Running, clients: int, seconds: float) -> Counter[int]:
     return counts
 
 
+@pytest.mark.guard
 def test_many_clients_get_texts_or_429(run_file: Any) -> None:
     config = load(run_file, ["serve.port=0", "serve.slots=8", "serve.queue=8", "serve.max_length=64"])
     with running(config) as server:

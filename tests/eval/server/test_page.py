@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import signal
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 
@@ -24,7 +25,7 @@ from tests.eval.small import trained
 from tests.tiny import command
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Dialog, Locator, Page
+    from playwright.sync_api import Dialog, Locator, Page, Request
 
 with suppress(ImportError):  # the fixture says what is missing
     from playwright.sync_api import expect
@@ -100,11 +101,38 @@ def percent(logprob: float) -> str:
     return "< 0.01 %" if share < 0.01 else f"{share:.2f} %" if share < 1 else f"{share:.1f} %"
 
 
-def ask(server: Running, **body: Any) -> dict[str, Any]:
+def ask_all(server: Running, **body: Any) -> list[dict[str, Any]]:
     answer = server.post("/v1/completions", {"logprobs": 5, **body})
     assert answer.status_code == 200, answer.text
-    choice: dict[str, Any] = answer.json()["choices"][0]
-    return choice
+    choices: list[dict[str, Any]] = answer.json()["choices"]
+    return choices
+
+
+def ask(server: Running, **body: Any) -> dict[str, Any]:
+    return ask_all(server, **body)[0]
+
+
+def answer_with(page: Page, *parts: tuple[str, list[str]], logprob: float) -> None:
+    """Answer the page's requests with these texts and their tokens."""
+    events = []
+    for number, (text, tokens) in enumerate(parts, 1):
+        logprobs = {
+            "tokens": tokens,
+            "token_logprobs": [logprob] * len(tokens),
+            "top_logprobs": [{token: logprob, " " * 60: -1.0, "W" * 60: -2.0} for token in tokens],
+        }
+        finish = "stop" if number == len(parts) else None
+        events.append({"choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}]})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+
+
+# Painted parts of texts that reach over the edge of what they are in. Spaces that hang there count for no width.
+OVER = """() => [...document.querySelectorAll('.piece, #figures, #state, #run')].flatMap(element => {
+  const edge = element.closest('.text, #token, section, header').getBoundingClientRect().right;
+  return [...element.getClientRects()].filter(box => box.right > edge + 1)
+    .map(box => `${element.id} ${element.className}: ${box.right - edge} px`);
+})"""
 
 
 @pytest.mark.guard
@@ -169,6 +197,185 @@ def test_readable(browser: Chromium, server: Running, dark: bool, phone: bool) -
 
 
 @pytest.mark.guard
+@pytest.mark.parametrize("phone", [False, True], ids=["desktop", "phone"])
+def test_long_texts_and_numbers_fit(browser: Chromium, server: Running, phone: bool) -> None:
+    with browser.open(server.url, phone=phone) as opened:
+        page = opened.page
+        words = ["sea "] * 40
+        lone = [("", ["<|end|>" * 30]), ("", [""])]
+        answer_with(
+            page, (" " * 200, [" " * 200]), ("x" * 200, ["x" * 200]), ("".join(words), words), *lone, logprob=-10.0148
+        )
+        if phone:
+            page.get_by_text("Settings").tap()
+        fill(page, "the sea " + "wide" * 40 + " " * 100, seed=9_007_199_254_740_990)
+        # Of a field, all that it shows counts as scrolled.
+        assert (
+            page.locator("#settings input").evaluate_all("all => all.filter(e => e.scrollWidth > e.clientWidth)") == []
+        )
+        go_on(page)
+        expect(figures(page)).to_contain_text("44 tokens · perplexity 22,355 · ")  # e ** 10.0148 is 22,354.8...
+        assert page.evaluate(OVER) == []
+        for place in range(3):
+            page.locator(".token").nth(place).dispatch_event("click")
+            assert page.evaluate(OVER) == []
+        opened.check_readable()
+        for logprob, shown in {-0.5: "1.649", -4.0: "54.60", -50.0: "over 1,000,000,000"}.items():
+            page.unroute_all()
+            answer_with(page, ("sea", ["sea"]), logprob=logprob)
+            go_on(page)
+            expect(figures(page)).to_contain_text(f"1 token · perplexity {shown} · ")
+        opened.check_quiet()
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("phone", [False, True], ids=["desktop", "phone"])
+def test_several_samples(browser: Chromium, server: Running, phone: bool) -> None:
+    asked = {"max_tokens": 24, "temperature": 1.5, "seed": 5}
+    expected = ask_all(server, prompt="the sea ", n=3, **asked)
+    texts = [choice["text"] for choice in expected]
+    assert len(set(texts)) == 3
+    with browser.open(server.url, phone=phone) as opened:
+        page = opened.page
+        if phone:
+            page.get_by_text("Settings").tap()
+        page.get_by_label("Samples").fill("3")
+        fill(page, "the sea ", **asked)
+        go_on(page)
+        samples = page.locator(".sample")
+
+        def shown() -> list[str]:
+            return ["".join(each.locator(".token:not(.unseen)").all_text_contents()) for each in samples.all()]
+
+        assert shown() == texts
+        expect(page.locator("#asked")).to_have_text("the sea ")
+        total = 0
+        for number, choice in enumerate(expected):
+            logprobs = choice["logprobs"]["token_logprobs"]
+            total += len(logprobs)
+            perplexity = f"{math.exp(-sum(logprobs) / len(logprobs)):#.4g}"
+            line = samples.nth(number).locator("p")
+            expect(line).to_contain_text(f"{len(logprobs)} tokens · perplexity {perplexity} · seed {5 + number} · ")
+            expect(samples.nth(number).get_by_role("heading")).to_have_text(f"Sample {number + 1}")
+            group = page.get_by_role("group", name=f"Sample {number + 1}. Continued text.")
+            assert group.locator(".token[tabindex='0']").count() == 1
+        expect(figures(page)).to_contain_text(f"{total} tokens in all · ")
+        expect(figures(page)).to_contain_text("3 of 3 samples have ended")
+        opened.check_readable()
+        # Beside each other, on a phone below each other.
+        boxes = samples.evaluate_all("all => all.map(e => [e.getBoundingClientRect().x, e.getBoundingClientRect().y])")
+        assert [len(set(of)) for of in zip(*boxes, strict=True)] == ([1, 3] if phone else [3, 1])
+        tokens = samples.nth(1).locator(".token")
+        tokens.first.focus()
+        for key, place in {"End": tokens.count() - 1, "ArrowLeft": tokens.count() - 2, "Home": 0}.items():
+            page.keyboard.press(key)
+            expect(tokens.nth(place)).to_be_focused()
+        # All of them go on, whatever the fields say by then.
+        fill(page, "something else", n=2)
+        prompts = [f"the sea {text}" for text in texts]
+        more = ask_all(server, prompt=prompts, **asked)
+        go_on(page, "Continue from here")
+        assert shown() == [text + choice["text"] for text, choice in zip(texts, more, strict=True)]
+        opened.check_quiet()
+
+
+@pytest.mark.guard
+def test_a_link_restores_the_settings(browser: Chromium, server: Running) -> None:
+    fields: dict[str, object] = {
+        "max_tokens": 12,
+        "temperature": 1.25,
+        "top_k": 30,
+        "top_p": "",
+        "n": 2,
+        "stops": "<&=#\n\\n\n海",
+    }
+    prompt = "the sea \n é+%20&seed=1#x \t"
+    with browser.open(server.url) as opened:
+        page = opened.page
+        fill(page, prompt, **fields)
+        go_on(page)
+        seed = re.search(r"seed (\d+)", page.locator(".sample p").first.inner_text())
+        assert seed is not None
+        text = whole_text(page)
+        page.get_by_role("button", name="Copy link").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#linked")).to_contain_text("in the address bar.")
+        link = page.url
+        assert link.startswith(f"{server.url}/#")
+        fill(page, "x" * 8001)
+        page.get_by_role("button", name="Copy link").click()
+        expect(page.locator("#error")).to_have_text("Prompt: too long for a link; 8,000 characters are allowed.")
+        assert page.url == link
+        opened.check_quiet()
+    asked: list[str] = []
+    with browser.open(server.url) as opened:
+        page = opened.page
+        fill(page, "something else", max_tokens=3, min_p=0.5)
+
+        def note(request: Request) -> None:
+            asked.append(request.url)
+
+        page.on("request", note)
+        # In the same tab and in a new one.
+        page.evaluate("link => { location.href = link; }", link)
+        expect(page.locator("#linked")).to_have_text("The settings are those of the link.")
+        for again in (False, True):
+            if again:
+                page.goto("about:blank")
+                page.goto(link)
+            for name, value in {"prompt": prompt, **fields, "min_p": "", "seed": seed[1]}.items():
+                expect(page.locator(f"#{name}")).to_have_value(str(value))
+        go_on(page)
+        assert whole_text(page) == text
+        assert {urlsplit(url).path for url in asked if url.startswith("http")} == {"/", "/health", "/v1/completions"}
+        opened.check_quiet()
+
+
+@pytest.mark.guard
+def test_hostile_links_are_harmless(browser: Chromium, server: Running) -> None:
+    page_itself = {
+        "prompt": "",
+        "max_tokens": "64",
+        "temperature": "0.8",
+        "n": "1",
+        "seed": "",
+        "stops": "",
+        "secret": "",
+    }
+    html = "<img src=x onerror=alert(1)>"
+    links = {
+        f"temperature={quote(html)}&max_tokens=1e999&n=-1&seed=0x10&top_k=javascript:alert(1)": (
+            "Tokens, Temperature (0: greedy), Top-k, Samples, Seed"
+        ),
+        "n=" + "1" * 25: "Samples",
+        "prompt=" + "x" * 8001: "Prompt",
+        "stops=" + "%0A" * 5000: "Stop before",
+        "prompt=" + "x" * 200_000: "The link is too long",
+        "__proto__=1&constructor=2&secret=abc&go=1&error=%3Cb%3E&toString": "",
+        "%": "",
+        html: "",
+    }
+    with browser.open(server.url) as opened:
+        page = opened.page
+        sent: list[str] = []
+        page.on("request", lambda request: sent.append(request.method))
+        page.on("dialog", lambda dialog: sent.append(dialog.message))
+        for fragment, said in links.items():
+            page.goto("about:blank")
+            page.goto(f"{server.url}/#{fragment}")
+            expect(page.locator("#state")).to_contain_text("step")
+            expect(page.locator("#error")).to_contain_text(said)
+            for name, value in page_itself.items():
+                expect(page.locator(f"#{name}")).to_have_value(value)
+        page.goto("about:blank")
+        page.goto(f"{server.url}/#prompt={quote(html)}&stops={quote(html)}&temperature=2")
+        for name, value in {"prompt": html, "stops": html, "temperature": "2", "max_tokens": "64"}.items():
+            expect(page.locator(f"#{name}")).to_have_value(value)
+        assert (page.locator("img").count(), set(sent)) == (0, {"GET"})
+        opened.check_quiet()
+
+
+@pytest.mark.guard
 def test_by_keyboard_alone(browser: Chromium, server: Running) -> None:
     with browser.open(server.url) as opened:
         page = opened.page
@@ -212,6 +419,7 @@ def test_stopped_and_continued_from_there(browser: Chromium, served: Running) ->
         opened.check_quiet()
 
 
+@pytest.mark.guard
 def test_html_is_text(browser: Chromium, served: Running) -> None:
     expected = ask(served, prompt=f"1 {TEXT}", max_tokens=120, temperature=0)
     assert "<script>" in expected["text"]
@@ -270,8 +478,18 @@ def test_refusals_are_told(browser: Chromium, served: Running) -> None:
     error = "#error"
     with browser.open(served.url) as opened:
         page = opened.page
+        fill(page, "1 <", max_tokens=5)
+        go_on(page)
+        page.locator(".token").first.click()
+        expect(page.locator("#token")).to_be_visible()
         fill(page, "1 <", temperature=2000, stops="")
         go_on(page)
+        # Nothing old stays below it.
+        for old in (".token", "#asked"):
+            expect(page.locator(old)).to_have_count(0)
+        expect(figures(page)).to_have_text("")
+        for old in ("#token", "#legend"):
+            expect(page.locator(old)).to_be_hidden()
         expect(page.locator(error)).to_contain_text("Temperature (0: greedy): input should be less than or equal to")
         expect(page.get_by_label("Temperature")).to_be_focused()
         expect(page.get_by_label("Temperature")).to_have_attribute("aria-invalid", "true")
@@ -380,6 +598,12 @@ def test_a_key_is_asked_for(browser: Chromium, hostile: Path) -> None:
             "",
             server.url + "/",
         ]
+        # A link has no key in it.
+        field.evaluate("(field, key) => { field.value = key; }", key)
+        page.get_by_role("button", name="Copy link").click()
+        expect(page.locator("#linked")).to_contain_text("in the address bar.")
+        assert "prompt=" in page.url
+        assert key not in page.url
         refused_alone(opened, 401)
 
 

@@ -216,6 +216,7 @@ def asked_by(run: Any) -> list[str]:
     return asked
 
 
+@pytest.mark.guard
 def test_shuffled_documents_are_those_of_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM

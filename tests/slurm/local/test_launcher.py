@@ -270,6 +270,7 @@ def test_a_hang_ends_all_with_76_and_the_stacks(start: Callable[..., Launched], 
     assert "this_is_where_it_hangs" in record["traceback"]
 
 
+@pytest.mark.guard
 def test_one_process_alone_is_watched_too(start: Callable[..., Launched]) -> None:
     limits = ["launch.time_limits.step_seconds=1", "launch.time_limits.first_step_seconds=1"]
     launched = start("hang_alone", "launch.processes=1", *limits)

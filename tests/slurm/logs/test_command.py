@@ -270,6 +270,7 @@ def test_following_goes_over_requeues_to_the_end(run: Path) -> None:
     assert follower.text().endswith("six\n==> ended: all is done\n")
 
 
+@pytest.mark.guard
 def test_jobs_that_run_beside_one_another_end_on_their_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations of two checkpoints while training goes on, and one that is lost without a word."""
     monkeypatch.setattr("slurm.logs.follow._ASK", 0.1)

@@ -224,6 +224,7 @@ def test_a_shell_that_lets_a_group_write_counts_as_the_key_does(
     assert (found is not None) == private
 
 
+@pytest.mark.guard
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a colleague's place, which only root may")
 def test_a_colleague_of_the_group_goes_on_with_code_of_their_own() -> None:
     import grp

@@ -112,6 +112,7 @@ def _says_that_it_has_arrived(pipe: int) -> None:
     os.write(pipe, b"x")
 
 
+@pytest.mark.guard
 def test_a_rank_that_is_slow_or_suspended_is_waited_for(tmp_path: Path) -> None:
     with Ranks(3, connect=False) as these:
         assert these.call(all_come_though_one_is_suspended, tmp_path / "resumed") == [True] * 3

@@ -225,6 +225,7 @@ def only_rank_1_waits() -> str:
     return str(told.value)
 
 
+@pytest.mark.guard
 def test_rank_0_that_ends_while_others_wait_for_more() -> None:
     _, told, _ = ranks.run(3, only_rank_1_waits, connect=False)
     assert told.startswith("rank 0 at 127.0.0.1:") and told.endswith(" has ended; its message says why")
@@ -247,9 +248,9 @@ def same_rank(place: Processes) -> Processes:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (other_world, "WORLD_SIZE="),
+        pytest.param(other_world, "WORLD_SIZE=", marks=pytest.mark.guard),
         pytest.param(other_node, "LOCAL_WORLD_SIZE=", marks=pytest.mark.slow),
-        pytest.param(same_rank, "two processes have RANK=0", marks=pytest.mark.guard),
+        pytest.param(same_rank, "two processes have RANK=0", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_do_not_agree(change: Callable[[Processes], Processes], message: str) -> None:

@@ -95,6 +95,7 @@ def _wait_twice() -> list[tuple[float, float]]:
     return times
 
 
+@pytest.mark.guard
 def test_all_wait_for_the_last() -> None:
     for times in zip(*ranks.run(3, _wait_twice, connect=False), strict=True):
         arrived, left = zip(*times, strict=True)

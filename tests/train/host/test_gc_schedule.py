@@ -47,6 +47,7 @@ def test_only_its_steps_collect() -> None:
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
+@pytest.mark.guard
 def test_an_exception_leaves_it_as_it_was() -> None:
     with pytest.raises(KeyError), GcSchedule() as garbage:
         garbage.after(1)

@@ -429,6 +429,7 @@ def test_fp8_in_blocks_is_read_as_what_it_stands_for(v3: Path, tmp_path: Path) -
 # Runs
 
 
+@pytest.mark.guard
 def test_a_run_starts_from_them_and_is_exported(root: Path) -> None:
     """With the layers of multi-token prediction, which are trained and exported."""
     folder = root / "v3-start"

@@ -375,8 +375,17 @@ REPLAYED = [name for name in delta_rows.ROWS if "next" in name or "moe" in name 
 """With experts and decays: rounding soon chooses other experts."""
 
 
+TRAINED = {name: row.config.model_type for name, row in ROWS.items() if name not in (*REPLAYED, *encoder_rows.ROWS)}
+"""Rows -> their families."""
+FIRST_ROWS = {family: name for name, family in reversed(TRAINED.items())}
+"""Of each family the row that is a guard test. The others are slow."""
+
+
 @pytest.mark.guard
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in (*REPLAYED, *encoder_rows.ROWS)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if FIRST_ROWS[TRAINED[name]] == name else pytest.mark.slow) for name in TRAINED],
+)
 def test_twenty_steps(root: Path, name: str) -> None:
     parity.check_training(ROWS[name], root, name)
 
@@ -398,14 +407,11 @@ def test_twenty_masked_steps(masked_root: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "mixtral",
-        "olmoe",
-        "qwen3-moe-some-dense",
-        "qwen2-moe",
-        "glm4-moe-two-dense",
-        "gpt-oss",
-        *DEEPSEEK[::2],
-        *REPLAYED,
+        *("mixtral", "gpt-oss", *DEEPSEEK[::2], *REPLAYED),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("olmoe", "qwen3-moe-some-dense", "qwen2-moe", "glm4-moe-two-dense")
+        ),
     ],
 )
 def test_twenty_steps_with_the_same_experts(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:

@@ -212,6 +212,7 @@ def test_rows_join_and_leave(pair: Pair) -> None:
         close(row, wanted, f"row {which}")
 
 
+@pytest.mark.guard
 def test_training(pair: Pair, tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Twenty steps from the same weights on the same batches: the same losses."""
     save(pair.row.build(), tmp_path / "theirs", tokenizer)

@@ -17,6 +17,7 @@ from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
 from pipeline.train.parallel.compile import compile_layers
+from tests import tiers
 from tests.train.parallel.layouts import FAMILIES
 
 VOCAB, LENGTH = 97, 24
@@ -294,7 +295,7 @@ def test_equal_layers_written_as_kinds_have_the_same_names_and_weights() -> None
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("name", ["norms, windows, rope", "latents"])
+@pytest.mark.parametrize("name", tiers.first(1, ["norms, windows, rope", "latents"], rest="slow"))
 @pytest.mark.usefixtures("fresh_compiler")
 def test_layers_of_a_kind_share_what_is_compiled(name: str) -> None:
     config = section(name)

@@ -289,6 +289,7 @@ def test_each_value_of_the_key_has_a_kind() -> None:
         assert get_args(get_args(ModelConfig.model_fields[name].annotation)[0]) == (*table, "none")
 
 
+@pytest.mark.guard
 @pytest.mark.usefixtures("kind")
 def test_plan() -> None:
     destroy()  # a training of this process may have come before
@@ -342,7 +343,7 @@ def test_trained_saved_and_resumed(root: Path) -> None:
 
 @pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize(
-    "value", tiers.first(1, ("train.recompute.mode=full", "train.compile=true"), rest="guard"), ids=str
+    "value", tiers.first(1, ("train.recompute.mode=full", "train.compile=true"), rest="slow"), ids=str
 )
 def test_vectors_of_fp32_modules_stay_so_in_16_bits(root: Path, value: str) -> None:
     """The module itself looks at them in every pass."""
@@ -351,7 +352,9 @@ def test_vectors_of_fp32_modules_stay_so_in_16_bits(root: Path, value: str) -> N
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp_shard": 2}, {"pp": 2}], ids=lambda each: next(iter(each)))
+@pytest.mark.parametrize(
+    "degrees", tiers.first(1, [{"tp": 2}, {"dp_shard": 2}, {"pp": 2}], rest="slow"), ids=lambda each: next(iter(each))
+)
 def test_a_layout_computes_what_one_process_does(
     laid_out: Path, processes: Callable[[int], Ranks], degrees: dict[str, int]
 ) -> None:

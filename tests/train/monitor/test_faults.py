@@ -292,6 +292,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 FP16 = ("train.precision.compute=fp16", "train.validation.samples=0")
 
 
+@pytest.mark.guard
 def test_an_fp16_run_that_makes_no_update_at_all_does_not_end_well(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its loss scale is still on its way down when the run is over."""
     overflowing(monkeypatch, *range(1, 9))
@@ -302,6 +303,7 @@ def test_an_fp16_run_that_makes_no_update_at_all_does_not_end_well(root: Path, m
         assert "train: done" not in out and Checkpoints.of_run(root / "no-update").all()[-1].step == 6, attempt
 
 
+@pytest.mark.guard
 def test_at_its_lowest_loss_scale_an_fp16_run_ends_and_the_message_says_so(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

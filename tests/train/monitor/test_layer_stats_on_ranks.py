@@ -73,8 +73,7 @@ def seen(run: Path) -> list[dict[str, Any]]:
     return [{key: row[key] for key in SEEN} for row in read_metrics(run)]
 
 
-QUICK = ("tp2",)
-GUARD = ("zbv", "fsdp2-tp2")
+GUARD = ("tp2", "zbv", "fsdp2-tp2")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ GUARD = ("zbv", "fsdp2-tp2")
             name,
             marks=[
                 *layouts.trains(row.schedule),
-                *([] if name in QUICK else [pytest.mark.guard if name in GUARD else pytest.mark.slow]),
+                pytest.mark.guard if name in GUARD else pytest.mark.slow,
             ],
         )
         for name, row in LAYOUTS.items()

@@ -56,6 +56,7 @@ def profiled(root: Path) -> Path:
     return train(root, "profiled", "train.profile={steps: [3, 5]}")
 
 
+@pytest.mark.guard
 def test_spans_are_nested_and_cover_the_steps(profiled: Path) -> None:
     (attempt,) = (profiled / "profile").iterdir()
     assert attempt.name == "attempt-0001"
@@ -98,6 +99,7 @@ def test_a_file_without_its_end_is_read_all_the_same(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == events
 
 
+@pytest.mark.guard
 def test_the_trace_has_the_operations_of_the_steps_in_their_spans(profiled: Path) -> None:
     (file,) = profiled.rglob("trace-*")
     assert file.name == "trace-step-00000003-00000005.rank-0000.json.gz"
@@ -112,6 +114,7 @@ def test_the_trace_has_the_operations_of_the_steps_in_their_spans(profiled: Path
     assert len(optimizers) == 3
 
 
+@pytest.mark.guard
 def test_a_profile_changes_no_bit(root: Path, profiled: Path) -> None:
     plain = train(root, "plain")
     assert exact(plain) == exact(profiled)
@@ -144,6 +147,7 @@ def test_a_rewind_within_the_steps(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [row["step"] for row in read_metrics(run)] == list(range(1, 9))
 
 
+@pytest.mark.guard
 def test_what_is_written_is_what_was_asked_for(root: Path) -> None:
     run = train(root, "spans-alone", "train.profile={steps: [1, 1], trace: false}")
     assert [file.name for file in run.rglob("profile/*/*")] == ["spans.rank-0000.json"]

@@ -13,6 +13,7 @@ def spin(seconds: float) -> None:
         pass
 
 
+@pytest.mark.guard
 def test_work_is_what_a_thread_does_itself() -> None:
     clock = WorkClock()
     spin(0.3)

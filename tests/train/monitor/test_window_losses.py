@@ -26,7 +26,7 @@ from pipeline.train.fork import fork
 from pipeline.train.model.context import Context
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.setup import load_for_inference
-from tests import tiny
+from tests import tiers, tiny
 from tests.train.distributed import ranks
 from tests.train.distributed.faulty import KILLED, Fault, Instant, Start
 from tests.train.poison import INF, poison
@@ -248,7 +248,7 @@ def _train(file: Path, run: str, *values: str) -> None:
 
 @pytest.mark.parallel
 @pytest.mark.guard
-@pytest.mark.parametrize("layout", ["pp=2 dp_shard=2", "tp=2 cp=2"])
+@pytest.mark.parametrize("layout", tiers.first(1, ["pp=2 dp_shard=2", "tp=2 cp=2"], rest="slow"))
 def test_other_layouts_record_what_one_process_does(on_ranks: Path, layout: str) -> None:
     values = [f"parallel.{degree}" for degree in layout.split()]
     ranks.run(4, _train, on_ranks / "run.yaml", layout, *values, connect=False)

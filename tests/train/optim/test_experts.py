@@ -188,6 +188,7 @@ def _rounded(
     return found, [has_whole_experts(each) for each in stacks.values()]  # type: ignore[arg-type]
 
 
+@pytest.mark.guard
 @pytest.mark.parallel
 def test_what_is_rounded_up_does_not_depend_on_the_layout(four: Callable[[], Ranks]) -> None:
     for case in ("ep2-efsdp2", "ep1-efsdp4-uneven", "cut-ep2-efsdp2", "cut-hsdp"):

@@ -110,10 +110,10 @@ def connected() -> Iterator[Callable[[int], Ranks]]:
     "degrees",
     [
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, id="hsdp", marks=SLOW),
-        pytest.param({"dp_shard": 2, "tp": 2}, id="fsdp2-tp2"),
+        pytest.param({"dp_shard": 2, "tp": 2}, id="fsdp2-tp2", marks=pytest.mark.guard),
         pytest.param({"dp_shard": 2, "tp": 2, "ep": 2}, id="fsdp2-tp2-ep2", marks=pytest.mark.guard),
         pytest.param({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2}, id="pp2-hsdp-ep2", marks=SLOW),
-        pytest.param({"tp": 4}, id="tp4-shared-keys", marks=pytest.mark.guard),
+        pytest.param({"tp": 4}, id="tp4-shared-keys", marks=SLOW),
         pytest.param({"pp": 2, "dp_shard": 2}, id="pp2-fsdp2", marks=pytest.mark.guard),
         pytest.param({"dp_shard": 2, "cp": 2}, id="fsdp2-cp2", marks=SLOW),
         pytest.param({"pp": 2, "tp": 2}, id="pp2-tp2", marks=SLOW),

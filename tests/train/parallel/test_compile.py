@@ -140,9 +140,10 @@ def test_less_budget_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
             (partial(Sdpa, on_gpu=True), None, True),
             (Flex, 2.0, True),
             (Varlen, None, True),
-            (partial(Sdpa, on_gpu=True), None, False),
-            (Varlen, None, False),
-            (Flex, None, False),
+            *(
+                pytest.param(kernel, None, False, marks=pytest.mark.slow)
+                for kernel in (partial(Sdpa, on_gpu=True), Varlen, Flex)
+            ),
         ],
         rest="guard",
     ),

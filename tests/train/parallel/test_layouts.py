@@ -24,17 +24,17 @@ QUICK = (
 """Of the rows with cp, recomputation, compiled layers, overlapped communication or replicas of a pipeline those that
 are not slow tests."""
 COVERING = (
-    *("tp2", "hsdp2x2-keep", "fsdp2-keep-tp2", "pp2-zbv-fsdp2-keep"),
+    *("tp2", "hsdp2x2-keep", "pp2-zbv-fsdp2-keep"),
     *("pp2-interleaved_1f1b", "reshard-cp2-all_gather", "reshard-cp2-ulysses"),
 )
-"""Of those that are not slow the ones that have no mark: every axis, and two pairs of axes. The rest is guard tests."""
+"""Of those that are not slow the ones that have no mark: every axis, and a pair of axes. The rest is guard tests."""
 SLOW = (
     *("pp2-interleaved_1f1b-v3-layers_1_2_1_1_2_0", "pp4-zbv", "pp4-1f1b-layers_0_3_1_0"),
     *("pp2-interleaved_1f1b-tp2", "pp2-gpipe-tp2", "pp2-gpipe-fsdp2-reshard"),
     *("pp2-zbv-layers_1_2_1_1", "ddp2-tp2-no_sp", "pp4-interleaved_zero_bubble"),
     *("pp2-interleaved_1f1b-fsdp2-keep", "hsdp2x2-reshard", "fsdp2-keep-tp2-no_sp", "fsdp2-reshard-tp2-no_sp"),
     *("pp2-zbv-tp2", "pp2-1f1b-tp2-no_sp", "pp2-gpipe-fsdp2-keep", "pp2-1f1b-fsdp2-keep-reduce_each"),
-    *("fsdp2-keep", "pp2-gpipe"),
+    *("fsdp2-keep", "pp2-gpipe", "tp2-no_sp", "pp4-gpipe", "reshard-cp4-all_gather", "fsdp2-reshard-cp2-all_gather"),
 )
 """Of the others those that are: each is much like a quick one."""
 
@@ -45,6 +45,15 @@ LATENT = (
     *("tp2-full", "tp2-selective", "tp2-selective-compiled", "reshard-cp2-all_gather-selective"),
 )
 """Rows that latent attention is tried with besides."""
+LATENT_GUARD = (
+    "tp2",
+    "fsdp2-reshard-tp2",
+    "pp2-1f1b",
+    "reshard-cp2-all_gather",
+    "reshard-cp2-ulysses",
+    "tp2-selective",
+)
+"""Those of them that are guard tests. The rest are slow."""
 
 
 def cases() -> Iterator[Any]:
@@ -62,7 +71,7 @@ def cases() -> Iterator[Any]:
             marks = [*layouts.trains(row.kind.schedule or ""), *marks]
             yield pytest.param(row, family, id=f"{row.name}-{family}", marks=marks)
         if row.name in LATENT:
-            mark = pytest.mark.slow if row.name == "fsdp2-reshard-compiled" else pytest.mark.guard
+            mark = pytest.mark.guard if row.name in LATENT_GUARD else pytest.mark.slow
             yield pytest.param(row, "latent", id=f"{row.name}-latent", marks=mark)
 
 
@@ -76,14 +85,14 @@ def test_a_layout_computes_what_one_process_does(
 _AHEAD = {
     "pp2-1f1b": "",
     **dict.fromkeys(
-        ("pp2-zbv", "reshard-cp2-all_gather", "pp2-dualpipev", "reshard-cp2-ulysses", "tp2", "fsdp2-reshard-compiled"),
+        ("pp2-zbv", "reshard-cp2-all_gather", "reshard-cp2-ulysses", "fsdp2-reshard-compiled"),
         "guard",
     ),
     **dict.fromkeys(("pp2-interleaved_zero_bubble", "tp2-no_sp", "fsdp2-reshard", "pp2-gpipe", "ddp2"), "slow"),
     **dict.fromkeys(("fsdp2-reshard-tp2", "pp2-1f1b-keep-cp2-all_gather", "pp2-zbv-keep-cp2-ulysses"), "slow"),
     **dict.fromkeys(("fsdp2-reshard-full", "pp2-zbv-full", "tp2-selective", "pp2-1f1b-fsdp2-keep-compiled"), "slow"),
     **dict.fromkeys(("pp4-1f1b-layers_0_3_1_0", "pp2-interleaved_1f1b-tp2", "hsdp2x2-keep", "pp4-zbv"), "slow"),
-    **dict.fromkeys(("pp2-zbv-tp2", "pp2-dualpipev-fsdp2-keep"), "slow"),
+    **dict.fromkeys(("pp2-zbv-tp2", "pp2-dualpipev-fsdp2-keep", "tp2", "pp2-dualpipev"), "slow"),
     **dict.fromkeys(("fsdp2-keep-forward_prefetch_2-backward_prefetch_3-reduce_last",), "slow"),
 }
 """Rows with multi-token prediction, and their tier."""
@@ -108,10 +117,8 @@ def test_multi_token_prediction_computes_what_one_process_does(
 
 
 _ENCODERS = {
-    **dict.fromkeys(("tp2", "reshard-cp2-all_gather"), ""),
-    **dict.fromkeys(
-        ("pp2-1f1b", "fsdp2-reshard", "reshard-cp2-ulysses", "tp2-no_sp", "pp2-1f1b-fsdp2-keep-tp2"), "guard"
-    ),
+    **dict.fromkeys(("tp2", "reshard-cp2-all_gather", "pp2-1f1b", "fsdp2-reshard"), "guard"),
+    **dict.fromkeys(("reshard-cp2-ulysses", "tp2-no_sp", "pp2-1f1b-fsdp2-keep-tp2"), "slow"),
     **dict.fromkeys(
         ("pp2-gpipe", "pp2-interleaved_1f1b", "pp2-zbv", "pp4-1f1b-layers_0_3_1_0", "hsdp2x2-keep"), "slow"
     ),

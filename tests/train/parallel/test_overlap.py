@@ -99,6 +99,7 @@ def _ahead() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.guard
 def test_layers_gather_those_after_them() -> None:
     found, _ = ranks.run(2, _ahead)
     assert found == {

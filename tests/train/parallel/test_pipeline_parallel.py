@@ -388,6 +388,7 @@ def run_and_fail() -> None:
     runner.train(batches, contexts_of(batches, Model(tied=False)), objective)
 
 
+@pytest.mark.guard
 @pytest.mark.parallel
 def test_a_users_error_stays_one() -> None:
     with pytest.raises(ranks.RankFailed, match=r"(?s)UserError: model.max_positions is 8") as failure:

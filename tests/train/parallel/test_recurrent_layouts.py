@@ -15,6 +15,7 @@ from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS, Combination
 from pipeline.train.planning.fake import fake_mesh
+from tests import tiers
 from tests.train.distributed.ranks import Ranks
 from tests.train.parallel import layouts
 from tests.train.planning.steps import case_config, of_case
@@ -25,9 +26,8 @@ pytestmark = pytest.mark.parallel
 COVERING = ("reshard-cp2-all_gather",)
 """Rows without a mark."""
 GUARD = (
-    *("fsdp2-reshard", "tp2", "tp2-no_sp", "pp2-1f1b", "pp2-zbv", "reshard-cp2-ulysses", "reshard-cp2-all_gather-tp2"),
-    *("tp2-selective", "fsdp2-reshard-full", "fsdp2-keep-tp2", "pp2-zbv-keep-cp2-all_gather"),
-    *("tp4", "reshard-cp4-all_gather"),
+    *("fsdp2-reshard", "tp2", "pp2-1f1b", "pp2-zbv", "reshard-cp2-ulysses", "reshard-cp2-all_gather-tp2"),
+    *("tp2-selective", "fsdp2-keep-tp2", "reshard-cp4-all_gather"),
 )
 """Those of guard tests. The rest are slow."""
 
@@ -43,12 +43,14 @@ def test_a_layout_computes_what_one_process_does(
 
 
 BESIDE = {
-    **dict.fromkeys(("reshard-cp2-all_gather-tp2", "pp2-zbv-keep-cp2-ulysses", "fsdp2-keep-tp2"), "guard"),
+    **dict.fromkeys(("pp2-zbv-keep-cp2-ulysses", "fsdp2-keep-tp2"), "guard"),
     **dict.fromkeys(("tp2", "tp2-no_sp", "fsdp2-reshard", "pp2-1f1b", "pp2-interleaved_1f1b", "pp2-dualpipev"), "slow"),
     **dict.fromkeys(
-        ("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "hsdp2x2-keep"), "slow"
+        ("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "reshard-cp2-all_gather-tp2"),
+        "slow",
     ),
     **dict.fromkeys(("tp2-selective", "fsdp2-reshard-full", "fsdp2-reshard-compiled", "pp2-zbv-full"), "slow"),
+    **dict.fromkeys(("reshard-cp2-all_gather-tp2",), "slow"),
 }
 """Rows with all kinds of layers in one model, and their tier."""
 
@@ -68,7 +70,7 @@ def test_all_kinds_of_layers_beside_each_other(
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("family", ["mamba", "delta"])
+@pytest.mark.parametrize("family", tiers.first(1, ["delta", "mamba"], rest="slow"))
 def test_a_run_goes_on_from_layout_to_layout(families: Path, processes: Callable[[int], Ranks], family: str) -> None:
     """Each step is made on another layout, with the weights and moments of the one before."""
     chain: list[tuple[int, dict[str, Any]]] = [

@@ -12,10 +12,7 @@ from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS, Co
 from tests.train.distributed.ranks import Ranks
 from tests.train.parallel import layouts
 
-GUARD = (
-    *("pp2-1f1b", "pp2-interleaved_1f1b", "pp4-gpipe", "tp2", "fsdp2-reshard", "pp2-1f1b-fsdp2-keep-tp2"),
-    *("tp2-selective", "fsdp2-reshard-full", "pp2-zbv"),
-)
+GUARD = (*("pp2-1f1b", "pp2-interleaved_1f1b", "tp2", "fsdp2-reshard", "tp2-selective", "pp2-zbv"),)
 """Rows of guard tests. The rest are slow."""
 ROWS = [
     row

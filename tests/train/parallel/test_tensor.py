@@ -257,6 +257,7 @@ def test_four_ranks_equal_one_process() -> None:
     )
 
 
+@pytest.mark.guard
 @pytest.mark.parallel
 def test_parts_of_a_decoder() -> None:
     """The parts one after the other: the last one's copy of the embedding has the head's share of the gradient."""

@@ -132,6 +132,7 @@ def _check() -> None:
     check_memory()
 
 
+@pytest.mark.guard
 @pytest.mark.parallel
 def test_columns_on_four_ranks() -> None:
     ranks.run(4, _check)

@@ -224,7 +224,7 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("name", ["one process", "mamba"])
+@pytest.mark.parametrize("name", tiers.first(1, ["one process", "mamba"], rest="slow"))
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

@@ -92,6 +92,7 @@ def test_steps_are_those_of_the_journal(run_file: Path) -> None:
     )
 
 
+@pytest.mark.guard
 def test_jobs_are_as_many_as_the_time_takes(run_file: Path) -> None:
     found = plan(load(run_file, PIPELINE), H100, 8)
     assert found.jobs is None
@@ -211,6 +212,7 @@ def test_what_is_refused(run_file: Path, call: Callable[..., tuple[int, str, str
     assert code == 2 and "--device h300: this device is unknown; take one of a100, h100" in error
 
 
+@pytest.mark.guard
 def test_advice_leaves_out_what_is_set(run_file: Path) -> None:
     def advice(*values: str) -> str:
         config = load(run_file, ["model={layers: 4, dim: 4096, heads: 32}", *values])

@@ -212,7 +212,7 @@ def test_a_process_that_runs_here_holds_the_lock_though_its_job_was_started_agai
         ("exit 0", True),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", True),
         ("echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1", False),
-        ("sleep 5; echo COMPLETED", False),
+        pytest.param("sleep 5; echo COMPLETED", False, marks=pytest.mark.guard),
     ],
 )
 def test_a_job_that_the_scheduler_no_longer_runs_does_not_hold_the_lock(

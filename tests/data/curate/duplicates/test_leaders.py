@@ -20,6 +20,7 @@ from pipeline.data.curate.duplicates.leaders.leader_choice import (
     Members,
 )
 from pipeline.data.curate.duplicates.signature import NO_VALUE
+from tests import tiers
 from tests.data.curate.duplicates.made import make_passes, make_scope, removed, run_all, without_receipts
 from tests.data.curate.duplicates.test_passes import SETTINGS, family_texts
 
@@ -50,7 +51,7 @@ def _part(members: Members, low: int, high: int) -> Members:
     return Members(*(getattr(members, name)[low:high] for name in ("signatures", "signed", "exact", "url", "roles")))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", tiers.first(2, range(5), rest="guard"))
 def test_ways_to_choose_agree(seed: int) -> None:
     pytest.importorskip("numba")
     members = _members(seed, 300)

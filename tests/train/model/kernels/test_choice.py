@@ -254,6 +254,7 @@ def test_what_can_never_be_is_refused_without_the_device(root: Path, values: lis
     check_layout(load(root / "run.yaml", [*given, "train.attention.backend=flash"]), 1)
 
 
+@pytest.mark.guard
 def test_a_run_says_what_it_takes_and_refuses_what_is_not_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out = start(root, "quiet", "train.duration=3 steps")
     assert code == 0 and "attention:" not in out and "threads, " not in out.split("parameters")[0]
