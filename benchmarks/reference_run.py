@@ -5,9 +5,9 @@
 
 The run file is `configs/reference-run.yaml`. Everything is done by the commands that a user types. The twin is seed 1
 once more. It begins in one process, with a run file that does not know of the second phase. Five times its processes
-get SIGKILL, at the steps of `KILLS`. Before the third launch it moves to two processes that share the batch; before the
-fifth to two that share every matrix, and only then it gets its second phase. Its order and data must be those of seed 1 to the
-last hash, its losses equal up to the rounding of sums.
+get SIGKILL, at the steps of `KILLS`. Before the third launch it moves to two processes that share the batch. Before
+the fifth it moves to two that share every matrix, and only then it gets its second phase. Its order and data must be
+those of seed 1 to the last hash, its losses equal up to the rounding of sums.
 """
 
 from __future__ import annotations

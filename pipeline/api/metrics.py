@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.errors import UserError
-from pipeline.train.run.folder import flat
+from pipeline.train.monitor.loggers.base import flat
 
 _INTEGERS = ("step", "attempt")
 

@@ -18,8 +18,9 @@ from pipeline.eval.report.command import report
 from pipeline.train import trainer
 from pipeline.train.balance import Balance, StepRouting
 from pipeline.train.monitor.imbalance import Imbalance
+from pipeline.train.monitor.loggers.base import flat
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.run.folder import flat, read_metrics
+from pipeline.train.run.folder import read_metrics
 from slurm.status.command import show_status
 from tests import tiny
 from tests.train.one_process import CPU, config_of, setup_of

@@ -29,7 +29,7 @@ from pipeline.data.order.sampler import Sampler
 from pipeline.eval.report.metrics_reader import MetricsReader
 from pipeline.eval.report.reading import Reading
 from pipeline.eval.report.scores import ReportedScore, read_made_with, read_scores
-from pipeline.eval.report.sections.sample_losses import SampleLosses, sample_losses
+from pipeline.eval.report.sections.sample_losses import LossSummary, sample_losses
 from pipeline.eval.report.sections.texts import SampleTexts, read_texts
 from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge
@@ -87,7 +87,7 @@ class RunFacts:
     """The state that the newest checkpoint has written down."""
     texts: SampleTexts = field(default_factory=SampleTexts)
     """What evaluations have generated."""
-    sample_losses: SampleLosses = field(default_factory=SampleLosses)
+    sample_losses: LossSummary = field(default_factory=LossSummary)
     """Where the losses of samples are recorded."""
     problems: list[str] = field(default_factory=list)
     """Files that are missing or could not be read."""
@@ -234,7 +234,7 @@ class RunReader:
             RunFiles.losses,
             [files.losses, files.journal],
             lambda: sample_losses(folder),
-            SampleLosses(),
+            LossSummary(),
             seconds=_LOSSES_SECONDS,
         )
         return found

@@ -154,17 +154,6 @@ def read_metrics(run: StrPath) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a row, nested keys joined by slashes; hashes and other texts are left out."""
-    numbers: dict[str, float] = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            numbers |= flat(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and name not in ("step", "attempt", "time"):
-            numbers[prefix + name] = value
-    return numbers
-
-
 def refuse_lost_checkpoints(run: Path) -> None:
     """A `UserError` where a run has saved and no checkpoint is there: its folder was cleaned, or a disk is missing."""
     files = RunFiles(run)

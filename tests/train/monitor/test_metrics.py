@@ -16,11 +16,11 @@ from pipeline.common.storage import JsonLines, read_json_lines
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.monitor.loggers import retrying
-from pipeline.train.monitor.loggers.base import Logger
+from pipeline.train.monitor.loggers.base import Logger, flat
 from pipeline.train.monitor.loggers.tensorboard import TensorBoard
 from pipeline.train.monitor.loggers.terminal import Terminal
 from pipeline.train.monitor.metrics import Metrics, peak_flops
-from pipeline.train.run.folder import flat, read_metrics
+from pipeline.train.run.folder import read_metrics
 from pipeline.train.trainer import train
 from tests import tiny
 

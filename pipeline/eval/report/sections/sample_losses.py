@@ -74,7 +74,7 @@ class HighLoss:
 
 
 @dataclass(frozen=True)
-class SampleLosses:
+class LossSummary:
     """Recorded losses of a run."""
 
     recorded: int = 0
@@ -89,7 +89,7 @@ class SampleLosses:
     """Why no document is named."""
 
 
-def sample_losses(folder: Path) -> SampleLosses:
+def sample_losses(folder: Path) -> LossSummary:
     """The recorded losses of a run; empty where nothing is recorded.
 
     Raises:
@@ -97,20 +97,20 @@ def sample_losses(folder: Path) -> SampleLosses:
     """
     path = RunFiles(folder).losses
     if not path.exists() or not RunFiles(folder).journal.exists():
-        return SampleLosses()
+        return LossSummary()
     journal = read_journal(folder)
     sampler = Sampler(journal)
     with LossFile(path) as file:
         steps = recorded_steps(sampler, file)
         if steps[0] >= steps[1]:
-            return SampleLosses()
+            return LossSummary()
         pieces = list(_pieces(journal, steps))
         epochs = _epochs(sampler, file, pieces)
         found, searched = _search(journal, file, steps)
         highest, unplaced = _placed(folder, sampler, file, found)
     first, end = (journal.samples(step).start for step in steps)
     read = sum(journal.samples(end).start - journal.samples(begin).start for begin, end in pieces)
-    return SampleLosses(end - first, read, epochs, highest, searched, unplaced)
+    return LossSummary(end - first, read, epochs, highest, searched, unplaced)
 
 
 def _pieces(journal: Journal, steps: Range) -> Iterator[Range]:
@@ -237,7 +237,7 @@ def _document(run: RunView, block: LossBlock, source: int) -> tuple[int, str]:
     return len(np.unique(found.document)), f"document {largest:,}: {described}"
 
 
-def epoch_table(recorded: Sequence[tuple[str, SampleLosses]]) -> tuple[Table, str]:
+def epoch_table(recorded: Sequence[tuple[str, LossSummary]]) -> tuple[Table, str]:
     """A table of the losses of runs by source and epoch, by the names of the runs, and a note."""
     several = len(recorded) > 1
     head = ("source", "epoch", "samples", "mean loss", "5 %", "median", "95 %")
@@ -269,7 +269,7 @@ def _epoch_cells(row: EpochLoss) -> tuple[str, ...]:
     return row.source, f"{row.epoch:,}", f"{row.samples:,}", f"{row.loss:.4f}", *shown
 
 
-def highest_table(recorded: Sequence[tuple[str, SampleLosses]]) -> tuple[Table, str]:
+def highest_table(recorded: Sequence[tuple[str, LossSummary]]) -> tuple[Table, str]:
     """A table of the samples furthest above their neighbours, by the names of the runs, and a note."""
     several = len(recorded) > 1
     head = ("source", "step", "sample", "epoch", "loss", "mean around it", "documents", "most of it from")

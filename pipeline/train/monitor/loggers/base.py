@@ -79,3 +79,14 @@ class Logger:
 
     def wait(self) -> None:
         """Wait, for a bounded time, for what goes on in the background after `close`."""
+
+
+def flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a row, nested keys joined by slashes; hashes and other texts are left out."""
+    numbers: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            numbers |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and name not in ("step", "attempt", "time"):
+            numbers[prefix + name] = value
+    return numbers

@@ -10,9 +10,8 @@ from typing import Any
 
 from pipeline.config.trackers import MlflowConfig
 from pipeline.train.monitor.loggers.background import BatchLogger, NumberedRow
-from pipeline.train.monitor.loggers.base import RunInfo
+from pipeline.train.monitor.loggers.base import RunInfo, flat
 from pipeline.train.monitor.loggers.params import cut, flat_params
-from pipeline.train.run.folder import flat
 
 _METRICS, _PARAMS = 1000, 100
 """Metrics, and params or tags, of one request at most."""

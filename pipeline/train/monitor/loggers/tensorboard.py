@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.train.monitor.loggers.base import Logger
-from pipeline.train.run.folder import flat
+from pipeline.train.monitor.loggers.base import Logger, flat
 
 _FLUSH = 30.0
 """Seconds after which TensorBoard has a row."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.config.trackers import TrackioConfig
-from pipeline.train.monitor.loggers.base import Logger, RunInfo
-from pipeline.train.run.folder import flat
+from pipeline.train.monitor.loggers.base import Logger, RunInfo, flat
 
 
 class TrackioLogger(Logger):

@@ -9,8 +9,7 @@ from urllib.request import Request, urlopen
 
 from pipeline.config.trackers import WandbConfig
 from pipeline.train.monitor.loggers.background import BatchLogger, NumberedRow
-from pipeline.train.monitor.loggers.base import RunInfo
-from pipeline.train.run.folder import flat
+from pipeline.train.monitor.loggers.base import RunInfo, flat
 
 _INIT_S, _FINISH_S = 30.0, 10.0
 """Seconds for W&B to begin a run, and to upload what is left at its end."""

@@ -22,11 +22,11 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.fork import fork
 from pipeline.train.monitor.loggers import background
 from pipeline.train.monitor.loggers.background import BackgroundLogger
-from pipeline.train.monitor.loggers.base import RunInfo
+from pipeline.train.monitor.loggers.base import RunInfo, flat
 from pipeline.train.monitor.loggers.json_lines import MetricsFile
 from pipeline.train.monitor.loggers.mlflow import MlflowLogger
 from pipeline.train.monitor.metrics import Metrics
-from pipeline.train.run.folder import flat, read_metrics
+from pipeline.train.run.folder import read_metrics
 from pipeline.train.trainer import train
 from tests import tiny
 from tests.train.distributed.faulty import KILLED, Fault, Instant, Start

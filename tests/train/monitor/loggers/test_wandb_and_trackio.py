@@ -18,11 +18,10 @@ from pipeline.config.trackers import WandbConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.monitor.loggers import background
 from pipeline.train.monitor.loggers.background import BackgroundLogger
-from pipeline.train.monitor.loggers.base import RunInfo
+from pipeline.train.monitor.loggers.base import RunInfo, flat
 from pipeline.train.monitor.loggers.json_lines import MetricsFile
 from pipeline.train.monitor.loggers.wandb import WandbLogger
 from pipeline.train.monitor.metrics import Metrics
-from pipeline.train.run.folder import flat
 from tests import tiny
 from tests.train.distributed.faulty import Start
 from tests.train.distributed.ranks import free_port
