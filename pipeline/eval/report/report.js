@@ -179,12 +179,14 @@
 
   const draw = chart => {
     const box = chart.box, width = Math.max(240, box.clientWidth), height = Math.round(Math.min(440, Math.max(230, width * 0.6)));
-    const axis = axisOf(chart), [from, to] = view(axis), log = chart.log, lines = chart.lines.filter(shown);
+    const axis = axisOf(chart), [from, to] = view(axis), log = chart.log, over = SMOOTH[state.smooth];
+    const lines = chart.lines.filter(shown);
     const probe = value => (value - from) / (to - from) * (width - 60);
     let low = Infinity, high = -Infinity;
     for (const line of lines)
-      for (const point of seen(line, line.mean, probe, [from, to], axis, log))
-        if (point?.inside) { low = Math.min(low, point.low); high = Math.max(high, point.high); }
+      for (const values of over && line.smooth ? [line.mean, smoothed(line, over)] : [line.mean])
+        for (const point of seen(line, values, probe, [from, to], axis, log))
+          if (point?.inside) { low = Math.min(low, point.low, point.y); high = Math.max(high, point.high, point.y); }
     const empty = !(low <= high);
     if (empty) [low, high] = log ? [0.1, 1] : [0, 1];
     else if (chart.zero && !log) [low, high] = [Math.min(0, low), Math.max(high * 1.08, 1e-12)];
@@ -221,7 +223,6 @@
     if (empty) make("text", {x: (left + right) / 2, y: (TOP + bottom) / 2, "text-anchor": "middle"}, svg, "no value here");
 
     const inside = make("g", {"clip-path": `url(#${chart.id}-clip)`}, svg);
-    const over = SMOOTH[state.smooth];
     const at = point => `${point.x.toFixed(1)} ${y(point.y).toFixed(1)}`;
     const curve = (line, points, kind) => {
       const whole = pieces(points).filter(piece => piece.length > 1), alone = pieces(points).filter(piece => piece.length === 1);
@@ -239,9 +240,8 @@
         : "M" + piece.map(p => `${p.x.toFixed(1)} ${y(p.high).toFixed(1)}`).join("L") + "L"
           + piece.toReversed().map(p => `${p.x.toFixed(1)} ${y(p.low).toFixed(1)}`).join("L") + "Z").join("");
       if (band) ink(make("path", {class: "band", d: band}, inside), line.slot);
-      const smooths = over && line.smooth;
-      curve(line, points, smooths ? "raw" : "curve");
-      if (smooths) curve(line, seen(line, smoothed(line, over), x, [from, to], axis, log), "curve");
+      curve(line, points, over && line.smooth ? "raw" : "curve");
+      if (over && line.smooth) curve(line, seen(line, smoothed(line, over), x, [from, to], axis, log), "curve");
     }
     if (chart.rules) {
       const begun = [...chart.rules[axis].keys()].filter(n => from <= chart.rules[axis][n] && chart.rules[axis][n] <= to);
