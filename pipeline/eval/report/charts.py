@@ -66,7 +66,7 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     yield from _validations_by(runs, scale, "set", lambda each: each.columns.set_validations)
     if _has(runs, "mtp_loss"):
         title = "Loss of multi-token prediction"
-        yield _by_step(runs, scale, "mtp_loss", title, "nats per token, mean of the depths", logarithmic=True)
+        yield _by_step(runs, scale, "mtp_loss", title, "nats per token, mean of depths", logarithmic=True)
     yield _by_step(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True, smooth=False)
     yield _by_step(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
     yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
@@ -84,7 +84,7 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
             "times the mean, worst layer",
             from_zero=True,
         )
-        yield _by_step(runs, scale, "balance_loss", "Balance loss", "sum over layers, without coefficient")
+        yield _by_step(runs, scale, "balance_loss", "Balance loss", "sum, without coefficient")
 
 
 def _has(runs: Sequence[RunFacts], name: str) -> bool:

@@ -11,6 +11,7 @@ from rich.console import Console
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
+from pipeline.common.page.words import clean
 from pipeline.eval.report.charts import curves, scales
 from pipeline.eval.report.drawing import png
 from pipeline.eval.report.facts import headline
@@ -56,9 +57,10 @@ def report(runs: Sequence[Path], console: Console, *, out: Path | None = None, p
             say(console, f"report: {path}")
     for facts in found:
         why = f": {facts.state.why}" if facts.state.why else ""
-        say(console, f"{facts.name}: {facts.state.word}{why}")
+        # What others wrote, as an error or a name: cleaned as in the page, so that it commands no terminal.
+        say(console, clean(f"{facts.name}: {facts.state.word}{why}"))
         for line in facts.problems:
-            say(console, f"  missing or damaged: {line}")
+            say(console, clean(f"  missing or damaged: {line}"))
     return file
 
 

@@ -204,7 +204,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
         for number, each in enumerate(value):
             found |= _flat({k: v for k, v in each.items() if k != "name"}, f"{path}.{each.get('name', number)}")
-    else:
+    elif path:
         found[path] = value
     return found
 

@@ -11,7 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from pipeline import __version__
-from pipeline.common.page.html import LIGHT, Fact, Table, document, section
+from pipeline.common.page.html import LIGHT, Fact, Table, document, prose, section
 from pipeline.common.page.render import render
 from pipeline.common.page.words import NONE, moment
 from pipeline.eval.report.charts import curves, scales
@@ -92,9 +92,9 @@ def _figure(key: str, chart: Chart) -> dict[str, Any]:
         drawn = Markup(svg(chart, key))
     except Exception:  # figures of others may be what no axis is made for: the other charts are shown all the same
         drawn = Markup()
-    notes = {"drawn_note": "", "values": "", "rules": False}
+    notes = {"note": Markup(prose(chart.note)), "drawn_note": "", "values": "", "rules": False}
     if isinstance(chart, LineChart):
-        notes = {"drawn_note": chart.drawn_note, "values": _values(chart), "rules": bool(chart.rules)}
+        notes |= {"drawn_note": chart.drawn_note, "values": _values(chart), "rules": bool(chart.rules)}
     return {"key": key, "chart": chart, "legend": _legend(chart), "drawn": drawn, **notes}
 
 

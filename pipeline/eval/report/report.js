@@ -9,7 +9,10 @@
   const RIGHT = 14, TOP = 18, BOTTOM = 40, FAR = 28, ROW = 12, SPARSE = 36, DOTS = 8, CLOSEST = 1e-9;
   const $ = id => document.getElementById(id);
   const data = JSON.parse($("data").textContent);
-  const state = {axis: "tokens", smooth: 0, off: new Set(), view: null};
+  const chosen = new URLSearchParams(location.hash.slice(1));
+  // `log` and `large` have the titles of the charts at which these buttons were pressed.
+  const [log, large] = ["log", "large"].map(text => new Set(chosen.getAll(text)));
+  const state = {axis: "tokens", smooth: 0, off: new Set(), view: null, log, large};
 
   // Numbers
 
@@ -176,12 +179,14 @@
 
   const draw = chart => {
     const box = chart.box, width = Math.max(240, box.clientWidth), height = Math.round(Math.min(440, Math.max(230, width * 0.6)));
-    const axis = axisOf(chart), [from, to] = view(axis), log = chart.log, lines = chart.lines.filter(shown);
+    const axis = axisOf(chart), [from, to] = view(axis), log = chart.log, over = SMOOTH[state.smooth];
+    const lines = chart.lines.filter(shown);
     const probe = value => (value - from) / (to - from) * (width - 60);
     let low = Infinity, high = -Infinity;
     for (const line of lines)
-      for (const point of seen(line, line.mean, probe, [from, to], axis, log))
-        if (point?.inside) { low = Math.min(low, point.low); high = Math.max(high, point.high); }
+      for (const values of over && line.smooth ? [line.mean, smoothed(line, over)] : [line.mean])
+        for (const point of seen(line, values, probe, [from, to], axis, log))
+          if (point?.inside) { low = Math.min(low, point.low, point.y); high = Math.max(high, point.high, point.y); }
     const empty = !(low <= high);
     if (empty) [low, high] = log ? [0.1, 1] : [0, 1];
     else if (chart.zero && !log) [low, high] = [Math.min(0, low), Math.max(high * 1.08, 1e-12)];
@@ -218,7 +223,6 @@
     if (empty) make("text", {x: (left + right) / 2, y: (TOP + bottom) / 2, "text-anchor": "middle"}, svg, "no value here");
 
     const inside = make("g", {"clip-path": `url(#${chart.id}-clip)`}, svg);
-    const over = SMOOTH[state.smooth];
     const at = point => `${point.x.toFixed(1)} ${y(point.y).toFixed(1)}`;
     const curve = (line, points, kind) => {
       const whole = pieces(points).filter(piece => piece.length > 1), alone = pieces(points).filter(piece => piece.length === 1);
@@ -236,9 +240,8 @@
         : "M" + piece.map(p => `${p.x.toFixed(1)} ${y(p.high).toFixed(1)}`).join("L") + "L"
           + piece.toReversed().map(p => `${p.x.toFixed(1)} ${y(p.low).toFixed(1)}`).join("L") + "Z").join("");
       if (band) ink(make("path", {class: "band", d: band}, inside), line.slot);
-      const smooths = over && line.smooth;
-      curve(line, points, smooths ? "raw" : "curve");
-      if (smooths) curve(line, seen(line, smoothed(line, over), x, [from, to], axis, log), "curve");
+      curve(line, points, over && line.smooth ? "raw" : "curve");
+      if (over && line.smooth) curve(line, seen(line, smoothed(line, over), x, [from, to], axis, log), "curve");
     }
     if (chart.rules) {
       const begun = [...chart.rules[axis].keys()].filter(n => from <= chart.rules[axis][n] && chart.rules[axis][n] <= to);
@@ -350,6 +353,13 @@
     $("whole").disabled = state.view === null;
     redraw();
   };
+  // The same steps on another axis: of runs of different speed those of the line that has most of them in view.
+  const carried = axis => {
+    const [from, to] = state.view ?? [1, 0], seen = charts.flatMap(chart => chart.lines.filter(shown)).map(line =>
+      line[axis].filter((x, i) => from <= line[state.axis][i] && line[state.axis][i] <= to && Number.isFinite(x)));
+    const most = seen.reduce((a, b) => b.length > a.length ? b : a, []);
+    return most.length > 1 ? [most[0], most.at(-1)] : null;
+  };
   const zoomBy = factor => {
     const [low, high] = view(state.axis), cursors = charts.map(chart => chart.cursor).filter(each => low <= each && each <= high && each !== null);
     const middle = cursors[0] ?? (low + high) / 2;
@@ -371,20 +381,18 @@
     for (const item of figure.querySelectorAll(".legend li"))
       if (data.runs.length > 1 && data.runs.includes(item.textContent.trim())) item.hidden = true;
     const buttons = html("span", "buttons", figure.querySelector("figcaption"));
-    const toggle = (text, title, on, act) => {
-      const button = html("button", "", buttons, text);
-      button.type = "button";
-      button.title = title;
-      button.setAttribute("aria-pressed", on);
+    const toggle = (text, title, usual, act) => {
+      const button = Object.assign(html("button", "", buttons, text), {type: "button", title}), pressed = state[text];
+      const set = on => { button.setAttribute("aria-pressed", on); act(on); };
+      set(usual !== pressed.has(chart.title));
       button.addEventListener("click", () => {
-        const pressed = button.getAttribute("aria-pressed") !== "true";
-        button.setAttribute("aria-pressed", pressed);
-        act(pressed);
-        draw(chart);
+        if (!pressed.delete(chart.title)) pressed.add(chart.title);
+        set(usual !== pressed.has(chart.title));
+        redraw();
       });
     };
-    toggle("log", "Logarithmic vertical axis", chart.log, pressed => { chart.log = pressed; });
-    toggle("large", "Use the whole width", false, pressed => { figure.classList.toggle("large", pressed); });
+    toggle("log", "Logarithmic vertical axis", chart.log, on => { chart.log = on; });
+    toggle("large", "Use the whole width", false, on => { figure.classList.toggle("large", on); });
 
     const svg = chart.svg;
     let start = null;
@@ -413,8 +421,7 @@
       chart.select.setAttribute("width", 0);
       if (event.type === "pointerup" && chart.axisNow === state.axis && chart.toX(b) - chart.toX(a) > 6) zoom([a, b]);
     };
-    svg.addEventListener("pointerup", end);
-    svg.addEventListener("pointercancel", end);
+    for (const kind of ["pointerup", "pointercancel"]) svg.addEventListener(kind, end);
     svg.addEventListener("pointerleave", event => {
       if (event.pointerType !== "touch" && start === null) { chart.cursor = null; point(chart); }
     });
@@ -439,10 +446,10 @@
     if (state.smooth) words.set("smooth", state.smooth);
     if (state.off.size) words.set("off", [...state.off].join(" "));
     if (state.view) words.set("view", state.view.join(" "));
+    for (const text of ["log", "large"]) for (const title of state[text]) words.append(text, title);
     const next = words.size ? `#${words}` : "";
     try { if (next !== location.hash) history.replaceState(null, "", next || "#"); } catch { /* a frame may forbid it */ }
   };
-  const chosen = new URLSearchParams(location.hash.slice(1));
   if (["tokens", "time", "steps"].includes(chosen.get("axis"))) state.axis = chosen.get("axis");
   state.smooth = Math.max(0, Math.min(SMOOTH.length - 1, Math.floor(Number(chosen.get("smooth"))) || 0));
   for (const run of (chosen.get("off") ?? "").split(" ")) if (/^\d+$/.test(run) && run < data.runs.length) state.off.add(Number(run));
@@ -455,9 +462,10 @@
   for (const radio of tools.querySelectorAll("[name=axis]")) {
     radio.checked = radio.value === state.axis;
     radio.addEventListener("change", () => {
+      const range = carried(radio.value);
       state.axis = radio.value;
       for (const chart of charts) chart.cursor = null;
-      zoom(null);
+      zoom(range);
     });
   }
   const slider = $("smooth"), say = () => {

@@ -151,6 +151,24 @@ def test_zoom_axis_and_what_is_chosen_outlive_a_reload(browser: Chromium, pages:
         page.reload()
         until(page, "document.querySelectorAll('#chart-1 .plot text').length > 0")
         assert labels() == zoomed and page.locator("[name=axis][value=steps]").is_checked()
+        # Another axis shows the same steps, and the first one again the same stretch.
+        seen = []
+        for axis in ("time", "steps", "tokens", "steps"):
+            page.evaluate(f"document.querySelector('[name=axis][value={axis}]').click()")
+            until(page, f"(new URLSearchParams(location.hash.slice(1)).get('axis') ?? 'tokens') === '{axis}'")
+            seen.append(page.evaluate("new URLSearchParams(location.hash.slice(1)).get('view')"))
+        first, last = map(float, seen[1].split())
+        assert 28 <= first < last <= 48 and seen[3] == seen[1]
+        assert seen[2] == f"{100 * first:g} {100 * last:g}"  # tokens of these steps
+        # The buttons of a chart are kept by its title.
+        for button in ("log", "large"):
+            page.locator("#chart-1 .buttons button", has_text=button).click()
+        kept = page.locator("#chart-1 .buttons [aria-pressed=true]").all_text_contents()
+        until(page, "location.hash.includes('large')")
+        page.reload()
+        until(page, "document.querySelectorAll('#chart-1 .plot text').length > 0")
+        assert page.locator("#chart-1 .buttons [aria-pressed=true]").all_text_contents() == kept
+        assert page.locator("figure.large").count() == 1 and "large" in kept
         page.locator("#whole").click()
         until(page, "!location.hash.includes('view')")
         assert min(labels()) == 0 and max(labels()) == 60

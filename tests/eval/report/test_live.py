@@ -178,7 +178,7 @@ def serving(*runs: Path, log: io.StringIO | None = None) -> Iterator[LiveServer]
 
 
 def test_only_who_knows_the_address_and_asks_this_machine_sees_it(tmp_path: Path) -> None:
-    run, log = tmp_path / "run", io.StringIO()
+    run, log = tmp_path / "run\x1b[31m", io.StringIO()
     run.mkdir()
     append(run / "metrics.jsonl", row(1))
     with serving(run, log=log) as server:
@@ -203,4 +203,5 @@ def test_only_who_knows_the_address_and_asks_this_machine_sees_it(tmp_path: Path
         (run / "metrics.jsonl").unlink()
         (run / "metrics.jsonl").mkdir()
         assert get(f"{server.address}report").status_code == 200
-    assert address in log.getvalue() and f"ssh -L {port}:127.0.0.1:{port}" in log.getvalue()
+    said = log.getvalue()
+    assert address in said and f"ssh -L {port}:127.0.0.1:{port}" in said and "\x1b" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import warnings
@@ -303,6 +304,15 @@ def test_addresses_lose_what_is_secret_in_them(text: str, shown: str) -> None:
 
 
 @pytest.mark.guard
+def test_what_others_wrote_commands_no_terminal(tmp_path: Path) -> None:
+    run, said = twenty(tmp_path / "run\x1b[31m", begin(), end(1, 20, 1)), io.StringIO()
+    (run / "exit.json").write_bytes(
+        orjson.dumps({"attempt": 1, "code": 1, "reason": "no \x1b]0;title\x07", "step": 20})
+    )
+    report([run], Console(file=said, force_terminal=True), out=tmp_path / "r.html")
+    assert "failed" in said.getvalue() and "\x1b" not in said.getvalue()
+
+
 def test_secrets_of_the_reader_are_not_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is somebody else's, and what its file names is the reader's."""
     monkeypatch.setenv("HF_TOKEN", "HIDDEN")

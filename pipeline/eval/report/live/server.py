@@ -17,6 +17,7 @@ from rich.console import Console
 
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
+from pipeline.common.page.words import clean
 from pipeline.eval.report.live.view import LiveView
 from pipeline.eval.server.guard import Guard
 from pipeline.eval.server.page import sealing
@@ -81,7 +82,7 @@ class LiveServer(StoppableServer):
 
     def _log(self, line: str) -> None:
         with suppress(OSError):  # a log that nobody reads any more does not end the server
-            say(self._console, line)
+            say(self._console, clean(line))
 
 
 def live_app(view: LiveView, secret: str, log: Callable[[str], None]) -> FastAPI:
