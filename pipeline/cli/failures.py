@@ -101,8 +101,8 @@ def report_mistake(error: BaseException) -> int:
 
 def _name_keys(error: Any) -> None:
     """Add the keys of run files that an unknown option may mean to the message of its error."""
+    from pipeline.config.parsing.schema import keys_like
     from pipeline.config.root import Config
-    from pipeline.config.schema import keys_like
 
     if near := keys_like(Config, error.option_name.lstrip("-").replace("-", "_")):
         error.message += f"; keys of the run file have no dashes: {' or '.join(f'{key}=VALUE' for key in near)}"

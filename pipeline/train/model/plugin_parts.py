@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.common.errors import UserError
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.config.plugins import Plugin, find_plugin
 from pipeline.train.model.part_spec import LayerPartSpec, MixerSpec
 
