@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.config import Config
+from pipeline.config.parsing.schema import keys
 from pipeline.config.plugins import Kind
-from pipeline.config.schema import keys
 from pipeline.config.slurm import SiteConfig
 
 ROOT = Path(__file__).parents[1]

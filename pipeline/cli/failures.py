@@ -80,7 +80,17 @@ def report_mistake(error: BaseException) -> int:
         first = str(error).strip().split("\n", maxsplit=1)[0].partition(". ")[0]
         alarm("error:", f"rank {os.environ.get('RANK')} has lost another process of the run ({first[:200]})")
         return EXIT_OTHER
-    echo("".join(traceback.format_exception(error)), end="", error=True)
+    trace = "".join(traceback.format_exception(error))
+    echo(trace, end="", error=True)
+    from pipeline.config.plugins import plugins_in
+
+    if plugins := plugins_in(trace):
+        alarm(
+            "error:",
+            f"{type(error).__name__}: likely an error of the plug-in {' or '.join(map(str, plugins))}, whose code the "
+            "lines above go through; its authors need these lines and the output of `pipeline config show`",
+        )
+        return EXIT_OTHER
     alarm(
         "error:",
         f"{type(error).__name__}: this is a bug in the program, not a mistake in your run; please report it with the "
@@ -91,8 +101,8 @@ def report_mistake(error: BaseException) -> int:
 
 def _name_keys(error: Any) -> None:
     """Add the keys of run files that an unknown option may mean to the message of its error."""
+    from pipeline.config.parsing.schema import keys_like
     from pipeline.config.root import Config
-    from pipeline.config.schema import keys_like
 
     if near := keys_like(Config, error.option_name.lstrip("-").replace("-", "_")):
         error.message += f"; keys of the run file have no dashes: {' or '.join(f'{key}=VALUE' for key in near)}"

@@ -21,11 +21,11 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
-from pipeline.config.document import PLACEHOLDER, ParsedFile, Place, Problem, parse, render
-from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
-from pipeline.config.problems import misspelled, place_of, show, translate
+from pipeline.config.parsing.document import PLACEHOLDER, ParsedFile, Place, Problem, parse, render
+from pipeline.config.parsing.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
+from pipeline.config.parsing.problems import misspelled, place_of, show, translate
+from pipeline.config.parsing.schema import KeyPath, dotted
 from pipeline.config.root import Config
-from pipeline.config.schema import KeyPath, dotted
 from pipeline.config.slurm import is_profile_file
 
 COMMAND_LINE = "command line"

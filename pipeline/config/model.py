@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.config.base import Section
-from pipeline.config.layer_plugins import check_layer_plugin
-from pipeline.config.mixers import MAX_EXPERTS, MAX_LAYERS, MAX_ROWS, MAX_WIDTH, DeltaConfig, Mamba2Config, MlaConfig
-from pipeline.config.plugins import MixerOptions, MlpOptions, NamedPlugin, is_plugin
-
-EXPERT_MULTIPLE = 8
-"""Divisor of both sizes of an expert: its products read rows of numbers of 2 bytes that begin at a multiple of 16."""
-
-
-class RopeScalingConfig(Section):
-    """Change of rotary frequencies for contexts longer than the original one."""
-
-    type: Literal["linear", "llama3", "yarn"]
-    """Method of scaling."""
-    factor: float = Field(gt=0)
-    """Length of the new context over the original one."""
-    original_max_positions: int = Field(default=8192, ge=1)
-    """Context length that the unscaled frequencies were made for (llama3, yarn)."""
-    low_freq_factor: float = Field(default=1.0, gt=0)
-    """llama3: wavelengths longer than original_max_positions / low_freq_factor are scaled by the full factor."""
-    high_freq_factor: float = Field(default=4.0, gt=0)
-    """llama3: wavelengths shorter than original_max_positions / high_freq_factor stay as they are."""
-    beta_fast: float = Field(default=32.0, gt=0)
-    """yarn: rotations over the original context above which a frequency is kept."""
-    beta_slow: float = Field(default=1.0, gt=0)
-    """yarn: rotations over the original context below which a frequency is scaled by the full factor."""
-    truncate: bool = True
-    """yarn: the two limits are rounded outwards to whole dimensions. false: the ramp between them begins and ends at
-    fractions (GPT-OSS)."""
-    mscale: float = Field(default=1.0, ge=0)
-    """yarn: cos and sin are multiplied by m(mscale) / m(mscale_all_dim), where m(s) is 0.1 * s * ln(factor) + 1
-    (DeepSeek)."""
-    mscale_all_dim: float = Field(default=0.0, ge=0)
-    """yarn: see mscale; the products of queries and keys are multiplied by m(mscale_all_dim) squared."""
-    attention_factor: float | None = Field(default=None, gt=0)
-    """yarn: factor on cos and sin, in place of that of mscale and mscale_all_dim, by default 0.1 * ln(factor) + 1."""
+from pipeline.config.layers.experts import EXPERT_MULTIPLE
+from pipeline.config.layers.layer import LayerConfig, LayerKindConfig
+from pipeline.config.layers.mixers import MAX_LAYERS, MAX_ROWS, MAX_WIDTH
+from pipeline.config.layers.plugin_checks import check_layer_plugin
+from pipeline.config.plugins import is_plugin
 
 
 class InitConfig(Section):
@@ -60,77 +30,6 @@ class InitConfig(Section):
     def _mup(self) -> InitConfig:
         if (self.scheme == "mup") != (self.mup_base_dim is not None):
             raise ValueError("mup_base_dim is needed with scheme: mup and not allowed otherwise")
-        return self
-
-
-class ExpertsConfig(Section):
-    """Mixture of experts: each token goes through some of many small mlps, which a router chooses."""
-
-    count: int = Field(ge=1, le=MAX_EXPERTS)
-    """Experts."""
-    top_k: int = Field(ge=1)
-    """Experts of each token."""
-    ffn_dim: int = Field(ge=1, le=MAX_WIDTH)
-    """Hidden size of an expert, a multiple of 8."""
-    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
-    """`swiglu`: silu(w1 x) * w3 x. `clamped_swiglu`: g * sigmoid(alpha * g) * (u + 1) with g = min(w1 x, clamp) and u =
-    w3 x between -clamp and clamp (GPT-OSS)."""
-    clamp: float = Field(default=7.0, gt=0)
-    """clamped_swiglu: see activation."""
-    alpha: float = Field(default=1.702, gt=0)
-    """clamped_swiglu: see activation."""
-    bias: bool = False
-    """The products of the experts have a bias (GPT-OSS)."""
-    shared_ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
-    """Hidden size of an mlp beside the experts that every token goes through; several shared experts are one of their
-    size together (DeepSeek, GLM)."""
-    shared_gate: bool = False
-    """The result of the shared mlp is multiplied by sigmoid(wg x) (Qwen2-MoE, Qwen3-Next)."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the experts from the router's logits: over all experts (Mixtral, Qwen3), or each by itself
-    (DeepSeek-V3)."""
-    normalize: bool = True
-    """The weights of the chosen experts are their scores divided by their sum; false: the scores themselves (OLMoE)."""
-    scale: float = Field(default=1.0, gt=0)
-    """Factor on these weights (DeepSeek-V3: 2.5)."""
-    groups: int | None = Field(default=None, ge=1)
-    """Groups of equally many experts, of which only some may be chosen from (DeepSeek). Needs top_groups."""
-    top_groups: int | None = Field(default=None, ge=1)
-    """Groups that the experts of a token are chosen from."""
-    group_score: Literal["top2_sum", "max"] = "top2_sum"
-    """Score of a group: the sum of its two best experts (DeepSeek-V3), or its best one (DeepSeek-V2)."""
-    score_bias: bool = False
-    """Each expert has a number that is added to its score where experts are chosen, and nowhere else. It is not trained
-    by gradients: train.balance.bias_rate moves it until all experts have equally much to do (DeepSeek-V3)."""
-    router_bias: bool = False
-    """The router's logits have a trained bias (GPT-OSS)."""
-
-    @field_validator("ffn_dim")
-    @classmethod
-    def _aligned(cls, ffn_dim: int) -> int:
-        if ffn_dim % EXPERT_MULTIPLE:
-            raise ValueError(f"{ffn_dim} is not a multiple of {EXPERT_MULTIPLE}, which mlp: experts needs")
-        return ffn_dim
-
-    @model_validator(mode="after")
-    def _choice(self) -> ExpertsConfig:
-        if self.top_k > self.count:
-            raise ValueError(f"top_k {self.top_k} is more than count {self.count}")
-        if (self.groups is None) != (self.top_groups is None):
-            raise ValueError("groups and top_groups need each other")
-        if self.groups is not None and self.top_groups is not None:
-            if self.count % self.groups:
-                raise ValueError(f"count {self.count} must be a multiple of groups {self.groups}")
-            size, least = self.count // self.groups, 2 if self.group_score == "top2_sum" else 1
-            if size < least:
-                raise ValueError(f"groups {self.groups} leave {size} expert in each, and group_score needs {least}")
-            if self.top_groups > self.groups or self.top_k > self.top_groups * size:
-                raise ValueError(
-                    f"top_k {self.top_k} experts cannot be chosen from top_groups {self.top_groups} of "
-                    f"{self.groups} groups of {size}"
-                )
-        if self.shared_gate and self.shared_ffn_dim is None:
-            raise ValueError("shared_gate needs shared_ffn_dim")
         return self
 
 
@@ -183,103 +82,6 @@ class _Size(Section):
     """Number of blocks."""
     dim: int = Field(ge=1, le=MAX_WIDTH)
     """Width of the residual stream."""
-
-
-class LayerConfig(Section):
-    """Keys of `model:` that `model.kinds` may set for some layers."""
-
-    heads: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
-    """Query heads. Layers with attention need it."""
-    kv_heads: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
-    """Key and value heads (grouped-query attention); by default `heads`."""
-    head_dim: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
-    """Size of a head; by default dim / heads."""
-    ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
-    """Hidden size of the mlp; by default 4 * dim without a gate and 8/3 * dim, rounded up to a multiple of 64, with."""
-    mixer: Annotated[
-        Literal["attention", "mla", "mamba2", "gated_delta", "kda", "none"] | str, NamedPlugin("mixers")
-    ] = "attention"
-    """Part of a layer that moves information between positions. `attention`: with grouped queries. `mla`: keys and
-    values are made of a small latent of each token, see `mla`. `mamba2`, `gated_delta`, `kda`: recurrences, with a
-    state of one size whatever the length, see `mamba2` and `delta`. `none`: the layer is an mlp alone. A name with a
-    dot: an installed plug-in, see `docs/plugins.md`."""
-    mixer_options: MixerOptions = None
-    """Options of the plug-in that `mixer` names, beside that name."""
-    mla: MlaConfig | None = None
-    """Sizes of latent attention."""
-    mamba2: Mamba2Config | None = None
-    """Sizes of Mamba-2."""
-    delta: DeltaConfig | None = None
-    """Sizes of gated_delta and kda."""
-    mlp: Annotated[
-        Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu", "relu2", "experts", "none"] | str,
-        NamedPlugin("mlps"),
-    ] = "swiglu"
-    """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2); `gelu_exact`: without it (Pythia).
-    `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu`: relu(w1 x) (T5 1.0). `relu2`: relu(w1 x)^2
-    (Nemotron). `experts`: a mixture of experts, see experts. `none`: no mlp. A name with a dot: an
-    installed plug-in, see `docs/plugins.md`."""
-    mlp_options: MlpOptions = None
-    """Options of the plug-in that `mlp` names, beside that name."""
-    experts: ExpertsConfig | None = None
-    """With mlp: experts, these."""
-    bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
-    """Linear layers that have a bias: none (Llama 3), query/key/value (Qwen2), those of attention or of the mlp, or all
-    (GPT-2)."""
-    positions: Literal["rope", "learned", "relative", "none"] = "rope"
-    """Rotary embedding of queries and keys, a learned embedding added to the tokens, or none. `relative`: see relative;
-    for encoder-decoders, and slower."""
-    rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the rotary frequencies."""
-    rope_scaling: RopeScalingConfig | None = None
-    """Scaling of the rotary frequencies."""
-    rope_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of a head that the rotary embedding turns, from its first dimension on (Pythia: 0.25)."""
-    qk_norm: bool | Literal["full"] = False
-    """RMSNorm of queries and keys before the rotary embedding: true, over each head (Qwen3); `full`, over all heads
-    together (OLMo 2)."""
-    sliding_window: int | None = Field(default=None, ge=1, le=MAX_ROWS)
-    """A token attends to itself and the sliding_window - 1 tokens before it (Mistral). With direction: both, to itself
-    and to sliding_window / 2 tokens on each side, rounded down (ModernBERT's local_attention)."""
-    attention_scale: float | None = Field(default=None, gt=0)
-    """Factor on the products of queries and keys; by default 1 / sqrt(head_dim)."""
-    attention_soft_cap: float | None = Field(default=None, gt=0)
-    """These products, with their factor, become cap * tanh(product / cap) (Gemma 2)."""
-    sinks: bool = False
-    """Each head has a learned logit that takes a part of the attention and gives no value (GPT-OSS)."""
-    output_gate: bool = False
-    """The result of attention is multiplied by sigmoid(wg x) (Qwen3-Next)."""
-    norm_place: Literal["pre", "output", "both", "post"] = "pre"
-    """Place of the norms of mixer and mlp: `pre`, on the input (Llama); `output`, on the output before it is added to
-    the stream (OLMo 2); `both` (Gemma); `post`, on the stream after the addition (BERT)."""
-    residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
-    """The mlp reads the stream behind the mixer, or before it and beside the mixer: with a norm of its own (`parallel`,
-    Pythia), or with the mixer's (`parallel_shared`, Cohere)."""
-
-    @property
-    def query_heads(self) -> int:
-        """`heads` of a layer that has attention."""
-        assert self.heads is not None
-        return self.heads
-
-
-class LayerKindConfig(LayerConfig):
-    """A kind of layers: the keys that differ from those of `model:`."""
-
-    described_at: ClassVar = "model"
-
-    @model_validator(mode="after")
-    def _options_of_its_own(self) -> LayerKindConfig:
-        # A kind that names a plug-in does not take the options of the plug-in that `model:` names.
-        for key in ("mixer", "mlp"):
-            if key in self.model_fields_set and is_plugin(getattr(self, key)):
-                self.model_fields_set.add(f"{key}_options")
-        return self
-
-    @model_serializer
-    def _set_alone(self) -> dict[str, Any]:
-        # A value that is a key's default may differ from that of `model:`, so that it is never left out.
-        return {key: getattr(self, key) for key in type(self).model_fields if key in self.model_fields_set}
 
 
 class ModelConfig(LayerConfig, _Size):

@@ -79,7 +79,7 @@ class Plugin:
             base: The class in `BASES`, for the type checker.
 
         Raises:
-            UserError: It cannot be imported, or is not a subclass of that class.
+            UserError: It cannot be imported, is not a subclass of that class, or lacks methods of it.
         """
         where = f"the plug-in {self} of the group pipeline.{self.kind}"
         try:
@@ -96,6 +96,9 @@ class Plugin:
             raise UserError(
                 f"{where} must be a subclass of {wanted}, and {self.entry.value} is {found!r}; see docs/plugins.md"
             )
+        if missing := sorted(getattr(found, "__abstractmethods__", ())):
+            raise UserError(f"{where}: {found.__name__} does not define {', '.join(missing)}; see docs/plugins.md")
+        _LOADED.add(self)
         return found
 
     def options(self) -> type[Section] | None:
@@ -110,6 +113,25 @@ class Plugin:
                 f"Options of the plug-in {self} must be a subclass of pipeline.config.base.Section, not {options!r}"
             )
         return options
+
+
+_LOADED: set[Plugin] = set()
+"""Those that this process has imported."""
+
+
+def plugins_in(trace: str) -> list[Plugin]:
+    """The imported plug-ins that a traceback, as text, goes through: by their modules, or else by their packages."""
+    for whole_package in (False, True):
+        found = []
+        for plugin in _LOADED:
+            module = plugin.entry.module.partition(".")[0] if whole_package else plugin.entry.module
+            file = getattr(sys.modules.get(module), "__file__", None) or ""
+            place = file.removesuffix("__init__.py") if file.endswith("__init__.py") else f'{file}"'
+            if file and f'File "{place}' in trace:
+                found.append(plugin)
+        if found:
+            return sorted(found, key=str)
+    return []
 
 
 def is_plugin(name: object) -> bool:
@@ -234,13 +256,29 @@ class PluginOptions:
             return None
         section = find_plugin(self.kind, name).options() if is_plugin(name) else None
         if section is not None:
-            return section.model_validate(value)
+            return _kept(section.model_validate(value), name)
         if value is None:
             return None
         key = self.named_by
         if is_plugin(name):
             raise ValueError(f"the plug-in {name} has no options; remove the key")
         raise ValueError(f"is for plug-ins, and {key} is {name}; remove it, or name a plug-in with {key} beside it")
+
+
+def _kept(options: Section, name: str) -> Section:
+    """Options as they are; a `ValueError` where they are others when they come back from the files of a run."""
+    section = type(options)
+    try:
+        again = section.model_validate(options.model_dump(mode="json"))
+        changed = [key for key in section.model_fields if getattr(again, key) != getattr(options, key)]
+    except ValueError as error:
+        raise ValueError(f"options of the plug-in {name} cannot be kept in the files of a run: {error}") from None
+    if changed:
+        raise ValueError(
+            f"{changed[0]} of the plug-in {name} changes where the files of a run keep it "
+            f"({section.model_fields[changed[0]].annotation}); a secret comes from the environment instead"
+        )
+    return options
 
 
 SourceOptions = Annotated[Any, PluginOptions("sources", "type")]

@@ -21,10 +21,10 @@ from pipeline.common.errors import UserError
 from pipeline.common.storage import put
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.blend import Bound, Range
-from pipeline.config.document import render
+from pipeline.config.parsing.document import render
+from pipeline.config.parsing.schema import Key, keys, keys_like, meaning, subsection, written_keys
 from pipeline.config.plugins import KEYS, OPTION_KEYS, Kind, NamedPlugin, PluginOptions, find_plugin, installed
 from pipeline.config.root import Config
-from pipeline.config.schema import Key, keys, keys_like, meaning, subsection, written_keys
 from pipeline.config.slurm import parse_minutes
 
 BEGIN = "<!-- Everything below is written by `make docs` from pipeline/config/. -->"

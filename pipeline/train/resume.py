@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.config.base import Section
-from pipeline.config.schema import KeyPath, section_at, written_keys
+from pipeline.config.parsing.schema import KeyPath, section_at, written_keys
 from pipeline.train.checkpoint.fingerprint import Fingerprints, differences, shown
 from pipeline.train.checkpoint.manager import Checkpoint
 from pipeline.train.parallel.layout import Layout

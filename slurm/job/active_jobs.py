@@ -15,10 +15,10 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import when
 from pipeline.config import Config
-from pipeline.config.document import parse
 from pipeline.config.load import dump
-from pipeline.config.problems import show
-from pipeline.config.schema import flat
+from pipeline.config.parsing.document import parse
+from pipeline.config.parsing.problems import show
+from pipeline.config.parsing.schema import flat
 from slurm import jobs, scheduler
 from slurm.job.launch_log import is_all, launches
 from slurm.jobs import LAST_OF_ARRAYS, Job, Stage

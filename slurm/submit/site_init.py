@@ -12,7 +12,7 @@ from pathlib import Path
 
 import orjson
 
-from pipeline.config.document import PLACEHOLDER
+from pipeline.config.parsing.document import PLACEHOLDER
 from pipeline.config.starter import write_new
 from slurm import scheduler
 from slurm.scheduler import NodeKind, Partition, SchedulerError

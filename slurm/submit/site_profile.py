@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.config.document import PLACEHOLDER, Problem, parse
-from pipeline.config.problems import translate
-from pipeline.config.schema import dotted
+from pipeline.config.parsing.document import PLACEHOLDER, Problem, parse
+from pipeline.config.parsing.problems import translate
+from pipeline.config.parsing.schema import dotted
 from pipeline.config.slurm import SiteConfig, is_profile_file
 from slurm.jobs import Backend
 from slurm.submit import sbatch_env

@@ -18,9 +18,9 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.config.document import parse
 from pipeline.config.load import COMMAND_LINE, load, load_run
-from pipeline.config.schema import flat
+from pipeline.config.parsing.document import parse
+from pipeline.config.parsing.schema import flat
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from slurm.sweep.folder import SWEEPS

@@ -36,7 +36,7 @@ from pipeline.common.console import (
     visible,
     visible_log,
 )
-from pipeline.config.document import parse, render
+from pipeline.config.parsing.document import parse, render
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
-from pipeline.config.interpolation import Interpolation, InterpolationError, escaped, is_plain
 from pipeline.config.load import dump, load, load_run, load_written
+from pipeline.config.parsing.interpolation import Interpolation, InterpolationError, escaped, is_plain
 from tests import bounded
 from tests.config.runfile import MINIMAL, refused, write
 

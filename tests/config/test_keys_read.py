@@ -19,10 +19,11 @@ import pytest
 from pipeline.config import Config
 from pipeline.config.base import Section, record_reads
 from pipeline.config.data import HeldOutSourceConfig, SourceConfig
+from pipeline.config.layers.layer import LayerKindConfig
 from pipeline.config.load import load
-from pipeline.config.model import LayerKindConfig, ModelConfig
+from pipeline.config.model import ModelConfig
 from pipeline.config.objective import FIM_SENTINELS, MixedObjectiveConfig, ObjectiveConfig
-from pipeline.config.schema import keys
+from pipeline.config.parsing.schema import keys
 from tests.data.curate.models.fasttext_writer import write_model
 from tests.data.curate.runs import curate_config, everything, write_corpus
 from tests.eval.server.running import running

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
-from pipeline.config.document import parse, render
 from pipeline.config.load import dump, find, load, load_run, packaged_configs
+from pipeline.config.parsing.document import parse, render
 from tests.config.runfile import MINIMAL, refused, write
 
 

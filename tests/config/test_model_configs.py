@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from pipeline.config.layers.layer import LayerConfig
 from pipeline.config.load import load, packaged_configs
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.registry import FAMILIES

@@ -8,8 +8,8 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import dump, load
+from pipeline.config.parsing.schema import keys, meaning
 from pipeline.config.reference import json_schema, key_lines, markdown, page
-from pipeline.config.schema import keys, meaning
 from pipeline.config.starter import write as write_starter
 from tests.config.runfile import write
 

@@ -183,6 +183,7 @@ and the modules that write them, with a word on which."""
 WRITE_NOTHING = (
     "pipeline.api.evaluation",  # compares keys of run files
     "pipeline.config.load",  # the run file
+    "pipeline.config.plugins",  # compares options
     "pipeline.config.reference",
     "pipeline.data.curate.duplicates.choose",  # hashes of settings, as the next three
     "pipeline.data.curate.duplicates.compared",

@@ -12,10 +12,12 @@ from unittest import mock
 
 import pytest
 
+from pipeline.cli.failures import report_mistake
 from pipeline.common.errors import UserError
 from pipeline.config.load import dump, load, load_written
 from pipeline.config.plugins import BASES, KEYS, find_plugin
 from pipeline.config.reference import json_schema, plugin_lines
+from pipeline.data.sources.formats import source_format
 from pipeline.train.checkpoint.fingerprint import fingerprints
 from tests.plugins.installed import EXAMPLE, describe, installed
 from tests.tiny import write_run
@@ -32,6 +34,24 @@ ALL: dict[str, Any] = {
 ROOT = Path(__file__).parents[2]
 SHOWN = ("xml_source", "some_documents", "lines_logger")
 XML, SOME = "example.xml", "example.some_documents"
+SOURCE = """
+from pydantic import SecretStr
+from pipeline.config.base import Section
+from pipeline.data.sources.reader import Reader
+
+class Named(Reader):
+    type = "one.named"
+
+    def read(self, cursor, piece):
+        raise RuntimeError("read")
+
+class Abstract(Reader):
+    type = "one.abstract"
+
+class Secret(Named):
+    class Options(Section):
+        key: SecretStr = SecretStr("default")
+"""
 
 
 @pytest.fixture
@@ -54,7 +74,7 @@ def other(tmp_path: Path) -> Iterator[Callable[..., None]]:
         (about / "entry_points.txt").write_text("[pipeline.sources]\n" + "\n".join(lines) + "\n")
         (folder / f"{name}_module.py").write_text(module)
 
-    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]), mock.patch.dict(sys.modules):
         yield install
 
 
@@ -116,8 +136,7 @@ def test_mistakes_are_named_with_their_keys(tmp_path: Path) -> None:
 
 
 def test_nothing_that_is_not_named_is_imported(tmp_path: Path, other: Callable[..., None]) -> None:
-    source = "from pipeline.data.sources.reader import Reader\nclass Named(Reader):\n    type = 'one.named'\n"
-    other("one", source, one_named="one_module:Named", one_other="two_module:Missing")
+    other("one", SOURCE, one_named="one_module:Named", one_other="two_module:Missing")
     other("two", "raise RuntimeError('imported')", two_named="two_module:Named")
     assert "one.other" in "\n".join(plugin_lines())
     assert not {"one_module", "two_module"} & sys.modules.keys()
@@ -152,6 +171,35 @@ def test_a_class_of_another_kind_is_refused(tmp_path: Path, other: Callable[...,
         module, _, cls = name.rpartition(".")
         assert getattr(import_module(module), cls).__name__ == cls
     assert KEYS.keys() == BASES.keys()
+
+
+def test_classes_and_options_that_cannot_be_used_are_refused(tmp_path: Path, other: Callable[..., None]) -> None:
+    entries = {f"one_{name.lower()}": f"one_module:{name}" for name in ("Named", "Abstract", "Secret")}
+    other("one", SOURCE, **entries)
+    source = {"name": "a", "paths": ["x"]}
+    for changes, message in (
+        ({"type": "one.abstract"}, "Abstract does not define read; see docs/plugins.md"),
+        ({"type": "one.secret"}, "key of the plug-in one.secret changes where the files of a run keep it"),
+        ({"type": "one.secret", "options": {"key": "mine"}}, "a secret comes from the environment instead"),
+    ):
+        (found,) = problems(tmp_path, {"data.sources": [source | changes]})
+        assert message in found and "mine" not in found
+    with pytest.raises(UserError, match="numbering of the class is None, and must be one of text, line, row"):
+        source_format("one.named")
+
+
+def test_errors_of_plugins_name_them(
+    tmp_path: Path, other: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other("one", SOURCE, one_named="one_module:Named")
+    reader = find_plugin("sources", "one.named").load()
+    for call, named in ((lambda: reader("", "").read(None, None), True), (reader, False)):
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            call()
+        assert report_mistake(caught.value) == 1
+        shown = " ".join(capsys.readouterr().err.split())
+        assert ("likely an error of the plug-in one.named (one 2.0)" in shown) is named, shown
+        assert ("this is a bug in the program" in shown) is not named
 
 
 @pytest.mark.usefixtures("example")

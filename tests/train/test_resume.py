@@ -15,7 +15,7 @@ import pytest
 from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.config.schema import keys
+from pipeline.config.parsing.schema import keys
 from pipeline.train import resume
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.resume import WINNERS, config_differences, table

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -19,6 +19,7 @@ from pipeline.data.sources.hub import HubReader
 from pipeline.data.sources.jsonl import JsonlReader
 from pipeline.data.sources.parquet import ParquetReader
 from pipeline.data.sources.reader import PLUGIN, Reader
+from pipeline.data.sources.records import Numbering
 from pipeline.data.sources.text import TextReader
 from pipeline.data.sources.web.warc import WarcReader
 
@@ -42,6 +43,12 @@ def source_format(name: str) -> type[Reader]:
         raise UserError(
             f"the plug-in {plugin}: type of the class is {getattr(found, 'type', None)!r}, and must be {name!r}, the "
             "name of its entry point"
+        )
+    numbering = getattr(found, "numbering", None)
+    if numbering not in get_args(Numbering):
+        raise UserError(
+            f"the plug-in {plugin}: numbering of the class is {numbering!r}, and must be one of "
+            f"{', '.join(get_args(Numbering))}"
         )
     return found
 

@@ -8,7 +8,8 @@ from typing import Any
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.base import Section
-from pipeline.config.model import LayerConfig, ModelConfig, RopeScalingConfig
+from pipeline.config.layers.layer import LayerConfig, RopeScalingConfig
+from pipeline.config.model import ModelConfig
 from pipeline.config.objective import mixed_values
 from pipeline.config.plugins import plugin_identities
 from pipeline.train.model.config import DecoderSpec

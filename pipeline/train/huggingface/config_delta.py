@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.config.mixers import DeltaConfig
+from pipeline.config.layers.mixers import DeltaConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_hybrid import has_recurrence
 from pipeline.train.huggingface.config_kinds import by_layer, layer_types

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from pipeline.config.model import ExpertsConfig, LayerConfig, ModelConfig
+from pipeline.config.layers.experts import ExpertsConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_kinds import by_layer, read_kinds
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Family, Need, anything, only

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipeline.config.mixers import MAX_WIDTH, Mamba2Config
+from pipeline.config.layers.mixers import MAX_WIDTH, Mamba2Config
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_hybrid import split
 from pipeline.train.huggingface.config_kinds import read_kinds

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.names import Names
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.mixers import MAX_LAYERS
-from pipeline.config.model import ModelConfig, RopeScalingConfig
+from pipeline.config.layers.layer import RopeScalingConfig
+from pipeline.config.layers.mixers import MAX_LAYERS
+from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_rope import ROPE_SHARE, read_rope, read_rope_share, write_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Need, anything, only

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from pipeline.common.errors import UserError
-from pipeline.config.model import LayerConfig, ModelConfig, RelativeConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig, RelativeConfig
 from pipeline.config.plugins import is_plugin
 from pipeline.train.model.mixers.attention.cross import CrossAttentionSpec
 from pipeline.train.model.mixers.attention.spec import AttentionSpec

@@ -15,7 +15,7 @@ from math import prod
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pipeline.config.model import RopeScalingConfig
+from pipeline.config.layers.layer import RopeScalingConfig
 from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Stack, Vector
 from pipeline.train.model.tensor_names import PartTable
 

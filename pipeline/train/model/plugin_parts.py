@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.common.errors import UserError
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.config.plugins import Plugin, find_plugin
 from pipeline.train.model.part_spec import LayerPartSpec, MixerSpec
 
@@ -26,8 +27,6 @@ def plugin_spec(kind: Literal["mixers", "mlps"], model: ModelConfig, layer: Laye
     name, options = (layer.mixer, layer.mixer_options) if kind == "mixers" else (layer.mlp, layer.mlp_options)
     plugin = find_plugin(kind, name)
     found: Any = plugin.load(_BASES[kind])
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise UserError(_refusal(plugin, f"{found.__name__} does not define {', '.join(missing)}"))
     if found.build is LayerPartSpec.build and not getattr(found, "module", None):
         raise UserError(_refusal(plugin, f"{found.__name__} names no module, and has no build()"))
     if not callable(getattr(found, "of", None)):

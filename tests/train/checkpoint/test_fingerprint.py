@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 
 from pipeline.common.errors import UserError
+from pipeline.config.layers.layer import RopeScalingConfig
 from pipeline.config.load import load
-from pipeline.config.model import ModelConfig, RopeScalingConfig
+from pipeline.config.model import ModelConfig
 from pipeline.config.objective import OBJECTIVE_KEYS, ObjectiveConfig
 from pipeline.train.checkpoint.fingerprint import (
     LATER_KEYS,

@@ -11,7 +11,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from pipeline.common.errors import UserError
-from pipeline.config.model import ExpertsConfig, ModelConfig
+from pipeline.config.layers.experts import ExpertsConfig
+from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import tensors
 from pipeline.train.checkpoint.export import export

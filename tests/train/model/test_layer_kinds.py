@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config.model import LayerConfig, ModelConfig, head_size
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig, head_size
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.checkpoint.fingerprint import LATER_KEYS
 from pipeline.train.model.config import decoder_spec

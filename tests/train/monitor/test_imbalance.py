@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.model import ExpertsConfig
+from pipeline.config.layers.experts import ExpertsConfig
 from pipeline.config.train import BalanceConfig
 from pipeline.train.model.mlps.experts.spec import RouterSpec
 from pipeline.train.monitor.imbalance import Imbalance, load_limit

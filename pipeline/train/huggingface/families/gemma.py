@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import orjson
 
-from pipeline.config.mixers import MAX_LAYERS
+from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_kinds import read_kinds
 from pipeline.train.huggingface.config_rope import read_rope, read_rope_by_type, write_rope

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config.mixers import MAX_LAYERS
+from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_rope import read_rope, write_rope
 from pipeline.train.huggingface.config_source import ConfigSource, Json

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pipeline.config.mixers import MAX_LAYERS, MAX_WIDTH
+from pipeline.config.layers.mixers import MAX_LAYERS, MAX_WIDTH
 from pipeline.config.model import ModelConfig, RelativeConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Family, Need, anything, only, where

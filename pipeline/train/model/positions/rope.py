@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config.model import RopeScalingConfig
+from pipeline.config.layers.layer import RopeScalingConfig
 from pipeline.train.model.part_spec import RopeSpec, yarn_factor
 
 

@@ -9,7 +9,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from pipeline.config.base import Section
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.model.parameter_spec import Matrix, Uniform, Vector
 from pipeline.train.model.part_spec import Division, MixerSpec
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config.base import Section
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.model.parameter_spec import Matrix, Normal, Vector
 from pipeline.train.model.part_spec import Division, LayerPartSpec
 from pipeline.train.parallel.torch_compat.core import own_part

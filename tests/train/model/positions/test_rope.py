@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
-from pipeline.config.model import ModelConfig, RopeScalingConfig
+from pipeline.config.layers.layer import RopeScalingConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.part_spec import RopeSpec, softmax_factor
 from pipeline.train.model.positions.rope import rope_frequencies

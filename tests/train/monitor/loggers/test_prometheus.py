@@ -15,8 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.common.console import Console
-from pipeline.config.document import parse
 from pipeline.config.load import load, packaged_configs
+from pipeline.config.parsing.document import parse
 from pipeline.train.monitor.loggers.prometheus import METRICS, PrometheusFile, file_name
 from pipeline.train.run.folder import RunFolder, read_metrics
 from pipeline.train.run.unsaved import Saves

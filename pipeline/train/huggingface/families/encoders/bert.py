@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.mixers import MAX_LAYERS
+from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 from pipeline.train.huggingface.family import Family, Need, anything, only, where

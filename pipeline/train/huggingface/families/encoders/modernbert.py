@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.mixers import MAX_LAYERS
+from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_kinds import layer_types, read_kinds
 from pipeline.train.huggingface.config_rope import read_rope_by_type, write_rope_values

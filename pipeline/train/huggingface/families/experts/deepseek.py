@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from pipeline.config.mixers import MAX_LAYERS, MlaConfig
-from pipeline.config.model import ExpertsConfig, ModelConfig
+from pipeline.config.layers.experts import ExpertsConfig
+from pipeline.config.layers.mixers import MAX_LAYERS, MlaConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_experts import (
     OF_SOME_LAYERS,
     SIZES,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config.model import ExpertsConfig, ModelConfig
+from pipeline.config.layers.experts import ExpertsConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_experts import (
     OF_SOME_LAYERS,
     SIZES,

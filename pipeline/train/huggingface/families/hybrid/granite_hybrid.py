@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config.model import ExpertsConfig, ModelConfig
+from pipeline.config.layers.experts import ExpertsConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_experts import SIZES, needs_experts, read_experts, restricted
 from pipeline.train.huggingface.config_hybrid import attention_of, hybrid, of_attention, some_recurrent
 from pipeline.train.huggingface.config_kinds import by_layer, layer_types

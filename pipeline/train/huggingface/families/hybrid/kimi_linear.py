@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config.mixers import DeltaConfig
+from pipeline.config.layers.mixers import DeltaConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_delta import (
     LINEAR,

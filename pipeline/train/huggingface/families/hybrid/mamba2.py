@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.mixers import MAX_LAYERS
+from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_hybrid import some_recurrent
 from pipeline.train.huggingface.config_mamba2 import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config.mixers import MAX_LAYERS, Mamba2Config
+from pipeline.config.layers.mixers import MAX_LAYERS, Mamba2Config
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_hybrid import attention_of, hybrid, of_attention, some_recurrent
 from pipeline.train.huggingface.config_kinds import by_layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config.mixers import MAX_WIDTH, DeltaConfig
+from pipeline.config.layers.mixers import MAX_WIDTH, DeltaConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_delta import (
     LINEAR,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.config.mixers import DeltaConfig
+from pipeline.config.layers.mixers import DeltaConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_delta import (
     LINEAR,

@@ -7,7 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from pipeline.config.model import LayerConfig, ModelConfig, head_size, turned_dims
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig, head_size, turned_dims
 from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Vector
 from pipeline.train.model.part_spec import (
     CpTransfer,

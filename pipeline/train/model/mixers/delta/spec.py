@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.model.mixers.recurrent_spec import CHUNK, STEPS, RecurrentSpec, conv_vectors
 from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Uniform, Vector
 from pipeline.train.model.part_spec import Division

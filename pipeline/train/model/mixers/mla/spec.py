@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Vector
 from pipeline.train.model.part_spec import (
     CpTransfer,

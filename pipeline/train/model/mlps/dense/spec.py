@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, cast, get_args
 
-from pipeline.config.model import LayerConfig, ModelConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.model.parameter_spec import Matrix
 from pipeline.train.model.part_spec import Division, LayerPartSpec
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from pipeline.config.model import ExpertsConfig, LayerConfig, ModelConfig
+from pipeline.config.layers.experts import ExpertsConfig
+from pipeline.config.layers.layer import LayerConfig
+from pipeline.config.model import ModelConfig
 from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.model.parameter_spec import Matrix, Stack
 from pipeline.train.model.part_spec import Division, LayerPartSpec

@@ -13,7 +13,7 @@ import yaml
 
 from pipeline.common.console import visible
 from pipeline.common.errors import UserError
-from pipeline.config.schema import KeyPath, dotted
+from pipeline.config.parsing.schema import KeyPath, dotted
 
 PLACEHOLDER = "???"
 """Stands, unquoted, for a value that whoever uses the file has to fill in."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.redaction import is_secret_variable
-from pipeline.config.document import MAX_DEPTH, MAX_VALUES, PLACEHOLDER, Place
-from pipeline.config.schema import KeyPath, dotted
+from pipeline.config.parsing.document import MAX_DEPTH, MAX_VALUES, PLACEHOLDER, Place
+from pipeline.config.parsing.schema import KeyPath, dotted
 
 MAX_CHARACTERS = 2**22
 """Size of all values that were resolved; references to references can make billions out of a few lines."""

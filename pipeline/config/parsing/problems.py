@@ -13,10 +13,10 @@ from pydantic_core import ErrorDetails
 
 from pipeline.common.redaction import masked
 from pipeline.config.base import Section
-from pipeline.config.document import Place, Problem
 from pipeline.config.notify import has_address
+from pipeline.config.parsing.document import Place, Problem
+from pipeline.config.parsing.schema import KeyPath, dotted, keys, keys_like, meaning, section_at, written_keys
 from pipeline.config.plugins import PluginOptions
-from pipeline.config.schema import KeyPath, dotted, keys, keys_like, meaning, section_at, written_keys
 
 _ALLOWED = {
     "int_type": "must be a whole number",

@@ -1,0 +1,1 @@
+"""Keys of the layers of a model."""
