@@ -140,7 +140,7 @@ def find_plugin(kind: Kind, name: str) -> Plugin:
             "it where this command and its jobs run: pip install PACKAGE; `pipeline plugins` lists what is there"
         )
     if len(found) > 1:
-        several = " and ".join(f"{each.distribution} {each.version}" for each in found)
+        several = " and ".join(sorted(f"{each.distribution} {each.version}" for each in found))
         raise UserError(f"several installed packages have this plug-in: {several}; uninstall all but one")
     if not found[0].version:
         raise UserError(f"the installed package {found[0].distribution} does not give its version; reinstall it")
