@@ -181,6 +181,7 @@ CLASSES = {
 """Classes whose instances are written by the names of their fields, to a file or by `--json`, where they are defined;
 and the modules that write them, with a word on which."""
 WRITE_NOTHING = (
+    "pipeline.api.evaluation",  # compares keys of run files
     "pipeline.config.load",  # the run file
     "pipeline.config.reference",
     "pipeline.data.curate.duplicates.choose",  # hashes of settings, as the next three

@@ -160,13 +160,15 @@ def test_what_is_written_is_what_was_asked_for(root: Path) -> None:
     assert not (root / "never" / "profile").exists()
 
 
-def test_a_folder_that_cannot_be_written_ends_no_run(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_ends_no_run(
+    root: Path, profiled: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = root / "no-room"
     run.mkdir()
     (run / "profile").write_text("in the way")
     code, out = start(root, "no-room", "train.profile={steps: [2, 3]}")
     assert code == 0, out
-    assert exact(run) == exact(root / "profiled")
+    assert exact(run) == exact(profiled)
     assert "warning: rank 0: train.profile" in capfd.readouterr().err
 
 

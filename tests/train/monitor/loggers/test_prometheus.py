@@ -23,7 +23,7 @@ from pipeline.train.run.unsaved import Saves
 from tests import tiny
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SAVES = Saves(attempt=3, limit_minutes=60, since=1000.5, step=40, failed=2)
 
 
