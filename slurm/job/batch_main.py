@@ -140,7 +140,7 @@ class JobStart:
         """Run to the end of this start; returns what follows, and the exit code of the job."""
         self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._chain_job}")
         with self._listening():
-            self._notices.begin(self._submission.config(), self._chain_job)
+            self._notices.begin(self._submission.config(), self._chain_job, continues=not self._why_over())
             if why := self._why_unwanted():
                 return self._refuse_start(why)
             number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
@@ -265,6 +265,8 @@ class JobStart:
     def _judge(self, step: SrunStep, status: int, launch: Launch, before: ExitFile | None) -> Ending:
         """The end of the processes of a launch."""
         state = exit_state(self._run, before, self._attempt) if self._submission.stage == "train" else None
+        if state is not None and state.agreed:
+            return state  # without a question to the scheduler, for which there may be no time
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
         return judge(self._run, step, status, launch, state, lost=lost, signals=self._signals)
 

@@ -50,7 +50,7 @@ def judge(
     lost: tuple[str, ...] = (),
     signals: Collection[int] = (),
 ) -> Ending:
-    """The end of the processes: their own records count more than srun's exit code.
+    """The end of processes that have not agreed on it: their own records count more than srun's exit code.
 
     Args:
         run: folder.
@@ -61,8 +61,6 @@ def judge(
         lost: nodes of the step that are down.
         signals: that were handed on to a process of this machine.
     """
-    if state is not None and state.agreed:
-        return state
     srun = "\n".join(last_lines(step.srun_output, SRUN_LINES))
     failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, srun)
     # Of a rank whose disk was full nothing is known but its code; rank 0 has room in which it notes its end.

@@ -10,7 +10,7 @@ from pipeline.config import Config
 from slurm.job.launch_log import Launch, LaunchEnd, launches
 from slurm.jobs import ARRAYS, Stage
 from slurm.notify.local import tell_end
-from slurm.notify.notices import Notices, end_of
+from slurm.notify.notices import Notices, end_of, harmless
 
 _HURRY = 5.0
 """Seconds that a job waits at most for its notices before it goes back into the queue, or where it is told to end."""
@@ -36,19 +36,26 @@ class JobNotices:
         self._job, self._restarts = job, restarts
         self._notices: Notices | None = None
 
-    def begin(self, config: Config, chain_job: int) -> None:
+    def begin(self, config: Config, chain_job: int, *, continues: bool = True) -> None:
         """Begin, and tell that the training was interrupted, if nobody could tell when the scheduler ended it.
 
         Args:
             config: of the run.
             chain_job: number within the chain, from 1.
+            continues: the job has something to do.
         """
+        with harmless(self._warn):
+            self._begin(config, chain_job, continues)
+
+    def _begin(self, config: Config, chain_job: int, continues: bool) -> None:
         if not config.notify or self._stage in ARRAYS:
             return
         self._notices = Notices(config, self._stage, self._warn, job=self._job, restarts=self._restarts)
         self._notices.remember()
         last = self._last_launch()
-        if self._stage != "train" or last is None or (last.end is not None and last.end.next in ("done", "end")):
+        if not continues or self._stage != "train" or last is None:
+            return
+        if last.end is not None and last.end.next in ("done", "end"):
             return
         if (last.job == self._job and last.restarts < self._restarts) or last.link < chain_job:
             why = _UNRECORDED if last.end is None else last.end.reason
@@ -72,6 +79,11 @@ class JobNotices:
         """
         if self._notices is None or how.next == "scheduler":
             return
+        with harmless(self._warn):
+            self._tell(how, before, continued, hurried)
+
+    def _tell(self, how: LaunchEnd, before: int, continued: bool, hurried: bool) -> None:
+        assert self._notices is not None
         end = {**end_of(self._run, how.code, how.reason, before), "next": how.next}
         if self._stage != "train":
             if how.code not in (EXIT_OK, EXIT_STOPPED) and not continued:
@@ -86,7 +98,8 @@ class JobNotices:
     def failed(self, how: LaunchEnd) -> None:
         """Tell that the stage has failed."""
         if self._notices is not None:
-            self._notices.send("failed", reason=how.reason, code=how.code, next="end")
+            with harmless(self._warn):
+                self._notices.send("failed", reason=how.reason, code=how.code, next="end")
 
     def close(self, *, hurried: bool) -> None:
         """Wait for what was sent, and end what still runs then; `hurried` if the scheduler ends the job."""

@@ -20,7 +20,7 @@ from pipeline.common.errors import (
 from pipeline.config import Config
 from pipeline.train.run.folder import last_attempt
 from slurm.job.srun_task import LOGS
-from slurm.notify.notices import Notices, end_of
+from slurm.notify.notices import Notices, end_of, harmless
 from slurm.notify.trust import refuse_commands_of_others
 
 _LOOK = 10.0
@@ -35,7 +35,11 @@ def notified_training(config: Config, console: Console | None) -> Iterator[None]
         return
     refuse_commands_of_others(config)
     before, run = last_attempt(config.run.dir), config.run.dir
-    notices = Notices(config, "train", lambda text: warn(console or Console(), text))
+
+    def tell(text: str) -> None:
+        warn(console or Console(), text)
+
+    notices = Notices(config, "train", tell)
     ended = threading.Event()
 
     def look() -> None:
@@ -53,9 +57,10 @@ def notified_training(config: Config, console: Console | None) -> Iterator[None]
     finally:
         ended.set()
         thread.join(_LOOK)
-        if code != EXIT_REFUSED or last_attempt(run) > before:
-            notices.look(before, running=False)
-            tell_end(notices, end_of(run, code, reason, before))
+        with harmless(tell):
+            if code != EXIT_REFUSED or last_attempt(run) > before:
+                notices.look(before, running=False)
+                tell_end(notices, end_of(run, code, reason, before))
         notices.close()
 
 

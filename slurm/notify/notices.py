@@ -7,8 +7,8 @@ between has told nothing, and nothing is told twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.format import counted, duration
+from pipeline.common.redaction import masked
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.notify import NotifyEvent
@@ -197,6 +198,16 @@ class Notices:
     def _write(self) -> None:
         with suppress(OSError):  # on a full disk this process still knows it
             storage.put_json(self._files.notified, asdict(self._known))
+
+
+@contextmanager
+def harmless(warn: Callable[[str], None]) -> Iterator[None]:
+    """Make a warning of whatever goes wrong inside: neither training nor a job ends because of a notification."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):
+            warn(f"notify: an event may not have been told ({type(error).__name__}: {masked(str(error))})")
 
 
 def end_of(run: Path, code: int, reason: str, before: int) -> dict[str, Any]:

@@ -184,8 +184,14 @@ class _Lane:
             self._open += 1
         self._queue.put(notice)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"notify-{self._number}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"notify-{self._number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the limit of the user's processes
+                self._queue.get_nowait()
+                self._over(notice, "no thread can be started")
+            else:
+                self._thread = thread
 
     def wait(self, seconds: float) -> bool:
         with self._left:
@@ -199,8 +205,14 @@ class _Lane:
                 problem = _GIVEN_UP if over else deliver(self.entry, notice, give_up=self._give_up)
             except Exception as error:  # the job must not suffer from whatever it is
                 problem = f"it failed ({type(error).__name__})"
+            self._over(notice, problem)
+
+    def _over(self, notice: Notice, problem: str) -> None:
+        try:
             if problem:
                 self._failed(self._number, self.entry, notice, problem)
-            with self._left:
-                self._open -= 1
-                self._left.notify_all()
+        except Exception:  # where the warning goes to: nobody can be told
+            pass
+        with self._left:
+            self._open -= 1
+            self._left.notify_all()

@@ -139,6 +139,33 @@ def test_a_start_after_the_scheduler_ended_the_job_is_told_of(config: Config) ->
     assert "no end was recorded" in told[2][2] and told[3][2] == "diverged"
 
 
+def test_a_job_that_has_nothing_to_do_continues_nothing(config: Config) -> None:
+    place: Any = {"number": 1, "link": 1, "nodes": (), "processes_per_node": 1, "logs": "", "checkpoint": 4}
+    begin(config.run.dir, "train", "7", restarts=0, **place)
+    job = JobNotices(config.run.dir, "train", silent, job="7", restarts=1)
+    job.begin(config, 1, continues=False)
+    assert seen(config, job) == []
+    job.begin(config, 1, continues=True)
+    assert [each[0] for each in seen(config, job)] == ["requeued"]
+
+
+def test_no_error_of_any_kind_ends_a_job(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, end = list[str](), LaunchEnd(77, "diverged", "end", 4, 3.0)
+    job = JobNotices(config.run.dir, "train", said.append, job="7", restarts=0)
+    job.begin(config, 1)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't do https://user:hunter2@host/")
+
+    for part in ("slurm.notify.job.end_of", "threading.Thread.start"):
+        with monkeypatch.context() as patch:
+            patch.setattr(part, fails)
+            job.ended(end, 0, continued=False)
+    job.ended(end, 0, continued=False)
+    assert [each[0] for each in seen(config, job)] == ["failed"]
+    assert len(said) == 2 and "RuntimeError" in said[0] and "no thread" in said[1] and "hunter2" not in str(said)
+
+
 def test_stages_before_training_are_told_of_where_they_fail(config: Config) -> None:
     for stage in ("preprocess", "finish"):  # a task of an array, and the job that makes what they have lost
         job = JobNotices(config.run.dir, stage, silent, job="8", restarts=0)  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ _PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds until a tracker that failed is tried again: at first, and at most."""
 _CLOSE = 15.0
 """Seconds that the end of a run waits for a tracker at most."""
-_SHOWN_ERROR = 300
+_READ_ERROR, _SHOWN_ERROR = 10_000, 300
+"""Characters of an error that are looked at, and shown, at most: it may have a page of a server in it."""
 
 
 class NumberedRow(NamedTuple):
@@ -107,7 +108,7 @@ class BackgroundLogger(Logger):
             closing = self._closing.is_set()
             try:
                 waiting = self._send_some()
-            except Exception as error:  # whatever it is, a service of others does not end a run
+            except BaseException as error:  # whatever it is, exits too: a service of others does not end a run
                 self._warn(error)
                 if closing:
                     break
@@ -127,7 +128,7 @@ class BackgroundLogger(Logger):
         try:
             if self._logger is not None:
                 self._logger.close()
-        except Exception as error:
+        except BaseException as error:
             self._warn(error)
 
     def _send_some(self) -> bool:
@@ -149,7 +150,7 @@ class BackgroundLogger(Logger):
                     self._logger.write(row)
             elif rows:
                 self._logger.send(rows)
-        except Exception:
+        except BaseException:
             if batches:
                 self._logger = None  # the next one finds out what has arrived
             raise
@@ -177,9 +178,13 @@ class BackgroundLogger(Logger):
                         rows.append(NumberedRow(number, row))
         return rows, _Place(offset, number)
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, error: BaseException) -> None:
         if not self._failing:
-            text = masked(" ".join(str(error).split()) or type(error).__name__)[:_SHOWN_ERROR]
+            try:
+                text = " ".join(str(error)[:_READ_ERROR].split())
+            except Exception:  # of its own `__str__`
+                text = ""
+            text = masked(text or type(error).__name__)[:_SHOWN_ERROR]
             self._say("%s; training continues, and metrics are sent as soon as they can be", text)
         self._failing = True
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.common.format import cut
+from pipeline.common.redaction import masked
 from pipeline.config.trackers import MlflowConfig
 from pipeline.train.monitor.loggers.background import BatchLogger, NumberedRow
 from pipeline.train.monitor.loggers.base import RunInfo, flat
@@ -23,6 +25,9 @@ _ID, _ROWS, _FOLDER = "pretraining.run_id", "pretraining.rows", "pretraining.run
 _PARENT, _PARENT_STEP = "pretraining.parent", "pretraining.parent_step"
 """Tags of our runs."""
 _TIMEOUT_S = "20"
+_REFUSED = 400
+"""HTTP status of a request that is wrong in itself. All others may pass: logins are renewed, servers come back."""
+_SHOWN_ERROR = 300
 
 
 class MlflowLogger(BatchLogger):
@@ -44,8 +49,10 @@ class MlflowLogger(BatchLogger):
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
+        from mlflow.exceptions import MlflowException
 
         self._metric, self._param, self._tag = Metric, Param, RunTag
+        self._error, self._left_out = MlflowException, set[tuple[type, str]]()
         self._client = MlflowClient(tracking_uri=config.tracking_uri)
         self._total, self._last = run.total_steps, 0
         found = self._client.get_experiment_by_name(config.experiment)
@@ -54,7 +61,7 @@ class MlflowLogger(BatchLogger):
         mlflow_run = self._run_of(run.id)
         if mlflow_run is None:
             mlflow_run = self._client.create_run(self._experiment, run_name=name, tags={_ID: run.id})
-        self._id = mlflow_run.info.run_id
+        self._id, self._our_id = mlflow_run.info.run_id, run.id
         self._client.update_run(self._id, status="RUNNING", name=name)
         tags = {**config.tags, _FOLDER: str(run.folder), **self._parent(run)}
         params = {_key(key): cut(value, _PARAM) for key, value in flat_params(run.config).items()}
@@ -82,9 +89,9 @@ class MlflowLogger(BatchLogger):
                 tags[tag] = value
         new = [self._param(key, value) for key, value in params.items() if key not in known.params]
         for some in _pieces(new, _PARAMS):
-            self._client.log_batch(self._id, params=some)
+            self._send(some)
         for some in _pieces([self._tag(_key(key), cut(value, _TAG)) for key, value in tags.items()], _PARAMS):
-            self._client.log_batch(self._id, tags=some)
+            self._send(some)
 
     def sent(self) -> int:
         return self._sent
@@ -110,8 +117,44 @@ class MlflowLogger(BatchLogger):
         """Log metrics, and with the last ones of them the number of the row that they end with."""
         *first, last = _pieces(metrics, _METRICS) or [[]]
         for some in first:
-            self._client.log_batch(self._id, metrics=some)
-        self._client.log_batch(self._id, metrics=last, tags=[self._tag(_ROWS, str(number))])
+            self._send(some)
+        self._send([*last, self._tag(_ROWS, str(number))])
+
+    def _send(self, values: Iterable[Any]) -> None:
+        """Send metrics, params and tags. What the server refuses for good is left out, so that it blocks no others."""
+        if values := [each for each in values if (type(each), each.key) not in self._left_out]:
+            self._send_all(values)
+
+    def _send_all(self, values: list[Any]) -> None:
+        some = {kind: [each for each in values if isinstance(each, kind)] for kind in (self._metric, self._param)}
+        tags = [each for each in values if isinstance(each, self._tag)]
+        try:
+            self._client.log_batch(self._id, metrics=some[self._metric], params=some[self._param], tags=tags)
+        except self._error as error:
+            if error.get_http_status_code() != _REFUSED:
+                raise
+            if len(values) > 1:  # the one that is refused is looked for; the number of rows stays the last
+                self._send_all(values[: len(values) // 2])
+                self._send_all(values[len(values) // 2 :])
+            else:
+                self._leave_out(values[0], error)
+
+    def _leave_out(self, value: Any, error: Exception) -> None:
+        """Send no more values of a name that is refused.
+
+        Raises:
+            Exception: the run, or everything, is refused, so that it is not the value: it comes again.
+        """
+        self._client.set_tag(self._id, _ID, self._our_id)
+        if not self._left_out:
+            text = masked(" ".join(str(error).split()))[:_SHOWN_ERROR]
+            logging.getLogger(__name__).warning(
+                "MLflow: the server refuses %s (%s); this is left out from now on, and so is all else that it refuses. "
+                "metrics.jsonl has all metrics",
+                value.key,
+                text,
+            )
+        self._left_out.add((type(value), value.key))
 
     def rewind(self, step: int) -> None:
         """Nothing is forgotten: of several values of a step the latest one counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -26,6 +27,9 @@ class WandbLogger(BatchLogger):
         """
         import wandb
 
+        with suppress(BaseException):  # it exits, too
+            # Its process may have been killed. Without this, `init` returns the run before, which never works again.
+            wandb.teardown()
         self._online = config.mode == "online"
         if self._online:
             _reach(wandb.setup().settings.base_url)

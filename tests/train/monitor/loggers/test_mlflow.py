@@ -218,3 +218,26 @@ def test_values_that_are_not_finite_and_rows_of_many_metrics_arrive(tmp_path: Pa
     (found,) = runs_at(shared.address, "odd")
     assert found.data.params == {"train.lr": "1.0", "train.prompt": "x" * 5999 + "…"}
     assert found.data.tags["config.train.lr"] == "2.0"
+
+
+@pytest.mark.guard
+def test_what_is_refused_for_good_blocks_no_rows_and_a_run_that_was_deleted_is_begun_anew(
+    tmp_path: Path, shared: MlflowServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = MlflowConfig(tracking_uri=shared.address, experiment="refused")
+    run = replace(info(tmp_path, "00112233445566cc"), config={"good": 1, "bad/": 2})
+    rows = [background.NumberedRow(step, {**row(step), "sources": {"web/": step}}) for step in range(1, 7)]
+    logger = MlflowLogger(config, run)
+    logger.send(rows[:2])
+    logger.send(rows[2:])
+    (found,) = runs_at(shared.address, "refused")
+    assert curves_at(shared.address, found) == curves_of(
+        [{**row(step), "by source": {"a_b": step}} for step in range(1, 7)]
+    )
+    assert found.data.params == {"good": "1"} and found.data.tags["pretraining.rows"] == "6"
+    (warning,) = warnings(caplog)
+    assert "bad/" in warning
+    mlflow.MlflowClient(shared.address).delete_run(found.info.run_id)
+    with pytest.raises(mlflow.MlflowException):
+        logger.send(rows)
+    assert MlflowLogger(config, run).sent() == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator
@@ -141,3 +143,40 @@ def test_a_wandb_server_that_is_away_is_a_warning_and_leaves_no_folders(
     assert len(ours) == 2 and "refused" in ours[0] and "were not sent: 1" in ours[1]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     wandb.teardown()
+
+
+@pytest.mark.guard
+def test_rows_arrive_again_after_the_process_of_wandb_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(background, "_INTERVAL", 0.0)
+    monkeypatch.setattr(background, "_LONGEST_PAUSE", 0.0)
+    wandb.teardown()
+    rows = tmp_path / "metrics.jsonl"
+    run = RunInfo(tmp_path, {}, "run", "00112233445566aa", None, 0, 2, 1)
+    begun = list[WandbLogger]()
+
+    def opened() -> WandbLogger:
+        begun.append(WandbLogger(WandbConfig(project="p", mode="offline"), run))
+        return begun[-1]
+
+    step = 0
+    with Metrics([("metrics.jsonl", MetricsFile(rows)), ("W&B", BackgroundLogger("W&B", rows, opened))]) as metrics:
+        until(lambda: begun, seconds=120)
+        for task in Path("/proc/self/task").iterdir():
+            for child in (task / "children").read_text().split():
+                if Path(f"/proc/{child}/comm").read_text().startswith("wandb"):
+                    os.kill(int(child), signal.SIGKILL)
+
+        def arrives() -> bool:
+            nonlocal step
+            step += 1
+            metrics.write({"step": step, "loss": 1.0, "attempt": 1})
+            return len(begun) == 2
+
+        until(arrives, seconds=120, pause=0.2)
+    wandb.teardown()
+    (file,) = max(tmp_path.glob("wandb/offline-run-*")).glob("*.wandb")
+    found = [row["step"] for row in history_of(list(records_of(file)))]
+    assert len(begun) == 2 and found == list(range(found[0], step + 1))
