@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -31,6 +31,25 @@ def minutes(count: int) -> str:
 def when(seconds: float) -> str:
     """A point in time, in seconds since 1970, by the clock of this machine: `2026-11-23 10:30:00`."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def cut(text: str, most: int) -> str:
+    """A text of at most `most` characters; a longer one ends with an ellipsis."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Sequence[bool] = ()) -> Iterator[str]:
+    """Lines of a table without borders, whose columns are as wide as their longest cell.
+
+    Args:
+        rows: the head, and rows with as many cells.
+        numbers: by column, True to align it at the right; columns after the last one are aligned at the left.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    at_right = [*numbers, *[False] * (len(widths) - len(numbers))]
+    for row in rows:
+        cells = zip(row, widths, at_right, strict=True)
+        yield "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells).rstrip()
 
 
 def listed(reason: str) -> str:

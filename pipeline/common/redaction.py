@@ -25,6 +25,7 @@ _USER = re.compile(r"""://(?:[^\s/?#"<>]*@|[^\s/?#:@"<>]*:(?!\d*(?:[/?#\s"]|$))[
 _QUERY = re.compile(r"""(\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s?"<>]*)\?[^\s"<>]+""")
 _CHANNEL = re.compile(r"""(://[^\s?#"<>]*?/t/)[^\s/?#"<>]+""")
 """conda has the token of a channel in its path: https://HOST/t/TOKEN/CHANNEL."""
+_ADDRESS = re.compile(r"https?:/|hooks\.slack\.com", re.IGNORECASE)
 
 
 def is_secret_variable(name: str) -> bool:
@@ -44,6 +45,11 @@ def is_secret_key(key: str) -> bool:
 def masked(text: str) -> str:
     """Text whose addresses have lost what may be secret: `https://***@host/t/***/path?***`."""
     return _QUERY.sub(r"\1?***", _CHANNEL.sub(r"\1***", _USER.sub("://***@", text)))
+
+
+def has_address(text: str) -> bool:
+    """Tell whether an address of the web is in a text."""
+    return _ADDRESS.search(text) is not None
 
 
 def without_secrets(value: Any, key: str = "") -> Any:

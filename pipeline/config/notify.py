@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from pipeline.common.redaction import has_address
 from pipeline.config.base import Lines, Section
 
 NotifyEvent = Literal["done", "failed", "stopped", "requeued", "stalled", "spike", "saves_failing"]
@@ -49,11 +50,6 @@ def _without_addresses(value: Any) -> Any:
             "(webhook_env: SLACK_WEBHOOK, or $SLACK_WEBHOOK in a command of sh -c)"
         )
     return value
-
-
-def has_address(text: str) -> bool:
-    """True if there is an address of the web in a text."""
-    return re.search(r"https?:/|hooks\.slack\.com", text, re.IGNORECASE) is not None
 
 
 def _texts(value: Any) -> Iterator[str]:

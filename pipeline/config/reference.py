@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import aligned
 from pipeline.common.storage import put
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.blend import Bound, Range
@@ -100,8 +101,7 @@ def plugin_lines(name: str | None = None) -> Iterator[str]:
     if name is None:
         rows = [("KEY", "NAME", "PACKAGE", "VERSION")]
         rows += [(KEYS[each.kind], each.name, each.distribution, each.version or "none") for each in found]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        yield from aligned(rows)
         if not found:
             yield "none are installed; docs/plugins.md says how to write one"
         return

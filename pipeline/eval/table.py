@@ -18,6 +18,7 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.common.console import alarm, echo, say, verbatim, warn
+from pipeline.common.format import aligned
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.eval.reports import (
@@ -109,7 +110,7 @@ def _lines_of_weights(found: list[WeightsEvaluation]) -> Iterator[str]:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time))
         scores = [_text(each.scores, score) for score in _SCORES]
         cells.append([*scores, each.weights, each.split, when, f"{each.path} ({each.export})"])
-    yield from _aligned(cells, numbers=len(_SCORES))
+    yield from aligned(cells, [True] * len(_SCORES))
 
 
 def _rows(found: list[Evaluation]) -> list[dict[str, Any]]:
@@ -168,18 +169,7 @@ def _lines(run: Path, found: list[Evaluation]) -> Iterator[str]:
         row.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(each.time)))
         row.append("best" if each in marked else "(replaced)" if each.replaced else "")
         cells.append(row)
-    yield from _aligned(cells, numbers=len(numbers))
-
-
-def _aligned(cells: list[list[str]], numbers: int) -> Iterator[str]:
-    """Lines of a table whose first columns are numbers."""
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    for line in cells:
-        aligned = [
-            cell.rjust(width) if column < numbers else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        yield "  ".join(aligned).rstrip()
+    yield from aligned(cells, [True] * len(numbers))
 
 
 def _sources(found: list[Evaluation]) -> list[str]:

@@ -152,10 +152,10 @@ def test_unequal_losses_are_told() -> None:
 
 @pytest.mark.slow
 def test_peers_on_a_cpu_have_the_same_losses(tmp_path: Path) -> None:
-    """`benchmarks/train_cpu.py`, without litgpt."""
+    """`benchmarks/train/train_cpu.py`, without litgpt."""
     words = ["--work", str(tmp_path), "--dtype", "fp32", "--sides", "bare,bare-fsdp,ours,trainer", "--rounds", "3"]
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "train_cpu.py"), *words, "--warmup", "1"],
+        [sys.executable, str(FOLDER / "train" / "train_cpu.py"), *words, "--warmup", "1"],
         capture_output=True,
         text=True,
         timeout=580,

@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.common.redaction import masked
+from pipeline.common.redaction import has_address, masked
 from pipeline.config.base import Section
-from pipeline.config.notify import has_address
 from pipeline.config.parsing.document import Place, Problem
 from pipeline.config.parsing.schema import KeyPath, dotted, keys, keys_like, meaning, section_at, written_keys
 from pipeline.config.plugins import PluginOptions

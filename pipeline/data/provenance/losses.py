@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted, numbered
+from pipeline.common.format import aligned, counted, numbered
 from pipeline.common.run_files import RunFiles
 from pipeline.data.provenance.document_to_steps import find_documents
 from pipeline.data.provenance.loss_documents import DocumentGroups, Found, Ranked
@@ -59,14 +59,8 @@ class LossTable:
             yield "  nothing"
             return
         cells = [list(self.head), *([_cell(value) for value in row] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        left = [any(isinstance(value, str) for value in column) for column in zip(*self.rows, strict=True)]
-        for row in cells:
-            padded = (
-                cell.ljust(width) if is_left else cell.rjust(width)
-                for cell, width, is_left in zip(row, widths, left, strict=True)
-            )
-            yield f"  {'  '.join(padded)}".rstrip()
+        numbers = [not any(isinstance(value, str) for value in column) for column in zip(*self.rows, strict=True)]
+        yield from (f"  {line}" for line in aligned(cells, numbers))
 
 
 def _cell(value: Any) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.common.format import counted
+from pipeline.common.format import counted, cut
 from pipeline.common.page.words import figure
 from pipeline.data.curate.rules.of_run import LINES_RULE
 from pipeline.data.provenance.source_location import Origin
@@ -368,8 +368,7 @@ def _place(origin: Origin) -> dict[str, Any]:
 
 
 def _short(text: str) -> str:
-    text = printable(text)
-    return text if len(text) <= 120 else f"{text[:119]}…"
+    return cut(printable(text), 120)
 
 
 def _some(lines: Sequence[str]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.common.format import percent
+from pipeline.common.format import cut, percent
 from pipeline.common.page.html import LIGHT
 from pipeline.common.page.words import clean, si
 from pipeline.eval.report.model import BarChart, Chart, HeatChart, LineChart
@@ -359,8 +359,7 @@ def _legend(cell: Any, chart: Chart) -> None:
 
 
 def _short(text: str, most: int) -> str:
-    text = " ".join(clean(text).split())
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return cut(" ".join(clean(text).split()), most)
 
 
 def _embeddable(text: str, key: str, chart: Chart) -> str:

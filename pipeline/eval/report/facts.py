@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from pipeline.common.format import cut
 from pipeline.common.page.html import Fact, Table
 from pipeline.common.page.words import NONE, count, figure, in_percent, moment, seconds, si
 from pipeline.common.redaction import masked, without_secrets
@@ -215,5 +216,4 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _cut(text: str, most: int = _LONGEST) -> str:
-    text = masked(text)  # before it is cut: half an address would not be known as one
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return cut(masked(text), most)  # masked first: half an address would not be known as one

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
-from pipeline.common.format import shape_text, when
+from pipeline.common.format import aligned, shape_text, when
 from pipeline.config.train import CheckpointConfig
 from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_of, validation_losses
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
@@ -121,9 +121,7 @@ def list_lines(found: Sequence[Row]) -> Iterator[str]:
         )
         for row in found
     ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
-    for line in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    yield from aligned(cells)
     for row in found:
         yield from (f"  {problem}" for problem in row.problems)
 

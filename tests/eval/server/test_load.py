@@ -173,7 +173,7 @@ def test_many_clients_get_texts_or_429(run_file: Any) -> None:
 @pytest.mark.slow
 def test_200_clients_for_a_minute(run_file: Any) -> None:
     """No answer but texts and 429, no stream that is cut, and memory that does not grow."""
-    script = Path(__file__).parents[3] / "benchmarks" / "serve_clients.py"
+    script = Path(__file__).parents[3] / "benchmarks" / "eval" / "serve_clients.py"
     command = [sys.executable, script, run_file, "--seconds", "60", "serve.queue=64", "serve.max_length=256"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

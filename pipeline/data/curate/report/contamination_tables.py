@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.common.format import counted
+from pipeline.common.format import counted, cut
 from pipeline.common.page.html import Table, section
 from pipeline.data.curate.scope import place
 
@@ -38,14 +38,14 @@ def contamination(found: Mapping[str, Any] | None, sources: Sequence[str]) -> It
         yield section("Items found in documents", Table(head, items, 4), words)
     common = found["common"]
     if common["ngrams"]:
-        rows = tuple((_cut(each["text"]), f"{each['documents']:,}") for each in common["listed"][:_ROWS])
+        rows = tuple((cut(each["text"], _CELL), f"{each['documents']:,}") for each in common["listed"][:_ROWS])
         words = "They are in more documents than max_documents allows, and remove nothing."
         more = common["ngrams"] - len(rows)
         yield section("Common n-grams", Table(("n-gram", "documents"), rows, 1), words + _more(more))
 
 
 def _item(item: Mapping[str, Any], sources: Sequence[str]) -> tuple[str, ...]:
-    words = (item["task"], item["item"], _places(item["examples"], sources), _cut(item["text"]))
+    words = (item["task"], item["item"], _places(item["examples"], sources), cut(item["text"], _CELL))
     return (*words, *(f"{item[key]:,}" for key in ("ngrams", "found", "documents")))
 
 
@@ -60,7 +60,3 @@ def _places(documents: Sequence[int], sources: Sequence[str]) -> str:
 
 def _more(rows: int) -> str:
     return f" {rows:,} more are not shown." if rows > 0 else ""
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _CELL else text[: _CELL - 1] + "…"

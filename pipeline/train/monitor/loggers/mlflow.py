@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pipeline.common.format import cut
 from pipeline.common.redaction import masked
 from pipeline.config.trackers import MlflowConfig
 from pipeline.train.monitor.loggers.background import BatchLogger, NumberedRow
 from pipeline.train.monitor.loggers.base import RunInfo, flat
-from pipeline.train.monitor.loggers.params import cut, flat_params
+from pipeline.train.monitor.loggers.params import flat_params
 
 _METRICS, _PARAMS = 1000, 100
 """Metrics, and params or tags, of one request at most."""

@@ -23,8 +23,3 @@ def flat_params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value is not None:
             params[key] = value if isinstance(value, str) else orjson.dumps(value).decode()
     return params
-
-
-def cut(text: str, most: int) -> str:
-    """A text of at most `most` characters; a longer one ends with an ellipsis."""
-    return text if len(text) <= most else text[: most - 1] + "…"
