@@ -350,7 +350,7 @@ def as_the_command() -> Iterator[None]:
 
     began = dist.is_initialized()
     environment, excepthook = dict(os.environ), sys.excepthook
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     try:

@@ -115,7 +115,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies, here and in other processes, open the data themselves.
-        closed = {"_opened": None, "_loaders": []}
+        closed: dict[str, Any] = {"_opened": None, "_loaders": []}
         return {key: value for key, value in vars(self).items() if key != "tokenizer"} | closed
 
     @property

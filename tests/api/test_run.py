@@ -90,6 +90,9 @@ def test_a_run_that_is_being_written(windows: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_bytes(b"".join(metrics[:6]))
     assert (opened.done, len(opened.metrics())) == (6, 6)
     assert opened.batch(6).data_hash == first.data_hash == opened.metrics().rows[5]["data_hash"]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "attempt": 1, "save_seconds": 1.5}\n')  # a save that ended after later steps
+    assert (opened.done, len(opened.metrics())) == (6, 6)
     shutil.copytree(windows / "checkpoints", run / "checkpoints")
     assert [each.step for each in opened.checkpoints()] == [4, 8]
     assert api.load_model(opened, 4).origin.step == 4
