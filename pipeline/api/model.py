@@ -6,19 +6,23 @@ Shapes: B rows, S positions, T positions of a decoder beside an encoder, V vocab
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast, overload
+from typing import Any, TypedDict, Unpack, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeline.api.run import Run, WhichStep, checkpoint_step
+from pipeline.api.settings import invalid
 from pipeline.api.sharded import gathered_logits, load_sharded
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config import Config
@@ -36,6 +40,7 @@ from pipeline.train.checkpoint.exported import HF_CONFIG, Weights
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_source import open_weights
+from pipeline.train.distributed.process_group import visible_gpus
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
@@ -174,7 +179,7 @@ class Model(nn.Module):
         if self.tokenizer is None:
             raise UserError(f"generate: {self.origin.path} has no {TOKENIZER_FILE}; put that of the model there")
         several = [prompts] if isinstance(prompts, str) else list(prompts)
-        if any(isinstance(each, int) for each in several):
+        if any(isinstance(each, int) or getattr(each, "ndim", 1) == 0 for each in several):
             raise UserError("generate: the prompts are numbers; give a list of lists of ids, [[1, 2, 3]]")
         run = self.origin.run
         slots = 1 if len(several) == 1 else SLOTS
@@ -200,8 +205,13 @@ class Model(nn.Module):
     def _checked(self, ids: Tensor, decoder_ids: Tensor | None, bounds: Tensor | None, prefix: Tensor | None) -> int:
         """Positions of the encoder; 0 without one."""
         for name, each in (("ids", ids), ("decoder_ids", decoder_ids)):
-            if each is None:
+            if each is None and name == "decoder_ids":
                 continue
+            if not isinstance(each, Tensor):
+                raise UserError(
+                    f"{name}: {type(each).__name__}, but must be a tensor [rows, positions] of torch.int64; for one "
+                    "text: torch.tensor([tokenizer.encode(text)])"
+                )
             if each.ndim != 2 or not each.numel() or each.dtype not in (torch.int64, torch.int32):
                 raise UserError(
                     f"{name} has shape {list(each.shape)} and type {each.dtype}, but must be [rows, positions] of "
@@ -226,8 +236,17 @@ class Model(nn.Module):
                 raise UserError(f"decoder_ids has {len(decoder_ids)} rows, but ids has {rows}; give as many")
             positions += decoder_ids.shape[1]
         for name, each in (("bounds", bounds), ("prefix", prefix)):
-            if each is not None and each.shape != (rows, positions):
+            if each is None:
+                continue
+            if not isinstance(each, Tensor) or each.dtype not in (torch.int64, torch.int32):
+                raise UserError(f"{name} must be a tensor of torch.int64, as `RunBatch.{name}` is")
+            if each.shape != (rows, positions):
                 raise UserError(f"{name} has shape {list(each.shape)}, but must be {[rows, positions]} as the ids")
+        if bounds is not None and bounds.device.type == "cpu" and not _are_bounds(bounds.long()):
+            raise UserError(
+                "bounds must have, for each position, the one at which its document begins in the row, such as "
+                "[0, 0, 0, 3, 3] for documents of 3 and 2 tokens; `RunBatch.bounds` has them"
+            )
         if prefix is not None and bounds is None:
             raise UserError("prefix: give bounds as well, as `RunBatch` has both")
         return ids.shape[1] if sided else 0
@@ -263,6 +282,11 @@ def load_model(
         UserError: There is no such checkpoint, it is damaged, the model is of a family that is not computed here, or a
             layout that is not possible.
     """
+    if weights not in (None, *get_args(Weights)):
+        raise UserError(f"weights={weights!r}: give {' or '.join(map(repr, get_args(Weights)))}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UserError(f"dtype={dtype!r}: give a floating-point type of torch, such as torch.float32")
+    place = None if device is None else _device(device)
     run, folder, step = _where(path, step)
     if dist.is_initialized() and dist.get_world_size() > 1:
         if run is None:
@@ -280,7 +304,7 @@ def load_model(
     if parallel is not None:
         raise UserError("parallel: there is one process; call torch.distributed.init_process_group in several first")
     if run is None:
-        return _from_folder(folder, step, weights or "model", device, dtype)
+        return _from_folder(folder, step, weights or "model", place, dtype)
     config = run.config
     checkpoint = Checkpoints.of_run(run.path).find(checkpoint_step(run, step))
     source = open_weights(run.path, checkpoint.step, weights or config.eval.weights)
@@ -290,7 +314,7 @@ def load_model(
     decoder = plain_decoder(spec, source.read(source.tensors), dtype or compute, trained=True)
     if decoder.spec.sided:
         decoder.start_token = start_token(config, source.tokenizer)
-    decoder.to(torch.device(device) if device is not None else choose_device(config.launch.device, ALONE))
+    decoder.to(place or choose_device(config.launch.device, ALONE))
     return Model(
         decoder,
         source.model,
@@ -319,21 +343,31 @@ def generate(
 def as_the_command() -> Iterator[None]:
     """Inside, torch may be set as in a command, so that figures are equal; afterwards it is set as before.
 
-    The process group that the command's code makes in a process alone is gone afterwards, too.
+    The process group that the command's code makes in a process alone is gone afterwards, too, with what it leaves in
+    the environment and in `sys.excepthook`.
     """
     from pipeline.train.distributed import process_group
 
     began = dist.is_initialized()
+    environment, excepthook = dict(os.environ), sys.excepthook
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     try:
-        yield
+        with torch.inference_mode(False):  # FSDP counts versions of tensors
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(products)
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
         if not began:
             process_group.destroy()
+            for name in os.environ.keys() - environment.keys():
+                del os.environ[name]
+            os.environ.update(environment)
+            sys.excepthook = excepthook
 
 
 def _where(path: StrPath | Run, step: WhichStep) -> tuple[Run | None, Path, WhichStep]:
@@ -359,7 +393,7 @@ def _where(path: StrPath | Run, step: WhichStep) -> tuple[Run | None, Path, Whic
 
 
 def _from_folder(
-    folder: Path, step: WhichStep, weights: Weights, device: str | torch.device | None, dtype: torch.dtype | None
+    folder: Path, step: WhichStep, weights: Weights, device: torch.device | None, dtype: torch.dtype | None
 ) -> Model:
     """A model of an export, or in Hugging Face's format."""
     assert step is None
@@ -379,8 +413,26 @@ def _from_folder(
     spec = decoder_spec(model, vocabulary, model.max_positions or positions)
     decoder = plain_decoder(spec, read(tensors), dtype or _main_dtype(tensors), trained=True)
     decoder.start_token = start
-    decoder.to(torch.device(device) if device is not None else choose_device("auto", ALONE))
+    decoder.to(device or choose_device("auto", ALONE))
     return Model(decoder, model, tokenizer, positions, ModelOrigin(folder, None, None))
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UserError(f"device={device!r} is not a device of torch; give 'cpu', 'cuda' or 'cuda:1'") from None
+    if found.type == "cuda" and (found.index or 0) >= (gpus := visible_gpus()):
+        raise UserError(f"device={device!r}: torch sees {counted(gpus, 'GPU')} here; give another one, or 'cpu'")
+    return found
+
+
+def _are_bounds(bounds: Tensor) -> bool:
+    """True if each position [B, S] has a begin that is one, not behind it, nor before that of the last position."""
+    columns = torch.arange(bounds.shape[1])
+    if not bool(((bounds >= 0) & (bounds <= columns)).all()):
+        return False
+    return bool((bounds.gather(1, bounds) == bounds).all()) and bool((bounds.diff(dim=1) >= 0).all())
 
 
 def _sampling(config: GenerateConfig, options: dict[str, Any]) -> Sampling:
@@ -388,9 +440,15 @@ def _sampling(config: GenerateConfig, options: dict[str, Any]) -> Sampling:
     if unknown := sorted(options.keys() - SamplingOptions.__annotations__.keys()):
         known = ", ".join(SamplingOptions.__annotations__)
         raise UserError(f"generate has no setting {unknown[0]!r}; settings: {known}")
-    if "stop" in options:
-        options["stop"] = (options["stop"],) if isinstance(options["stop"], str) else tuple(options["stop"])
-    return replace(sampling_of(config), **options)
+    logprobs = options.pop("logprobs", None)
+    if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int)):
+        raise UserError(f"generate.logprobs: {logprobs!r} is not a number of tokens")
+    if isinstance(stop := options.get("stop"), str):
+        options["stop"] = [stop]
+    try:
+        return sampling_of(GenerateConfig.model_validate(config.model_dump() | options), logprobs)
+    except ValidationError as error:
+        raise invalid("generate", error) from None
 
 
 def _main_dtype(tensors: Mapping[str, Stored]) -> torch.dtype:

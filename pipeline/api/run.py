@@ -113,6 +113,11 @@ class Run:
         saved = f"checkpoints: {', '.join(map(str, checkpoints))}" if checkpoints else "no checkpoints"
         return f"Run({str(self.path)!r}: {state}, {saved})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies, here and in other processes, open the data themselves.
+        closed: dict[str, Any] = {"_opened": None, "_loaders": []}
+        return {key: value for key, value in vars(self).items() if key != "tokenizer"} | closed
+
     @property
     def done(self) -> int:
         """Steps that are trained."""
@@ -130,8 +135,13 @@ class Run:
         return self._view().steps
 
     def metrics(self) -> RunMetrics:
-        """Metrics of the steps that are trained; empty before the first one."""
-        return RunMetrics(read_metrics(self.path))
+        """Metrics of the steps that are trained; empty before the first one.
+
+        Where a run has gone back to an earlier checkpoint, rows of later steps come back as they are trained again.
+        """
+        rows = read_metrics(self.path)
+        done = self.done
+        return RunMetrics([row for row in rows if row["step"] <= done])
 
     def ledger(self) -> list[dict[str, Any]]:
         """Rows of `ledger.jsonl`: begin and end of each stage and attempt."""
@@ -300,7 +310,7 @@ class Run:
         return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None
 
     def _view(self) -> RunView:
-        """The plan of the run; read again when the run has changed it."""
+        """The plan of the run; read again when it may have changed. Training by it changes its `done` alone."""
         from pipeline.data.provenance.run import open_view
 
         try:
@@ -308,22 +318,29 @@ class Run:
             state: Any = journal.st_mtime_ns, journal.st_size, journal.st_ino
         except FileNotFoundError:
             state = None
-        state = state, max(self._files.checkpoint_steps(), default=0), self.done
-        if self._opened is None or self._opened[0] != state:
-            view = open_view(self._given, self._settings)
-            for warning in view.warnings:
-                warnings.warn(warning, stacklevel=3)
-            self._opened, self._loaders = (state, view), []
-        return self._opened[1]
+        now = state, max(self._files.checkpoint_steps(), default=0), self.done
+        if self._opened is not None:
+            before, view = self._opened
+            if now == before:
+                return view
+            by_journal = not (view.trained or view.about or view.warnings)
+            if by_journal and now[0] == before[0] and now[1] >= before[1] and now[2] >= before[2]:
+                view.done = now[2]
+                self._opened = now, view
+                return view
+        view = open_view(self._given, self._settings)
+        for warning in view.warnings:
+            warnings.warn(warning, stacklevel=3)
+        self._opened, self._loaders = (now, view), []
+        return view
 
     def _checked(self, step: int, view: RunView) -> int:
         """A step, counted from 0."""
-        number = operator.index(step)
-        trained = 0 if view.trained is None else view.trained.done
-        if not 1 <= number <= max(trained, view.steps):
-            raise UserError(
-                f"step {number}: {self.path} has {numbered('step', 1, view.steps)} only ({view.length.reason} ends it)"
-            )
+        number, trained = operator.index(step), view.trained or view
+        last = max(trained.done, view.steps)
+        if not 1 <= number <= last:
+            reason = f" ({view.length.reason} ends it)" if last == view.steps else ""
+            raise UserError(f"step {number}: {self.path} has {numbered('step', 1, last)} only{reason}")
         return number - 1
 
     def _batch(self, view: RunView, step: int) -> RunBatch:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from pipeline.api.settings import invalid
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
@@ -36,8 +37,7 @@ def load_sharded(config: Config, step: int | None, parallel: Mapping[str, int] |
         try:
             wanted = ParallelConfig.model_validate(dict(parallel))
         except ValidationError as error:
-            problems = "; ".join(f"parallel.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise UserError(problems) from None
+            raise invalid("parallel", error) from None
     others = [name for name in ("pp", "cp", "ep") if getattr(wanted, name) > 1]
     if others:
         raise UserError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,16 +151,31 @@ def test_ids_that_make_no_sense(windows: Path) -> None:
         ([ids, ids], {}, "the model has no encoder"),
         ([ids], {"bounds": ids[:, :5]}, "bounds has shape"),
         ([ids], {"prefix": ids}, "give bounds as well"),
+        ([[[1, 2]]], {}, r"list, but must be a tensor \[rows, positions\]"),
+        ([ids], {"bounds": torch.zeros(3, 20)}, "must be a tensor of torch.int64"),
+        ([ids], {"bounds": torch.ones_like(ids)}, "at which its document begins"),
+        ([ids], {"bounds": torch.arange(20).expand(3, 20) // 7}, "at which its document begins"),
+        ([ids], {"bounds": torch.tensor([[0] * 9 + [9] * 9 + [0] * 2] * 3)}, "at which its document begins"),
     ):
         with pytest.raises(api.UserError, match=message):
             model(*arguments, **given)
     for settings, message in (
         ({"topk": 3}, "no setting 'topk'; settings: max_tokens"),
-        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": -1.0}, "generate.temperature: .*greater than or equal to 0"),
+        ({"max_tokens": 1.5}, "generate.max_tokens: .*integer"),
+        ({"logprobs": -1}, "logprobs is -1"),
         ({"stop": ""}, "stop"),
     ):
         with pytest.raises(api.UserError, match=message):
             model.generate("the", **settings)  # type: ignore[arg-type]
+    for arguments, message in (
+        ({"dtype": "float32"}, "such as torch.float32"),
+        ({"weights": "best"}, "give 'model' or 'ema'"),
+        ({"device": "gpu"}, "is not a device of torch"),
+        ({"device": "cuda:99"}, "torch sees .* GPUs? here"),
+    ):
+        with pytest.raises(api.UserError, match=message):
+            api.load_model(windows, **arguments)  # type: ignore[arg-type]
     with pytest.raises(api.UserError, match=r"\[\[1, 2, 3\]\]"):
         model.generate([1, 2])  # type: ignore[list-item]
 
@@ -195,8 +212,12 @@ def test_figures_are_those_of_the_command(windows: Path, tmp_path: Path) -> None
     passages.write_text("".join(json.dumps({"text": f"the sea {word} north wind"}) + "\n" for word in PROMPTS))
     task = {"type": "lambada", "path": str(passages)}
     settings = {"eval.samples": 7, "eval.tasks": [task]}
+    before = dict(os.environ), sys.excepthook
     found = api.evaluate(run, 4, settings=settings)
     assert not (run / "eval").exists() and not dist.is_initialized()
+    assert (dict(os.environ), sys.excepthook) == before
+    with torch.inference_mode():
+        assert api.evaluate(run, 4, settings=settings).heldout == found.heldout
     values = ["eval.samples=7", f"eval.tasks={json.dumps([task])}"]
     done = CliRunner().invoke(app, ["eval", str(run), *values, "--step", "4"], catch_exceptions=False)
     assert done.exit_code == 0, done.output

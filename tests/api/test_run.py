@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -88,9 +90,18 @@ def test_a_run_that_is_being_written(windows: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_bytes(b"".join(metrics[:6]))
     assert (opened.done, len(opened.metrics())) == (6, 6)
     assert opened.batch(6).data_hash == first.data_hash == opened.metrics().rows[5]["data_hash"]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "attempt": 1, "save_seconds": 1.5}\n')  # a save that ended after later steps
+    assert (opened.done, len(opened.metrics())) == (6, 6)
     shutil.copytree(windows / "checkpoints", run / "checkpoints")
     assert [each.step for each in opened.checkpoints()] == [4, 8]
     assert api.load_model(opened, 4).origin.step == 4
+    # From step 4 another attempt has trained one step: those behind it are no longer of the run.
+    again = {**json.loads(metrics[4]), "attempt": 2}
+    shutil.rmtree(run / "checkpoints/step-00000008")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(again) + "\n")
+    assert (opened.done, opened.metrics()["step"].tolist()) == (5, [1, 2, 3, 4, 5])
 
 
 def test_data_that_was_made_again_is_said(windows: Path, tmp_path: Path) -> None:
@@ -125,7 +136,20 @@ def test_what_is_not_a_run(windows: Path, tmp_path: Path) -> None:
 
 
 def test_settings_are_values_as_python_has_them(windows: Path) -> None:
-    changes = {"train.optimizer.lr": 1e-05, "eval.samples": None, "generate.stop": ["a: b", "#"], "run.seed": 3}
+    stop = ["a: b", "#", "\U0001f600\x7f\x85", "null", "007"]
+    changes = {"train.optimizer.lr": 1e-05, "eval.samples": None, "generate.stop": stop, "run.seed": np.int64(3)}
     config = api.Run(windows, changes).config
     assert (config.train.optimizer.lr, config.eval.samples, config.run.seed) == (1e-05, None, 3)
-    assert config.generate.stop == ["a: b", "#"]
+    assert config.generate.stop == stop
+    for wrong in (["eval.samples=3"], {"eval.samples": {3}}):
+        with pytest.raises(api.UserError, match=r"eval.samples.*(give values by key|not a value)"):
+            api.Run(windows, wrong)  # type: ignore[arg-type]
+
+
+def test_copies_of_a_run_read_the_same(windows: Path) -> None:
+    run = api.Run(windows)
+    hashes = run.batch(3).data_hash, len(run.tokenizer.encode("the sea"))
+    for copied in (copy.deepcopy(run), pickle.loads(pickle.dumps(run))):
+        assert (copied.batch(3).data_hash, len(copied.tokenizer.encode("the sea"))) == hashes
+    model = api.load_model(run)
+    assert copy.deepcopy(model)(run.batch(3).ids).equal(model(run.batch(3).ids))

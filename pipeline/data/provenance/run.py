@@ -457,7 +457,8 @@ def steps_done(folder: Path) -> int:
     done = max(RunFiles(folder).checkpoint_steps(), default=0)
     for row in RunFiles(folder).newest_rows():
         with suppress(ValueError, KeyError, TypeError):  # it is about something else
-            return max(done, int(row["step"]))
+            if "save_seconds" not in row:  # a save ends after later steps
+                return max(done, int(row["step"]))
     return done
 
 

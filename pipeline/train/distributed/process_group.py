@@ -318,6 +318,9 @@ def destroy() -> None:
     """End the process group, if there is one, of a process alone: torch warns of NCCL's that is left to the exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # The next group may be made elsewhere.
+    _Joined.store = _Joined.cpu_group = _Joined.background_group = None
+    _Joined.backend = ""
 
 
 def leave(code: int) -> NoReturn:

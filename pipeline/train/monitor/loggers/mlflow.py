@@ -51,8 +51,9 @@ class MlflowLogger(BatchLogger):
         from mlflow.entities import Metric, Param, RunTag
         from mlflow.exceptions import MlflowException
 
-        self._metric, self._param, self._tag = Metric, Param, RunTag
-        self._error, self._left_out = MlflowException, set[tuple[type, str]]()
+        self._metric, self._param, self._tag = self._kinds = Metric, Param, RunTag
+        self._error: Any = MlflowException
+        self._left_out = set[tuple[type, str]]()
         self._client = MlflowClient(tracking_uri=config.tracking_uri)
         self._total, self._last = run.total_steps, 0
         found = self._client.get_experiment_by_name(config.experiment)
@@ -126,10 +127,9 @@ class MlflowLogger(BatchLogger):
             self._send_all(values)
 
     def _send_all(self, values: list[Any]) -> None:
-        some = {kind: [each for each in values if isinstance(each, kind)] for kind in (self._metric, self._param)}
-        tags = [each for each in values if isinstance(each, self._tag)]
+        metrics, params, tags = ([each for each in values if isinstance(each, kind)] for kind in self._kinds)
         try:
-            self._client.log_batch(self._id, metrics=some[self._metric], params=some[self._param], tags=tags)
+            self._client.log_batch(self._id, metrics=metrics, params=params, tags=tags)
         except self._error as error:
             if error.get_http_status_code() != _REFUSED:
                 raise
