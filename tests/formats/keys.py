@@ -182,6 +182,8 @@ CLASSES = {
 and the modules that write them, with a word on which."""
 WRITE_NOTHING = (
     "pipeline.api.evaluation",  # compares keys of run files
+    "pipeline.api.model",
+    "pipeline.api.run",
     "pipeline.config.load",  # the run file
     "pipeline.config.plugins",  # compares options
     "pipeline.config.reference",

@@ -51,7 +51,8 @@ class MlflowLogger(BatchLogger):
         from mlflow.entities import Metric, Param, RunTag
         from mlflow.exceptions import MlflowException
 
-        self._metric, self._param, self._tag = self._kinds = Metric, Param, RunTag
+        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self._kinds: tuple[Any, ...] = Metric, Param, RunTag
         self._error: Any = MlflowException
         self._left_out = set[tuple[type, str]]()
         self._client = MlflowClient(tracking_uri=config.tracking_uri)
