@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from attention import DTYPES, documents
 from torch import Tensor
 
+from benchmarks.train.attention import DTYPES, documents
 from evidence.item import Result
 from pipeline.common.errors import UserError
 from pipeline.config.train import AttentionConfig

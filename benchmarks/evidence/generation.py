@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from generate_cache import Shape, Texts, both_sides, compare, models, random_prompts
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from benchmarks.eval.generate_cache import Shape, Texts, both_sides, compare, models, random_prompts
 from evidence.item import Result
 from pipeline.train.model.decoder import Context, Decoder
 

@@ -15,12 +15,12 @@ import torch
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))
 
-from attention import documents  # noqa: E402
 from evidence import corpus  # noqa: E402
 from evidence.catalog import ITEMS  # noqa: E402
 from evidence.documents import LIMIT, checks, differences, draw, reference, seen  # noqa: E402
 from evidence.exact import beside_cpu, beside_transformers, first_difference, furthest, same_bits  # noqa: E402
 
+from benchmarks.train.attention import documents  # noqa: E402
 from pipeline.train.model.kernels.attention_mask import AttentionMask  # noqa: E402
 from pipeline.train.model.kernels.sdpa import Sdpa  # noqa: E402
 from pipeline.train.model.part_spec import Reach  # noqa: E402

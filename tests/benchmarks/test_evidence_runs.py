@@ -56,7 +56,8 @@ def test_texts_agree_up_to_a_token() -> None:
 
 def test_another_weight_gives_other_texts() -> None:
     from evidence.generation import TIE, compare_exactly
-    from generate_cache import Shape, models
+
+    from benchmarks.eval.generate_cache import Shape, models
 
     ours, theirs = models(Shape(vocabulary=128, layers=2, dim=32, heads=4, kv_heads=2, ffn_dim=64))
     same = compare_exactly(ours, theirs, rows=2, new=8)

@@ -302,6 +302,8 @@ NOT_CONVERTED = {
     "mamba2": "needs mixer: mamba2; see the tests of Mamba-2",
     "delta": "needs mixer: gated_delta or kda; see their tests",
     "experts": "needs mlp: experts; see the tests of experts",
+    "mixer_options": "of plug-ins, which are refused; see their tests",
+    "mlp_options": "the same",
     "pattern": "see the test of layers of several kinds",
     "kinds": "the same",
     "vocab_size": "given as an argument",
