@@ -57,7 +57,7 @@ def _folders() -> list[str]:
 
 
 def _pages() -> Iterator[tuple[str, str]]:
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]:
         prose, fenced = "", False
         for line in path.read_text().splitlines():
             fenced ^= line.startswith("```")

@@ -29,7 +29,7 @@ from pipeline.train.distributed.process_group import destroy
 from slurm.local.stages import run
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # The shipped file with everything made small; the keys are replaced, never added.
 TINY = f"""\
