@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -196,7 +197,7 @@ def test_runs_are_switched_off_in_all_charts(browser: Chromium, pages: dict[str,
         assert button.get_attribute("aria-pressed") == "true"
         before = page.locator("#chart-0 .curve").first.get_attribute("d")
         button.click()
-        assert page.locator("#chart-0 .curve").first.get_attribute("d") != before
+        until(page, f"document.querySelector('#chart-0 .curve').getAttribute('d') !== {json.dumps(before)}")
         opened.check_quiet()
 
 
