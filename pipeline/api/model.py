@@ -304,7 +304,7 @@ def load_model(
     if parallel is not None:
         raise UserError("parallel: there is one process; call torch.distributed.init_process_group in several first")
     if run is None:
-        return _from_folder(folder, step, weights or "model", place, dtype)
+        return _from_folder(folder, weights or "model", place, dtype)
     config = run.config
     checkpoint = Checkpoints.of_run(run.path).find(checkpoint_step(run, step))
     source = open_weights(run.path, checkpoint.step, weights or config.eval.weights)
@@ -392,11 +392,8 @@ def _where(path: StrPath | Run, step: WhichStep) -> tuple[Run | None, Path, Whic
     return None, folder, None
 
 
-def _from_folder(
-    folder: Path, step: WhichStep, weights: Weights, device: torch.device | None, dtype: torch.dtype | None
-) -> Model:
+def _from_folder(folder: Path, weights: Weights, device: torch.device | None, dtype: torch.dtype | None) -> Model:
     """A model of an export, or in Hugging Face's format."""
-    assert step is None
     if (folder / EXPORT_ORIGIN).is_file():
         source = open_weights(folder, None, weights)
         model, tensors, read = source.model, source.tensors, source.read

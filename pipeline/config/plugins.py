@@ -141,8 +141,7 @@ def is_plugin(name: object) -> bool:
 
 def installed(kind: Kind) -> Iterator[Plugin]:
     """All installed plug-ins of a kind, by name; none is imported. Two packages may have the same name."""
-    for entry in sorted(_entries(kind, None, tuple(sys.path)), key=lambda entry: (entry.name, _distribution(entry))):
-        yield _plugin(kind, entry)
+    yield from sorted(_plugins(kind, None, tuple(sys.path)), key=lambda each: (each.name, each.distribution))
 
 
 def find_plugin(kind: Kind, name: str) -> Plugin:
@@ -151,7 +150,7 @@ def find_plugin(kind: Kind, name: str) -> Plugin:
     Raises:
         UserError: No installed package has it, or several do, or the one that does has no version.
     """
-    found = [_plugin(kind, entry) for entry in _entries(kind, name, tuple(sys.path))]
+    found = _plugins(kind, name, tuple(sys.path))
     if not found:
         known = {plugin.name: str(plugin) for plugin in installed(kind)}
         near = difflib.get_close_matches(name, known, n=len(known) or 1, cutoff=0.6)
@@ -174,22 +173,20 @@ def plugin_identities(kind: Kind, names: Iterable[str]) -> dict[str, dict[str, s
     return {name: find_plugin(kind, name).identity for name in sorted(set(filter(is_plugin, names)))}
 
 
-def _plugin(kind: Kind, entry: EntryPoint) -> Plugin:
-    version = entry.dist.version if entry.dist is not None else ""
-    return Plugin(kind, entry.name, _distribution(entry), version or "", entry)
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "?"
-
-
 @lru_cache(maxsize=64)
-def _entries(kind: Kind, name: str | None, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Entry points with a name, or all of a kind; `path` is where they are looked for."""
+def _plugins(kind: Kind, name: str | None, path: tuple[str, ...]) -> tuple[Plugin, ...]:
+    """Plug-ins with a name, or all of a kind; `path` is where they are looked for.
+
+    Kept, since training asks at each step, and package and version are read from a file each time.
+    """
     from importlib.metadata import entry_points
 
-    found = entry_points(group=f"pipeline.{kind}")
-    return tuple(entry for entry in found if entry.name == name or (name is None and re.match(NAME, entry.name)))
+    found = []
+    for entry in entry_points(group=f"pipeline.{kind}"):
+        if entry.name == name or (name is None and re.match(NAME, entry.name)):
+            about = ("?", "") if entry.dist is None else (entry.dist.name, entry.dist.version or "")
+            found.append(Plugin(kind, entry.name, *about, entry))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

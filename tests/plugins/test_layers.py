@@ -26,7 +26,7 @@ from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.part_spec import Division, LayerPartSpec
-from pipeline.train.model.plugin_check import check_layers
+from pipeline.train.model.plugins.check import check_layers
 from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.tested import TESTED, WITHIN_LAYERS
 from pipeline.train.planning.devices import DEVICES

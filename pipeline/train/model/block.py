@@ -16,7 +16,7 @@ from pipeline.train.model.mixers.recomputed import InputCache
 from pipeline.train.model.mlps.experts.routing import Routed
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
-from pipeline.train.model.plugin_parts import check_module
+from pipeline.train.model.plugins.parts import check_module
 from pipeline.train.model.recompute import Recompute
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from pipeline.train.model.part_spec import (
     RelativeSpec,
     Side,
 )
-from pipeline.train.model.plugin_parts import plugin_spec
+from pipeline.train.model.plugins.parts import plugin_spec
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Mixers and mlps of other packages."""
