@@ -452,13 +452,19 @@ def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterato
         return
     with file:
         for line in file:
-            row = None
-            with contextlib.suppress(orjson.JSONDecodeError):
-                row = orjson.loads(line)
-            if isinstance(row, dict):
+            if (row := json_object(line)) is not None:
                 yield row
             elif line.strip() and line.endswith(b"\n"):
                 unread()
+
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None if it is damaged, or something else."""
+    with contextlib.suppress(orjson.JSONDecodeError):
+        row = orjson.loads(line)
+        if isinstance(row, dict):
+            return row
+    return None
 
 
 def json_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
@@ -478,7 +484,5 @@ def json_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
                 lines, first = [first, *lines], b""
             rest = first
             for line in reversed(lines):
-                with contextlib.suppress(orjson.JSONDecodeError):
-                    row = orjson.loads(line)
-                    if isinstance(row, dict):
-                        yield row
+                if (row := json_object(line)) is not None:
+                    yield row

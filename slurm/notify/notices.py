@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from pipeline.common import storage
 from pipeline.common.format import counted, duration
 from pipeline.common.redaction import masked
@@ -144,7 +142,7 @@ class Notices:
             file.seek(begin)
             data = file.read()
         end = data.rfind(b"\n") + 1
-        faults = [fault for line in data[:end].splitlines() if (fault := _parse(line)) is not None]
+        faults = [fault for line in data[:end].splitlines() if (fault := storage.json_object(line)) is not None]
         urgent = last or any(fault.get("action") != "skip" for fault in faults)
         if not faults or not (urgent or time.monotonic() - self._spikes_at >= _SPIKES):
             return
@@ -224,11 +222,3 @@ def end_of(run: Path, code: int, reason: str, before: int) -> dict[str, Any]:
     if isinstance(attempt, int) and attempt > before:
         return {**found, "attempt": attempt, "step": step if isinstance(step, int) else None}
     return found
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    with suppress(ValueError):
-        value = orjson.loads(line)
-        if isinstance(value, dict):
-            return value
-    return None

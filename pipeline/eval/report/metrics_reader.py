@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
 from pipeline.eval.report.series import Columns
@@ -63,11 +61,7 @@ class Follower:
                     return  # it is being written
                 self._place += len(line)
                 self._tail = (self._tail + line)[-_TAIL:]
-                try:
-                    row = orjson.loads(line)
-                except orjson.JSONDecodeError:
-                    row = None
-                if isinstance(row, dict):
+                if (row := storage.json_object(line)) is not None:
                     yield row
                 elif line.strip():
                     unread()

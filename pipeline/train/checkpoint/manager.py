@@ -209,16 +209,11 @@ class Checkpoints:
         if found is None or (again and head.step > step):
             latest = self.resumable(report, verify)
             assert latest is not None, "there was a head"
+            before, now = f"resume.from={step} was applied before", f"resuming from step {latest.step}"
             if found is None:
-                report(
-                    f"resume.from={step} was applied before, and its checkpoint is gone: resuming from step "
-                    f"{latest.step}"
-                )
+                report(f"{before}, and its checkpoint is gone: {now}")
             elif latest.step > step:
-                report(
-                    f"resume.from={step} was applied before: resuming from step {latest.step}; to rewind to step "
-                    f"{step} once more, remove {self.followed_file}"
-                )
+                report(f"{before}: {now}; to rewind to step {step} once more, remove {self.followed_file}")
             return latest
         if problems := verify(found):
             raise UserError(
@@ -406,8 +401,8 @@ class Checkpoints:
     def _head(self, report: Callable[[str], None]) -> Checkpoint | None:
         """`latest`, after finishing what a killed attempt has begun."""
         head = self.latest()
-        if self._read(_GOING_BACK):
-            if head is not None and head.path.name == self._read(_GOING_BACK):
+        if back := self._read(_GOING_BACK):
+            if head is not None and head.path.name == back:
                 self._abandon_after(head, report)
             (self.folder / _GOING_BACK).unlink(missing_ok=True)
         return head
@@ -469,11 +464,10 @@ class Checkpoints:
 
     def _place_in_abandoned(self, checkpoint: Checkpoint) -> Path:
         self._abandoned.mkdir(exist_ok=True)
-        target = self._abandoned / checkpoint.path.name
-        number = 1
+        target, number = self._abandoned / checkpoint.path.name, 1
         while target.exists():
             number += 1
-            target = self._abandoned / f"{checkpoint.path.name}.{number}"
+            target = target.with_name(f"{checkpoint.path.name}.{number}")
         return target
 
 

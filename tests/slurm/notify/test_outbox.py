@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from slurm.notify import outbox
 from slurm.notify.notice import Notice
 from slurm.notify.outbox import Outbox, deliver
 from slurm.notify.webhook import post
@@ -44,8 +46,14 @@ def test_a_command_gets_the_event_as_json_and_in_its_environment(tmp_path: Path)
     assert values["text"] == f"a b: train has failed at step 1,200 (job 7_1): {reason}"
 
 
-def test_a_command_that_hangs_ends_with_its_children(tmp_path: Path) -> None:
+def test_a_command_that_hangs_ends_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
+
+    def monotonic() -> float:
+        """Its time is over as soon as both children have begun."""
+        return 10.0 if pids.exists() and pids.read_text().count("\n") == 2 else 0.0
+
+    monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=monotonic))
     script = f"sleep 600 & echo $! >> '{pids}'; sh -c 'echo $$ >> {pids}; sleep 600'; sleep 600"
     problem = deliver(entry(command=["sh", "-c", script], timeout_seconds=1), NOTICE)
     assert "timeout_seconds (1)" in problem
@@ -72,7 +80,7 @@ def test_commands_that_fail_say_why_and_no_secrets(capfd: pytest.CaptureFixture[
 def test_a_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets JSON with a text; whatever goes wrong, the address is in no message."""
     with serving() as server:
-        hook = entry(webhook_env="HOOK", timeout_seconds=30)
+        hook = entry(webhook_env="HOOK", timeout_seconds=600)
         assert "HOOK is not set" in deliver(hook, NOTICE)
         monkeypatch.setenv("HOOK", server.address)
         assert deliver(hook, NOTICE) == ""
@@ -102,13 +110,15 @@ def test_an_outbox_waits_for_nobody_and_warns_once(tmp_path: Path) -> None:
         entry(command=["false"]),
         entry(on=["done"], command=["touch", str(tmp_path / "done")]),
     ]
-    outbox = Outbox(entries, said.append)
-    assert [outbox.wants(event) for event in ("done", "failed")] == [True, True]
+    sender = Outbox(entries, said.append)
+    assert [sender.wants(event) for event in ("done", "failed")] == [True, True]
     for _ in range(3):
-        outbox.send(NOTICE)
-    until(lambda: len(received(seen)) == 3 and said)
-    assert not outbox.wait(0.1)
-    outbox.close(0.1)
+        sender.send(NOTICE)
+    # The command that wrote the last one has ended, too, so that `close` does not end it.
+    until(lambda: len(received(seen)) == 3 and all(lane.wait(0) for lane in sender._lanes[1:]))
+    assert not sender.wait(0.1)
+    sender.close(0.1)
+    until(lambda: len(said) > 1)
     assert [line.partition(" was")[0] for line in said] == ["notify.2 (command false)", "notify.0 (command cat)"]
     assert not (tmp_path / "done").exists()
     assert not [each for each in threading.enumerate() if each.name == "notify-3"]

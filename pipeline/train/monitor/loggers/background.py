@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
+from pipeline.common import storage
 from pipeline.common.redaction import masked
 from pipeline.train.monitor.loggers.base import Logger
 
@@ -172,24 +171,27 @@ class BackgroundLogger(Logger):
                 if len(rows) == most or not line.endswith(b"\n") or (until is not None and offset >= until):
                     break
                 offset, number = offset + len(line), number + 1
-                with suppress(orjson.JSONDecodeError):
-                    row = orjson.loads(line)
-                    if isinstance(row, dict) and "step" in row:
-                        rows.append(NumberedRow(number, row))
+                row = storage.json_object(line)
+                if row is not None and "step" in row:
+                    rows.append(NumberedRow(number, row))
         return rows, _Place(offset, number)
 
     def _warn(self, error: BaseException) -> None:
         if not self._failing:
-            try:
-                text = " ".join(str(error)[:_READ_ERROR].split())
-            except Exception:  # of its own `__str__`
-                text = ""
-            text = masked(text or type(error).__name__)[:_SHOWN_ERROR]
-            self._say("%s; training continues, and metrics are sent as soon as they can be", text)
+            self._say("%s; training continues, and metrics are sent as soon as they can be", shown(error))
         self._failing = True
 
     def _say(self, text: str, *values: object) -> None:
         logging.getLogger(__name__).warning("%s: " + text, self._name, *values)
+
+
+def shown(error: BaseException) -> str:
+    """The text of an error of a tracker in a line, without what may be secret."""
+    try:
+        text = " ".join(str(error)[:_READ_ERROR].split())
+    except Exception:  # of its own `__str__`
+        text = ""
+    return masked(text or type(error).__name__)[:_SHOWN_ERROR]
 
 
 class _Place(NamedTuple):

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.common.format import cut
-from pipeline.common.redaction import masked
 from pipeline.config.trackers import MlflowConfig
-from pipeline.train.monitor.loggers.background import BatchLogger, NumberedRow
+from pipeline.train.monitor.loggers.background import BatchLogger, NumberedRow, shown
 from pipeline.train.monitor.loggers.base import RunInfo, flat
 from pipeline.train.monitor.loggers.params import flat_params
 
@@ -27,7 +26,6 @@ _PARENT, _PARENT_STEP = "pretraining.parent", "pretraining.parent_step"
 _TIMEOUT_S = "20"
 _REFUSED = 400
 """HTTP status of a request that is wrong in itself. All others may pass: logins are renewed, servers come back."""
-_SHOWN_ERROR = 300
 
 
 class MlflowLogger(BatchLogger):
@@ -148,12 +146,11 @@ class MlflowLogger(BatchLogger):
         """
         self._client.set_tag(self._id, _ID, self._our_id)
         if not self._left_out:
-            text = masked(" ".join(str(error).split()))[:_SHOWN_ERROR]
             logging.getLogger(__name__).warning(
                 "MLflow: the server refuses %s (%s); this is left out from now on, and so is all else that it refuses. "
                 "metrics.jsonl has all metrics",
                 value.key,
-                text,
+                shown(error),
             )
         self._left_out.add((type(value), value.key))
 

@@ -1,4 +1,4 @@
-"""The resolved run file for trackers that take no nested values."""
+"""The resolved run file, as trackers take it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
+
+from pipeline.train.monitor.loggers.base import RunInfo
 
 
 def flat_params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -23,3 +25,10 @@ def flat_params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value is not None:
             params[key] = value if isinstance(value, str) else orjson.dumps(value).decode()
     return params
+
+
+def nested_params(run: RunInfo) -> dict[str, Any]:
+    """The resolved run file, nested as it is; of a fork also its `parent`."""
+    if run.parent is None:
+        return run.config
+    return {**run.config, "parent": {"run_dir": str(run.parent.folder), "step": run.parent.step, "id": run.parent.id}}

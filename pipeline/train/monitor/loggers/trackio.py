@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.config.trackers import TrackioConfig
 from pipeline.train.monitor.loggers.base import Logger, RunInfo, flat
+from pipeline.train.monitor.loggers.params import nested_params
 
 
 class TrackioLogger(Logger):
@@ -14,12 +15,11 @@ class TrackioLogger(Logger):
     def __init__(self, config: TrackioConfig, run: RunInfo) -> None:
         import trackio
 
-        parent = run.parent and {"run_dir": str(run.parent.folder), "step": run.parent.step, "id": run.parent.id}
         self._run: Any = trackio.init(
             project=config.project,
             name=f"{config.name or run.name}-{run.id[:6]}",  # trackio knows a run by its name
             group=config.group,
-            config={**run.config, "parent": parent} if parent else run.config,
+            config=nested_params(run),
             resume="allow",
             embed=False,
             auto_log_gpu=False,

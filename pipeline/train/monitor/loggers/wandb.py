@@ -11,6 +11,7 @@ from urllib.request import Request, urlopen
 from pipeline.config.trackers import WandbConfig
 from pipeline.train.monitor.loggers.background import BatchLogger, NumberedRow
 from pipeline.train.monitor.loggers.base import RunInfo, flat
+from pipeline.train.monitor.loggers.params import nested_params
 
 _INIT_S, _FINISH_S = 30.0, 10.0
 """Seconds for W&B to begin a run, and to upload what is left at its end."""
@@ -35,7 +36,6 @@ class WandbLogger(BatchLogger):
             _reach(wandb.setup().settings.base_url)
             if not wandb.login(prompt=False):
                 raise ConnectionError("no API key: set WANDB_API_KEY, or run `wandb login`")
-        parent = run.parent and {"run_dir": str(run.parent.folder), "step": run.parent.step, "id": run.parent.id}
         self._run = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -46,7 +46,7 @@ class WandbLogger(BatchLogger):
             dir=str(run.folder),
             id=run.id,
             resume="allow",
-            config={**run.config, "parent": parent} if parent else run.config,
+            config=nested_params(run),
             settings=wandb.Settings(init_timeout=_INIT_S, finish_timeout=_FINISH_S),
         )
         # W&B's own count of rows only rises. Steps fall where a run goes back, and a save tells of its step later.

@@ -55,6 +55,7 @@ def own(tmp_path: Path) -> Iterator[MlflowServer]:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_LONGEST_PAUSE", 1.0)
+    monkeypatch.setattr(background, "_CLOSE", 300.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
@@ -149,19 +150,19 @@ def test_a_server_that_comes_late_and_dies_gets_every_row_once(
     with opened(tmp_path, own.address) as metrics:
         for step in range(1, 11):
             metrics.write(row(step))
-        until(lambda: warnings(caplog), seconds=120)
+        until(lambda: warnings(caplog))
         own.start()
-        until(lambda: len(warnings(caplog)) == 2, seconds=120)
+        until(lambda: len(warnings(caplog)) == 2)
         for step in range(11, 21):
             metrics.write(row(step))
         own.kill()
         for step in range(21, 31):
             metrics.write(row(step))
-        until(lambda: len(warnings(caplog)) == 3, seconds=120)
+        until(lambda: len(warnings(caplog)) == 3)
         own.start()
         for step in range(31, 41):
             metrics.write(row(step))
-        until(lambda: len(warnings(caplog)) == 4, seconds=120)
+        until(lambda: len(warnings(caplog)) == 4)
     (found,) = runs_at(own.address)
     assert curves_at(own.address, found) == {
         "loss": [(step, 1 / step) for step in range(1, 41)],

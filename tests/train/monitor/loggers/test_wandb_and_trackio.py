@@ -138,7 +138,7 @@ def test_a_wandb_server_that_is_away_is_a_warning_and_leaves_no_folders(
     file = MetricsFile(rows)
     with Metrics([("metrics.jsonl", file), ("W&B", BackgroundLogger("W&B", rows, opened))]) as metrics:
         metrics.write({"step": 1, "loss": 1.0})
-        until(lambda: len(tries) > 2, seconds=120)
+        until(lambda: len(tries) > 2)
     ours = [each.getMessage() for each in caplog.records if each.name.startswith("pipeline.")]
     assert len(ours) == 2 and "refused" in ours[0] and "were not sent: 1" in ours[1]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -152,6 +152,7 @@ def test_rows_arrive_again_after_the_process_of_wandb_was_killed(
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(background, "_INTERVAL", 0.0)
     monkeypatch.setattr(background, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(background, "_CLOSE", 300.0)
     wandb.teardown()
     rows = tmp_path / "metrics.jsonl"
     run = RunInfo(tmp_path, {}, "run", "00112233445566aa", None, 0, 2, 1)
@@ -163,7 +164,7 @@ def test_rows_arrive_again_after_the_process_of_wandb_was_killed(
 
     step = 0
     with Metrics([("metrics.jsonl", MetricsFile(rows)), ("W&B", BackgroundLogger("W&B", rows, opened))]) as metrics:
-        until(lambda: begun, seconds=120)
+        until(lambda: begun)
         for task in Path("/proc/self/task").iterdir():
             for child in (task / "children").read_text().split():
                 if Path(f"/proc/{child}/comm").read_text().startswith("wandb"):
@@ -175,7 +176,7 @@ def test_rows_arrive_again_after_the_process_of_wandb_was_killed(
             metrics.write({"step": step, "loss": 1.0, "attempt": 1})
             return len(begun) == 2
 
-        until(arrives, seconds=120, pause=0.2)
+        until(arrives, pause=0.2)
     wandb.teardown()
     (file,) = max(tmp_path.glob("wandb/offline-run-*")).glob("*.wandb")
     found = [row["step"] for row in history_of(list(records_of(file)))]
