@@ -11,6 +11,7 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
+from pipeline.eval.report.reading import MALFORMED
 from pipeline.eval.report.series import Columns
 from pipeline.train.monitor.goodput import Goodput, GoodputSums
 from pipeline.train.run.attempts import Attempt
@@ -147,7 +148,7 @@ class MetricsReader:
         if self._sums is not None:
             try:
                 self._sums.add(row)
-            except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+            except MALFORMED as error:
                 self._sums, self._without_goodput = None, str(error) or type(error).__name__
 
     def _goodput(self, tries: Sequence[Attempt]) -> Goodput | None:
@@ -155,7 +156,7 @@ class MetricsReader:
             return None
         try:
             return self._sums.goodput(tries)
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+        except MALFORMED as error:
             self._without_goodput = str(error) or type(error).__name__
             return None
 
