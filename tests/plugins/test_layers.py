@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.common.errors import UserError
@@ -21,10 +20,8 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.huggingface.configs import to_hf_config
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
-from pipeline.train.model.init import init_weights
 from pipeline.train.model.part_spec import Division, LayerPartSpec
 from pipeline.train.model.plugins.check import check_layers
 from pipeline.train.parallel.rules.layout import check_layout
@@ -34,6 +31,7 @@ from pipeline.train.planning.plan import plan
 from tests import tiny
 from tests.plugins.installed import installed
 from tests.train.distributed.ranks import Ranks, kept_ranks
+from tests.train.model.decoders import check_states, uneven_decoder
 from tests.train.one_process import config_of
 from tests.train.parallel import layouts
 from tests.train.runs import exact, start, train, weights_hash
@@ -73,14 +71,7 @@ def model_of(**keys: Any) -> ModelConfig:
 
 
 def decoder(**keys: Any) -> Decoder:
-    config = model_of(**keys)
-    spec = decoder_spec(config, VOCAB, 64)
-    model = Decoder(spec)
-    init_weights(model, spec, config.init, 7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
-    return model
+    return uneven_decoder(model_of(**keys), VOCAB, seed=7)
 
 
 def plain(model: Decoder, tokens_S: Tensor, first_S: list[int]) -> Tensor:
@@ -124,7 +115,6 @@ def test_logits_and_gradients_are_those_of_plain_loops() -> None:
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("own_state", [True, False])
 def test_generation(own_state: bool) -> None:
     """Rows of unequal lengths, of which one joins and one leaves; a mixer without a state computes all again."""
@@ -132,18 +122,7 @@ def test_generation(own_state: bool) -> None:
     if not own_state:
         for block in model.blocks:
             block.mixer = Stateless(block.get_submodule("mixer"))
-    rows = [torch.arange(start, start + 12) * 5 % VOCAB for start in (0, 40)]
-    whole = [model(row[None], Context())[0] for row in rows]
-    states, more = model.new_states(1), model.new_states(1)
-    model(rows[0][None, :9], Context(states=states))
-    model(rows[1][None, :4], Context(states=more))
-    states.join(more)
-    padded = torch.stack((F.pad(rows[0][9:10], (0, 2)), rows[1][4:7]))
-    logits = model(padded, Context(states=states, counts=[1, 3]))
-    torch.testing.assert_close(logits[0, :1], whole[0][9:10])
-    torch.testing.assert_close(logits[1], whole[1][4:7])
-    states.remove(0)
-    torch.testing.assert_close(model(rows[1][None, 7:8], Context(states=states))[0], whole[1][7:8])
+    check_states(model, torch.stack([torch.arange(start, start + 12) * 5 % VOCAB for start in (0, 40)]))
 
 
 class Stateless(nn.Module):

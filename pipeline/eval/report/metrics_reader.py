@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
+from pipeline.eval.report.reading import MALFORMED
 from pipeline.eval.report.series import Columns
 from pipeline.train.monitor.goodput import Goodput, GoodputSums
 from pipeline.train.run.attempts import Attempt
@@ -141,7 +142,7 @@ class MetricsReader:
         if self._sums is not None:
             try:
                 self._sums.add(row)
-            except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+            except MALFORMED as error:
                 self._sums, self._without_goodput = None, str(error) or type(error).__name__
 
     def _goodput(self, tries: Sequence[Attempt]) -> Goodput | None:
@@ -149,7 +150,7 @@ class MetricsReader:
             return None
         try:
             return self._sums.goodput(tries)
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+        except MALFORMED as error:
             self._without_goodput = str(error) or type(error).__name__
             return None
 

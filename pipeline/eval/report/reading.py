@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError)
+"""Errors of code that meets values of another kind than it expects: their file is damaged."""
 T = TypeVar("T")
 _Signature = tuple[tuple[int, int, int] | None, ...]
 
@@ -44,7 +46,7 @@ class Reading:
             return function()
         except FileNotFoundError as error:
             self.problems.append(f"{what} is missing ({Path(error.filename).name if error.filename else error})")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
+        except (OSError, *MALFORMED) as error:
             self.problems.append(f"{what} cannot be read: {str(error) or type(error).__name__}")
         return otherwise
 

@@ -98,6 +98,7 @@ def test_values_by_pointer_and_keyboard(browser: Chromium, pages: dict[str, Path
         plot = page.locator("#chart-0 .plot svg")
         plot.scroll_into_view_if_needed()
         page.mouse.move(*at(page, 40 / (STEPS * 1.015)))
+        until(page, "!document.querySelector('#chart-0 .tip').hidden")
         assert readout(page).splitlines()[0] == "step 40 · 4k tokens · 40 seconds"
         assert f"{loss(40):.6g}" in readout(page)
         plot.focus()
@@ -128,6 +129,7 @@ def test_smoothing_bridges_no_gap(browser: Chromium, pages: dict[str, Path]) -> 
             if step in expected:
                 assert found is not None and float(found[1]) == pytest.approx(expected[step], rel=1e-5)
             page.keyboard.press("ArrowRight")
+        until(page, "document.querySelector('#chart-0 .raw') !== null")  # drawn again
         # Three pieces: until the gap, until the second attempt, and that.
         assert page.locator("#chart-0 .curve").first.get_attribute("d").count("M") == 3  # type: ignore[union-attr]
 
@@ -221,6 +223,7 @@ def test_no_table_of_the_page_is_cut_off(browser: Chromium, pages: dict[str, Pat
             plot = page.locator("#chart-0 .plot svg")
             plot.scroll_into_view_if_needed()
             page.touchscreen.tap(*at(page, 0.5))
+            until(page, "!document.querySelector('#chart-0 .tip').hidden")
             assert "step" in readout(page)
             opened.check_readable()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import random
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +23,7 @@ from pipeline.eval.report.live.server import _bind as bind
 from pipeline.eval.report.live.view import LiveView, followed_folder
 from pipeline.eval.report.series import Columns
 from tests.eval.report.test_odd import begin, end, row
+from tests.eval.server.thread import in_thread
 from tests.tiny import pipeline
 
 
@@ -165,16 +164,8 @@ def serving(*runs: Path, log: io.StringIO | None = None) -> Iterator[LiveServer]
     """A server in a thread, on a free port."""
     with bind(0) as listening:
         server = LiveServer(LiveView(runs), listening, Console(file=log or io.StringIO(), width=300))
-        thread = threading.Thread(target=server.run, args=(server.listening,))
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
+        with in_thread(server):
             yield server
-        finally:
-            server.should_exit = True
-            thread.join(60)
-            assert not thread.is_alive()
 
 
 def test_only_who_knows_the_address_and_asks_this_machine_sees_it(tmp_path: Path) -> None:

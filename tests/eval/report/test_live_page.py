@@ -35,7 +35,7 @@ def test_a_run_is_watched_from_before_its_start_to_its_end(
             runs.get_by_text("not begun", exact=True).wait_for()
             page.locator("#rows summary").click()
             training = subprocess.Popen(command("train", file), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            rows.first.wait_for()
+            rows.nth(1).wait_for()
             shown.locator("header .state", has_text="running").wait_for()
             shown.locator("details").first.evaluate("each => { each.open = true; }")
             (tmp_path / "run/stop").touch()

@@ -29,6 +29,7 @@ from pipeline.train.monitor.goodput import goodput
 from tests import tiny
 from tests.eval.report.reading import Report, number, read, steps_that_count
 from tests.train.runs import start, train
+from tests.waiting import until
 
 pytestmark = pytest.mark.guard
 
@@ -222,10 +223,8 @@ def test_a_run_that_goes_on_is_left_alone(root: Path, tmp_path: Path) -> None:
     long = [f"run.dir={run}", "train.duration=100000 steps", "train.checkpoint.every_steps=100000"]
     process = subprocess.Popen(tiny.command("train", root / "run.yaml", *long), stdout=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 90
-        while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_bytes()) < 5000:
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.1)
+        metrics = run / "metrics.jsonl"
+        until(lambda: metrics.exists() and metrics.stat().st_size >= 5000, process, pause=0.1)
         lock = (run / "lock").read_bytes()
         found = read(run, out=tmp_path / "r.html")
         assert found.states == ["running"] and found.tables["Attempts"][1][3] == "running"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.eval.server.serve import Server, opened
 from pipeline.train.checkpoint.exported import WeightsOf
+from tests.eval.server.thread import in_thread
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,5 @@ class Running:
 def running(config: Config, *, key: str | None = None, step: WeightsOf = None) -> Iterator[Running]:
     """A server over the run of a config whose `serve.port` is 0."""
     log = io.StringIO()
-    with opened(config, step, key, Console(file=log)) as server:
-        thread = threading.Thread(target=server.run, args=(server.listening,))
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield Running(server, server.url, log)
-        finally:
-            server.should_exit = True
-            thread.join(60)
-            assert not thread.is_alive()
+    with opened(config, step, key, Console(file=log)) as server, in_thread(server):
+        yield Running(server, server.url, log)

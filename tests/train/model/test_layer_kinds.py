@@ -19,6 +19,7 @@ from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
 from pipeline.train.parallel.compile import compile_layers
 from tests import tiers
+from tests.train.model.decoders import check_states, uneven_decoder
 from tests.train.parallel.layouts import FAMILIES
 
 VOCAB, LENGTH = 97, 24
@@ -89,13 +90,7 @@ def section(name: str, **keys: Any) -> ModelConfig:
 
 
 def built(config: ModelConfig) -> Decoder:
-    spec = decoder_spec(config, VOCAB, 64)
-    model = Decoder(spec)
-    init_weights(model, spec, config.init, 3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
-    return model
+    return uneven_decoder(config, VOCAB, seed=3)
 
 
 class Reference:
@@ -251,22 +246,9 @@ def test_parameters_and_products_are_counted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
 def test_a_text_goes_on_from_its_states(name: str) -> None:
     """Prompts of unequal lengths, a row that joins and one that leaves, against whole passes."""
-    model = built(section(name))
-    whole = model(TOKENS, Context())[..., :VOCAB]
-    states, more = model.new_states(1), model.new_states(1)
-    model(TOKENS[:1, :9], Context(states=states))
-    model(TOKENS[1:, :4], Context(states=more))
-    states.join(more)
-    padded = torch.stack((F.pad(TOKENS[0, 9:10], (0, 2)), TOKENS[1, 4:7]))
-    logits = model(padded, Context(states=states, counts=[1, 3]))[..., :VOCAB]
-    torch.testing.assert_close(logits[0, :1], whole[0, 9:10], atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(logits[1], whole[1, 4:7], atol=2e-5, rtol=1e-4)
-    states.remove(0)
-    logits = model(TOKENS[1:, 7:8], Context(states=states))[..., :VOCAB]
-    torch.testing.assert_close(logits[0], whole[1, 7:8], atol=2e-5, rtol=1e-4)
+    check_states(built(section(name)), TOKENS, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -50,6 +50,7 @@ from pipeline.train.planning.plan import plan
 from tests import tiers
 from tests.train.distributed import ranks
 from tests.train.distributed.ranks import Ranks
+from tests.train.model.decoders import check_states
 from tests.train.parallel import layouts
 from tests.train.runs import exact, train, weights_hash
 
@@ -309,23 +310,9 @@ def test_a_document_is_computed_as_if_alone() -> None:
 
 
 @pytest.mark.usefixtures("kind")
-@torch.no_grad()
 def test_generation_has_its_own_state() -> None:
     """Rows of unequal lengths, of which one joins and one leaves, against whole forward passes."""
-    model = decoder()
-    rows = [torch.arange(start, start + 12) * 5 % 97 for start in (0, 40)]
-    whole = [model(row[None], Context())[0] for row in rows]
-    states, more = model.new_states(1), model.new_states(1)
-    model(rows[0][None, :9], Context(states=states))
-    model(rows[1][None, :4], Context(states=more))
-    states.join(more)
-    padded = torch.stack((F.pad(rows[0][9:10], (0, 2)), rows[1][4:7]))
-    logits = model(padded, Context(states=states, counts=[1, 3]))
-    torch.testing.assert_close(logits[0, :1], whole[0][9:10])
-    torch.testing.assert_close(logits[1], whole[1][4:7])
-    states.remove(0)
-    logits = model(rows[1][None, 7:8], Context(states=states))
-    torch.testing.assert_close(logits[0], whole[1][7:8])
+    check_states(decoder(), torch.stack([torch.arange(start, start + 12) * 5 % 97 for start in (0, 40)]))
 
 
 VALUES = ("model.layers=4", "model.document_attention=true", "train.duration=4 steps")

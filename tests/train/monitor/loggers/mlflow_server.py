@@ -40,7 +40,7 @@ class MlflowServer:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.address}/health", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self.address}/health", timeout=60) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
