@@ -45,8 +45,8 @@ def _foreign(package: str) -> str | None:
 
 def _advice(package: str, found: str = "") -> str:
     """What to do about a file or folder, by the entry of the path that it was found in."""
-    base = os.path.dirname(found)
-    entry = os.path.realpath(os.path.dirname(base) if os.path.basename(base) == package else base) if found else None
+    folder, name = os.path.split(found)
+    entry = os.path.realpath(os.path.dirname(folder) if name.startswith("__init__.") else folder) if found else None
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if any(os.path.realpath(path) == entry for path in given) and not sys.flags.ignore_environment:
         return f"Take {entry} out of PYTHONPATH"

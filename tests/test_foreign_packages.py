@@ -39,11 +39,11 @@ def test_of_pythonpath(package: str, tmp_path: Path) -> None:
 
 
 def test_of_the_working_directory(tmp_path: Path) -> None:
-    file = foreign(tmp_path / "slurm.py")
-    message = refused(sys.executable, "-m", "pipeline", "--version", cwd=tmp_path)
+    file = foreign(tmp_path / "slurm" / "slurm.py")
+    message = refused(sys.executable, "-m", "pipeline", "--version", cwd=file.parent)
     assert str(file) in message and "Rename" in message
-    file.rename(tmp_path / "pipeline.py")
-    assert "Rename" in refused(sys.executable, "-m", "pretraining_pipeline", cwd=tmp_path)
+    file.rename(file.with_name("pipeline.py"))
+    assert "Rename" in refused(sys.executable, "-m", "pretraining_pipeline", cwd=file.parent)
 
 
 def test_of_another_distribution(tmp_path: Path) -> None:
