@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.common.errors import DISTRIBUTION, install_extra
+from pipeline import DISTRIBUTION
+from pipeline.common.errors import install_extra
 from pipeline.train.fp8.convert import _PACKAGES
 
 ROOT = Path(__file__).parents[1]

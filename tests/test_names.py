@@ -29,7 +29,7 @@ IMPORT = re.compile(r"\bfrom ((?:pipeline|slurm|tests)(?:\.\w+)*) import (\w+(?:
 # Files that runs write, keys of `parallel:` without their section, and what stands for anything in tests.
 OTHERS = re.compile(
     r"slurm\.(conf|err|out)|slurm/submissions/.*|pipeline\.(counts|layers_per_stage|schedule|stages_per_rank)"
-    r"|pipeline/configs/.*|pipeline/page\.html|benchmarks/evidence/toys\.py|benchmarks/[\w-]+_torchtitan\.md"
+    r"|pipeline/configs/.*|pipeline/page\.html|pipeline[.]py|benchmarks/evidence/toys\.py|benchmarks/[\w-]+_torchtitan\.md"
 )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline import __version__
 
@@ -63,11 +66,31 @@ def test_contents(wheel: Path) -> None:
     for package in ("pipeline", "slurm"):
         sources = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert {source for source in sources if not source.startswith("slurm/devcluster/")} <= names
+    assert {"pipeline/py.typed", "slurm/py.typed", "pretraining_pipeline.py"} <= names
     assert not [name for name in names if "devcluster" in name]
     shipped = {f"pipeline/configs/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert {"pipeline/configs/quickstart.yaml", "pipeline/configs/starter.yaml"} <= shipped <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
     assert [name for name in names if name.endswith("licenses/LICENSE")]
+
+
+def test_the_version_is_that_of_the_tag() -> None:
+    """A release is a commit with a tag, whose file has the version."""
+    words = ["git", "tag", "--points-at", "HEAD", "--list", "v*", "--sort=-version:refname"]
+    tags = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not tags:
+        pytest.skip("this commit has no tag v*")
+    assert tags[0] == f"v{__version__}"
+
+
+def test_citation() -> None:
+    """What the format requires, equal to pyproject.toml."""
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert cited["cff-version"] == "1.2.0" and cited["message"]
+    keys = (cited["title"], cited["abstract"], cited["authors"], cited["license"], cited["keywords"])
+    assert keys == tuple(project[name] for name in ("name", "description", "authors", "license", "keywords"))
+    assert re.search(f"^ +Copyright .* {re.escape(cited['authors'][0]['name'])}$", (ROOT / "LICENSE").read_text(), re.M)
 
 
 def test_installed(installed: Path, tmp_path: Path) -> None:

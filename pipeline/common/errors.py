@@ -5,6 +5,8 @@ Source of the codes: `docs/training.md`, "How a run ends".
 
 from __future__ import annotations
 
+from pipeline import DISTRIBUTION
+
 EXIT_OK = 0
 EXIT_OTHER = 1
 EXIT_REFUSED = 2
@@ -17,9 +19,6 @@ EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 AGREED_CODES = (EXIT_OK, EXIT_STOPPED, EXIT_NUMERICAL, EXIT_UNSAVED)
 """Exit codes of ends that all ranks come to after the same step."""
-
-DISTRIBUTION = "pretraining-pipeline"
-"""Our name on the package registry; `pipeline` is another project there."""
 
 
 def install_extra(name: str) -> str:

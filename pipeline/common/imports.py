@@ -1,8 +1,9 @@
-"""Imports of heavy packages."""
+"""Imports of heavy packages, and modules that run in a process of their own."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -24,3 +25,15 @@ def heavy_imports() -> Generator[None, None, None]:
             gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def module_command(name: str) -> list[str]:
+    """Command that runs a module in another process, found as this process finds it.
+
+    `python -m` alone looks into the working directory first, where a file of the user may have the name of a package.
+    """
+    try:
+        looks_there = any(os.path.realpath(path) == os.getcwd() for path in sys.path)
+    except OSError:  # the working directory is gone
+        looks_there = False
+    return [sys.executable, *(() if looks_there else ("-P",)), "-m", name]

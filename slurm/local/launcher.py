@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +33,7 @@ from pipeline.common.errors import (
     Stopped,
     UserError,
 )
+from pipeline.common.imports import module_command
 from pipeline.common.run_files import LAUNCHER_LOG, RunFiles
 from pipeline.common.signals import stop_signals
 from pipeline.config import Config
@@ -51,8 +51,8 @@ from slurm.logs.rank_logs import STAMP, error_file, log_file
 from slurm.logs.tail import last_lines
 from slurm.submit.disk_space import check_room
 
-RANK_COMMAND = (sys.executable, "-m", "pipeline")
-"""Command of a rank, before the stage and the run file."""
+RANK_MODULE = ("pipeline",)
+"""Module that a rank runs, and words before the stage and the run file."""
 LaunchedStage = Literal["train", "eval"]
 _TAKEN_BY_TORCH = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AFTER_FAILURE = 5.0
@@ -126,7 +126,8 @@ def _launch_stage(
     # A copy, so that all ranks read the same, whatever is edited meanwhile.
     run_file = logs / RUN_FILE
     storage.put(run_file, dump(config).encode())
-    launch([*RANK_COMMAND, stage, str(run_file), *options], processes, logs, stage)
+    module, *words = RANK_MODULE
+    launch([*module_command(module), *words, stage, str(run_file), *options], processes, logs, stage)
 
 
 def check_devices(wanted: str, processes: int, key: str = "launch.processes", section: str = "parallel") -> None:

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from subprocess import DEVNULL, PIPE
 
 import orjson
 
+from pipeline.common.imports import module_command
 from pipeline.config.notify import NotifyConfig
 from slurm.notify.notice import Notice
 
@@ -46,7 +46,7 @@ def deliver(entry: NotifyConfig, notice: Notice, *, give_up: threading.Event | N
     if problem := unusable(entry):
         return problem
     name, output = entry.webhook_env, None if show else DEVNULL
-    words = entry.command or [sys.executable, "-m", "slurm.notify.webhook", str(name)]
+    words = entry.command or [*module_command("slurm.notify.webhook"), str(name)]
     try:
         process = subprocess.Popen(
             words,

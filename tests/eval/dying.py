@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from typing import Any
 
 
@@ -27,7 +26,7 @@ if __name__ == "__main__":
     else:
         import slurm.local.launcher
 
-        slurm.local.launcher.RANK_COMMAND = (sys.executable, "-m", "tests.eval.dying")
+        slurm.local.launcher.RANK_MODULE = ("tests.eval.dying",)
     from pipeline.cli.main import main
 
     main()

@@ -23,6 +23,7 @@ import tokenizers
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash, value_hash
+from pipeline.common.imports import module_command
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization import engines, hard_texts
 from pipeline.data.tokenization.engines import Encoded, Engine, EngineDiffers, EngineName, first_difference, open_engine
@@ -128,7 +129,7 @@ def _in_child(which: EngineName, tokenizer: Tokenizer) -> tuple[Proof, bool]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pipeline.data.tokenization.engine_check"],
+            module_command("pipeline.data.tokenization.engine_check"),
             input=orjson.dumps(job),
             capture_output=True,
             env=environment,

@@ -20,7 +20,7 @@ Fingerprints = dict[str, Any]
 
 NUMERICS_VERSION = "0.1.0"
 """Release that last changed what a step computes from the same keys and data. Raised by hand, with a line in the
-changelog: runs of earlier releases resume then only with `resume.allow: [code]`."""
+changelog (CONTRIBUTING.md says when): runs of earlier releases resume then only with `resume.allow: [code]`."""
 
 _OF_SHAPES = ("model.layers", "model.dim", "model.mtp", "model.mtp.depth")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""

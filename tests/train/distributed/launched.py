@@ -204,7 +204,7 @@ if __name__ == "__main__":
     if "WORLD_SIZE" not in os.environ:
         import slurm.local.launcher
 
-        slurm.local.launcher.RANK_COMMAND = (sys.executable, "-m", "tests.train.distributed.launched", CASE)
+        slurm.local.launcher.RANK_MODULE = ("tests.train.distributed.launched", CASE)
     from pipeline.cli.main import main
 
     sys.argv = ["pipeline", *sys.argv[2:]]

@@ -104,6 +104,17 @@ def test_it_trains_as_one_process_does(root: Path, whole: Path) -> None:
     assert not (whole / "lock").exists()
 
 
+@pytest.mark.guard
+def test_files_of_the_working_directory_are_not_run(root: Path, tmp_path: Path) -> None:
+    """Ranks find our packages as the command did, not a script of the user that has the name of one."""
+    for name in ("pipeline", "slurm"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the script of a user')\n")
+    words = tiny.command("train", root / "run.yaml", f"run.dir={root / 'scripts'}", "train.duration=2 steps", *TWO)
+    done = subprocess.run([words[0], "-P", *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert steps(root / "scripts") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["launcher", "rank 1"])
 def test_a_stop_is_agreed_on_and_saved(root: Path, whole: Path, who: str) -> None:
