@@ -126,8 +126,7 @@ def _launch_stage(
     # A copy, so that all ranks read the same, whatever is edited meanwhile.
     run_file = logs / RUN_FILE
     storage.put(run_file, dump(config).encode())
-    module, *words = RANK_MODULE
-    launch([*module_command(module), *words, stage, str(run_file), *options], processes, logs, stage)
+    launch([*module_command(RANK_MODULE[0]), *RANK_MODULE[1:], stage, str(run_file), *options], processes, logs, stage)
 
 
 def check_devices(wanted: str, processes: int, key: str = "launch.processes", section: str = "parallel") -> None:

@@ -21,9 +21,9 @@ from pipeline.config.load import load_run
 from slurm import scheduler
 from slurm.scheduler import Accounted, SchedulerError
 from slurm.status.files import RunSnapshot, is_run
+from slurm.status.queued import SchedulerSnapshot
 from slurm.status.run import RunStatus, describe
 from slurm.status.show import picture, show
-from slurm.status.state import SchedulerSnapshot
 from slurm.sweep import folder as sweep_folder
 
 _EVERY = 5.0

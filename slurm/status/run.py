@@ -25,17 +25,8 @@ from pipeline.train.run.unsaved import read_saves
 from slurm.job.launch_log import Launch, LaunchEnd
 from slurm.job.restart_policy import suspects
 from slurm.status.files import MetricRows, RunSnapshot
-from slurm.status.state import (
-    LOST,
-    QueuedJob,
-    SchedulerSnapshot,
-    State,
-    judge,
-    lost_launches,
-    node_of,
-    queue,
-    row_outcome,
-)
+from slurm.status.queued import QueuedJob, SchedulerSnapshot, lost_launches, queue
+from slurm.status.state import LOST, State, judge, node_of, row_outcome
 
 _LARGE = 2**26
 """Bytes of metrics above which they are not read as a whole: the goodput is then that of the last end in peace."""

@@ -15,8 +15,8 @@ from pipeline.common.console import say
 from pipeline.common.format import counted, duration, percent
 from pipeline.data.work.progress import WIDE
 from pipeline.train.monitor.goodput import Goodput
+from slurm.status.queued import UNKNOWN, QueuedJob
 from slurm.status.run import AttemptRow, RunStatus
-from slurm.status.state import UNKNOWN, QueuedJob
 
 _SHOWN = 10
 """Attempts and nodes that are listed; --json has all."""

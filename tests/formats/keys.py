@@ -172,7 +172,7 @@ CLASSES = {
     "slurm.notify.notices": ("Notified",),
     "slurm.submit.submission": ("Submission",),
     "slurm.status.run": ("RunStatus", "AttemptRow", "ExpertLoads", "RankBeat"),
-    "slurm.status.state": ("QueuedJob",),
+    "slurm.status.queued": ("QueuedJob",),
     "slurm.doctor.command": (),  # of the report
     "slurm.doctor.report": ("Report", "NodeCheck", "Network", "NodeVerdict"),
     "slurm.sweep.table": ("Result",),

@@ -33,8 +33,8 @@ from slurm.scheduler import Accounted, JobState
 from slurm.status import run as status_run
 from slurm.status.command import show_status, status
 from slurm.status.files import RunSnapshot
+from slurm.status.queued import SchedulerSnapshot
 from slurm.status.run import RunStatus, describe
-from slurm.status.state import SchedulerSnapshot
 from tests import tiny
 from tests.config.runfile import MINIMAL, write
 
