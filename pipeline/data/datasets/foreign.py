@@ -15,9 +15,9 @@ import xxhash
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.indexed import HEADER, HashedFile, IndexedPart, part_files
-from pipeline.data.datasets.manifest import document_ends, index_is_sound
 from pipeline.data.datasets.merge import StreamedIndex
 from pipeline.data.datasets.token_bytes import byte_level_sizes
+from pipeline.data.datasets.verify import document_ends, index_is_sound
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 BLOCK = 2**18

@@ -1,11 +1,8 @@
-"""A dataset's manifest: `manifest.json` beside `parts.bin`, one fixed-size record per part; and the check of both."""
+"""A dataset's manifest: `manifest.json` beside `parts.bin`, one fixed-size record per part."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted
-from pipeline.common.hashing import CHUNK_BYTES, file_hash, value_hash
-from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, RECEIPT_KEYS, TRAIN, receipt_path
-from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, named_files, part_prefix
-from pipeline.data.datasets.weights import weights_problem
+from pipeline.common.hashing import value_hash
+from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, TRAIN
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
@@ -263,7 +257,7 @@ def datasets_below(folder: Path) -> list[Path]:
     Raises:
         UserError: there is none.
     """
-    found = _datasets(folder)
+    found = finished_datasets(folder)
     if not found:
         raise UserError(
             f"{folder} has no dataset: a dataset is a folder with a {MANIFEST_FILE}, like DATA_DIR/SOURCE/train, which "
@@ -272,238 +266,15 @@ def datasets_below(folder: Path) -> list[Path]:
     return found
 
 
-def _datasets(folder: Path) -> list[Path]:
+def finished_datasets(folder: Path) -> list[Path]:
+    """`datasets_below`, but there may be none."""
     for pattern in (MANIFEST_FILE, f"*/{MANIFEST_FILE}", f"*/*/{MANIFEST_FILE}"):
         if found := [path.parent for path in folder.glob(pattern)]:
             return sorted(found, key=lambda path: (path.parent, path.name != TRAIN, path.name))
     return []
 
 
-@dataclass
-class Verification:
-    """Scope and findings of `verify`.
-
-    Attributes:
-        problems: each naming the file; empty if everything is as it was written.
-        adopted: folders among the datasets whose files were made by other programs.
-        damaged: parts that differ from what was written, or are not there: (dataset, unit, chunk).
-        lost: receipts that are not there or cannot be read: (folder of the source, unit, chunk).
-    """
-
-    datasets: int = 0
-    parts: int = 0
-    plans: int = 0
-    receipts: int = 0
-    problems: list[str] = field(default_factory=list)
-    adopted: list[Path] = field(default_factory=list)
-    damaged: list[tuple[Path, int, int]] = field(default_factory=list)
-    lost: list[tuple[Path, int, int]] = field(default_factory=list)
-
-    @property
-    def repairs(self) -> list[str]:
-        """Advice about the problems."""
-        foreign = [any(problem.startswith(str(folder)) for folder in self.adopted) for problem in self.problems]
-        return list({REPAIR_ADOPTED if is_foreign else REPAIR_DAMAGED: None for is_foreign in foreign})
-
-    def __str__(self) -> str:
-        counts = {"dataset": self.datasets, "part": self.parts, "plan": self.plans, "receipt": self.receipts}
-        return ", ".join(counted(n, name) for name, n in counts.items() if n)
-
-
-def verify(folder: Path) -> Verification:
-    """Check the datasets in a folder, all hashes and bounds, and the plans and receipts beside them.
-
-    Of plans and receipts, which nobody needs to read a dataset, it is checked that they are there and can be read.
-    Memory does not depend on the size of the datasets.
-
-    Raises:
-        UserError: there is no dataset in the folder.
-    """
-    result = Verification()
-    plans = sorted([*folder.glob(PLAN_FILE), *folder.glob(f"*/{PLAN_FILE}")])
-    unfinished = {plan: _unfinished(plan) for plan in plans}
-    for plan, splits in unfinished.items():
-        for split in splits:
-            result.problems.append(f"{plan.parent / split} is not finished: it has no {MANIFEST_FILE}")
-    for dataset in datasets_below(folder) if not any(unfinished.values()) else _datasets(folder):
-        result.datasets += 1
-        result.problems.extend(_verify_dataset(dataset, result))
-    for plan, splits in unfinished.items():
-        result.plans += 1
-        result.problems.extend(_verify_records(plan, result, finished=not splits))
-    return result
-
-
-def _unfinished(plan: Path) -> list[str]:
-    """The splits of a plan that have no manifest."""
-    try:
-        splits = [storage.plain_name(name, plan) for name in storage.get_json(plan, *PLAN_KEYS)["splits"]]
-    except UserError:  # reported with the records
-        splits = []
-    return [split for split in splits if not (plan.parent / split / MANIFEST_FILE).is_file()]
-
-
-def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterator[str]:
-    """The problems of a plan and its receipts."""
-    try:
-        found = storage.get_json(plan, *PLAN_KEYS)
-        units = len(found["units"])
-        for name in found["splits"]:
-            storage.plain_name(name, plan)
-    except UserError as error:
-        yield str(error)
-        return
-    due = units if not finished else _units_of(plan.parent, found)
-    for unit in range(due):
-        for chunk in itertools.count():
-            path = receipt_path(plan.parent, unit, chunk)
-            try:
-                receipt = storage.get_json(path, *RECEIPT_KEYS)
-                for name in receipt["splits"]:
-                    storage.plain_name(name, path)
-            except (UserError, FileNotFoundError) as error:
-                if isinstance(error, UserError) or finished:
-                    result.lost.append((plan.parent, unit, chunk))
-                    yield str(error) if isinstance(error, UserError) else f"{path} is missing"
-                break
-            result.receipts += 1
-            if receipt["last"]:
-                break
-
-
-def _units_of(source: Path, plan: Any) -> int:
-    """Units whose documents are in the datasets of a source: while it grows, its plan has more."""
-    manifests = (storage.find_json(source / name / MANIFEST_FILE, "config_hash") for name in plan["splits"])
-    made = {manifest["config_hash"] for manifest in manifests if manifest is not None}
-    return min(
-        (units for config_hash, units in generations_of(plan) if config_hash in made), default=len(plan["units"])
-    )
-
-
-def _grows(folder: Path, manifest: Manifest) -> bool:
-    """Tell whether the plan of a dataset has a generation behind that of its manifest."""
-    plan = storage.find_json(folder.parent / PLAN_FILE, *PLAN_KEYS)
-    return plan is not None and manifest.config_hash in [each["config_hash"] for each in plan.get("generations", [])]
-
-
 def generations_of(plan: Any) -> list[tuple[str, int]]:
     """Hash of each generation of a plan, and the number of units up to its end, oldest first."""
     earlier = [(each["config_hash"], each["units"]) for each in plan.get("generations", [])]
     return [*earlier, (plan["config_hash"], len(plan["units"]))]
-
-
-def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
-    """The problems of one dataset."""
-    try:
-        manifest = read_manifest(folder)
-        parts = read_parts(folder, manifest)
-    except UserError as error:
-        yield str(error).removesuffix(f"; {REPAIR}")
-        return
-    if "adopted" in manifest.settings:
-        result.adopted.append(folder)
-    if (folder / PARTS_FILE).stat().st_size > parts.nbytes and not _grows(folder, manifest):
-        yield f"{folder / PARTS_FILE} has bytes behind its last part"
-    for total in ("documents", "tokens"):
-        listed, found = getattr(manifest, total), int(parts[total].sum())
-        if found != listed:
-            yield f"{folder / MANIFEST_FILE}: {listed} {total}, but the parts have {found}"
-    try:
-        if Tokenizer.open(folder).fingerprint != manifest.tokenizer.fingerprint:
-            yield f"{folder / 'tokenizer.json'} is not the tokenizer of the token ids"
-    except Exception as error:  # whatever the library cannot read
-        yield f"{folder / 'tokenizer.json'}: {error}"
-    inner_ends: Counter[Path] = Counter()
-    for index in range(manifest.parts):
-        result.parts += 1
-        unit, chunk = int(parts[index]["unit"]), int(parts[index]["link"])
-        problems = list(_verify_part(part_prefix(folder, unit, chunk), parts[index], manifest, inner_ends))
-        if problems:
-            result.damaged.append((folder, unit, chunk))
-        yield from problems
-    if manifest.inner_ends and inner_ends.total() != manifest.inner_ends:
-        found = inner_ends.total()
-        yield f"{folder}: {found} end-of-document tokens inside of documents, but {manifest.inner_ends} were adopted"
-
-
-def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Counter[Path]) -> Iterator[str]:
-    files = named_files(prefix)
-    for name, path in files.items():
-        # A part need not have these.
-        if (name == "meta" and not record["meta"]) or (name == "weight" and not manifest.has_weights):
-            continue
-        try:
-            if file_hash(path) != int(record[name]):
-                yield f"{path}: its bytes differ from those that were written (other xxh3)"
-        except UserError as error:
-            yield str(error)
-            return
-        except OSError as error:
-            yield f"{path}: {error.strerror}"
-            return
-    try:
-        part = IndexedPart(prefix)
-    except UserError as error:
-        yield str(error)
-        return
-    for name in ("tokens", "documents"):
-        if getattr(part, name) != int(record[name]):
-            yield f"{part.idx_path}: {getattr(part, name)} {name}, but {PARTS_FILE} says {record[name]}"
-    if part.dtype.name != manifest.dtype:
-        yield f"{part.idx_path}: dtype {part.dtype.name}, but {MANIFEST_FILE} says {manifest.dtype}"
-    provenance = files["prov"]
-    if provenance.stat().st_size != part.documents * PROVENANCE.itemsize:
-        yield f"{provenance}: {provenance.stat().st_size} bytes for {part.documents} documents of {PROVENANCE.itemsize}"
-    if manifest.has_weights and (problem := weights_problem(files["weight"], part.documents)):
-        yield problem
-    if not index_is_sound(part):
-        yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
-        return
-    yield from _verify_tokens(part, manifest, inner_ends)
-
-
-def index_is_sound(part: IndexedPart, shortest: int = 1) -> bool:
-    """Tell whether lengths are at least `shortest`, offsets their running sum, and document bounds do not decrease."""
-    step = CHUNK_BYTES // 8
-    offset = 0
-    for first in range(0, part.sequences, step):
-        lengths = part.lengths[first : first + step].astype(np.int64)
-        ends = offset + np.cumsum(lengths) * part.dtype.itemsize
-        starts = ends - lengths * part.dtype.itemsize
-        if (lengths < shortest).any() or not np.array_equal(starts, part.pointers[first : first + step]):
-            return False
-        offset = int(ends[-1])
-    return all((np.diff(part.bounds[first : first + step + 1]) >= 0).all() for first in range(0, part.documents, step))
-
-
-def _verify_tokens(part: IndexedPart, manifest: Manifest, inner_ends: Counter[Path]) -> Iterator[str]:
-    """All ids are in the vocabulary, and the end-of-document token is the last of every document and nowhere else.
-
-    Where the manifest allows some inside of documents, these are counted.
-    """
-    tokenizer = manifest.tokenizer
-    step = CHUNK_BYTES // 8
-    for start in range(0, part.tokens, step):
-        ids = part.read(start, min(step, part.tokens - start))
-        if int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size:
-            found = f"{ids.min()}..{ids.max()}"
-            yield f"{part.bin_path}: ids {found} are outside of the vocabulary of {tokenizer.vocab_size}"
-            return
-        is_end = ids == tokenizer.end_of_document
-        ends = document_ends(part, start, len(ids)) - start
-        inner = int(is_end.sum()) - int(is_end[ends].sum())
-        if not is_end[ends].all() or (inner and not manifest.inner_ends):
-            yield f"{part.bin_path}: end-of-document tokens are not at the ends of the documents"
-            return
-        inner_ends[part.bin_path] += inner
-
-
-def document_ends(part: IndexedPart, start: int, count: int) -> npt.NDArray[np.int64]:
-    """Tokens in [start, start + count) that are the last of a document, ascending."""
-    begins = part.document_starts(start, count)
-    # A document begins behind each end, so the ends are one before the begins that follow.
-    ends = np.unique(begins[begins > start]) - 1
-    last = start + count
-    if count and (last == part.tokens or part.document_start(part.document_at(last)) == last):
-        ends = np.append(ends, last - 1)
-    return ends

@@ -32,13 +32,12 @@ from pipeline.data.datasets.manifest import (
     PLAN_KEYS,
     REPAIR,
     REPAIR_ADOPTED,
-    Verification,
     generations_of,
     read_manifest,
     read_parts,
-    verify,
 )
 from pipeline.data.datasets.packing.verify import verify_packs
+from pipeline.data.datasets.verify import Verification, verify
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import SourceJob, UnitJob, WorkerContext, tokenize_unit
 from pipeline.data.sources.formats import planned_reader

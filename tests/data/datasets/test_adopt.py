@@ -21,8 +21,8 @@ from pipeline.data.datasets.adopt import adopt
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.foreign import bytes_of_tokens
 from pipeline.data.datasets.indexed import IndexedPart, IndexedWriter, part_files, part_prefix
-from pipeline.data.datasets.manifest import verify
 from pipeline.data.datasets.merge import merge
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.data.datasets import megatron

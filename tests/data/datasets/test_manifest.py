@@ -16,7 +16,8 @@ from pipeline.common.hashing import keyed_order
 from pipeline.data.datasets import dataset as dataset_module
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import IndexedWriter, numbered, part_files, part_prefix
-from pipeline.data.datasets.manifest import PART, datasets_below, read_manifest, verify, write_dataset
+from pipeline.data.datasets.manifest import PART, datasets_below, read_manifest, write_dataset
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.inspect import document_lengths, inspect
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -139,7 +140,7 @@ class TestVerify:
         assert f"{path}: " in problem
 
     def test_in_small_chunks(self, source, monkeypatch):
-        import pipeline.data.datasets.manifest as module
+        import pipeline.data.datasets.verify as module
 
         monkeypatch.setattr(module, "CHUNK_BYTES", 8 * 5)
         assert verify(source).problems == []

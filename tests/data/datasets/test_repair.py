@@ -8,7 +8,8 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import REPAIR, REPAIR_DAMAGED, verify
+from pipeline.data.datasets.manifest import REPAIR, REPAIR_DAMAGED
+from pipeline.data.datasets.verify import verify
 from pipeline.data.loading import loader
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess import source_plan
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_folder
 from pipeline.data.preprocess.source_plan import make_plan, source_job

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from tests.data import mixed
 from tests.data.runs import datasets, tree

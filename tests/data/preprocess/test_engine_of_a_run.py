@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import preprocess
 from tests import tiers

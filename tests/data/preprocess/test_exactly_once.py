@@ -11,7 +11,7 @@ import xxhash
 
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import IndexedPart, part_files, read_metadata, read_provenance
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.work.units import cut_units, find_source_files

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.data.datasets.files import receipt_path
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_folder
 from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits

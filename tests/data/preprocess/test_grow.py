@@ -14,7 +14,7 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import grow_plans, is_complete, preprocess
 from pipeline.data.preprocess.status import read_state

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import SPLIT
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.tokenize_unit import cut_text
 from tests.data.datasets import megatron

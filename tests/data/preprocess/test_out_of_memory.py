@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from tests.data.runs import WORDS, datasets, make_config, write_jsonl
 from tests.data.stage import left_behind, receipts, start, write_run_file

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.config.data import DataConfig
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
 from tests.data.runs import datasets, is_heldout, make_config, write_jsonl

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.make_tokenizer import sample_texts
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.split_counts import find_splits

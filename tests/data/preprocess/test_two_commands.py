@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from tests.data import mixed
 from tests.data.runs import datasets, make_config

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from pipeline.data.datasets.files import MANIFEST_FILE
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import Receipts

@@ -21,10 +21,11 @@ from pipeline.data.curate.results.export import export
 from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.adopt import adopt
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.manifest import PART, read_parts, verify
+from pipeline.data.datasets.manifest import PART, read_parts
 from pipeline.data.datasets.merge import merge
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.datasets.validate import check_datasets
+from pipeline.data.datasets.verify import verify
 from pipeline.data.global_shuffle.external_sort import Shuffle
 from pipeline.data.loading.loader import open_loader
 from pipeline.data.loading.local_copy import copy_locally

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster

@@ -14,7 +14,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.storage import json_lines_backwards
 from pipeline.config.load import load_written
-from pipeline.data.datasets.manifest import verify
+from pipeline.data.datasets.verify import verify
 from pipeline.data.work.receipts import files_are_there
 from pipeline.train.checkpoint.weight_source import open_weights, tensors_of
 from pipeline.train.huggingface.folder import HuggingFaceFolder
