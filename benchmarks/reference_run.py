@@ -73,7 +73,7 @@ def run_twin(work: Path) -> None:
     while True:
         launches = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         number = sum(1 for each in launches if each["killed_at"] is not None)
-        if launches and launches[-1]["exit"] == 0:
+        if launches and launches[-1]["killed_at"] is None:
             break
         settings = [f"run.dir={twin}", f"data.dir={work / 'data'}", "run.seed=1", *LAYOUTS[number]]
         kill_at = KILLS[number] if number < len(KILLS) else None
@@ -82,12 +82,13 @@ def run_twin(work: Path) -> None:
         while process.poll() is None:
             time.sleep(0.2)
             if kill_at is not None and last_step(twin) >= kill_at:
-                started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-                for each in started:
+                ranks = psutil.Process(process.pid).children(recursive=True)
+                process.kill()
+                for each in ranks:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.kill()
-                psutil.wait_procs(started)
                 process.wait()
+                psutil.wait_procs(ranks)
                 killed = last_step(twin)
         if killed is None and process.returncode:
             sys.exit(f"launch {number + 1} of the twin ended with {process.returncode}")

@@ -145,7 +145,7 @@ CLASSES = {
     "pipeline.data.order.segments": ("Segment", "SourceState", "Skip"),
     "pipeline.data.order.consumption": ("SliceAccount",),
     "pipeline.config.objective": (),  # the run file's keys, by which fingerprints and reports are compared
-    "pipeline.data.plan.build": ("DataPlan", "SliceRow", "SegmentRow", "ObjectiveRow", "PreviewRow"),
+    "pipeline.data.plan.rows": ("DataPlan", "SliceRow", "SegmentRow", "ObjectiveRow", "PreviewRow"),
     "pipeline.data.datasets.manifest": ("Generation", "Manifest", "TokenizerInfo"),
     "pipeline.data.work.unit_chunks": (),  # Damage
     "pipeline.data.curate.results.show_differences": (),  # Changed

@@ -13,16 +13,9 @@ import numpy.typing as npt
 
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.paths import StrPath
+from pipeline.data.datasets.document_records import read_metadata, read_provenance
 from pipeline.data.datasets.files import PARTS_FILE
-from pipeline.data.datasets.indexed import (
-    IndexedPart,
-    PreadPart,
-    TokenRanges,
-    part_files,
-    part_prefix,
-    read_metadata,
-    read_provenance,
-)
+from pipeline.data.datasets.indexed import IndexedPart, PreadPart, TokenRanges, part_files, part_prefix
 from pipeline.data.datasets.manifest import REPAIR, REPAIR_ADOPTED, REPAIR_DAMAGED, Manifest, read_manifest, read_parts
 from pipeline.data.datasets.weights import part_weights
 

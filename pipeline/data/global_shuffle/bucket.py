@@ -17,13 +17,12 @@ import numpy.typing as npt
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import mix
+from pipeline.data.datasets.document_records import MetadataWriter, metadata_file
 from pipeline.data.datasets.indexed import (
     PROVENANCE,
     HashedFile,
     IndexedPart,
     IndexedWriter,
-    MetadataWriter,
-    metadata_file,
     numbered,
     part_files,
     part_prefix,

@@ -16,15 +16,8 @@ from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.run_length import range_text
-from pipeline.data.plan.build import (
-    HASHED_STEPS,
-    DataPlan,
-    ObjectiveRow,
-    PreviewRow,
-    SegmentRow,
-    SliceRow,
-    make_data_plan,
-)
+from pipeline.data.plan.build import HASHED_STEPS, make_data_plan
+from pipeline.data.plan.rows import DataPlan, ObjectiveRow, PreviewRow, SegmentRow, SliceRow
 from pipeline.data.sources.records import printable
 
 _WIDE = 1000

@@ -15,16 +15,8 @@ import xxhash
 
 from pipeline.common import storage
 from pipeline.common.hashing import mix
-from pipeline.data.datasets.indexed import (
-    EDITED,
-    PROVENANCE,
-    SPLIT,
-    HashedFile,
-    IndexedWriter,
-    MetadataWriter,
-    metadata_file,
-    part_files,
-)
+from pipeline.data.datasets.document_records import MetadataWriter, metadata_file
+from pipeline.data.datasets.indexed import EDITED, PROVENANCE, SPLIT, HashedFile, IndexedWriter, part_files
 from pipeline.data.datasets.weights import write_weights
 from pipeline.data.sources.records import Document
 

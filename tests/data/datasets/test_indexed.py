@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
-from pipeline.data.datasets.indexed import IndexedPart, IndexedWriter, part_files, read_provenance
+from pipeline.data.datasets.document_records import read_provenance
+from pipeline.data.datasets.indexed import IndexedPart, IndexedWriter, part_files
 from pipeline.data.tokenization.tokenizer import token_dtype
 from tests.data.datasets import megatron
 

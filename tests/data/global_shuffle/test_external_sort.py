@@ -16,15 +16,14 @@ import xxhash
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import mix
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.document_records import MetadataWriter, read_metadata
 from pipeline.data.datasets.indexed import (
     PROVENANCE,
     HashedFile,
     IndexedPart,
     IndexedWriter,
-    MetadataWriter,
     part_files,
     part_prefix,
-    read_metadata,
 )
 from pipeline.data.datasets.manifest import PART, write_dataset
 from pipeline.data.global_shuffle.bucket import _first_at_least, shuffle_bucket

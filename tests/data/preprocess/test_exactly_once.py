@@ -10,7 +10,8 @@ import tokenizers
 import xxhash
 
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.indexed import IndexedPart, part_files, read_metadata, read_provenance
+from pipeline.data.datasets.document_records import read_metadata, read_provenance
+from pipeline.data.datasets.indexed import IndexedPart, part_files
 from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.sources.reader import UnitReader
