@@ -13,8 +13,9 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.eval import GenerateConfig
 from pipeline.eval.expert_choices import ExpertChoices, check_has_experts, show_choices
+from pipeline.eval.generation.batch import Token
 from pipeline.eval.generation.detokenize import TextTokenizer
-from pipeline.eval.generation.generate import Continuation, Token, as_they_end, encode_prompt, stream
+from pipeline.eval.generation.generate import Continuation, as_they_end, encode_prompt, stream
 from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.inference import load_decoder
 from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, section_of

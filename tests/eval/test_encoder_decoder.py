@@ -13,7 +13,8 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.engine import open_engine
-from pipeline.eval.generation.generate import Continuation, GenerationBatch, generate
+from pipeline.eval.generation.batch import GenerationBatch
+from pipeline.eval.generation.generate import Continuation, generate
 from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.scoring import Prompt, Request, continue_greedily, score
 from pipeline.eval.text import continue_prompt

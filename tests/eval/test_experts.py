@@ -22,7 +22,7 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.engine import open_engine
 from pipeline.eval.expert_choices import ChoiceCollector, ExpertChoices, show_choices
-from pipeline.eval.generation import generate as module
+from pipeline.eval.generation import batch as module
 from pipeline.eval.generation.generate import as_they_end
 from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.inference import load_decoder

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from pipeline.eval.generation.generate import Token
+from pipeline.eval.generation.batch import Token
 from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.server.asking import Serving, ask, check_count, check_new_tokens, encode, log_prompts, seeds
 from pipeline.eval.server.bodies import Generate

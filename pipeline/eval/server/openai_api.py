@@ -15,8 +15,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.eval.generation.batch import Token
 from pipeline.eval.generation.detokenize import Detokenizer
-from pipeline.eval.generation.generate import Token
 from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.server.asking import Serving, ask, check_count, check_new_tokens, encode, log_prompts, seeds
 from pipeline.eval.server.bodies import Completion

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pipeline.common.errors import UserError
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.eval.generation.generate import GeneratedText, GenerationBatch, Token
+from pipeline.eval.generation.batch import GeneratedText, GenerationBatch, Token
 from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.server.refusal import Refusal
 from pipeline.train.model.decoder import Decoder

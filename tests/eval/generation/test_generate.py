@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
-from pipeline.eval.generation import generate as module
-from pipeline.eval.generation.generate import Continuation, GenerationBatch, encode_prompt, generate, stream
+from pipeline.eval.generation import batch as module
+from pipeline.eval.generation.batch import GenerationBatch
+from pipeline.eval.generation.generate import Continuation, encode_prompt, generate, stream
 from pipeline.eval.generation.sampling import Sampling, probabilities
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
