@@ -64,9 +64,9 @@ def picture_of_server(to: Path, run: Path, text: Path | None) -> None:
             page = browser.new_page(viewport={"width": 980, "height": 640})
             page.goto(address)
             page.get_by_label("Prompt").fill("def main(")
-            page.get_by_label("Max tokens").fill("60")
+            page.get_by_label("Seed").fill("7")
             page.get_by_role("button", name="Continue", exact=True).click()
-            page.get_by_role("button", name="Continue from here").wait_for(timeout=300_000)
+            page.locator("#more:enabled").wait_for(timeout=300_000)
             _save(_image(page.screenshot()), to)
     finally:
         server.terminate()
@@ -76,11 +76,6 @@ def picture_of_server(to: Path, run: Path, text: Path | None) -> None:
 def picture_of_status(to: Path, run: Path, text: Path | None) -> None:
     """The output of `pipeline status`."""
     _terminal(to, ["status", str(run)])
-
-
-def picture_of_plan(to: Path, run: Path, text: Path | None) -> None:
-    """The output of `pipeline plan`, of a run file that the package has."""
-    _terminal(to, ["plan", "models/llama3-8b.yaml"])
 
 
 def picture_of_balance(to: Path, run: Path, text: Path | None) -> None:
@@ -123,7 +118,7 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans
 .ground { fill: var(--ground); } .box { fill: var(--box); stroke: var(--line); stroke-width: 1.5; }
 .title { font-size: 17px; font-weight: 600; fill: var(--ink); } .line { font-size: 14px; fill: var(--faint); }
 .label { font-size: 13px; fill: var(--ink); } .arrow { stroke: var(--line); stroke-width: 2; fill: none; marker-end: url(#head); }
-.side { text-anchor: start; } .head { fill: var(--line); }
+.right { text-anchor: start; } .left { text-anchor: end; } .head { fill: var(--line); }
 """
 
 
@@ -153,7 +148,9 @@ def _arrow(start: str, end: str, label: str, aside: int) -> str:
     if row != to_row:
         middle, top = x + _WIDTH // 2, y + _HEIGHT // 2
         bottom = top + _ROW - _HEIGHT
-        words = f'<text class="label side" x="{middle + 10}" y="{(top + bottom) // 2 + 5}">{label}</text>'
+        # Within the picture: right of the arrow, in the last column left of it.
+        side, at = ("right", middle + 10) if column < 3 else ("left", middle - 10)
+        words = f'<text class="label {side}" x="{at}" y="{(top + bottom) // 2 + 5}">{label}</text>'
         return f'<path class="arrow" d="M{middle} {top + 2}V{bottom - 3}"/>{words}'
     if abs(to_column - column) > 1:  # below the box in between
         low = y + _HEIGHT // 2
@@ -171,7 +168,6 @@ PICTURES: dict[str, Callable[[Path, Path, Path | None], None]] = {
     "report.png": picture_of_report,
     "server.png": picture_of_server,
     "status.svg": picture_of_status,
-    "plan.svg": picture_of_plan,
     "experts-balance.svg": picture_of_balance,
 }
 """The file in docs/ and what makes it."""
@@ -204,8 +200,8 @@ def _image(content: bytes) -> Image:
 
 
 def _save(image: Image, to: Path) -> None:
-    """As a PNG of 128 colours, which pages of text and lines do not show."""
-    image.quantize(128).save(to, optimize=True)
+    """As a PNG of 256 colours, which pages of text and lines do not show."""
+    image.quantize(256, method=2).save(to, optimize=True)
 
 
 def _wait_for(address: str, server: subprocess.Popen[bytes]) -> None:

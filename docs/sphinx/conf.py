@@ -10,7 +10,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from docutils import nodes
 from myst_parser.parsers.sphinx_ import MystParser
@@ -31,8 +30,9 @@ include_patterns = ["*.md", "docs/**"]
 exclude_patterns = [each.name for each in ROOT.iterdir() if each.is_dir() and each.name != "docs"] + ["docs/sphinx"]
 extensions = ["myst_parser"]
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
-# GitHub's Markdown and nothing else, with its anchors.
-myst_gfm_only = True
+# GitHub's Markdown and nothing else, with its anchors. (`myst_gfm_only` would leave links as they are.)
+myst_enable_extensions = ["alert", "gfm_autolink", "strikethrough", "tasklist"]
+myst_disable_syntax = ["blockbreak", "front_matter", "myst_line_comment", "myst_role", "myst_target"]
 myst_heading_anchors = 6
 
 html_theme = "furo"
@@ -97,23 +97,16 @@ def add_navigation(app: Sphinx, document: nodes.document) -> None:
         document += _toctree(heading, [(title, name.rpartition(".")[0]) for title, name in names])
 
 
-def link_files(app: Sphinx, document: nodes.document, docname: str) -> None:
-    """Files that are no pages: to the repository where its address is known, or to a copy of the file."""
-    for node in list(document.findall(addnodes.download_reference)):
-        if FILES_URL:
-            path = os.path.relpath(app.env.relfn2path(node["reftarget"], docname)[1], ROOT)
-            node.replace_self(nodes.reference("", "", *node.children, refuri=f"{FILES_URL}/{path}"))
-
-
-def link_folder(app: Sphinx, env: Any, node: addnodes.pending_xref, content: nodes.Element) -> nodes.Element | None:
-    """A folder: to the repository, or no link but its text."""
-    path = Path(env.relfn2path(node["reftarget"], node["refdoc"])[1])
-    if not path.is_dir():
-        return None
-    if FILES_URL:
-        address = f"{FILES_URL.replace('/blob/', '/tree/')}/{path.relative_to(ROOT)}"
-        return nodes.reference("", "", content, refuri=address)
-    return content
+def link_files(app: Sphinx, document: nodes.document) -> None:
+    """Files and folders that are no pages: links to the repository, or to copies of files, where its address is unknown."""
+    for node in [*document.findall(addnodes.download_reference), *document.findall(addnodes.pending_xref)]:
+        path = Path(app.env.relfn2path(node["reftarget"], app.env.docname)[1])
+        is_folder = path.is_dir() and not node["refdomain"]
+        if FILES_URL and (is_folder or isinstance(node, addnodes.download_reference)):
+            address = FILES_URL.replace("/blob/", "/tree/") if is_folder else FILES_URL
+            node.replace_self(nodes.reference("", "", *node.children, refuri=f"{address}/{path.relative_to(ROOT)}"))
+        elif is_folder:
+            node.replace_self(node.children)
 
 
 def write_first_page(app: Sphinx, error: Exception | None) -> None:
@@ -137,8 +130,7 @@ class NotebookParser(MystParser):
 
 def setup(app: Sphinx) -> None:
     app.add_source_parser(NotebookParser)
-    # Before Sphinx collects the trees of pages.
+    # Before Sphinx collects trees of pages and files to copy.
     app.connect("doctree-read", add_navigation, priority=100)
-    app.connect("doctree-resolved", link_files)
-    app.connect("missing-reference", link_folder, priority=100)
+    app.connect("doctree-read", link_files, priority=100)
     app.connect("build-finished", write_first_page)
