@@ -113,11 +113,14 @@ _ARROWS = (
 # The ground belongs to the picture, so that it can be read on any page.
 _STYLE = """
 svg { --ground: #ffffff; --box: #eef3fb; --line: #4a6fa5; --ink: #1b2430; --faint: #55606e; }
-@media (prefers-color-scheme: dark) { svg { --ground: #12161c; --box: #1f2a3a; --line: #7fa6dd; --ink: #eef2f7; --faint: #b3bdc9; } }
+@media (prefers-color-scheme: dark) {
+  svg { --ground: #12161c; --box: #1f2a3a; --line: #7fa6dd; --ink: #eef2f7; --faint: #b3bdc9; }
+}
 text { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; text-anchor: middle; }
 .ground { fill: var(--ground); } .box { fill: var(--box); stroke: var(--line); stroke-width: 1.5; }
 .title { font-size: 17px; font-weight: 600; fill: var(--ink); } .line { font-size: 14px; fill: var(--faint); }
-.label { font-size: 13px; fill: var(--ink); } .arrow { stroke: var(--line); stroke-width: 2; fill: none; marker-end: url(#head); }
+.label { font-size: 13px; fill: var(--ink); }
+.arrow { stroke: var(--line); stroke-width: 2; fill: none; marker-end: url(#head); }
 .right { text-anchor: start; } .left { text-anchor: end; } .head { fill: var(--line); }
 """
 
@@ -130,11 +133,14 @@ def picture_of_data_flow(to: Path, run: Path, text: Path | None) -> None:
         middle = x + _WIDTH // 2
         parts.append(f'<rect class="box" x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>')
         parts.append(f'<text class="title" x="{middle}" y="{y + 26}">{name}</text>')
-        parts += (f'<text class="line" x="{middle}" y="{y + 48 + 19 * at}">{line}</text>' for at, line in enumerate(lines))
+        parts += (
+            f'<text class="line" x="{middle}" y="{y + 48 + 19 * at}">{line}</text>' for at, line in enumerate(lines)
+        )
     parts += (_arrow(*each) for each in _ARROWS)
     width, height = 2 * _EDGE + 3 * _STEP + _WIDTH, 2 * _EDGE + _ROW + _HEIGHT + 20
     to.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img">\n'
         f"<title>Data flow</title>\n<style>{_STYLE}</style>\n"
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path class="head" d="M0 0 8 4 0 8z"/></marker></defs>\n'

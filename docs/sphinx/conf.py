@@ -49,12 +49,12 @@ pygments_dark_style = "github-dark"
 linkcheck_ignore = [r"https?://(localhost|127\.0\.0\.1|[^/]*example\.(org|com))"]
 linkcheck_timeout = 20
 
-# Of the repository, for files that are no page: `https://github.com/OWNER/NAME/blob/COMMIT`. Without it they are copied.
+# Of the repository, for files that are not pages: `https://github.com/OWNER/NAME/blob/COMMIT`. Without it, copies.
 FILES_URL = os.environ.get("SITE_FILES_URL", "").rstrip("/")
 
 
 def sections(index: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Sections of the navigation: heading, and titles with their files, from the first column of the tables of an index.
+    """Sections of the navigation: heading, and titles with files, from the first columns of the tables of an index.
 
     A link to a part of a page is for readers of the index alone.
     """
@@ -64,7 +64,9 @@ def sections(index: str) -> list[tuple[str, list[tuple[str, str]]]]:
             found.append((line[3:], []))
         elif line.startswith("| ["):
             column = line.split(" | ")[0]
-            found[-1][1].extend((title, file) for title, file in re.findall(r"\[(.+?)\]\(([^)]+)\)", column) if "#" not in file)
+            found[-1][1].extend(
+                (title, file) for title, file in re.findall(r"\[(.+?)\]\(([^)]+)\)", column) if "#" not in file
+            )
     return [(heading, pages) for heading, pages in found if pages]
 
 
@@ -98,7 +100,7 @@ def add_navigation(app: Sphinx, document: nodes.document) -> None:
 
 
 def link_files(app: Sphinx, document: nodes.document) -> None:
-    """Files and folders that are no pages: links to the repository, or to copies of files, where its address is unknown."""
+    """Links to files and folders that are not pages lead to the repository, or to copies of the files."""
     for node in [*document.findall(addnodes.download_reference), *document.findall(addnodes.pending_xref)]:
         path = Path(app.env.relfn2path(node["reftarget"], app.env.docname)[1])
         is_folder = path.is_dir() and not node["refdomain"]
@@ -112,8 +114,8 @@ def link_files(app: Sphinx, document: nodes.document) -> None:
 def write_first_page(app: Sphinx, error: Exception | None) -> None:
     """The address of the folder leads to the first page."""
     if error is None and app.builder.name == "html":
-        page = f'<!doctype html><meta charset="utf-8"><title>{project}</title><meta http-equiv="refresh" content="0; url={root_doc}.html">'
-        Path(app.outdir, "index.html").write_text(page)
+        head = f'<title>{project}</title><meta http-equiv="refresh" content="0; url={root_doc}.html">'
+        Path(app.outdir, "index.html").write_text(f'<!doctype html><meta charset="utf-8">{head}')
 
 
 class NotebookParser(MystParser):
