@@ -27,6 +27,12 @@ def test_a_page_has_one_heading_of_the_first_rank_and_begins_with_it() -> None:
         assert all(rank <= before + 1 for before, rank in pairwise(ranks)), page
 
 
+def test_a_page_leads_to_another_one() -> None:
+    for page in PAGES:
+        links = re.findall(r"\]\((?!https?:|#)([^)#\s]+\.md)", prose(page))
+        assert any((page.parent / link).resolve() != page for link in links), page
+
+
 def test_every_picture_has_a_maker_a_page_and_few_bytes() -> None:
     files = {file.name for kind in ("png", "svg", "jpg", "gif") for file in DOCS.rglob(f"*.{kind}")}
     used = {Path(link).name for page in PAGES for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())}
