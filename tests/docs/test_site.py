@@ -37,7 +37,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
         if 'rel="next"' not in html:
             last.append(page.name)
     assert last == ["CHANGELOG.md"]
-    assert f'href="{FILES_URL}/configs/corpora/c4.yaml"' in built[Path("docs/corpora.html")]
-    assert f'href="{FILES_URL.replace("blob", "tree")}/configs/models"' in built[Path("docs/encoders.html")]
+    assert f'href="{FILES_URL}/configs/corpora/c4.yaml"' in built[Path("docs", "corpora.html")]
+    assert f'href="{FILES_URL.replace("blob", "tree")}/configs/models"' in built[Path("docs", "encoders.html")]
     for sheet in (tmp_path / "site/_static").rglob("*.css"):
         assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", sheet.read_text()), sheet
