@@ -13,7 +13,7 @@ TORCH_IS_CUDA := $(BIN)/python -c "from importlib.metadata import requires; \
 TORCH_VENV := .venv-torch-$(or $(TORCH),newest)
 TORCH_PIP := $(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock docs gpu-kit devcluster devcluster-down clean
+.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock docs site site-links pictures gpu-kit devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +27,9 @@ help:
 	@echo "make test-torch   the tests of training and evaluation with another torch (TORCH=2.11.0; default: the newest)"
 	@echo "make lint         ruff, mypy, and which package may import which"
 	@echo "make docs         write the tables of docs/ anew (config.md, parallelism.md, curation-rules.md and others)"
+	@echo "make site         the documentation as a site, in site/; a broken link or a page without a place ends it"
+	@echo "make site-links   ask other servers whether the links to them lead somewhere (needs the internet)"
+	@echo "make pictures     take the pictures of docs/ anew, from runs/quickstart (needs Chromium)"
 	@echo "make gpu-kit      what a machine with a GPU and no network needs for benchmarks/gpu_evidence.py"
 	@echo "make lock         write the versions and hashes in requirements/ anew, from pyproject.toml"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
@@ -68,6 +71,19 @@ docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
 	@$(BIN)/python -m pipeline.train.doc_tables docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md docs/objectives.md docs/curation-rules.md
 
+# Without what the last call left: a page that was removed would still be in it.
+SPHINX := $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -c docs/sphinx -d build/doctrees
+site: install-dev
+	@rm -rf site
+	@$(SPHINX) -b html . site
+	@echo "site/index.html"
+
+site-links: install-dev
+	@$(SPHINX) -b linkcheck . build/links
+
+pictures: install-dev
+	@$(BIN)/python benchmarks/pictures.py runs/quickstart
+
 lock: install-dev
 	@$(BIN)/python requirements/lock.py $(UPGRADE)
 
@@ -81,7 +97,7 @@ devcluster-down: install
 	@$(BIN)/python -m slurm.devcluster down
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The advice is for who asked for the installation alone.

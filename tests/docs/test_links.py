@@ -11,20 +11,21 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def _prose(page: Path) -> str:
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 @cache
 def _anchors(page: Path) -> frozenset[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)", _prose(page), flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", prose(page), flags=re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each).replace("`", "").strip().lower() for each in headings)
     return frozenset(re.sub(r"[^\w\- ]", "", each).replace(" ", "-") for each in plain)
 
 
 def _broken(page: Path) -> Iterator[str]:
-    for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if link.startswith(("http:", "https:", "mailto:")):
             continue
         file, _, anchor = link.partition("#")
