@@ -112,18 +112,20 @@ def of_extra(extra: str) -> Iterator[str]:
     """Packages that an extra needs besides the locked ones, on Linux."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     left = deque(Requirement(each) for each in project["optional-dependencies"][extra])
-    seen = set(locked("run", "cuda"))
+    seen, done = set(locked("run", "cuda")), set[tuple[str, ...]]()
     while left:
         wanted = left.popleft()
         name = normal(wanted.name)
+        if (name, *wanted.extras) in done:
+            continue
+        done.add((name, *wanted.extras))
         try:
             requires = distribution(name).requires or []
         except PackageNotFoundError:
             requires = NOT_HERE.get(name, [])
-        for extras in [{"extra": each} for each in ("", *wanted.extras)]:
-            below = [Requirement(each) for each in requires]
-            left += [each for each in below if each.marker and each.marker.evaluate(extras) and normal(each.name) not in seen]
-            left += [each for each in below if not each.marker and normal(each.name) not in seen]
+        for below in map(Requirement, requires):
+            if any(not below.marker or below.marker.evaluate({"extra": each}) for each in ("", *wanted.extras)):
+                left.append(below)
         if name not in seen:
             seen.add(name)
             yield name

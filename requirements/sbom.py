@@ -28,8 +28,8 @@ def main(to: Path) -> Path:
         together = Path(folder) / "locked.txt"
         together.write_text("".join((licences.FOLDER / f"{name}.txt").read_text() for name in ("run", "cuda")))
         # It warns that it knows no direct requirements; they are added below.
-        command = [sys.executable, "-W", "ignore", "-m", "cyclonedx_py", "requirements", str(together), "--output-reproducible"]
-        command += [f"--pyproject={licences.ROOT / 'pyproject.toml'}", "--mc-type=application"]
+        command = [sys.executable, "-W", "ignore", "-m", "cyclonedx_py", "requirements", str(together)]
+        command += ["--output-reproducible", f"--pyproject={licences.ROOT / 'pyproject.toml'}", "--mc-type=application"]
         bill = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     bill["metadata"]["component"]["version"] = __version__
     known = licences.written()
