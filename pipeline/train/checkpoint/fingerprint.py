@@ -188,15 +188,16 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
     return accepted
 
 
-def _releases(saved: str | None, now: str) -> str:
-    """Which release resumes a run as it was, given the releases that last changed what a step computes."""
+def _releases(saved: Any, now: str) -> str:
+    """The release that resumes a run as it was, given those that last changed what a step computes, as words."""
     if _numbers(saved) < _numbers(now):
         return f"{now} changed what a step computes, see CHANGELOG.md; a release before it resumes the run as it was; "
-    return f"what a step computes is that of {saved}: that release or a later one resumes the run as it was; "
+    return f"what a step computes is that of {shown(saved)}: that release or a later one resumes the run as it was; "
 
 
-def _numbers(release: str | None) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", release or "")]
+def _numbers(release: Any) -> list[int]:
+    # A checkpoint of others may have anything here.
+    return [int(number) for number in re.findall(r"\d{1,9}", str(release or ""))]
 
 
 def _differences_of(aspect: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
