@@ -13,7 +13,7 @@ TORCH_IS_CUDA := $(BIN)/python -c "from importlib.metadata import requires; \
 TORCH_VENV := .venv-torch-$(or $(TORCH),newest)
 TORCH_PIP := $(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock docs site site-links pictures gpu-kit devcluster devcluster-down clean
+.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock licences docs site site-links pictures dist sbom gpu-kit devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,8 @@ help:
 	@echo "make pictures     take the pictures of docs/ anew, from runs/quickstart (needs Chromium)"
 	@echo "make gpu-kit      what a machine with a GPU and no network needs for benchmarks/gpu_evidence.py"
 	@echo "make lock         write the versions and hashes in requirements/ anew, from pyproject.toml"
+	@echo "make licences     write the licences of all requirements anew, after make lock"
+	@echo "make dist         wheel, source archive and bill of materials, for a release"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
 
 quickstart: install
@@ -86,6 +88,20 @@ pictures: install-dev
 
 lock: install-dev
 	@$(BIN)/python requirements/lock.py $(UPGRADE)
+
+licences: install-dev
+	@$(BIN)/python requirements/licences.py
+
+# The same bytes for the same commit, wherever and whenever it is built. The wheel is made from the source archive.
+dist: install-dev
+	@rm -rf dist
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation .
+	@$(BIN)/python -m twine check --strict dist/*.tar.gz dist/*.whl
+	@$(MAKE) --no-print-directory sbom
+
+sbom: install-dev
+	@mkdir -p dist
+	@$(BIN)/python requirements/sbom.py dist
 
 gpu-kit: install-dev
 	@PYTHONPATH=benchmarks $(BIN)/python -m evidence.kit $(KIT)

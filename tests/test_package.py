@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -13,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
 from pipeline import __version__
 
@@ -74,6 +79,78 @@ def test_contents(wheel: Path) -> None:
     assert [name for name in names if name.endswith("licenses/LICENSE")]
 
 
+def build(source: Path, out: Path) -> dict[str, bytes]:
+    """A source archive, and the wheel that is made from it."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": "1795737600"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {file.name: file.read_bytes() for file in out.iterdir()}
+
+
+@pytest.mark.guard
+def test_packages_are_the_same_bytes_each_time(tmp_path: Path) -> None:
+    """Also those that are built elsewhere, from the source archive: so it is whole, and what is in it is enough."""
+    first = build(ROOT, tmp_path / "first")
+    (archive,) = (name for name in first if name.endswith(".tar.gz"))
+    with tarfile.open(tmp_path / "first" / archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+        tar.extractall(tmp_path / "unpacked", filter="data")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not set(tracked) - names
+    assert build(next((tmp_path / "unpacked").iterdir()), tmp_path / "second") == first
+    checked = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *map(str, (tmp_path / "first").iterdir())],
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.guard
+def test_bill_of_materials(tmp_path: Path) -> None:
+    """Every locked requirement with its hashes and its licence, read here from the lines of the locks."""
+    command = [sys.executable, str(ROOT / "requirements/sbom.py"), str(tmp_path)]
+    subprocess.run(command, capture_output=True, check=True)
+    (file,) = tmp_path.iterdir()
+    assert file.name == f"pretraining-pipeline-{__version__}.cdx.json"
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(file.read_text()) is None
+    bill = json.loads(file.read_text())
+    assert bill["metadata"]["component"]["version"] == __version__
+    found = {
+        (each["name"], each["version"]): {
+            value["content"] for reference in each["externalReferences"] for value in reference.get("hashes", ())
+        }
+        for each in bill["components"]
+    }
+    wanted: dict[tuple[str, str], set[str]] = {}
+    for name in ("run", "cuda"):
+        for line in (ROOT / f"requirements/{name}.txt").read_text().splitlines():
+            if match := re.match(r"([a-z0-9.-]+)==(\S+)", line):
+                latest = wanted.setdefault((match[1], match[2]), set())
+            elif match := re.match(r" +--hash=sha256:(\w+)", line):
+                latest.add(match[1])
+    assert found == wanted
+    assert all(each["licenses"] and each["purl"].startswith("pkg:pypi/") for each in bill["components"])
+
+
+def test_licences() -> None:
+    """Every locked requirement has one, and the page has each."""
+    lines = (ROOT / "requirements/licences.txt").read_text().splitlines()[1:]
+    known = dict(line.split(" ", 1) for line in lines)
+    locks = "".join((ROOT / f"requirements/{name}.txt").read_text() for name in ("run", "cuda"))
+    missing = set(re.findall(r"(?m)^([a-z0-9.-]+)==", locks)) - known.keys()
+    assert not missing, f"run `make licences`: {sorted(missing)}"
+    page = (ROOT / "docs/dependencies.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    shown = {(name, row[1]) for row in rows for name in [row[0]]} | {
+        (name, row[0]) for row in rows if len(row) == 2 for name in row[1].split(", ")
+    }
+    assert not known.items() - shown
+    # GPL without another choice would be news for whoever passes this on.
+    assert not [name for name, licence in known.items() if re.search(r"\bA?GPL", licence) and " OR " not in licence]
+
+
 def test_the_version_is_that_of_the_tag() -> None:
     """A release is a commit with a tag, whose file has the version."""
     words = ["git", "tag", "--points-at", "HEAD", "--list", "v*", "--sort=-version:refname"]
@@ -84,10 +161,13 @@ def test_the_version_is_that_of_the_tag() -> None:
 
 
 def test_citation() -> None:
-    """What the format requires, equal to pyproject.toml."""
+    """What the format requires, equal to pyproject.toml; the version is the last one of the changelog."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert cited["cff-version"] == "1.2.0" and cited["message"]
+    released = re.search(r"(?m)^## (\d\S*) – (\S+)$", (ROOT / "CHANGELOG.md").read_text())
+    assert released and (cited["version"], str(cited["date-released"])) == released.groups()
+    assert "dev" in __version__ or cited["version"] == __version__
     keys = (cited["title"], cited["abstract"], cited["authors"], cited["license"], cited["keywords"])
     assert keys == tuple(project[name] for name in ("name", "description", "authors", "license", "keywords"))
     assert re.search(f"^ +Copyright .* {re.escape(cited['authors'][0]['name'])}$", (ROOT / "LICENSE").read_text(), re.M)

@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from pipeline.cli.main import main
 from pipeline.data.datasets.dataset import Dataset
 from slurm.submit.submission import read_submission
 from tests.formats import keys, make
+from tests.formats.conftest import Call
 
-Call = Callable[..., str]
 SAME = ("tokens", "tokens_by_source", "order_hash", "data_hash", "lr", "skipped")
 """What another processor computes alike."""
 CLOSE = {"rel": 1e-3}
@@ -47,22 +46,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def before(root: Path) -> dict[str, bytes | None]:
     """The same as it was before any test."""
     return make.files(root)
-
-
-@pytest.fixture
-def call(root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Call:
-    """Runs the command line in this process, in the folder of what was kept; what it printed."""
-    monkeypatch.chdir(root)
-
-    def run(*words: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["pipeline", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-        out, err = capfd.readouterr()
-        assert left.value.code == code, out + err
-        return out
-
-    return run
 
 
 def read(path: Path) -> Any:

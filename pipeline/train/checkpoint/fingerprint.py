@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -168,21 +169,35 @@ def compare(saved: Fingerprints, now: Fingerprints, allow: Iterable[str]) -> lis
     allowed = set(allow)
     accepted: list[str] = []
     refused: list[str] = []
+    advice = "or start a new run in another run.dir"
     for aspect in sorted(now):
         if saved.get(aspect) != now[aspect]:
             found = _differences_of(aspect, saved.get(aspect), now[aspect])
             lines = [f"{name}: {shown(old)} -> {shown(new)}" for name, old, new in found]
             (accepted if aspect in allowed else refused).extend(lines)
+            if aspect not in allowed and aspect != "code":
+                advice = "set the values back, or use another run.dir"
             if aspect not in allowed and not any(name in _OF_SHAPES for name, *_ in found):
                 fits = ", if the weights still fit" if aspect == "model" else ""
-                refused.append(f"  (resume.allow=[{aspect}] accepts this{fits})")
+                why = _releases(saved.get(aspect), now[aspect]) if aspect == "code" else ""
+                refused.append(f"  ({why}resume.allow=[{aspect}] accepts this{fits})")
     if refused:
         raise UserError(
-            "this run differs from its checkpoint (checkpoint -> now):\n  "
-            + "\n  ".join(refused)
-            + "\nset the values back, or use another run.dir"
+            "this run differs from its checkpoint (checkpoint -> now):\n  " + "\n  ".join(refused) + f"\n{advice}"
         )
     return accepted
+
+
+def _releases(saved: Any, now: str) -> str:
+    """The release that resumes a run as it was, given those that last changed what a step computes, as words."""
+    if _numbers(saved) < _numbers(now):
+        return f"{now} changed what a step computes, see CHANGELOG.md; a release before it resumes the run as it was; "
+    return f"what a step computes is that of {shown(saved)}: that release or a later one resumes the run as it was; "
+
+
+def _numbers(release: Any) -> list[int]:
+    # A checkpoint of others may have anything here.
+    return [int(number) for number in re.findall(r"\d{1,9}", str(release or ""))]
 
 
 def _differences_of(aspect: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
