@@ -40,7 +40,11 @@ def test_rights() -> None:
             writing[name, job] = rights
             steps = content["steps"]
             assert not [each for each in steps if "checkout" in each.get("uses", "") or "make" in each.get("run", "")]
-    assert writing == {("release.yml", "publish"): {"id-token"}, ("release.yml", "draft"): {"contents"}}
+    assert writing == {
+        ("release.yml", "publish"): {"id-token"},
+        ("release.yml", "draft"): {"contents"},
+        ("site.yml", "deploy"): {"pages", "id-token"},
+    }
     (published,) = (content for _, job, content in jobs() if job == "publish")
     assert published["environment"] == "pypi" and set(published["needs"]) == {"tests", "build"}
 
