@@ -58,11 +58,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(installed: Path, *command: str, cwd: Path) -> str:
+def run(installed: Path, *command: str, cwd: Path, code: int = 0) -> str:
     result = subprocess.run(
         [installed / "bin" / command[0], *command[1:]], capture_output=True, text=True, cwd=cwd, env={"PATH": ""}
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == code, result.stdout + result.stderr
     return result.stdout
 
 
@@ -184,5 +184,36 @@ def test_installed(installed: Path, tmp_path: Path) -> None:
 
 def test_shipped_run_files_are_found(installed: Path, tmp_path: Path) -> None:
     assert "train:" in run(installed, "pipeline", "config", "show", "quickstart.yaml", cwd=tmp_path)
-    run(installed, "pipeline", "init", "new", cwd=tmp_path)
-    assert (tmp_path / "new/run.yaml").read_bytes() == (ROOT / "configs/starter.yaml").read_bytes()
+    run(installed, "pipeline", "init", "my-run", cwd=tmp_path)
+    assert (tmp_path / "my-run/run.yaml").read_bytes() == (ROOT / "configs/starter.yaml").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_first_run_on_own_text(installed: Path, tmp_path: Path) -> None:
+    """What docs/tutorial-first-run.md does with a wheel, in a folder with a space, without HOME, PATH or a locale."""
+    folder = tmp_path / "a ü"
+    folder.joinpath("my text").mkdir(parents=True)
+    for number in range(60):
+        text = f"Document {number}. " + "The quick brown fox jumps over the lazy dog. " * (20 + number)
+        folder.joinpath("my text", f"{number}.txt").write_text(text)
+    said = run(installed, "pipeline", "init", "mine", "--from", "starter-small", cwd=folder)
+    assert "???" in said and "pipeline run mine/run.yaml" in said
+    path = folder / "mine/run.yaml"
+    path.write_text(path.read_text().replace("paths: ???", 'paths: ["my text/*.txt"]'))
+    assert "60" in run(installed, "pipeline", "preprocess", "mine/run.yaml", "--dry-run", cwd=folder)
+    small = ["tokenizer.train.vocab_size=300", "model.layers=1", "model.dim=32", "model.heads=2", "model.ffn_dim=64"]
+    small += ["train.sequence_length=32", "train.schedule.warmup=1 steps", "generate.max_tokens=5"]
+    small += ["train.checkpoint.every_steps=2", "data.splits.heldout=5 documents"]
+    run(installed, "pipeline", "train", "mine/run.yaml", *small, "train.duration=2 steps", cwd=folder, code=2)
+    run(installed, "pipeline", "run", "mine/run.yaml", *small, "train.duration=2 steps", cwd=folder)
+    said = run(installed, "pipeline", "run", "mine/run.yaml", *small, "train.duration=4 steps", cwd=folder)
+    assert "bits per byte" in said and (folder / "runs/mine/checkpoints/step-00000004").is_dir()
+    run(installed, "pipeline", "data", "verify", "runs/mine/data", cwd=folder)
+    run(installed, "pipeline", "report", "runs/mine", cwd=folder)
+    assert "<svg" in (folder / "runs/mine/report.html").read_text()
+    assert "done" in run(installed, "pipeline", "status", "runs/mine", cwd=folder)
+    run(installed, "pipeline", "generate", "runs/mine", "--prompt", "The", cwd=folder)
+    run(installed, "pipeline", "checkpoint", "export", "runs/mine", "--to", "exported", cwd=folder)
+    batch = "from pipeline import api; print(api.Run('runs/mine').batch(3).ids.shape)"
+    assert run(installed, "python", "-c", batch, cwd=folder) == "torch.Size([8, 32])\n"

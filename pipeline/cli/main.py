@@ -19,7 +19,7 @@ from pipeline.cli.data import data_app
 from pipeline.cli.failures import CommandGroup, report_error, report_mistake
 from pipeline.cli.jobs import add_to
 from pipeline.cli.submitted import submitted
-from pipeline.common.console import VERBOSE, Console, echo, flush
+from pipeline.common.console import VERBOSE, Console, echo, flush, spell_out_what_cannot_be_encoded
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_REFUSED, UserError
 from pipeline.train.distributed.rank import begin_rank, record_error
 
@@ -369,7 +369,13 @@ def serve(
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for run.yaml (or site.yaml).")],
-    source: Annotated[str, typer.Option("--from", help="Shipped run file to start from.")] = "starter",
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="Shipped run file to start from: starter-small (minutes on a CPU), quickstart, models/llama3-8b, ...",
+        ),
+    ] = "starter",
     profile: Annotated[
         bool,
         typer.Option("--profile", help="Write site.yaml instead: a profile of this SLURM cluster."),
@@ -385,7 +391,11 @@ def init(
         echo(f"wrote {path}\nCorrect what is marked CHANGE, then write in run files:\nslurm: {{profile: {path}}}")
         return
     path = write(folder, source)
-    echo(f"wrote {path}\nEdit it, then: pipeline run {path}")
+    command = f"pipeline run {shlex.quote(str(path))}"
+    if "???" in path.read_text(encoding="utf-8"):
+        echo(f"wrote {path}\nFill in each ???, then: {command}")
+    else:
+        echo(f"wrote {path}\nEdit it, then: {command}")
 
 
 @config_app.command("show")
@@ -433,6 +443,7 @@ add_to(app)
 
 def main() -> None:
     """Entry point of the `pipeline` command and of `python -m pipeline`."""
+    spell_out_what_cannot_be_encoded()
     begin_rank()
     try:
         app(prog_name="pipeline")

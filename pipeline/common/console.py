@@ -8,7 +8,9 @@ its values.
 
 from __future__ import annotations
 
+import codecs
 import errno
+import io
 import os
 import re
 import signal
@@ -40,6 +42,20 @@ _MOST_COLUMNS = 100
 """Columns of a message on a terminal."""
 VERBOSE = "PIPELINE_VERBOSE"
 """Environment variable of `--verbose`, which processes that a command starts inherit."""
+
+
+def spell_out_what_cannot_be_encoded() -> None:
+    """Let standard output take any text where it is not UTF-8: other characters are spelled out, as in JSON."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error("spelled_out", _spelled_out)
+        sys.stdout.reconfigure(errors="spelled_out")
+
+
+def _spelled_out(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)), error.end
 
 
 def visible(text: str) -> str:

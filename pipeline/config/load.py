@@ -170,7 +170,9 @@ def load_run(run: StrPath, overrides: Sequence[str] = (), values: Mapping[str, A
 def no_run_folder(path: Path) -> UserError:
     """The error about a folder that is not a run folder, though it may be inside one."""
     above = [folder for folder in Path(os.path.abspath(path)).parents[:2] if (folder / RUN_FILE).is_file()]
-    todo = f"name the run folder, {above[0]}" if above else "name the run file"
+    written = path / "run.yaml"  # by `pipeline init`
+    file = f"name the run file{f', {written}' if written.is_file() else ''}"
+    todo = f"name the run folder, {above[0]}" if above else file
     return UserError(f"{path} is not a run folder: it has no {RUN_FILE}, which training writes; {todo}")
 
 

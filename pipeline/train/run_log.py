@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from pipeline.common.format import counted, size
+from pipeline.common.format import counted, duration, size
 from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
 from pipeline.data.order.journal import Journal
@@ -18,6 +18,10 @@ from pipeline.train.monitor.phase_log import describe_change, describe_run, loss
 from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.run_plan import RunPlan
+
+_CPU_FLOPS = 2.5e10
+"""A thread of a current processor, fp32: half of what products of large matrices reach."""
+_LONG = 2 * 24 * 3600
 
 
 def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: float) -> Iterator[str]:
@@ -38,6 +42,10 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
     )
     if setup.device.type == "cpu" and (slow := slow_bf16(config.train.precision.compute)):
         yield f"warning: {slow}"
+    if setup.device.type == "cpu":
+        threads = torch.get_num_threads() * setup.mesh.layout.world_size
+        total = plan.journal.tokens(length.steps) - plan.journal.tokens(first)
+        yield from long_on_cpu(flops * total, threads)
     fp8, layout = config.train.precision.fp8, setup.mesh.layout
     if fp8 is not None:
         yield from (f"train: {line}" for line in fp8_lines(fp8, spec, layout, config.train.sequence_length))
@@ -52,6 +60,22 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
     if config.train.metrics.windows:
         samples = plan.journal.samples(length.steps).start - plan.journal.samples(first).start
         yield f"train: losses of {samples:,} samples will be recorded: {size(losses_bytes(samples))}"
+
+
+def long_on_cpu(flops: float, threads: int) -> Iterator[str]:
+    """A warning where a run on CPUs will take days: a model for GPUs shows no step for a long time.
+
+    Args:
+        flops: of all steps that are left.
+        threads: of all processes.
+    """
+    seconds = flops / (threads * _CPU_FLOPS)
+    if seconds > _LONG:
+        yield (
+            f"warning: {flops:.2g} FLOP on {counted(threads, 'thread')} take about {duration(seconds)}, if each makes "
+            f"{_CPU_FLOPS / 1e9:.0f} GFLOP per second; for a trial set a smaller model and train.duration, as "
+            "`pipeline init DIR --from starter-small` does"
+        )
 
 
 def nothing_held_out(config: Config, sizes: Iterable[int]) -> Iterator[str]:

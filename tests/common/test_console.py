@@ -32,6 +32,7 @@ from pipeline.common.console import (
     let_go_of_terminal,
     progress,
     say,
+    spell_out_what_cannot_be_encoded,
     verbatim,
     visible,
     visible_log,
@@ -160,6 +161,17 @@ def test_details_are_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VERBOSE, "1")
     detail(console, "kernels")
     assert console.file.getvalue() == "kernels\n"  # type: ignore[attr-defined]
+
+
+def test_output_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal or a file in ASCII: JSON keeps its values, and nothing fails."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    spell_out_what_cannot_be_encoded()
+    echo(json.dumps({"path": "é 𝄞"}, ensure_ascii=False))
+    Console(width=80).print("é")
+    first, second = raw.getvalue().splitlines()
+    assert json.loads(first) == {"path": "é 𝄞"} and second == b"\\u00e9"
 
 
 def test_readers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,8 +74,9 @@ def test_schema_describes_what_is_written(tmp_path: Path) -> None:
     assert schema["additionalProperties"] is False
 
 
-def test_starter_needs_paths_only(tmp_path: Path) -> None:
-    path = write_starter(tmp_path / "new")
+@pytest.mark.parametrize("source", ["starter", "starter-small"])
+def test_starter_needs_paths_only(source: str, tmp_path: Path) -> None:
+    path = write_starter(tmp_path / "new", source)
     assert path == tmp_path / "new/run.yaml"
     with pytest.raises(UserError) as caught:
         load(path)
@@ -83,6 +84,7 @@ def test_starter_needs_paths_only(tmp_path: Path) -> None:
     assert f"run.yaml:{line}: data.sources.0.paths = ???: fill in a value here" in str(caught.value)
     assert "has a problem:" in str(caught.value)
     config = load(path, ["data.sources.0.paths=[a.txt]"])
+    assert config.run.dir == Path("runs/new").absolute()
     assert load(write(tmp_path, dump(config), "dumped.yaml")) == config
 
 
@@ -112,6 +114,11 @@ def test_starter_with_its_comments_taken_away(tmp_path: Path) -> None:
     assert config.slurm.train.time == 12 * 60
 
 
+def test_starter_in_a_folder_whose_name_needs_quotes(tmp_path: Path) -> None:
+    path = write_starter(tmp_path / "my: run")
+    assert path.read_bytes() == (ROOT / "configs/starter.yaml").read_bytes()
+
+
 def test_starter_overwrites_nothing(tmp_path: Path) -> None:
     path = write_starter(tmp_path)
     path.write_text("mine")
@@ -124,5 +131,5 @@ def test_starter_overwrites_nothing(tmp_path: Path) -> None:
 
 
 def test_starter_from_a_shipped_file(tmp_path: Path) -> None:
-    path = write_starter(tmp_path, "quickstart")
+    path = write_starter(tmp_path / "new", "quickstart")
     assert path.read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()

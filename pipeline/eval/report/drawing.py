@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import io
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,9 @@ from pipeline.eval.report.ticks import linear_ticks, log_ticks, tick_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# Where the home folder has no room for its cache, matplotlib takes a temporary folder; nobody needs to hear of it.
+logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 _PLACEHOLDERS = {name: f"#fe01{number:02x}" for number, name in enumerate(LIGHT)}
 """Colours that nothing else has, replaced by the page's variables in the SVG."""

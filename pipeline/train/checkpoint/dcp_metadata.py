@@ -54,6 +54,7 @@ _CLASSES = frozenset(
         ("torch.serialization", "_get_layout"),
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),  # its name in Python 3.13
+        ("builtins", "getattr"),  # of _MEM_FORMAT_ENCODING: how Python 3.11.0 to 3.11.3 pickle a value of an enum
     }
 )
 """Classes that torch 2.11 to 2.15 names in a list of tensors, besides the types of their elements."""
@@ -107,6 +108,8 @@ class _Unpickler(PythonUnpickler):  # type: ignore[misc]
         arguments, kind = self.stack.pop(), self.stack[-1]
         if type(kind) is not _Class:
             raise ValueError("it calls something that is not a class")
+        if kind == "getattr" and not _is_value_of_enum(arguments):
+            raise _Forbidden("builtins.getattr")
         self.stack[-1] = _Marker(str(kind), arguments)
 
     def _build(self) -> None:
@@ -142,6 +145,14 @@ class _Class(str):
     """Name of a class that markers are of."""
 
     __slots__ = ()
+
+
+def _is_value_of_enum(arguments: Any) -> bool:
+    """True for the arguments of `getattr` in the pickle of a memory format."""
+    if type(arguments) is not tuple or len(arguments) != 2:
+        return False
+    enum, name = arguments
+    return type(enum) is _Class and enum == "_MEM_FORMAT_ENCODING" and type(name) is str
 
 
 def read_metadata(checkpoint: Checkpoint) -> Metadata:

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,21 @@ def test_the_path_of_python_3_13_is_known(tmp_path: Path) -> None:
     assert read_metadata(listed(tmp_path, frames_are_hints)).state_dict_metadata == sharded().state_dict_metadata
 
 
+class EarlyPython(pickle.Pickler):
+    """Pickles enums as Python 3.11.0 to 3.11.3 do, Debian 12's among them: a call of `getattr` with a name."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_enums_of_python_3_11_2_are_known(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    EarlyPython(file).dump(sharded())
+    assert b"getattr" in file.getvalue()
+    found = read_metadata(listed(tmp_path, file.getvalue()))
+    assert found.state_dict_metadata == sharded().state_dict_metadata and found.storage_data == sharded().storage_data
+
+
 FORGERIES: dict[str, Callable[[Any, Any], object]] = {
     "path above": lambda w, place: setattr(place, "relative_path", "../__0_0.distcp"),
     "absolute path": lambda w, place: setattr(place, "relative_path", "/etc/passwd"),
@@ -273,6 +289,8 @@ PICKLES = {
     + (NAME.replace(b"\x08Metadata", b"\x0dMetadataIndex") + b")\x81}\x8c\x03fqnh\x3csb")
     + b"\x8c'torch.distributed.checkpoint.filesystem\x8c\x0c_StorageInfo\x93)\x81}("
     + b"\x8c\x0drelative_path\x8c\x01x\x8c\x06offsetK\0\x8c\x06lengthK\0ubsub.",
+    "an attribute of another class": PROTO
+    + (b"\x8c\x08builtins\x8c\x07getattr\x93" + NAME + b"\x8c\x08__init__\x86R."),
     "an extension": PROTO + b"\x82\x01.",
 }
 

@@ -21,6 +21,7 @@ from pipeline.train.monitor.loggers.tensorboard import TensorBoard
 from pipeline.train.monitor.loggers.terminal import Terminal
 from pipeline.train.monitor.metrics import Metrics, peak_flops
 from pipeline.train.run.folder import read_metrics
+from pipeline.train.run_log import long_on_cpu
 from pipeline.train.trainer import train
 from tests import tiny
 
@@ -133,6 +134,33 @@ def test_a_bar_goes_back_with_a_run_that_does() -> None:
         metrics.write({"step": 6, **row})
         metrics.rewind(2)
         assert bar._progress is not None and bar._progress.tasks[0].completed == 2
+
+
+def test_lines_where_no_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step at once, and the time left by the steps behind it: 2 s each, after one of 100 s."""
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    lines = Terminal(console, 20, 120, 10)
+    row = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens_per_second": 1.0}
+    for step in range(21, 32):
+        now += 100 if step == 21 else 2
+        lines.write({"step": step, **row})
+    lines.rewind(25)
+    for step in (26, 30):
+        lines.write({"step": step, **row})
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue().splitlines()
+    assert [line.split()[1] for line in printed] == ["21/120", "30/120", "26/120", "30/120"]
+    assert printed[1].endswith("tok/s  3 min left")  # 90 steps
+    assert [line.endswith(" tok/s") for line in printed[::2]] == [True, True]
+
+
+@pytest.mark.parametrize("steps, warned", [(1, False), (1000, True)])
+def test_a_model_for_gpus_on_a_cpu(steps: int, warned: bool) -> None:
+    """125 M parameters and 2**18 tokens per step are 2e14 FLOP, an hour on 2 threads of 25 GFLOP per second."""
+    lines = list(long_on_cpu(6 * 125e6 * 2**18 * steps, threads=2))
+    assert [("45 d 12 h" in line, "starter-small" in line) for line in lines] == [(True, True)] * warned
 
 
 class Moody(Logger):

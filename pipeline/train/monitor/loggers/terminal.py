@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipeline.common.console import say
-from pipeline.common.format import percent
+from pipeline.common.format import duration, percent
 from pipeline.train.monitor.loggers.base import Logger
 
 
 class Terminal(Logger):
-    """A progress bar on a terminal; elsewhere a plain line for each `every` steps."""
+    """A progress bar on a terminal; elsewhere a plain line for the first step and each `every` steps."""
 
     def __init__(self, console: Console, first: int, total: int, every: int) -> None:
         self._console = console
         self._every = every
         self._total = total
+        self._first: tuple[int, float] | None = None
+        """The first step of this attempt, or since a rewind, and when it ended: it compiles, and takes longer."""
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
@@ -37,6 +40,9 @@ class Terminal(Logger):
             if self._progress is not None and row.get("passed_over"):
                 self._progress.update(self._task, completed=row["step"])
             return
+        step, new = row["step"], self._first is None
+        if self._first is None:
+            self._first = step, time.monotonic()
         numbers = (
             f"loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
             f"{row['tokens_per_second']:,.0f} tok/s"
@@ -47,11 +53,20 @@ class Terminal(Logger):
             numbers += f"  load {row['experts']['load_max_over_mean']:.1f}x"
             numbers += " (forced)" if row["experts"].get("balance_forced") else ""
         if self._progress is not None:
-            self._progress.update(self._task, completed=row["step"], numbers=numbers)
-        elif row["step"] % self._every == 0 or row["step"] == self._total:
-            say(self._console, f"step {row['step']:>{len(str(self._total))}}/{self._total}  {numbers}")
+            self._progress.update(self._task, completed=step, numbers=numbers)
+        elif new or step % self._every == 0 or step == self._total:
+            say(self._console, f"step {step:>{len(str(self._total))}}/{self._total}  {numbers}{self._left(step)}")
+
+    def _left(self, step: int) -> str:
+        """Time left, at the mean speed since the first step, validations and saves included."""
+        assert self._first is not None
+        first, begin = self._first
+        if not first < step < self._total:
+            return ""
+        return f"  {duration((time.monotonic() - begin) / (step - first) * (self._total - step))} left"
 
     def rewind(self, step: int) -> None:
+        self._first = None
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
