@@ -65,7 +65,7 @@ _NEXT = {
     },
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"positions": "learned", "kv_heads": 4, **_GELU},
+    "gpt2": {"positions": "learned", "kv_heads": 4, "ffn_dim": 256, **_GELU},
     "starcoder2": _GELU,
     "llama": {},
     "mistral": {"sliding_window": 16},
@@ -130,7 +130,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """By family, what its `model:` section has besides `SHAPE`."""
 SHAPE = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 128, "init": {"std": 0.2}}
-"""Of all. Initial weights are large: after a few steps greedy texts are varied, and the likeliest tokens no near-ties."""
+"""Of all. Initial weights are large: after a few steps greedy texts are varied, and few tokens are near-ties."""
 STEPS = 4
 
 

@@ -109,7 +109,7 @@ class LlamaCpp:
         settings.n_ctx, settings.n_parallel, settings.n_gpu_layers, settings.warmup = 256, 1, 0, False
         settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        settings.cpuparams.n_threads = 2
+        settings.cpuparams.n_threads, settings.cpuparams.poll = 1, 0
         settings.port = 0
         server = xllamacpp.Server(settings)
         address = server.listening_address
@@ -129,7 +129,7 @@ class LlamaCpp:
 
 def _posted(address: str, body: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         found: dict[str, Any] = json.loads(answer.read())
     return found
 
