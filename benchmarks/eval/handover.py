@@ -79,6 +79,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {**_GELU, "mlp": "gelu_exact", "residual": "parallel", "rope_share": 0.25, "kv_heads": 4},
     "cohere2": {
         **{"norm": "layernorm", "norm_bias": False, "residual": "parallel_shared", "logit_scale": 0.25},
+        "tie_embeddings": True,
         **{"pattern": ["local", "full"], "kinds": {"local": _LOCAL, "full": {"positions": "none"}}},
     },
     "gemma2": {**_GEMMA, **_MIXED, "attention_soft_cap": 50.0, "logit_soft_cap": 30.0},
