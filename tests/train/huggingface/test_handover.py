@@ -55,7 +55,7 @@ def test_what_is_not_known_is_not_said(converted: Path, tmp_path: Path) -> None:
 
 
 def test_a_chat_template(converted: Path, tmp_path: Path) -> None:
-    """AutoTokenizer renders a conversation with it; what is no token of its own is named."""
+    """AutoTokenizer renders a conversation with it; marks that the tokenizer lacks are named."""
     file = tmp_path / "chat.jinja"
     file.write_text(TEMPLATE + "<|end_of_turn|>")
     said = to_hf(converted, tmp_path / "hf", chat_template=file, console=QUIET)
