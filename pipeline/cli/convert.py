@@ -40,8 +40,12 @@ def to_hf(
         bool,
         typer.Option("--pooled", help="Of an encoder: with the files of sentence-transformers, mean pooling."),
     ] = False,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Template in Jinja that makes a text of a conversation.", show_default=False),
+    ] = None,
 ) -> None:
-    """Write a model for transformers, vLLM and lm-eval: safetensors, config.json and the tokenizer's files."""
+    """Write a model for transformers, vLLM and lm-eval: weights, config.json, tokenizer, model card."""
     from pipeline.common.console import say
     from pipeline.train.huggingface import convert
 
@@ -54,6 +58,7 @@ def to_hf(
         dtype=dtype,
         max_shard=shard_bytes(max_shard),
         pooled=pooled,
+        chat_template=chat_template,
         console=console,
     )
     say(console, done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import unicodedata
@@ -17,14 +18,34 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticKnownError
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+
+
+def _sort_sets(schema: Any) -> None:
+    """Have the sets of a schema written in an order that is the same in every process, for hashes and files."""
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            _sort_sets(part)
+    if not isinstance(schema, dict):
+        return
+    for key, part in schema.items():
+        if key not in ("default", "expected", "metadata"):  # which are values, not schemas
+            _sort_sets(part)
+    if schema.get("type") in ("set", "frozenset") and "serialization" not in schema:
+        schema["serialization"] = core_schema.wrap_serializer_function_ser_schema(_in_order, when_used="json")
+
+
+def _in_order(value: Any, handler: SerializerFunctionWrapHandler) -> list[Any]:
+    return sorted(handler(value), key=lambda entry: json.dumps(entry, sort_keys=True))
 
 
 class Section(BaseModel):
@@ -39,6 +60,12 @@ class Section(BaseModel):
     )
     described_at: ClassVar[str | None] = None
     """Path of another section whose keys these are, for the reference."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _sort_sets(schema)
+        return schema
 
     @model_validator(mode="before")
     @classmethod

@@ -51,6 +51,11 @@ class Abstract(Reader):
 class Secret(Named):
     class Options(Section):
         key: SecretStr = SecretStr("default")
+
+class Sets(Named):
+    class Options(Section):
+        names: set[str] = set()
+        pairs: dict[str, list[frozenset[int | str]]] = {}
 """
 
 
@@ -231,3 +236,16 @@ def test_the_page_has_the_example_as_it_is() -> None:
     page = (ROOT / "docs" / "plugins.md").read_text()
     for name in ("pyproject.toml", *(f"example_plugins/{name}.py" for name in SHOWN)):
         assert (EXAMPLE / name).read_text() in page, f"{name} differs from docs/plugins.md"
+
+
+def test_sets_in_options_have_one_order(other: Callable[..., None], tmp_path: Path) -> None:
+    """Of text it would be another in each process, and hashes and files with it."""
+    other("one", SOURCE, one_sets="one_module:Sets")
+    names = [f"name-{number:02d}" for number in range(20)]
+    options = {"names": names[::-1], "pairs": {"b": [["y", 10, 9, "x"]]}}
+    sources = [{"name": "a", "type": "one.sets", "paths": ["a.x"], "options": options}]
+    config = load(write_run(tmp_path, {"data.sources": sources}))
+    (found,) = config.model_dump(mode="json")["data"]["sources"]
+    assert found["options"]["names"] == names
+    assert found["options"]["pairs"] == {"b": [["x", "y", 10, 9]]}
+    assert config.data.sources[0].options.names == set(names)

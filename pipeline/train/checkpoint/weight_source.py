@@ -16,6 +16,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
+from pipeline.config.load import RUN_FILE, written_values
 from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.committed import COMMIT, changed, step_of
@@ -40,6 +41,10 @@ class WeightSource(Protocol):
     tokenizer: Tokenizer
     start_token: int | None
     """Id that the decoder of an encoder-decoder begins with; None: the end of a document, or it is not known."""
+    origin: Mapping[str, Any]
+    """Run, checkpoints and tokens that they are of, by the keys of `export.json`."""
+    config: Mapping[str, Any] | None
+    """Values of the run file of their training; None for a converted model."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -86,6 +91,14 @@ class _InCheckpoint:
         self.positions = longest_windows(state["config"])
         self.tokenizer = Tokenizer.open(self.checkpoint.path)
         self.start_token = start_token_of(state["config"], self.tokenizer)
+        self.config = state["config"]
+        self.origin = {
+            "run": str(self.checkpoint.path.parent.parent),
+            "checkpoints": [{"step": self.checkpoint.step, "fingerprint": self.checkpoint.fingerprint}],
+            "weights": self.weights,
+            "journal": state["journal"],
+            **{key: state[key] for key in ("tokens", "fingerprints", "versions")},
+        }
         found = stored_weights(self.checkpoint, self.weights)
         if not found:
             raise UserError(f"{self.name} has no moving average of the weights (train.ema was not set)")
@@ -117,6 +130,9 @@ class _Exported:
             )
         self.tokenizer = tokenizer
         self.start_token = source.about.get(START_TOKEN)
+        self.origin = source.about
+        run_file = self.folder / RUN_FILE
+        self.config = written_values(run_file) if run_file.is_file() else None
         self._files, self.tensors = exported_tensors(self.folder, source.files)
 
     def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.common.versions import versions
+from pipeline.config.eval import GenerateConfig
 from pipeline.config.load import dump_values
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.export import START_TOKEN, free_folder, made_folder
@@ -24,6 +26,7 @@ from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.tensors import Stored, groups, row_ranges
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
+from pipeline.train.huggingface.card import CARD_FILE, model_card
 from pipeline.train.huggingface.config_experts import loss_hint
 from pipeline.train.huggingface.config_source import Json
 from pipeline.train.huggingface.configs import to_hf_config
@@ -44,6 +47,12 @@ MODEL_FILE = "model.yaml"
 Dtype = Literal["fp32", "bf16", "fp16"]
 _MASK_TOKENS = ("<mask>", "[MASK]")
 """Usual names of the token that stands for masked ones."""
+_PADDING_TOKENS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
+"""Usual names of the token that fills texts up."""
+_MARKS = re.compile(r"<\|[^<>|\s]+\|>")
+"""What looks like a special token in a chat template."""
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Keys of `generate:` that generation_config.json has under the same names."""
 _NO_TOKENIZER = "the tokenizer was left out: set tokenizer.path to the one that the weights were trained with"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -57,6 +66,7 @@ def to_hf(
     dtype: Dtype | None = None,
     max_shard: int | None = 5 * 10**9,
     pooled: bool = False,
+    chat_template: Path | None = None,
     console: Console,
 ) -> str:
     """Write a folder that transformers loads, a model and its `AutoTokenizer`; says what it wrote.
@@ -69,6 +79,7 @@ def to_hf(
         dtype: of the weights; by default as they are stored.
         max_shard: bytes of tensors in a file at most.
         pooled: add the files with which sentence-transformers makes a vector of a text.
+        chat_template: a file in Jinja, by which `AutoTokenizer` makes a text of a conversation.
         console: for the progress bar.
 
     Raises:
@@ -84,6 +95,7 @@ def to_hf(
             "--pooled is for encoders, and model.direction is causal: of a text its last token alone has seen all; "
             "leave the option out"
         )
+    template = None if chat_template is None else _chat_template(chat_template)
     vocab_size = found.model.vocab_size or found.tokenizer.vocab_size
     family, values = to_hf_config(found.model, vocab_size, found.positions)
     mtp = None if family.names.mtp else found.model.mtp
@@ -97,6 +109,7 @@ def to_hf(
     }
     total = sum(each.bytes for each in tensors.values())
     shards = split_into_files(tensors, max_shard)
+    name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     with storage.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, "to-hf (bytes)", total) as advance:
             write_weight_files(tmp, shards, lambda wanted: _their_tensors(found, mapping, wanted), advance)
@@ -105,15 +118,22 @@ def to_hf(
             start = ends["eos_token_id"] if found.start_token is None else found.start_token
             # transformers fills decoders' inputs up with a token, too, where it makes them of targets.
             ends |= {"decoder_start_token_id": start, "pad_token_id": start}
-        name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         storage.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
+        padding = _padding(found, ends.get("decoder_start_token_id"))
         if found.model.direction == "causal":
-            storage.put_json(tmp / GENERATION_FILE, {**ends, "do_sample": True})
+            fills = {"pad_token_id": ends["eos_token_id"] if padding is None else padding[1]}
+            storage.put_json(tmp / GENERATION_FILE, {**ends, **fills, **_sampling(found.config or {})})
         found.tokenizer.save(tmp)
         _add_nothing(tmp / TOKENIZER_FILE)
-        storage.put_json(tmp / TOKENIZER_CONFIG_FILE, _tokenizer_config(found, pooled))
+        about_tokens = _tokenizer_config(found, None if padding is None else padding[0], pooled, template)
+        storage.put_json(tmp / TOKENIZER_CONFIG_FILE, about_tokens)
         if pooled:
             write_pooled(tmp, model.dim, found.positions)
+        facts = {
+            "parameters": f"{sum(each.numel for each in tensors.values()):,}, {name}",
+            "context": f"{found.positions:,} tokens, the longest of its training",
+        }
+        storage.put(tmp / CARD_FILE, model_card(to.name, found, family, facts, template is not None).encode())
     left_out = "" if mtp is None else f"\nleft out: the {mtp.depth} layers of multi-token prediction (model.mtp)"
     warning = ""
     if family.splits_alike is not None and not family.splits_alike(found.tokenizer.definition):
@@ -125,6 +145,11 @@ def to_hf(
         warning += (
             f"\nwarning: transformers takes token {family.padding} for padding in every {family.title}; texts that "
             "have it are computed otherwise there"
+        )
+    if unknown := sorted(set(_MARKS.findall(template or "")) - set(found.tokenizer.added_tokens)):
+        warning += (
+            f"\nwarning: {chat_template} has {', '.join(unknown)}, which the tokenizer splits as ordinary text; a "
+            "token of its own must be in tokenizer.special_tokens before the data is tokenized"
         )
     return (
         f"{to}: {family.architecture} from {found.name}, {len(tensors)} tensors, "
@@ -320,18 +345,57 @@ def _add_nothing(file: Path) -> None:
         storage.put_json(file, {**state, "post_processor": kept[0] if kept else None})
 
 
-def _tokenizer_config(found: WeightSource, pooled: bool) -> Json:
+def _tokenizer_config(found: WeightSource, padding: str | None, pooled: bool, template: str | None) -> Json:
     tokenizer, more = found.tokenizer, dict[str, str]()
     if found.model.direction == "both":
         masks = [token for token in _MASK_TOKENS if token in tokenizer.special_tokens]
         more |= {"mask_token": masks[0]} if masks else {}
-    if pooled:  # texts of a batch are filled up
-        more["pad_token"] = tokenizer.end_of_document_token
+    if padding is None and pooled:  # texts of a batch are filled up
+        padding = tokenizer.end_of_document_token
+    more |= {} if padding is None else {"pad_token": padding}
+    more |= {} if template is None else {"chat_template": template}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokenizer.end_of_document_token,
         "eos_token": tokenizer.end_of_document_token,
+        "add_bos_token": False,
+        "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": found.positions,
         **more,
     }
+
+
+def _padding(found: WeightSource, start: int | None) -> tuple[str, int] | None:
+    """The token that fills texts up, and its id: a declared one by its name, or that with which a decoder begins."""
+    tokenizer = found.tokenizer
+    tokens = {**tokenizer.special_tokens, tokenizer.end_of_document_token: tokenizer.end_of_document}
+    if start is not None:
+        return next(((token, number) for token, number in tokens.items() if number == start), None)
+    return next(((token, tokens[token]) for token in _PADDING_TOKENS if token in tokens), None)
+
+
+def _sampling(config: Mapping[str, Any]) -> Json:
+    """What `generate:` of a run file sets otherwise than its defaults, as generation_config.json says it."""
+    section = config.get("generate") or {}
+    values = {
+        key: section[key]
+        for key in _SAMPLING
+        if section.get(key) not in (None, GenerateConfig.model_fields[key].default)
+    }
+    if values.get("temperature") == 0:
+        del values["temperature"]
+        return {**values, "do_sample": False}
+    return {**values, "do_sample": True} if values else {}
+
+
+def _chat_template(file: Path) -> str:
+    try:
+        text = storage.read_bytes(file).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat-template {file}: it cannot be read: {error}; name a file of text in Jinja") from None
+    if "messages" not in text:
+        raise UserError(
+            f"--chat-template {file}: it never says `messages`, the list of a conversation; name a template in Jinja"
+        )
+    return text

@@ -40,6 +40,7 @@ def _write(model: ModelConfig, positions: int) -> Json:
         "n_head": model.heads,
         "n_inner": model.ffn_dim or default_ffn_dim(model.mlp, model.dim),
         "n_positions": model.max_positions or positions,
+        "n_ctx": model.max_positions or positions,  # of published files: llama.cpp's converter needs it
         "layer_norm_epsilon": model.norm_eps,
         "activation_function": "gelu_new",
         "resid_pdrop": 0.0,
