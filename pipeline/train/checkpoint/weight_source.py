@@ -91,8 +91,8 @@ class _InCheckpoint:
         self.positions = longest_windows(state["config"])
         self.tokenizer = Tokenizer.open(self.checkpoint.path)
         self.start_token = start_token_of(state["config"], self.tokenizer)
-        self.config = state["config"]
-        self.origin = {
+        self.config: Mapping[str, Any] | None = state["config"]
+        self.origin: Mapping[str, Any] = {
             "run": str(self.checkpoint.path.parent.parent),
             "checkpoints": [{"step": self.checkpoint.step, "fingerprint": self.checkpoint.fingerprint}],
             "weights": self.weights,
@@ -132,7 +132,7 @@ class _Exported:
         self.start_token = source.about.get(START_TOKEN)
         self.origin = source.about
         run_file = self.folder / RUN_FILE
-        self.config = written_values(run_file) if run_file.is_file() else None
+        self.config: Mapping[str, Any] | None = written_values(run_file) if run_file.is_file() else None
         self._files, self.tensors = exported_tensors(self.folder, source.files)
 
     def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
