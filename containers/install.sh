@@ -1,10 +1,10 @@
 #!/bin/sh
-# What the images have, for Dockerfile and pipeline.def alike:
-#   install.sh system                    packages of Debian or Ubuntu, as root
-#   install.sh environment FOLDER [EXTRAS]
-#                                        a virtual environment with the locked requirements and this package; EXTRAS like
-#                                        `eval,wandb` are extras of pyproject.toml, which are not locked
-# PIP_EXTRA_INDEX_URL may name PyTorch's index of CPU builds; the hashes hold for what comes from there, too.
+# Steps of Dockerfile and pipeline.def alike:
+#   install.sh system
+#       packages of Debian or Ubuntu, as root
+#   install.sh environment FOLDER [TORCH_INDEX [EXTRAS]]
+#       a virtual environment with the locked requirements and this package. TORCH_INDEX: where to look for builds of torch,
+#       too; the locked hashes hold for them. EXTRAS: of pyproject.toml, like eval,wandb; they are not locked.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -18,7 +18,8 @@ system)
     rm -rf /var/lib/apt/lists/*
     ;;
 environment)
-    folder=$2 extras=${3:-}
+    folder=$2 extras=${4:-}
+    export PIP_EXTRA_INDEX_URL="${3:-}" NVTE_FRAMEWORK=pytorch
     python3 -m venv "$folder"
     pip() { "$folder/bin/python" -m pip --no-cache-dir --disable-pip-version-check "$@"; }
     locked() { pip install --quiet --no-deps --no-build-isolation --require-hashes -r "requirements/$1.txt"; }
@@ -31,15 +32,16 @@ raise SystemExit(not any(each.startswith(('cuda-', 'nvidia-')) for each in requi
     fi
     pip install --quiet --no-deps --no-build-isolation .
     if [ -n "$extras" ]; then
-        # What is locked stays as it is.
+        # What is locked stays as it is. The tools are those that flash-attn and Transformer Engine are built with.
         pip freeze --exclude pretraining-pipeline >"$folder/locked.txt"
+        pip install --constraint "$folder/locked.txt" ninja packaging psutil pybind11 wheel
         pip install --no-build-isolation --constraint "$folder/locked.txt" ".[$extras]"
         rm "$folder/locked.txt"
     fi
     pip check
     ;;
 *)
-    echo "usage: $0 system | environment FOLDER [EXTRAS]" >&2
+    echo "usage: $0 system | environment FOLDER [TORCH_INDEX [EXTRAS]]" >&2
     exit 2
     ;;
 esac
