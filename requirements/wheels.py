@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17)
-"""Minor versions of glibc 2 that wheels are built for; a wheel of an older one fits a newer machine."""
+OLDEST = 17
+"""Minor version of glibc 2 of the oldest wheels."""
 
 
 def locked(files: list[str]) -> Iterator[str]:
@@ -30,7 +30,8 @@ def locked(files: list[str]) -> Iterator[str]:
 
 def problem(requirement: str, machine: str, python: str, glibc: int) -> str:
     """The last line in which pip says why there is no wheel; empty where there is one."""
-    tags = [f"manylinux_2_{minor}_{machine}" for minor in GLIBC if minor <= glibc] + [f"manylinux2014_{machine}"]
+    # A wheel for an older glibc fits a newer one; pip must be told each of them.
+    tags = [f"manylinux_2_{minor}_{machine}" for minor in range(glibc, OLDEST - 1, -1)] + [f"manylinux2014_{machine}"]
     with tempfile.TemporaryDirectory() as folder:
         options = ["--dry-run", "--quiet", "--no-deps", "--only-binary=:all:", f"--target={folder}"]
         wanted = [f"--python-version={python}", *(f"--platform={tag}" for tag in tags)]
