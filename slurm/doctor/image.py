@@ -187,7 +187,7 @@ def _why_not(name: str, code: int, output: str) -> str:
 
 
 def has_library(name: str) -> bool:
-    """Whether the loader finds a library by its full name, as NCCL asks for it."""
+    """True if the loader finds a library by its full name, as NCCL asks for it."""
     try:
         ctypes.CDLL(name)
     except OSError:
