@@ -54,6 +54,7 @@ _CLASSES = frozenset(
         ("torch.serialization", "_get_layout"),
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),  # its name in Python 3.13
+        ("builtins", "getattr"),  # with which Python 3.11.0 to 3.11.3 writes a member of an enum; see _make
     }
 )
 """Classes that torch 2.11 to 2.15 names in a list of tensors, besides the types of their elements."""
@@ -107,6 +108,11 @@ class _Unpickler(PythonUnpickler):  # type: ignore[misc]
         arguments, kind = self.stack.pop(), self.stack[-1]
         if type(kind) is not _Class:
             raise ValueError("it calls something that is not a class")
+        if kind == "getattr":
+            # Only for a member of the one enum that a list has; it becomes a marker of it, as of other versions.
+            kind, *rest = arguments if type(arguments) is tuple and arguments else (None,)
+            if type(kind) is not _Class or kind != "_MEM_FORMAT_ENCODING" or [type(each) for each in rest] != [str]:
+                raise _Forbidden("builtins.getattr")
         self.stack[-1] = _Marker(str(kind), arguments)
 
     def _build(self) -> None:

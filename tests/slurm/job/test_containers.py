@@ -25,7 +25,7 @@ def test_all_stages_start_where_neither_the_installed_code_nor_the_scheduler_is(
 ) -> None:
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("this user may not make a namespace of mounts")
-    hidden = [ROOT / "pipeline", ROOT / "slurm", cluster.folder / "etc"]
+    hidden = [ROOT / "pipeline", ROOT / "slurm", Path(cluster.environment["SLURM_CONF"]).parent]
     inside = tmp_path / "inside"
     script = " && ".join(
         [*(f"mount -t tmpfs none {folder}" for folder in hidden), f'echo "$*" >>{inside}', 'exec "$@"']

@@ -212,6 +212,19 @@ def test_the_path_of_python_3_13_is_known(tmp_path: Path) -> None:
     assert read_metadata(listed(tmp_path, frames_are_hints)).state_dict_metadata == sharded().state_dict_metadata
 
 
+def test_members_of_the_enum_as_early_python_3_11_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoding = type(TensorProperties(torch.float32).__getstate__()[3])
+    later = pickle.dumps(sharded())
+    with monkeypatch.context() as patched:
+        patched.setattr(encoding, "__reduce_ex__", lambda self, _: (getattr, (type(self), self._name_)))
+        early = pickle.dumps(sharded())
+    assert b"getattr" in early and b"getattr" not in later
+    assert read_metadata(listed(tmp_path, early)).state_dict_metadata == sharded().state_dict_metadata
+    forged = early.replace(b"_MEM_FORMAT_ENCODING", b"ChunkStorageMetadata")
+    with pytest.raises(UserError, match=r"asks for builtins\.getattr"):
+        read_metadata(listed(tmp_path, forged))
+
+
 FORGERIES: dict[str, Callable[[Any, Any], object]] = {
     "path above": lambda w, place: setattr(place, "relative_path", "../__0_0.distcp"),
     "absolute path": lambda w, place: setattr(place, "relative_path", "/etc/passwd"),
