@@ -147,7 +147,7 @@ class Examination:
         self._add(*disks(needs.run, needs.data, data_needed=needs.data_now))
 
     def image(self, needs: NodeRequirements) -> None:
-        """What the image has, and what does not fit this node."""
+        """Contents of the image, and what does not fit this node."""
         self.begin("image")
         folders = {"run.dir": needs.run, "data.dir": needs.data}
         self._add(*image_checks({name: path for name, path in folders.items() if path is not None}))
