@@ -13,7 +13,14 @@ TORCH_IS_CUDA := $(BIN)/python -c "from importlib.metadata import requires; \
 TORCH_VENV := .venv-torch-$(or $(TORCH),newest)
 TORCH_PIP := $(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock licences docs site site-links pictures dist sbom gpu-kit devcluster devcluster-down clean
+# Base images of CUDA as in the torch that is locked: with nvcc and the headers of cuDNN, and without.
+ENGINE ?= docker
+TARGET ?= cpu
+IMAGE_ARGS.cuda := BUILD_BASE=nvcr.io/nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04 \
+  BASE=nvcr.io/nvidia/cuda:13.0.2-base-ubuntu24.04 TORCH_INDEX= EXTRAS=flash,te
+IMAGE_VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' pipeline/__init__.py)
+
+.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock licences docs site site-links pictures dist sbom gpu-kit image devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +38,7 @@ help:
 	@echo "make site-links   ask other servers whether the links to them lead somewhere (needs the internet)"
 	@echo "make pictures     take the pictures of docs/ anew, from runs/quickstart (needs Chromium)"
 	@echo "make gpu-kit      what a machine with a GPU and no network needs for benchmarks/gpu_evidence.py"
+	@echo "make image        a container image for CPUs (TARGET=cuda: with CUDA; ENGINE=podman), see containers/README.md"
 	@echo "make lock         write the versions and hashes in requirements/ anew, from pyproject.toml"
 	@echo "make licences     write the licences of all requirements anew, after make lock"
 	@echo "make dist         wheel, source archive and bill of materials, for a release"
@@ -105,6 +113,11 @@ sbom: install-dev
 
 gpu-kit: install-dev
 	@PYTHONPATH=benchmarks $(BIN)/python -m evidence.kit $(KIT)
+
+image:
+	@$(ENGINE) build --file containers/Dockerfile --tag pretraining-pipeline:$(IMAGE_VERSION)-$(TARGET) \
+	  --build-arg VERSION=$(IMAGE_VERSION) --build-arg REVISION=$(shell git rev-parse HEAD) \
+	  $(addprefix --build-arg ,$(IMAGE_ARGS.$(TARGET)) $(IMAGE_ARGS)) .
 
 devcluster: install
 	@$(BIN)/python -m slurm.devcluster up --install

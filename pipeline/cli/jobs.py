@@ -84,6 +84,9 @@ def doctor(
     notify: Annotated[
         bool, typer.Option("--notify", help="Only send a test message through each notification of the run file.")
     ] = False,
+    image: Annotated[
+        bool, typer.Option("--image", help="In a container: also check what the image has, and what does not fit.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this node: GPUs, a matrix product, disk, inodes, clock, versions. Exit code 78 if it is unfit."""
@@ -94,7 +97,7 @@ def doctor(
         return
     from slurm.doctor.command import doctor as check
 
-    check(run, overrides or (), Console(), as_json=as_json)
+    check(run, overrides or (), Console(), as_json=as_json, image=image)
 
 
 def sweep(

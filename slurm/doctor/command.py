@@ -28,6 +28,7 @@ from pipeline.common.console import alarm, echo, say, warn
 from pipeline.common.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
 from pipeline.common.process_identity import node_name
 from pipeline.config.load import load_run, load_written
+from slurm.doctor.image import LONGEST, image_checks
 from slurm.doctor.node import NodeRank, disks, host_name, memory, shared_memory, software
 from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
 
@@ -62,7 +63,7 @@ def doctor_command(run_file: Path, folder: Path, gpus: int) -> list[str]:
     return ["-m", "slurm.job.srun_task", "doctor", "--run", str(run_file), "--out", str(folder), "--gpus", str(gpus)]
 
 
-def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_json: bool) -> None:
+def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_json: bool, image: bool = False) -> None:
     """Check this node and print what was found; under torchrun or srun, with one process on each node, all of them.
 
     Args:
@@ -70,6 +71,7 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
         overrides: of the run file.
         console: for the table.
         as_json: one JSON object instead.
+        image: also look at what the image has, of the container that this is started in.
 
     Raises:
         NodeUnhealthy: something is wrong that training would fail by, or suffer from.
@@ -80,10 +82,13 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
     if run is not None:
         config = load_run(run, overrides)
         needs = NodeRequirements(_gpus(config), config.run.dir, config.data_dir)
-    with _limited():
+    with _limited(TOTAL_SECONDS + LONGEST if image else TOTAL_SECONDS):
         examination = Examination(node_rank)
         with examination.surviving():
             examination.node(needs)
+        if image:
+            with examination.surviving():
+                examination.image(needs)
         reports = examination.network()
     if node_rank.size > 1:
         # Where it is loaded the command line leaves as ranks do, without joining the threads of gloo and NCCL.
@@ -140,6 +145,12 @@ class Examination:
         self._add(memory(), *([shared_memory()] if torch.cuda.device_count() else []), host_name())
         self.begin(f"disks ({', '.join(map(str, filter(None, (needs.run, needs.data, 'tmp'))))})")
         self._add(*disks(needs.run, needs.data, data_needed=needs.data_now))
+
+    def image(self, needs: NodeRequirements) -> None:
+        """Contents of the image, and what does not fit this node."""
+        self.begin("image")
+        folders = {"run.dir": needs.run, "data.dir": needs.data}
+        self._add(*image_checks({name: path for name, path in folders.items() if path is not None}))
 
     def network(self) -> dict[str, Report | None]:
         """Meet the other nodes; at rank 0 the reports of those that came, by node, else only this one."""

@@ -86,7 +86,7 @@ def space(name: str, path: Path) -> NodeCheck:
     """Free bytes and inodes of the disk that a folder is on, or will be."""
     label = f"space of {name}"
     try:
-        found = os.statvfs(_existing(path))
+        found = os.statvfs(existing(path))
     except OSError as error:
         text = f"{name} ({path}): the free space of its disk cannot be read ({error.strerror}); is it mounted?"
         return failed(label, UNKNOWN, text)
@@ -108,7 +108,7 @@ def space(name: str, path: Path) -> NodeCheck:
 def write(run: Path) -> NodeCheck:
     """Write a file to disk, read it back and remove it: quotas and broken mounts show only then."""
     label = "write in run.dir"
-    probe = storage.temporary(_existing(run) / "doctor")
+    probe = storage.temporary(existing(run) / "doctor")
     data = secrets.token_bytes(_PROBE_BYTES)
     start = time.perf_counter()
     try:
@@ -208,7 +208,7 @@ def software(driver: str) -> dict[str, str]:
     return found
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
