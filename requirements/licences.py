@@ -25,10 +25,12 @@ MARKS = "<!-- licences: written by `python requirements/licences.py` -->", "<!--
 
 BY_HAND = {
     # The metadata has no licence, or a name that fits several; read in the files that come with the package.
+    "alabaster": "BSD-3-Clause",
     "chardet": "LGPL-2.1-or-later",
     "colorama": "BSD-3-Clause",
     "cycler": "BSD-3-Clause",
     "cuda-toolkit": "LicenseRef-NVIDIA-Proprietary",
+    "docutils": "LicenseRef-Public-Domain AND BSD-2-Clause AND BSD-3-Clause AND 0BSD",
     "fastokens": "Apache-2.0",
     "gitdb": "BSD-3-Clause",
     "jinja2": "BSD-3-Clause",
@@ -40,6 +42,13 @@ BY_HAND = {
     "pyasn1-modules": "BSD-2-Clause",
     "python-dateutil": "Apache-2.0 OR BSD-3-Clause",
     "scipy": "BSD-3-Clause",
+    **dict.fromkeys(  # no file either: of the team of Sphinx, as sphinxcontrib-jsmath, which has one
+        (
+            f"sphinxcontrib-{name}"
+            for name in ("applehelp", "devhelp", "htmlhelp", "jsmath", "qthelp", "serializinghtml")
+        ),
+        "BSD-2-Clause",
+    ),
     "sqlparse": "BSD-3-Clause",
     "sympy": "BSD-3-Clause",
     "torchao": "BSD-3-Clause",

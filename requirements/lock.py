@@ -35,9 +35,14 @@ tenth of its size, which pip takes (as 2.13.0+cpu) where that index is configure
 def compile(output: Path, *options: str) -> dict[str, str]:
     """Resolve requirements for all platforms and versions of Python; returns the entries of the output by package."""
     uv = [str(Path(sys.executable).with_name("uv")), "--no-config", "--quiet", "pip", "compile"]
-    fixed = ["--universal", "--python-version=3.11", "--no-annotate", "--no-header"]
+    # One version of a package for all versions of Python, so that a name has one entry.
+    fixed = ["--universal", "--python-version=3.11", "--fork-strategy=fewest", "--no-annotate", "--no-header"]
     subprocess.run([*uv, *fixed, f"--output-file={output}", *options], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return {entry.partition("==")[0]: entry for entry in re.split(r"(?m)^(?=\w)", output.read_text()) if entry}
+    entries = [entry for entry in re.split(r"(?m)^(?=\w)", output.read_text()) if entry]
+    found = {entry.partition("==")[0]: entry for entry in entries}
+    if len(found) < len(entries):
+        sys.exit(f"error: {output} has more than one version of a package; add a bound to pyproject.toml")
+    return found
 
 
 def main(upgrade: list[str]) -> None:

@@ -28,7 +28,7 @@ FILE = re.compile(
 IMPORT = re.compile(r"\bfrom ((?:pipeline|slurm|tests)(?:\.\w+)*) import (\w+(?: as \w+)?(?:, \w+(?: as \w+)?)*)")
 # Files that runs write, keys of `parallel:` without their section, and what stands for anything in tests.
 OTHERS = re.compile(
-    r"slurm\.(conf|err|out)|slurm/submissions/.*|pipeline\.(counts|layers_per_stage|schedule|stages_per_rank)"
+    r"slurm\.(conf|err|out)|pipeline\.(def|sif|sqsh)|slurm/submissions/.*|pipeline\.(counts|layers_per_stage|schedule|stages_per_rank)"
     r"|pipeline/configs/.*|pipeline/page\.html|pipeline[.]py|benchmarks/evidence/toys\.py|benchmarks/[\w-]+_torchtitan\.md"
 )
 

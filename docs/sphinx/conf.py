@@ -26,8 +26,10 @@ html_title = f"{project} {release}"
 
 # The root of the repository is the source, so that links mean the same here and on GitHub.
 root_doc = "README"
-include_patterns = ["*.md", "docs/**"]
-exclude_patterns = [each.name for each in ROOT.iterdir() if each.is_dir() and each.name != "docs"] + ["docs/sphinx"]
+include_patterns = ["*.md", "containers/README.md", "docs/**"]
+exclude_patterns = [
+    each.name for each in ROOT.iterdir() if each.is_dir() and each.name not in ("containers", "docs")
+] + ["docs/sphinx"]
 extensions = ["myst_parser"]
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 # GitHub's Markdown and nothing else, with its anchors. (`myst_gfm_only` would leave links as they are.)

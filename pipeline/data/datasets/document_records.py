@@ -1,4 +1,4 @@
-"""What a part keeps of its documents beside their tokens: a record of where each came from, and chosen metadata."""
+"""Records of a part about its documents, beside their tokens: where each came from, and metadata that was chosen."""
 
 from __future__ import annotations
 

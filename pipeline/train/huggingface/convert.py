@@ -376,7 +376,7 @@ def _padding(found: WeightSource, start: int | None) -> tuple[str, int] | None:
 
 
 def _sampling(config: Mapping[str, Any]) -> Json:
-    """What `generate:` of a run file sets otherwise than its defaults, as generation_config.json says it."""
+    """Values of `generate:` in a run file that are not its defaults, as generation_config.json says them."""
     section = config.get("generate") or {}
     values = {
         key: section[key]
