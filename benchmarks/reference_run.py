@@ -141,6 +141,7 @@ def evidence(work: Path) -> dict[str, Any]:
             "steps_with_equal_hashes": sum(
                 one == two for one, two in zip(first["hashes"], twin["hashes"], strict=True)
             ),
+            "first_steps_with_equal_losses": int(np.argmax(losses[0] != losses[1])),
             "largest_difference_of_losses": float(np.abs(losses[0] - losses[1]).max()),
             "mean_difference_of_losses": float(np.abs(losses[0] - losses[1]).mean()),
             "difference_of_heldout_losses": twin["heldout_loss"] - first["heldout_loss"],
@@ -183,6 +184,7 @@ def page(found: dict[str, Any]) -> str:
         runs="\n".join(rows),
         launches="\n".join(launches),
         equal=f"{twin['steps_with_equal_hashes']:,} of {steps:,}",
+        same=f"{twin['first_steps_with_equal_losses']:,}",
         largest=f"{twin['largest_difference_of_losses']:.1e}",
         mean=f"{twin['mean_difference_of_losses']:.1e}",
         heldout=f"{abs(twin['difference_of_heldout_losses']):.1e}",
@@ -213,8 +215,9 @@ The hashes are xxh3-128 over those of all steps, as `metrics.jsonl` has them. Th
 {launches}
 
 - Steps whose hashes of order and data are those of seed 1: **{equal}**.
-- Difference of training losses: mean {mean}, largest {largest}. Other layouts add the same numbers in another order,
-  and training amplifies that.
+- Losses are equal to the last bit for the first {same} steps: the third launch resumes from the save before its kill, in
+  another layout. Layouts add the same numbers in another order, and training amplifies that: over all steps, losses
+  differ by {mean} in the mean, by {largest} at most.
 - Difference of held-out losses: {heldout} nats per token.
 
 ## Repeat it
