@@ -86,6 +86,12 @@ def picture_of_balance(to: Path, run: Path, text: Path | None) -> None:
     subprocess.run([sys.executable, str(program), str(text), "--seeds", "1", "2", "--to", str(to)], check=True)
 
 
+def picture_of_reference_run(to: Path, run: Path, text: Path | None) -> None:
+    """Losses of the reference run, from the figures that are kept of it."""
+    program = Path(__file__).with_name("reference_run.py")
+    subprocess.run([sys.executable, str(program), "--curves", str(to)], check=True)
+
+
 # Boxes of the data flow: column, row, title, two lines below it.
 _BOXES = {
     "documents": (0, 0, "text, code, JSONL,", "Parquet, Arrow, hub"),
@@ -174,6 +180,7 @@ PICTURES: dict[str, Callable[[Path, Path, Path | None], None]] = {
     "report.png": picture_of_report,
     "server.png": picture_of_server,
     "status.svg": picture_of_status,
+    "reference-run.svg": picture_of_reference_run,
     "experts-balance.svg": picture_of_balance,
 }
 """The file in docs/ and what makes it."""

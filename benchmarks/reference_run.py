@@ -215,10 +215,12 @@ The hashes are xxh3-128 over those of all steps, as `metrics.jsonl` has them. Th
 {launches}
 
 - Steps whose hashes of order and data are those of seed 1: **{equal}**.
-- Losses are equal to the last bit for the first {same} steps: the third launch resumes from the save before its kill, in
-  another layout. Layouts add the same numbers in another order, and training amplifies that: over all steps, losses
+- Losses are equal to the last bit for the first {same} steps: the third launch resumes from the save before its kill,
+  in another layout. Layouts add the same numbers in another order, and training amplifies that: over all steps, losses
   differ by {mean} in the mean, by {largest} at most.
 - Difference of held-out losses: {heldout} nats per token.
+
+[The order of the data](sampler.md) explains why the hashes are equal, [Checkpoints](checkpoints.md) what a resume restores.
 
 ## Repeat it
 
@@ -233,9 +235,14 @@ python benchmarks/reference_run.py --work /scratch/reference --page     # this p
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder for data and runs; about 2 GB")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--work", type=Path, help="folder for data and runs; about 2 GB")
+    which.add_argument("--curves", type=Path, help="draw the curves of the kept figures into a file, and do no more")
     parser.add_argument("--page", action="store_true", help="write the page from what is there")
     arguments = parser.parse_args()
+    if arguments.curves is not None:
+        draw(json.loads(EVIDENCE.read_text()), arguments.curves)
+        return
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     if arguments.page:
