@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 from pipeline import __version__
 from tests.repository import files
@@ -101,12 +99,14 @@ def test_packages_are_the_same_bytes_each_time(tmp_path: Path) -> None:
 
 @pytest.mark.guard
 def test_bill_of_materials(tmp_path: Path) -> None:
-    """Every locked requirement with its hashes and its licence, read here from the lines of the locks."""
+    """Every locked requirement with its hashes and its licence, read here from the lines of the locks.
+
+    That it follows the schema is checked by the program, which fails otherwise.
+    """
     command = [sys.executable, str(ROOT / "requirements/sbom.py"), str(tmp_path)]
     subprocess.run(command, capture_output=True, check=True)
     (file,) = tmp_path.iterdir()
     assert file.name == f"pretraining-pipeline-{__version__}.cdx.json"
-    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(file.read_text()) is None
     bill = json.loads(file.read_text())
     assert bill["metadata"]["component"]["version"] == __version__
     found = {
