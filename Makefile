@@ -116,7 +116,7 @@ gpu-kit: install-dev
 
 image:
 	@$(ENGINE) build --file containers/Dockerfile --tag pretraining-pipeline:$(IMAGE_VERSION)-$(TARGET) \
-	  --build-arg VERSION=$(IMAGE_VERSION) --build-arg REVISION=$(shell git rev-parse HEAD) \
+	  --build-arg VERSION=$(IMAGE_VERSION) --build-arg REVISION=$(or $(shell git rev-parse HEAD 2>/dev/null),unknown) \
 	  $(addprefix --build-arg ,$(IMAGE_ARGS.$(TARGET)) $(IMAGE_ARGS)) .
 
 devcluster: install

@@ -14,8 +14,8 @@ import tomllib
 from pathlib import Path
 
 import licences
-from cyclonedx.schema import OutputFormat, SchemaVersion
-from cyclonedx.validation import make_schemabased_validator
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from packaging.requirements import Requirement
 
 sys.path.insert(0, str(licences.ROOT))
@@ -46,8 +46,7 @@ def main(to: Path) -> Path:
     (of_root,) = (each for each in bill["dependencies"] if each["ref"] == root)
     of_root["dependsOn"] = sorted(each["bom-ref"] for each in bill["components"] if each["name"] in direct)
     text = json.dumps(bill, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    version = SchemaVersion.from_version(bill["specVersion"])
-    if problem := make_schemabased_validator(OutputFormat.JSON, version).validate_str(text):
+    if problem := JsonStrictValidator(SchemaVersion.from_version(bill["specVersion"])).validate_str(text):
         sys.exit(f"error: not a valid bill of materials: {problem}")
     output = to / f"{bill['metadata']['component']['name']}-{__version__}.cdx.json"
     output.write_text(text)

@@ -15,17 +15,22 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 FOLDER = Path(__file__).parent
 OLDEST = 17
 """Minor version of glibc 2 of the oldest wheels."""
 
 
-def locked(files: list[str]) -> Iterator[str]:
-    """`NAME==VERSION` of each requirement of these files that Linux needs."""
+def locked(files: list[str], machine: str, python: str) -> Iterator[str]:
+    """`NAME==VERSION` of each requirement of these files that Linux on such a machine needs."""
+    there = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": machine}
+    there |= {"python_version": python, "python_full_version": f"{python}.0"}
     for file in files:
-        for name, marker in re.findall(r"(?m)^([\w.-]+==[^\s;]+)([^\\\n]*)", (FOLDER / f"{file}.txt").read_text()):
-            if "emscripten" not in marker.replace("!= 'emscripten'", ""):
-                yield name
+        for line in re.findall(r"(?m)^\w[^\\\n]*", (FOLDER / f"{file}.txt").read_text()):
+            wanted = Requirement(line)
+            if wanted.marker is None or wanted.marker.evaluate(there):
+                yield f"{wanted.name}{wanted.specifier}"
 
 
 def problem(requirement: str, machine: str, python: str, glibc: int) -> str:
@@ -49,7 +54,7 @@ def main() -> None:
     parser.add_argument("--python", default=".".join(platform.python_version_tuple()[:2]), help="default: this one")
     parser.add_argument("--glibc", type=int, default=28, help="minor version of glibc 2 (default: 28)")
     given = parser.parse_args()
-    requirements = list(locked(given.files))
+    requirements = list(locked(given.files, given.machine, given.python))
     missing = 0
     for requirement in requirements:
         if why := problem(requirement, given.machine, given.python, given.glibc):

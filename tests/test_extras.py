@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from pipeline import DISTRIBUTION
 from pipeline.common.errors import install_extra
 from pipeline.train.fp8.convert import _PACKAGES
+from tests.repository import files
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -21,10 +21,9 @@ REQUIREMENT = re.compile(r"pip install[^`\n]*?([\w.{}-]+)\[([\w,{}-]+)\]")
 
 def texts() -> dict[str, str]:
     """Source, pages and settings under version control, without the tests, which match messages with patterns."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    names = [name for name in listed.splitlines() if not name.startswith("tests/")]
+    names = [name for name in files() if not name.startswith("tests/")]
     kinds = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ""}
-    return {name: (ROOT / name).read_text() for name in names if Path(name).suffix in kinds and (ROOT / name).is_file()}
+    return {name: (ROOT / name).read_text() for name in names if Path(name).suffix in kinds}
 
 
 def test_the_name_is_ours() -> None:

@@ -46,6 +46,7 @@ def test_of_the_working_directory(tmp_path: Path) -> None:
     assert "Rename" in refused(sys.executable, "-m", "pretraining_pipeline", cwd=file.parent)
 
 
+@pytest.mark.guard
 def test_of_another_distribution(tmp_path: Path) -> None:
     """In the folder of ours, where pip has replaced the file that both have; or alone, beside its metadata."""
     (tmp_path / "pipeline").mkdir()

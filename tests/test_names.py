@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -18,6 +17,7 @@ from pipeline.config import Config
 from pipeline.config.parsing.schema import keys
 from pipeline.config.plugins import Kind
 from pipeline.config.slurm import SiteConfig
+from tests.repository import files
 
 ROOT = Path(__file__).parents[1]
 # Modules and what is in them, or `package.module:Class.method`. A `\\.` of a regular expression counts as a dot.
@@ -35,10 +35,9 @@ OTHERS = re.compile(
 
 def _texts() -> Iterator[tuple[str, str]]:
     """Every tracked text of the repository, with its path."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
+    for name in files():
         path = ROOT / name
-        if path.is_file() and path.suffix in (".py", ".md", ".yaml", ".toml", ".css", ".html", ".in", "", ".run"):
+        if path.suffix in (".py", ".md", ".yaml", ".toml", ".css", ".html", ".in", "", ".run"):
             yield name, path.read_text(encoding="utf-8", errors="replace")
 
 

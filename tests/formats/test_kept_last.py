@@ -51,12 +51,11 @@ def test_training_resumes(root: Path, call: Call, name: str) -> None:
     ],
 )
 def test_another_computation_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, release: str, says: str
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str, says: str
 ) -> None:
     """By a release with another `NUMERICS_VERSION`, until the run file accepts it."""
     make.unpack(make_last.PACKED, tmp_path)
     monkeypatch.setattr(fingerprint, "NUMERICS_VERSION", release)
-    call = request.getfixturevalue("call")
     monkeypatch.chdir(tmp_path)
     found = call("train", "experts.yaml", code=2)
     assert f"code: 0.1.0 -> {release}" in found and says in " ".join(found.split())
