@@ -115,6 +115,7 @@ gpu-kit: install-dev
 	@PYTHONPATH=benchmarks $(BIN)/python -m evidence.kit $(KIT)
 
 image:
+	$(if $(filter cpu cuda,$(TARGET)),,$(error TARGET is $(TARGET); it is cpu or cuda))
 	@$(ENGINE) build --file containers/Dockerfile --tag pretraining-pipeline:$(IMAGE_VERSION)-$(TARGET) \
 	  --build-arg VERSION=$(IMAGE_VERSION) --build-arg REVISION=$(or $(shell git rev-parse HEAD 2>/dev/null),unknown) \
 	  $(addprefix --build-arg ,$(IMAGE_ARGS.$(TARGET)) $(IMAGE_ARGS)) .

@@ -8,7 +8,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-case "$1" in
+case "${1:-}" in
 system)
     apt-get update
     # A compiler and Python's headers for train.compile; the rest is what NCCL loads for InfiniBand and RoCE.

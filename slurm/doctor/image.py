@@ -11,6 +11,7 @@ import locale
 import os
 import platform
 import pwd
+import re
 import shutil
 import site
 import subprocess
@@ -40,7 +41,11 @@ LONGEST = _PATIENCE * len(_COMPILED)
 _DRIVERS = {11: "450", 12: "525", 13: "580"}
 """By major version of CUDA: the oldest driver, from NVIDIA's page on the compatibility of minor versions."""
 _INSIDE = ("overlay", "squashfs", "tmpfs", "ramfs")
-"""File systems of the root of a container. What is written into it does not outlive the container, or cannot be."""
+"""File systems of the root of a container, besides those of FUSE, by which containers start without the rights of root.
+
+What is written into it does not outlive the container, or cannot be. One of enroot is a folder of an ordinary disk,
+which is not told from the root of a machine.
+"""
 _LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
 _CLOCK = 5.0
 """Seconds."""
@@ -69,7 +74,7 @@ def image_checks(folders: Mapping[str, Path]) -> list[NodeCheck]:
         *(check for name, module in _COMPILED.items() if (check := compiled(name, module)) is not None),
         fabric(Path("/sys/class"), Path("/dev"), has_library),
         character_set(locale.getpreferredencoding(False)),
-        home(Path.home()),
+        home(Path(os.path.expanduser("~"))),  # which is "~" for a user without a home
         user(os.getuid()),
         *(mounted(name, path, found) for name, path in folders.items()),
         *(clock(name, path) for name, path in folders.items() if name == "run.dir"),
@@ -278,15 +283,15 @@ def user(number: int, mapping: Path = Path("/proc/self/uid_map")) -> NodeCheck:
 def mounts(file: Path = Path("/proc/self/mountinfo")) -> list[Mount]:
     """Mounts that this process sees; none where the system does not say."""
     try:
-        lines = file.read_text(errors="replace").splitlines()
+        lines = os.fsdecode(file.read_bytes()).splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
         left, _, right = line.partition(" - ")
         if len(words := left.split()) > 4 and right:
-            # The kernel writes blanks and the like as \040.
-            point = words[4].encode("latin-1", "replace").decode("unicode_escape")
+            # The kernel writes blanks and the like as \040, and all other bytes as they are.
+            point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4])
             found.append(Mount(Path(point), right.split()[0]))
     return found
 
@@ -306,7 +311,7 @@ def mounted(name: str, path: Path, table: Sequence[Mount]) -> NodeCheck:
         return NodeCheck(label, True, UNKNOWN)
     mount = max(reversed(under), key=lambda each: len(each.point.parts))
     value = f"{mount.point} ({mount.kind})"
-    if mount.point == Path("/") and mount.kind in _INSIDE:
+    if mount.point == Path("/") and (mount.kind in _INSIDE or mount.kind.startswith("fuse.")):
         text = (
             f"{name} ({path}): no disk of the machine is mounted there, so it is lost with the container; mount it "
             f"under the same path as outside (`--bind`, `--container-mounts`, `--volume`)"

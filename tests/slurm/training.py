@@ -113,12 +113,13 @@ class Run:
         name = f"step-{step:08d}"
         self.until(lambda: latest.exists() and latest.read_text() >= name, why=f"the checkpoint of step {step}")
 
-    def until_over(self) -> None:
+    def until_over(self, *, seconds: float = LONG) -> None:
         """Wait until no job of it is in the queue any more."""
         numbers = [number for job in jobs.sent(self.folder) for number in job.numbers]
         self.until(
             lambda: not any(state.waits or state.runs for state in scheduler.jobs(numbers).values()),
             why="the end of all jobs",
+            seconds=seconds,
         )
 
     def until_accounted(self) -> dict[str, Accounted]:

@@ -54,7 +54,7 @@ _CLASSES = frozenset(
         ("torch.serialization", "_get_layout"),
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),  # its name in Python 3.13
-        ("builtins", "getattr"),  # of _MEM_FORMAT_ENCODING: how Python 3.11.0 to 3.11.3 pickle a value of an enum
+        ("builtins", "getattr"),  # of _MEM_FORMAT_ENCODING: how Python 3.11.0 to 3.11.4 pickle a value of an enum
     }
 )
 """Classes that torch 2.11 to 2.15 names in a list of tensors, besides the types of their elements."""

@@ -70,6 +70,7 @@ def test_a_folder_of_the_container_itself_is_not_mounted(tmp_path: Path) -> None
         "22 1 0:30 / / rw,relatime shared:1 - overlay overlay rw,lowerdir=/a\n"
         "23 22 8:1 /scratch /scratch\\040of\\040us rw master:1 - lustre a@tcp:/b rw\n"
         "24 22 8:1 / /scr rw - ext4 /dev/sda rw\n"
+        "25 22 8:1 / /größe\\134测试 rw - ext4 /dev/sdb rw\n"
         "line that the kernel does not write\n"
     )
     table = mounts(file)
@@ -77,11 +78,13 @@ def test_a_folder_of_the_container_itself_is_not_mounted(tmp_path: Path) -> None
         Mount(Path("/"), "overlay"),
         Mount(Path("/scratch of us"), "lustre"),
         Mount(Path("/scr"), "ext4"),
+        Mount(Path("/größe\\测试"), "ext4"),
     ]
     assert mounted("run.dir", Path("/scratch of us/run"), table).value in ("/scratch of us (lustre)", "/ (overlay)")
     (tmp_path / "run").mkdir()
     inside = mounted("run.dir", tmp_path / "run" / "new", table)
     assert not inside.ok and inside.severity == "error" and "--container-mounts" in inside.message
+    assert not mounted("run.dir", tmp_path, [Mount(Path("/"), "fuse.squashfuse_ll")]).ok, "Apptainer without root"
     outside = mounted("run.dir", tmp_path / "run", [*table, Mount(tmp_path, "lustre")])
     assert outside.ok and outside.value == f"{tmp_path} (lustre)"
     assert mounted("run.dir", tmp_path, [Mount(Path("/"), "ext4")]).ok, "no container"

@@ -214,7 +214,7 @@ def test_the_path_of_python_3_13_is_known(tmp_path: Path) -> None:
 
 
 class EarlyPython(pickle.Pickler):
-    """Pickles enums as Python 3.11.0 to 3.11.3 do, Debian 12's among them: a call of `getattr` with a name."""
+    """Pickles enums as Python 3.11.0 to 3.11.4 do, Debian 12's among them: a call of `getattr` with a name."""
 
     def reducer_override(self, value: object) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
@@ -270,6 +270,8 @@ def test_a_tensor_of_the_size_of_its_claim_needs_the_bytes(tmp_path: Path) -> No
 
 PROTO = b"\x80\x04"
 NAME = b"\x8c%torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"
+ENUM = NAME.replace(b"\x08Metadata", b"\x14_MEM_FORMAT_ENCODING")
+GETATTR = b"\x8c\x08builtins\x8c\x07getattr\x93"
 PICKLES = {
     "empty": b"",
     "cut": pickle.dumps(sharded())[:-200],
@@ -289,8 +291,13 @@ PICKLES = {
     + (NAME.replace(b"\x08Metadata", b"\x0dMetadataIndex") + b")\x81}\x8c\x03fqnh\x3csb")
     + b"\x8c'torch.distributed.checkpoint.filesystem\x8c\x0c_StorageInfo\x93)\x81}("
     + b"\x8c\x0drelative_path\x8c\x01x\x8c\x06offsetK\0\x8c\x06lengthK\0ubsub.",
-    "an attribute of another class": PROTO
-    + (b"\x8c\x08builtins\x8c\x07getattr\x93" + NAME + b"\x8c\x08__init__\x86R."),
+    "an attribute of another class": PROTO + GETATTR + NAME + b"\x8c\x08__init__\x86R.",
+    "an attribute of an attribute": PROTO + 2 * GETATTR + ENUM + 2 * b"\x8c\x08__init__\x86R" + b".",
+    "a call of an attribute": PROTO + GETATTR + ENUM + b"\x8c\x08__init__\x86R)R.",
+    "the state of an attribute in place of a list": PROTO + GETATTR + ENUM + b"\x8c\x08__init__\x86R}b.",
+    "an attribute whose name is a class": PROTO + GETATTR + ENUM + ENUM + b"\x86R.",
+    "an attribute with a default": PROTO + GETATTR + ENUM + b"\x8c\x01xN\x87R.",
+    "a name that is computed": PROTO + GETATTR + b"\x8c\x06system\x93.",
     "an extension": PROTO + b"\x82\x01.",
 }
 
