@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -84,10 +85,9 @@ def test_the_build_gets_what_the_package_is_built_from_and_nothing_else() -> Non
         assert list(ROOT.glob(name)), name
     copied = {line.split()[0] for line in definition()[0]["files"]}
     assert copied == {name.removesuffix("/*.txt") for name in allowed}
-    wheel = (ROOT / "pyproject.toml").read_text().split("[tool.hatch.build.targets.wheel]")[1].split("\n\n")[0]
-    packages = re.search(r"packages = \[(.*)\]", wheel)
-    assert packages is not None
-    assert {name.strip(' "') for name in packages[1].split(",")} <= allowed
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert {*wheel["packages"], *wheel["force-include"], *wheel["shared-data"]} <= allowed
 
 
 def test_no_version_of_a_package_is_written_by_hand() -> None:

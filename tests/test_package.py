@@ -67,6 +67,7 @@ def test_contents(wheel: Path) -> None:
     shipped = {f"pipeline/configs/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert {"pipeline/configs/quickstart.yaml", "pipeline/configs/starter.yaml"} <= shipped <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
+    assert [name for name in names if name.endswith(".data/data/share/doc/pretraining-pipeline/plugins.md")]
     assert [name for name in names if name.endswith("licenses/LICENSE")]
 
 

@@ -45,7 +45,7 @@ def to_hf(
         typer.Option(metavar="FILE", help="Template in Jinja that makes a text of a conversation.", show_default=False),
     ] = None,
 ) -> None:
-    """Write a model for transformers, vLLM and lm-eval: weights, config.json, tokenizer, model card."""
+    """Write a model in the format of transformers: weights, config.json, tokenizer, model card."""
     from pipeline.common.console import say
     from pipeline.train.huggingface import convert
 

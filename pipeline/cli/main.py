@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline import __version__
+from pipeline import DISTRIBUTION, __version__
 from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step, Verbose, WeightsFolder
 from pipeline.cli.checkpoint import checkpoint_app
 from pipeline.cli.convert import convert_app
@@ -33,6 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Pretrain a language model from a run file: curate, preprocess, train, eval, on this machine or on SLURM.",
+    epilog=f"Pages named docs/... are in share/doc/{DISTRIBUTION} of the Python environment, or in the checkout.",
 )
 config_app = typer.Typer(no_args_is_help=True, help="Show run files and their keys.")
 app.add_typer(config_app, name="config")

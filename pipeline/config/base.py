@@ -38,7 +38,8 @@ def _sort_sets(schema: Any) -> None:
     if not isinstance(schema, dict):
         return
     for key, part in schema.items():
-        if key not in ("default", "expected", "metadata"):  # which are values, not schemas
+        # These are values, not schemas; in a dictionary without a type they are names of fields.
+        if key not in ("default", "expected", "metadata") or not isinstance(schema.get("type"), str):
             _sort_sets(part)
     if schema.get("type") in ("set", "frozenset") and "serialization" not in schema:
         schema["serialization"] = core_schema.wrap_serializer_function_ser_schema(_in_order, when_used="json")

@@ -219,7 +219,8 @@ def find(path: Path, wanted: str = "run file") -> Path:
         more = f" and {len(beside) - _NAMED:,} more" if len(beside) > _NAMED else ""
         raise UserError(f"no {wanted} {path}; {path.parent} has {', '.join(beside[:_NAMED])}{more}")
     shipped_names = sorted(file.relative_to(folder) for file in folder.rglob("*.yaml"))
-    known = ", ".join(str(name) for name in shipped_names if wanted == _INCLUDED or name.parts[0] != "corpora")
+    parts = ("monitoring",) if wanted == _INCLUDED else ("corpora", "curation", "monitoring")
+    known = ", ".join(str(name) for name in shipped_names if name.parts[0] not in parts)
     raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use a shipped one: {known}")
 
 

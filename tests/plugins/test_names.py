@@ -55,7 +55,7 @@ class Secret(Named):
 class Sets(Named):
     class Options(Section):
         names: set[str] = set()
-        pairs: dict[str, list[frozenset[int | str]]] = {}
+        metadata: dict[str, list[frozenset[int | str]]] = {}
 """
 
 
@@ -242,10 +242,10 @@ def test_sets_in_options_have_one_order(other: Callable[..., None], tmp_path: Pa
     """Of text it would be another in each process, and hashes and files with it."""
     other("one", SOURCE, one_sets="one_module:Sets")
     names = [f"name-{number:02d}" for number in range(20)]
-    options = {"names": names[::-1], "pairs": {"b": [["y", 10, 9, "x"]]}}
+    options = {"names": names[::-1], "metadata": {"b": [["y", 10, 9, "x"]]}}
     sources = [{"name": "a", "type": "one.sets", "paths": ["a.x"], "options": options}]
     config = load(write_run(tmp_path, {"data.sources": sources}))
     (found,) = config.model_dump(mode="json")["data"]["sources"]
     assert found["options"]["names"] == names
-    assert found["options"]["pairs"] == {"b": [["x", "y", 10, 9]]}
+    assert found["options"]["metadata"] == {"b": [["x", "y", 10, 9]]}
     assert config.data.sources[0].options.names == set(names)

@@ -93,7 +93,7 @@ class _InCheckpoint:
         self.start_token = start_token_of(state["config"], self.tokenizer)
         self.config: Mapping[str, Any] | None = state["config"]
         self.origin: Mapping[str, Any] = {
-            "run": str(self.checkpoint.path.parent.parent),
+            "run": str(self.checkpoint.path.absolute().parents[1]),
             "checkpoints": [{"step": self.checkpoint.step, "fingerprint": self.checkpoint.fingerprint}],
             "weights": self.weights,
             "journal": state["journal"],

@@ -65,7 +65,7 @@ def llama_cpp_pre_tokenizer(definition: str) -> str | None:
         for each in pre.get("pretokenizers") or [pre]
     ]
     regex = (pre.get("pretokenizers") or [pre])[-1].get("use_regex")
-    if steps == [("ByteLevel", None, None, None, False)] and regex is not False:
+    if steps == [("ByteLevel", None, None, None, False)] and regex is not False and not model.get("ignore_merges"):
         return "gpt-2"
     of_llama_3 = ("Split", {"Regex": SPLIT}, "Isolated", False, None)
     if steps == [of_llama_3, ("ByteLevel", None, None, None, False)] and regex is False:
@@ -86,17 +86,19 @@ def _table(rows: Mapping[str, str]) -> str:
 
 def _origin(found: WeightSource) -> Iterator[tuple[str, str]]:
     origin, config = found.origin, found.config or {}
-    if origin.get("kind") == "from-hf":
-        yield "converted from", f"`{Path(str(origin['run'])).name}`"
+    converted = origin.get("kind") == "from-hf"
+    if name := Path(str(origin["run"])).name:  # it may be relative to a folder that nobody knows any more
+        yield "converted from" if converted else "run", f"`{name}`"
+    if converted:
         return
-    yield "run", f"`{Path(str(origin['run'])).name}`"
     checkpoints = [f"step {each['step']:,} (`{each['fingerprint']}`)" for each in origin["checkpoints"]]
     average = "moving average of the weights at " if origin["weights"] == "ema" else ""
     yield "checkpoint" if len(checkpoints) == 1 else "mean of", average + ", ".join(checkpoints)
     if isinstance(origin.get("tokens"), int):
         yield "trained on", f"{origin['tokens']:,} tokens"
     train = config.get("train") or {}
-    if start := next((path for path in (train.get("init_from") or {}).values() if isinstance(path, str)), None):
+    begin = train.get("init_from") or {}
+    if start := begin.get("path") or begin.get("hf"):
         yield "began from", f"the weights of `{Path(start).name}`"
     yield "objective", f"`{(train.get('objective') or {}).get('type', 'causal')}`"
     if "journal" in origin:

@@ -89,13 +89,13 @@ def to_hf(
     """
     to = Path(to)
     free_folder(to)
+    template = None if chat_template is None else _chat_template(chat_template)
     found = open_weights(source, step, weights)
     if pooled and found.model.direction == "causal":
         raise UserError(
             "--pooled is for encoders, and model.direction is causal: of a text its last token alone has seen all; "
             "leave the option out"
         )
-    template = None if chat_template is None else _chat_template(chat_template)
     vocab_size = found.model.vocab_size or found.tokenizer.vocab_size
     family, values = to_hf_config(found.model, vocab_size, found.positions)
     mtp = None if family.names.mtp else found.model.mtp
@@ -121,8 +121,8 @@ def to_hf(
         storage.put_json(tmp / CONFIG_FILE, {**values, **ends, "torch_dtype": name})
         padding = _padding(found, ends.get("decoder_start_token_id"))
         if found.model.direction == "causal":
-            fills = {"pad_token_id": ends["eos_token_id"] if padding is None else padding[1]}
-            storage.put_json(tmp / GENERATION_FILE, {**ends, **fills, **_sampling(found.config or {})})
+            fills = ends["eos_token_id"] if padding is None else padding[1]
+            storage.put_json(tmp / GENERATION_FILE, {**ends, "pad_token_id": fills, **_sampling(found.config or {})})
         found.tokenizer.save(tmp)
         _add_nothing(tmp / TOKENIZER_FILE)
         about_tokens = _tokenizer_config(found, None if padding is None else padding[0], pooled, template)
@@ -368,10 +368,9 @@ def _tokenizer_config(found: WeightSource, padding: str | None, pooled: bool, te
 
 def _padding(found: WeightSource, start: int | None) -> tuple[str, int] | None:
     """The token that fills texts up, and its id: a declared one by its name, or that with which a decoder begins."""
-    tokenizer = found.tokenizer
-    tokens = {**tokenizer.special_tokens, tokenizer.end_of_document_token: tokenizer.end_of_document}
     if start is not None:
-        return next(((token, number) for token, number in tokens.items() if number == start), None)
+        return found.tokenizer.decode([start]), start
+    tokens = found.tokenizer.special_tokens
     return next(((token, tokens[token]) for token in _PADDING_TOKENS if token in tokens), None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,9 @@ def test_the_card_of_a_run(root: Path, tmp_path: Path) -> None:
         assert f"| `{source}` | {share} | {tokens:,} | `{data[source]}` |" in card
     assert f"| trained on | {state['tokens']:,} tokens |" in card and "| checkpoint | step 8 (" in card
     assert str(root) not in card and str(tmp_path) not in card
+    with contextlib.chdir(run):
+        to_hf(".", tmp_path / "by-itself", console=QUIET)
+    assert (tmp_path / "by-itself" / "README.md").read_text() == card.replace("# hf\n", "# by-itself\n")
     tokenizer = run_tokenizer(load(root / name))
     pad = tokenizer.special_tokens["<|pad|>"]
     values = told(tmp_path / "hf", "generation_config.json")

@@ -37,7 +37,7 @@ SHAPE = {
     "relative_attention_num_buckets": 12,
     "relative_attention_max_distance": 20,
     "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
+    "decoder_start_token_id": 3,
 }
 
 
@@ -102,7 +102,9 @@ def test_conversion(pair: Pair, tmp_path: Path) -> None:
     before, after = tensors_of(pair.folder), tensors_of(tmp_path / "again")
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["decoder_start_token_id"] == 0
+    for name in ("config.json", "generation_config.json"):  # the end of a document, which others fill up with, is 0
+        values = json.loads((tmp_path / "again" / name).read_text())
+        assert values["decoder_start_token_id"] == values["pad_token_id"] == SHAPE["decoder_start_token_id"]
     source = open_weights(tmp_path / "ours", None, "model")
     converted = source.read(source.tensors)
     state = pair.ours.state_dict()
