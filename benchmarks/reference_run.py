@@ -220,7 +220,8 @@ The hashes are xxh3-128 over those of all steps, as `metrics.jsonl` has them. Th
   differ by {mean} in the mean, by {largest} at most.
 - Difference of held-out losses: {heldout} nats per token.
 
-[The order of the data](sampler.md) explains why the hashes are equal, [Checkpoints](checkpoints.md) what a resume restores.
+[The order of the data](sampler.md) explains why the hashes are equal, [Checkpoints](checkpoints.md) what a resume
+restores.
 
 ## Repeat it
 
