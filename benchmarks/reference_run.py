@@ -1,6 +1,6 @@
 """The reference run and its evidence: three seeds, and a twin that is killed, moved and given its blend late.
 
-    python benchmarks/reference_run.py --work /scratch/reference            # hours; rerun to resume
+    python benchmarks/reference_run.py --work /scratch/reference            # two hours; rerun to resume
     python benchmarks/reference_run.py --work /scratch/reference --page     # the page of it, and its curves
 
 The run file is `configs/reference-run.yaml`. Everything is done by the commands that a user types. The twin is seed 1
@@ -206,7 +206,7 @@ phase of its blend only shortly before that began.
 {runs}
 
 The hashes are xxh3-128 over those of all steps, as `metrics.jsonl` has them. The text is the library of Python
-{python}: with the same version the hashes of a seed are the same on any machine. torch {torch}; {machine}.
+{python}: with the same files the hashes of a seed are the same on any machine. torch {torch}; {machine}.
 
 ## The twin
 
@@ -225,7 +225,7 @@ restores.
 
 ## Repeat it
 
-Some hours on two cores. Rerun to resume.
+It took two hours on two cores that had other work, too. Rerun to resume.
 
 ```bash
 python benchmarks/reference_run.py --work /scratch/reference
