@@ -19,7 +19,7 @@ COMMAND = (sys.executable, "-P", "-c", "from pretraining_pipeline import main; m
 def refused(*command: str, cwd: Path, path: Path | str = "") -> str:
     """The message of a command that is refused in one line."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, ROOT))))}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stdout + done.stderr
     assert done.stderr.startswith("error: ")
     return done.stderr

@@ -33,6 +33,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.markdown import table
 from pipeline.config.load import load
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
+from pipeline.train.checkpoint.committed import COMMIT
 from pipeline.train.huggingface.convert import to_hf
 
 NEW = 48
@@ -182,7 +183,7 @@ def trained(work: Path, family: str, console: Console) -> dict[str, Any]:
 
     config = load(run_file(work, family))
     run, folder = Path(config.run.dir), work / "exported" / family
-    if not (run / "checkpoints" / f"step-{STEPS:08d}" / "COMMIT").is_file():
+    if not (run / "checkpoints" / f"step-{STEPS:08d}" / COMMIT).is_file():
         trainer.train(config, console)
     shutil.rmtree(folder, ignore_errors=True)
     to_hf(run, folder, console=console)

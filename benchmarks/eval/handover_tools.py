@@ -64,8 +64,7 @@ class Vllm:
         model = LLM(model=job["folder"], dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4)
         settings = SamplingParams(temperature=0, max_tokens=job["new"])
         done = model.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], settings, use_tqdm=False)
-        end = json.loads((Path(job["folder"]) / "generation_config.json").read_text())["eos_token_id"]
-        tokens = [_before_end(list(each.outputs[0].token_ids), end) for each in done]
+        tokens = [_before_end(each.outputs[0].token_ids, _end(job)) for each in done]
         tokenizer = model.get_tokenizer()
         ids = [tokenizer.encode(text, split_special_tokens=True) for text in job["texts"]]
         del model
@@ -117,14 +116,13 @@ class LlamaCpp:
         for prompt in job["prompts"]:
             body = {"prompt": prompt, "n_predict": job["new"], "temperature": 0, "return_tokens": True}
             tokens.append(_posted(f"{address}/completion", body | {"cache_prompt": False})["tokens"])
-        end = json.loads((Path(job["folder"]) / "generation_config.json").read_text())["eos_token_id"]
         ids = [
             _posted(f"{address}/tokenize", {"content": text, "add_special": True, "parse_special": False})["tokens"]
             for text in job["texts"]
         ]
         needs = {"needs": f"tokenizer.ggml.pre given as {PRE_TOKENIZER}"} if self._unknown else {}
         del server
-        return {"tokens": [_before_end(each, end) for each in tokens], "ids": ids, **needs}
+        return {"tokens": [_before_end(each, _end(job)) for each in tokens], "ids": ids, **needs}
 
 
 def _posted(address: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -132,6 +130,11 @@ def _posted(address: str, body: dict[str, Any]) -> dict[str, Any]:
     with urllib.request.urlopen(request, timeout=600) as answer:
         found: dict[str, Any] = json.loads(answer.read())
     return found
+
+
+def _end(job: Job) -> int:
+    """Id of the end of a document."""
+    return int(json.loads((Path(job["folder"]) / "generation_config.json").read_text())["eos_token_id"])
 
 
 def _before_end(tokens: Sequence[int], end: int) -> list[int]:

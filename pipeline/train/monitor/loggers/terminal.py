@@ -40,9 +40,8 @@ class Terminal(Logger):
             if self._progress is not None and row.get("passed_over"):
                 self._progress.update(self._task, completed=row["step"])
             return
-        step, new = row["step"], self._first is None
-        if self._first is None:
-            self._first = step, time.monotonic()
+        step = row["step"]
+        self._first = self._first or (step, time.monotonic())
         numbers = (
             f"loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
             f"{row['tokens_per_second']:,.0f} tok/s"
@@ -54,13 +53,12 @@ class Terminal(Logger):
             numbers += " (forced)" if row["experts"].get("balance_forced") else ""
         if self._progress is not None:
             self._progress.update(self._task, completed=step, numbers=numbers)
-        elif new or step % self._every == 0 or step == self._total:
-            say(self._console, f"step {step:>{len(str(self._total))}}/{self._total}  {numbers}{self._left(step)}")
+        elif step in (self._first[0], self._total) or step % self._every == 0:
+            left = self._left(step, *self._first)
+            say(self._console, f"step {step:>{len(str(self._total))}}/{self._total}  {numbers}{left}")
 
-    def _left(self, step: int) -> str:
+    def _left(self, step: int, first: int, begin: float) -> str:
         """Time left, at the mean speed since the first step, validations and saves included."""
-        assert self._first is not None
-        first, begin = self._first
         if not first < step < self._total:
             return ""
         return f"  {duration((time.monotonic() - begin) / (step - first) * (self._total - step))} left"
