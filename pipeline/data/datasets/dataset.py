@@ -263,9 +263,9 @@ class Dataset(TokenRanges):
             return found[0]
         return Pieces(*(np.concatenate(each) for each in zip(*found, strict=True))) if found else Pieces(*[row] * 5)
 
-    def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
-        """`fill` with tokens counted in a part, which has all of them."""
-        self._part(self, part).fill(start, out)
+    def part_view(self, part: int, start: int, end: int) -> npt.NDArray[Any]:
+        """The token ids [start, end) of a part, which may lie in its file: nobody writes to them."""
+        return self._part(self, part).view(start, end)
 
     def fill_weights(self, part: int, start: int, out: npt.NDArray[np.float32]) -> None:
         """Copy the loss weights of the documents of a piece into `out`, token by token.
@@ -433,8 +433,8 @@ class TokenSource(Protocol):
         """The pieces of ranges [start, start + count), cut where parts of the dataset end."""
         ...
 
-    def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
-        """`fill` with tokens counted in a part, as pieces have them."""
+    def part_view(self, part: int, start: int, end: int) -> npt.NDArray[Any]:
+        """The token ids [start, end) of a part, counted as pieces have them, which may lie in its file."""
         ...
 
     def fill_weights(self, part: int, start: int, out: npt.NDArray[np.float32]) -> None:
@@ -461,7 +461,7 @@ class Slice:
         self.folder = dataset.folder
         self.dtype = dataset.dtype
         self.documents = dataset.documents
-        self.fill_part, self.starts_in = dataset.fill_part, dataset.starts_in
+        self.part_view, self.starts_in = dataset.part_view, dataset.starts_in
         self._base = dataset.document_start(first)
         self.tokens = dataset.document_start(end) - self._base
 

@@ -327,10 +327,13 @@ class IndexedPart(TokenRanges):
 
     def fill(self, start: int, out: npt.NDArray[Any]) -> None:
         """Copy token ids from token `start` on into `out`, which is as long as wanted, of a dtype that holds them."""
-        end = start + len(out)
+        out[:] = self.view(start, start + len(out))
+
+    def view(self, start: int, end: int) -> npt.NDArray[Any]:
+        """The token ids [start, end), which lie in the file where that is mapped: nobody writes to them."""
         if start < 0 or end > self.tokens:
-            self.check_range(start, len(out))
-        out[:] = self._tokens[start:end]
+            self.check_range(start, end - start)
+        return self._tokens[start:end]
 
     def document_start(self, document: int) -> int:
         """Token at which a document begins; for `documents`, the number of tokens."""
@@ -438,6 +441,10 @@ class PreadPart(IndexedPart):
         if not same:
             out[:] = ids
 
+    def view(self, start: int, end: int) -> npt.NDArray[Any]:
+        """The token ids [start, end), read from the file."""
+        return self.read(start, end - start)
+
     def _read(self, offset: int, ids: npt.NDArray[Any]) -> None:
         file, data = self._file, ids.data.cast("B")
         while data:
@@ -454,17 +461,17 @@ def _bisect_right(ascending: npt.NDArray[np.int64], values: npt.NDArray[np.int64
     """Number of elements of an ascending array that are at most each value.
 
     np.searchsorted would copy the array, which is not aligned. A few values are looked up one by one, which takes a
-    microsecond each, and many together, which takes tens of them once.
+    microsecond each. Many are looked up together: in about as many elements as there are values, which are copied, and
+    then by halves between two of those.
     """
     size = len(ascending)
     if len(values) <= _FEW:
         view = ascending.view(np.uint8).data.cast("q")
         return np.array([bisect_right(view, value) for value in values.tolist()], np.int64)
-    result = np.zeros(len(values), np.int64)
-    bit = 1 << size.bit_length() >> 1
-    while bit:
+    bit = 1 << (size // len(values)).bit_length()
+    result = ascending[bit - 1 :: bit].astype(np.int64).searchsorted(values, "right") * bit
+    while bit := bit >> 1:
         # Steps beyond the end are taken only where all elements are at most the value.
         after = result + bit
         result += (ascending[np.minimum(after, size) - 1] <= values) * bit
-        bit >>= 1
     return np.minimum(result, size)

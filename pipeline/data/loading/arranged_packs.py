@@ -66,17 +66,16 @@ def read_chunks(
         [chunks] token id before the first one of each.
     """
     assert isinstance(instances, PackInstances)
-    pieces, fill_part = instances.pieces(chunks), instances.fill_part
+    pieces, part_view = instances.pieces(chunks), instances.part_view
     columns = firsts[pieces.row] + pieces.column
-    places = (pieces.part, pieces.start, columns, columns + pieces.length)
-    for part, start, first, end in zip(*(each.tolist() for each in places), strict=True):
-        fill_part(part, start, flat[first:end])
+    places = (pieces.part, pieces.start, pieces.length, columns)
+    for part, start, length, first in zip(*(each.tolist() for each in places), strict=True):
+        flat[first : first + length] = part_view(part, start, start + length)
     leads = np.full(len(firsts), end_of_document, np.int64)
-    continued, lead = np.flatnonzero(chunks.first > 0), np.empty(1, flat.dtype)
+    continued = np.flatnonzero(chunks.first > 0)
     before = instances.pieces(PackChunks(*(each[continued] for each in chunks)), before=1)
     for row, part, start in zip(*(each.tolist() for each in (before.row, before.part, before.start)), strict=True):
-        fill_part(part, start, lead)
-        leads[continued[row]] = lead[0]
+        leads[continued[row]] = part_view(part, start, start + 1)[0]
     return leads
 
 

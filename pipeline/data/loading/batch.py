@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Batch:
-    """Samples of one micro-batch on one rank. B samples, S positions.
+    """Samples of one micro-batch on one rank. B samples, S positions. Not frozen: that would take longer to make.
 
     Tensors may share memory with others, so nobody writes to them.
     """
@@ -104,7 +104,7 @@ def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
     return tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepData:
     """Training data of a step."""
 

@@ -127,8 +127,8 @@ class Loader:
         everything = ahead > 0 or not all(self._fixed) or self._loss_weights.by_document
         self._lookup = Lookup(journal, self._sampler, instances, self._rank_samples, everything=everything, ahead=ahead)
         # By segment and index in `names`; a source that the segment does not have is None.
-        self._fill_parts = [
-            [by_name[name].fill_part if name in by_name else None for name in self.names] for by_name in instances
+        self._part_views = [
+            [by_name[name].part_view if name in by_name else None for name in self.names] for by_name in instances
         ]
         # A dtype that has room for the ids of all its sources, so that a batch is checked and widened at once.
         self._dtypes = [np.result_type(*(i.dtype for i in by_name.values())) for by_name in instances]
@@ -226,7 +226,7 @@ class Loader:
             batch, hashes = self._batch(step, number, located, micro_batch, masked)
             micro_batches.append(batch if weights is None else weights.weighed(batch, rows))
             data_hash += hashes
-        valid_targets = int(valid.sum())
+        valid_targets = sum(valid.tolist())
         drawn = {name: count * length for name, count in zip(self.names, located.drawn, strict=True)}
         counts = self._valid_ahead(located, length, masked) if self._ahead else ()
         data = StepData(step, micro_batches, valid_targets, drawn, located.order_hash, data_hash % 2**64, counts)
@@ -264,17 +264,16 @@ class Loader:
         count, width = len(rows), length + 1 + self._ahead
         sources = located.sources[rows.start : rows.stop]
         starts = located.starts[micro_batch]
-        flat = np.empty(size * width, self._dtypes[number])
-        fill_parts = self._fill_parts[number]
-        for source, part, start, first, end in located.pieces[micro_batch].tolist():
-            fill_parts[source](part, start, flat[first:end])
+        views, dtype = self._part_views[number], self._dtypes[number]
+        found = [views[source](part, start, end) for source, part, start, end in located.pieces[micro_batch].tolist()]
         if count < size:
-            flat[count * width :] = 0
+            found.append(np.zeros((size - count) * width, dtype))
             sources = np.concatenate([sources, np.full(size - count, -1)])
             starts = np.concatenate([starts, np.arange(count, size, dtype=np.int32) * length])
+        flat = np.concatenate(found, dtype=dtype)
         raw = flat.reshape(size, width)
         unsigned, bound = self._limits[number]
-        if bound is not None and int(flat.view(unsigned).max()) >= bound:
+        if bound is not None and int(np.maximum.reduce(flat.view(unsigned))) >= bound:
             raise self._outside_of_vocabulary(step, located, rows, raw)
         # Before its tokens each row has the index of the sample, which is hashed with them; what lies ahead is not.
         ids = np.empty((size, length + 2), np.int64)

@@ -62,11 +62,15 @@ def read_ahead(read: Callable[[int], Step], first: int, last: int, depth: int) -
         while given < last:
             items = ready.get()
             room.release()
-            for item in items:
+            items.reverse()
+            while items:
+                item = items.pop()
                 if isinstance(item, BaseException):
                     raise item
                 given += 1
                 yield item
+                # A step that nobody has any more is freed now, and not beside the thread that reads.
+                del item
     finally:
         closed.set()
         room.release()

@@ -76,9 +76,9 @@ class Located(NamedTuple):
     starts: list[npt.NDArray[np.int32]]
     """`Batch.starts` of each of the rank's micro-batches, but for padding."""
     pieces: list[IntArray]
-    """[n, 5] of each of the rank's micro-batches, tokens that lie together in a file: index in the journal's names,
-    number of the part, first token in it, and [first, end) in the micro-batch's instances of L + 1 tokens each, with
-    those ahead."""
+    """[n, 4] of each of the rank's micro-batches, tokens that lie together in a file: index in the journal's names,
+    number of the part, and [first, end) of its tokens. One after the other they are the micro-batch's instances of
+    L + 1 tokens each, with those ahead."""
     drawn: list[int]
     """Samples of each source in the global batch."""
     order_hash: int
@@ -115,8 +115,8 @@ class _Group:
     pieces: IntArray
     piece_splits: list[int]
     """[K * R + 1]: rows of all steps in `pieces`."""
-    drawn: IntArray
-    """[K, names]"""
+    drawn: list[list[int]]
+    """[K][names]"""
     order_hashes: list[int]
     """[K]"""
 
@@ -136,7 +136,7 @@ class _Group:
             self.splits[row : row + len(samples) + 1],
             [self.starts[starts[low] : starts[high]] for low, high in spans],
             [self.pieces[pieces[low] : pieces[high]] for low, high in spans],
-            self.drawn[k].tolist(),
+            self.drawn[k],
             self.order_hashes[k],
         )
 
@@ -221,7 +221,6 @@ class Lookup:
         # The last token of an instance is a target only.
         inputs = (begin < length).nonzero()[0]
         input_row = row[inputs]
-        first_tokens = row_of[pieces.row] * (length + 1 + self._ahead) + pieces.column
         names = len(journal.names)
         counts = np.bincount((np.arange(len(steps))[:, None] * names + drawn[0]).ravel(), minlength=len(steps) * names)
         hashes = self._sampler.order_hashes(first, end)
@@ -237,11 +236,9 @@ class Lookup:
             splits=row.searchsorted(every),
             starts=(row_of[input_row] * length + begin[inputs]).astype(np.int32),
             start_splits=input_row.searchsorted(every).tolist(),
-            pieces=np.stack(
-                [source[pieces.row], pieces.part, pieces.start, first_tokens, first_tokens + pieces.length], axis=1
-            ),
+            pieces=np.stack([source[pieces.row], pieces.part, pieces.start, pieces.start + pieces.length], axis=1),
             piece_splits=pieces.row.searchsorted(every).tolist(),
-            drawn=counts.reshape(-1, names),
+            drawn=counts.reshape(-1, names).tolist(),
             order_hashes=[hashes[k] for k in numbers.tolist()],
         )
 

@@ -64,7 +64,7 @@ class PackInstances:
         assert state.packs is not None, source
         self.count, self.tokens = state.packs, state.tokens
         self.dtype, self.folder = dataset.dtype, dataset.folder
-        self.fill_part = dataset.fill_part
+        self.part_view = dataset.part_view
         self._dataset, self._length, self._documents = dataset, length, state.documents
         self._order = EpochOrder(seed, source, self.count)
 
@@ -139,7 +139,7 @@ def count_packs(dataset: Sized, length: int, documents: Interval | None) -> int:
     Raises:
         UserError: They were not made, or are damaged.
     """
-    if hasattr(dataset, "fill_part"):
+    if hasattr(dataset, "part_view"):
         return open_packs(cast(TokenSource, dataset), length, documents).count
     first, end = documents or (0, dataset.documents)
     return -(-(dataset.document_start(end) - dataset.document_start(first)) // length)

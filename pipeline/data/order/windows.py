@@ -84,8 +84,8 @@ class Instances(Protocol):
     def places(self, epoch: IntArray, position: IntArray) -> IntArray:
         """Places of instances, as the other methods take them; arrays of one length."""
 
-    def fill_part(self, part: int, start: int, out: npt.NDArray[Any]) -> None:
-        """Copy the token ids of a piece, or of a part of it, into `out`, which has room for the dtype."""
+    def part_view(self, part: int, start: int, end: int) -> npt.NDArray[Any]:
+        """The token ids [start, end) of a part of the dataset, which may lie in its file: nobody writes to them."""
 
 
 class EpochOrder:
@@ -168,7 +168,7 @@ class Windows:
                 "documents, or leave it out of data.sources"
             )
         self._dataset = dataset
-        self.fill_part, self.starts_in = dataset.fill_part, dataset.starts_in
+        self.part_view, self.starts_in = dataset.part_view, dataset.starts_in
         self._length = sequence_length
         self._seed = seed
         self._source = source

@@ -21,9 +21,11 @@ class OnePart:
     def starts_of(self, documents):
         return np.array([self.document_start(document) for document in documents.tolist()], np.int64)
 
-    def fill_part(self, part, start, out):
+    def part_view(self, part, start, end):
         assert part == 0
-        self.fill(start, out)
+        ids = np.empty(end - start, self.dtype)
+        self.fill(start, ids)
+        return ids
 
     def starts_in(self, pieces):
         """The documents of one piece after the other."""
