@@ -227,7 +227,7 @@ class Loader:
             micro_batches.append(batch if weights is None else weights.weighed(batch, rows))
             data_hash += hashes
         valid_targets = sum(valid.tolist())
-        drawn = {name: count * length for name, count in zip(self.names, located.drawn, strict=True)}
+        drawn = dict(zip(self.names, [count * length for count in located.drawn], strict=True))
         counts = self._valid_ahead(located, length, masked) if self._ahead else ()
         data = StepData(step, micro_batches, valid_targets, drawn, located.order_hash, data_hash % 2**64, counts)
         if weights is None:

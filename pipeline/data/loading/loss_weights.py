@@ -84,6 +84,7 @@ class LossWeights:
         self._instances = instances
         self._masks = masks
         self._ahead = ahead
+        self._weighs = [segment.weighs for segment in journal.segments]
         # By segment and index in the journal's names; in fp32, as the tensors are.
         self._of_sources = [
             np.array([s.sources[name].loss_weight if name in s.sources else 1 for name in journal.names], np.float32)
@@ -111,7 +112,7 @@ class LossWeights:
             masked: Of it, from `Masks.masked`.
             valid: Of it, from `Masks.valid`.
         """
-        if not self._journal.segments[number].weighs:
+        if not self._weighs[number]:
             return None
         of_source = self._of_sources[number]
         if not self._with_documents[number] and not self._ahead:
