@@ -264,11 +264,13 @@ class Loader:
         count, width = len(rows), length + 1 + self._ahead
         sources = located.sources[rows.start : rows.stop]
         starts = located.starts[micro_batch]
+        samples = located.samples[rows.start : rows.stop]
         views, dtype = self._part_views[number], self._dtypes[number]
         found = [views[source](part, start, end) for source, part, start, end in located.pieces[micro_batch].tolist()]
         if count < size:
             found.append(np.zeros((size - count) * width, dtype))
-            sources = np.concatenate([sources, np.full(size - count, -1)])
+            padding = np.full(size - count, -1)
+            sources, samples = np.concatenate([sources, padding]), np.concatenate([samples, padding])
             starts = np.concatenate([starts, np.arange(count, size, dtype=np.int32) * length])
         flat = np.concatenate(found, dtype=dtype)
         raw = flat.reshape(size, width)
@@ -277,8 +279,7 @@ class Loader:
             raise self._outside_of_vocabulary(step, located, rows, raw)
         # Before its tokens each row has the index of the sample, which is hashed with them; what lies ahead is not.
         ids = np.empty((size, length + 2), np.int64)
-        ids[:, 0] = -1
-        ids[:count, 0] = located.samples[rows.start : rows.stop]
+        ids[:, 0] = samples
         ids[:, 1:] = raw[:, : length + 1]
         data_hash = sum(map(xxhash.xxh3_64_intdigest, ids[:count]))
         targets, weight = self._targets_ahead(rows, raw, length, located, masked) if self._ahead else (None, None)
@@ -296,7 +297,7 @@ class Loader:
             Batch(
                 sources=torch.from_numpy(sources),
                 extras={},
-                samples=torch.from_numpy(ids[:, 0].copy()),
+                samples=torch.from_numpy(samples),
                 real=count,
                 ahead_targets=targets,
                 ahead_weight=weight,

@@ -125,8 +125,12 @@ class _Group:
         k = self.steps[step]
         samples = self.samples[k]
         row = k * len(samples)
-        starts, pieces = self.start_splits, self.piece_splits
-        spans = [(row + each.start, row + each.stop) for each in self.micro_batches]
+        of_starts, of_pieces = self.start_splits, self.piece_splits
+        starts, pieces = [], []
+        for rows in self.micro_batches:
+            low, high = row + rows.start, row + rows.stop
+            starts.append(self.starts[of_starts[low] : of_starts[high]])
+            pieces.append(self.pieces[of_pieces[low] : of_pieces[high]])
         return Located(
             samples,
             self.micro_batches,
@@ -134,8 +138,8 @@ class _Group:
             self.places[k],
             self.begins,
             self.splits[row : row + len(samples) + 1],
-            [self.starts[starts[low] : starts[high]] for low, high in spans],
-            [self.pieces[pieces[low] : pieces[high]] for low, high in spans],
+            starts,
+            pieces,
             self.drawn[k],
             self.order_hashes[k],
         )
