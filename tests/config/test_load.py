@@ -129,6 +129,7 @@ corpus: x
     [
         ("train.bach_size=1", "did you mean train.batch_size?"),
         ("model.batch_size=1", "did you mean train.batch_size or eval.batch_size or"),
+        ("train.validation.every=1", "did you mean train.validation.every_steps?"),
         ("vocab_size=1", "did you mean model.vocab_size or tokenizer.train.vocab_size?"),
         ("trian.batch_size=1", "did you mean train?"),
         ("model.init.sdt=1", "did you mean model.init.std?"),

@@ -161,6 +161,8 @@ def _suggestion(path: KeyPath, root: type[Section], outer: KeyPath = ()) -> str:
     siblings = list(written_keys(section)) if section else []
     here = dotted((*outer, *parents))
     above, before = f"{here}." if here else "", f"{dotted(outer)}." if outer else ""
+    if longer := [other for other in siblings if other.startswith(f"{name}_")]:
+        return f"; did you mean {' or '.join(above + each for each in longer[:3])}?"
     if any(other.split(".")[-1] == name for other in known):
         return f"; did you mean {' or '.join(before + each for each in keys_like(root, name))}?"
     if near := _near_sibling(path, root):
