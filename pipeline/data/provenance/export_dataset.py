@@ -127,6 +127,8 @@ def export_dataset(
         "tokens": tokens,
         "shard_tokens": step,
     }
+    if dataset.manifest.has_weights:
+        about["weights"] = True
     claim_folder(to, about, "--to", "documents, format or options")
     for path in to.glob(f".*{storage.TEMPORARY_SUFFIX}"):
         storage.remove_if_stale(path)
@@ -221,7 +223,11 @@ def export_shard(job: ShardJob, progress: Progress) -> ShardCounts:
     """Write a file; returns its counts."""
     dataset, tokenizer, origins = _open(job.folder)
     shard = _Shard(job, dataset, tokenizer, origins)
-    columns = _COLUMNS | ({"tokens": "list<int32>"} if job.tokens else {})
+    columns = dict(_COLUMNS)
+    if dataset.manifest.has_weights:
+        columns["weight"] = "float32"
+    if job.tokens:
+        columns["tokens"] = "list<int32>"
     inexact = 0
     with document_file(job.path, job.form, columns) as file:
         for low, high in shard.blocks():
@@ -279,7 +285,7 @@ class _Shard:
             if id is None and self._job.ids and isinstance(self._origins, Origins):
                 place = self._with_ids(self._origins, number, key)
                 id = known_id(dataset, self._origins, number, place, id_hash)
-            record = {
+            record: dict[str, Any] = {
                 "document": number,
                 "id": id,
                 "text": "".join(texts[number - low]),
@@ -290,6 +296,8 @@ class _Shard:
                 "line": place.number if place and place.kind == "line" else None,
                 "row": place.number if place and place.kind in ("row", "document") else None,
             }
+            if dataset.manifest.has_weights:
+                record["weight"] = dataset.weight(number)
             if self._job.tokens:
                 record["tokens"] = ids[starts[number - low] - starts[0] : starts[number - low + 1] - starts[0]].tolist()
             yield record

@@ -50,7 +50,7 @@ def document_file(path: Path, form: ExportFormat, columns: Mapping[str, str]) ->
     Args:
         path: of the file.
         form: of the file.
-        columns: name and type (`string`, `int64`, `bool`, `list<int32>`) of each column of a table.
+        columns: name and type (`string`, `int64`, `float32`, `bool`, `list<int32>`) of each column of a table.
     """
     return JsonLinesFile(path) if form == "jsonl" else ParquetFile(path, columns)
 
@@ -92,7 +92,13 @@ class ParquetFile(DocumentFile):
         from pyarrow import parquet
 
         super().__init__(path)
-        types = {"string": pa.string(), "int64": pa.int64(), "bool": pa.bool_(), "list<int32>": pa.list_(pa.int32())}
+        types = {
+            "string": pa.string(),
+            "int64": pa.int64(),
+            "float32": pa.float32(),
+            "bool": pa.bool_(),
+            "list<int32>": pa.list_(pa.int32()),
+        }
         self._schema = pa.schema({name: types[kind] for name, kind in columns.items()})
         self._pa = pa
         self._parquet = parquet.ParquetWriter(self._file.file, self._schema, compression="zstd")

@@ -33,6 +33,7 @@ from pipeline.data.order.phases import plan_journal
 from pipeline.data.plan.build import make_data_plan
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.provenance.export_dataset import export_dataset
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -110,6 +111,11 @@ def test_documents_keep_their_weights(tmp_path: Path, shuffle: str, monkeypatch:
     sea = tmp_path / "data" / "sea"
     assert check_weights(sea / "train") + check_weights(sea / "heldout") == 61
     assert Dataset.open(sea / "train").manifest.parts > 2
+    export_dataset(sea, tmp_path / "texts", "parquet", Console(quiet=True), workers=1)
+    (table,) = (tmp_path / "texts").glob("*.parquet")
+    exported = parquet.read_table(table).select(["text", "weight"]).to_pylist()
+    assert len(exported) == Dataset.open(sea / "train").documents
+    assert all(row["weight"] == weight_of(row["text"]) for row in exported)
     rejected = [json.loads(line) for line in (sea / "rejected.jsonl").read_text().splitlines()]
     assert [row["reason"] for row in rejected] == ["bad loss weight"] * (len(BAD) + 1)
     assert "'quality' is missing" in rejected[-1]["detail"]
