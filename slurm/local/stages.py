@@ -270,10 +270,12 @@ def run(config: Config, console: Console | None = None) -> None:
             "`pipeline eval`"
         )
     console = console or Console()
+    from pipeline.train.optim.lr_schedule import refuse_short_duration
     from pipeline.train.parallel.rules.layout import check_evaluation_layout
 
-    # What could not be evaluated is refused before it is trained, and before it is tokenized where that can be told.
+    # What could not be trained or evaluated is refused before anything is tokenized, where that can be told.
     check_evaluation_layout(config, config.eval.processes)
+    refuse_short_duration(config.train.schedule, config.train.duration)
     if config.data.curate is not None:
         curate(config)
     preprocess(config)

@@ -24,7 +24,7 @@ from pipeline.data.work.units import find_source_files
 from pipeline.eval.perplexity import check_heldout
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.open_run import open_validation
-from pipeline.train.optim.lr_schedule import Schedule
+from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
 from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout, layout_warnings
 from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.run.folder import refuse_lost_checkpoints
@@ -166,6 +166,7 @@ def _check_training(
             _check_run_space(config, found)
     with found.collecting():
         checkpoint = _resume_point(config, found)
+        refuse_short_duration(config.train.schedule, config.train.duration)
         if not makes_data:
             _check_start(config, checkpoint, found)
     if config.eval.every_checkpoint and config.train.checkpoint.keep_every is None:

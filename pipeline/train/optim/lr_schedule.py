@@ -36,11 +36,9 @@ class Schedule:
         self._warmup = tokens(config.warmup.count) if config.warmup.unit == "steps" else config.warmup.count
         self._decay = self._tokens_of_decay(config.decay, steps, tokens) if config.decay else 0
         if self._warmup + self._decay > self._total:
-            last = f"warmup {config.warmup._text()}"
-            last += f" and decay {config.decay._text()} together last" if config.decay else " lasts"
             raise UserError(
-                f"train.schedule: {last} {self._warmup + self._decay:,} tokens, but the run has {self._total:,} in "
-                f"{steps:,} steps (train.duration: {duration._text()})"
+                f"train.schedule: {_last(config)} {self._warmup + self._decay:,} tokens, but the run has "
+                f"{self._total:,} in {steps:,} steps (train.duration: {duration._text()}); {_ADVICE}"
             )
 
     @staticmethod
@@ -62,3 +60,29 @@ class Schedule:
         if self._config.type == "cosine":
             return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
         return low + (1 - low) * (1 - done)
+
+
+_ADVICE = "lower train.schedule.warmup or train.schedule.decay, or raise train.duration"
+
+
+def refuse_short_duration(config: ScheduleConfig, duration: Duration) -> None:
+    """Refuse what `Schedule` would, as far as it can be told without the data: lengths in the unit of the run's.
+
+    Args:
+        config: `train.schedule`.
+        duration: `train.duration`.
+
+    Raises:
+        UserError: The run is shorter than warm-up and decay.
+    """
+    parts = [part.count for part in (config.warmup, config.decay) if part and part.unit == duration.unit]
+    if sum(parts) > duration.count:
+        raise UserError(
+            f"train.schedule: {_last(config)} longer than the run (train.duration: {duration._text()}); {_ADVICE}"
+        )
+
+
+def _last(config: ScheduleConfig) -> str:
+    """The lengths, as the beginning of a sentence on how long they last."""
+    warmup = f"warmup {config.warmup._text()}"
+    return f"{warmup} and decay {config.decay._text()} together last" if config.decay else f"{warmup} lasts"

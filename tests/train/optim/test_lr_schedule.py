@@ -8,7 +8,7 @@ import torch
 from pipeline.common.errors import UserError
 from pipeline.config.base import Duration
 from pipeline.config.train import ScheduleConfig
-from pipeline.train.optim.lr_schedule import Schedule
+from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
 
 
 def duration(text: str) -> Duration:
@@ -79,6 +79,14 @@ def test_nothing_left_after_the_warmup_stays_at_the_peak() -> None:
 def test_a_run_shorter_than_its_warmup_and_decay_is_refused(config: ScheduleConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         schedule(config, "500 tokens")
+
+
+def test_it_is_refused_without_the_data_where_units_are_equal() -> None:
+    config = ScheduleConfig(type="wsd", warmup=duration("4 steps"), decay=duration("3 steps"))
+    with pytest.raises(UserError, match=r"decay 3 steps together last longer than the run \(.*: 6 steps\); lower"):
+        refuse_short_duration(config, duration("6 steps"))
+    refuse_short_duration(config, duration("7 steps"))
+    refuse_short_duration(config, duration("1 tokens"))
 
 
 def test_durations_in_steps_mean_the_steps_of_the_run() -> None:
