@@ -101,9 +101,10 @@ licences: install-dev
 	@$(BIN)/python requirements/licences.py
 
 # The same bytes for the same commit, wherever and whenever it is built. The wheel is made from the source archive.
+# Outside git the time is that of pyproject.toml, which a source archive keeps.
 dist: install-dev
 	@rm -rf dist
-	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation .
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || stat -c %Y pyproject.toml) $(BIN)/python -m build --no-isolation .
 	@$(BIN)/python -m twine check --strict dist/*.tar.gz dist/*.whl
 	@$(MAKE) --no-print-directory sbom
 

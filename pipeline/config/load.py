@@ -8,6 +8,7 @@ override of `run.dir`.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -191,6 +192,8 @@ _NAMED = 10
 
 
 _INCLUDED = "file to include"
+_NO_RUN_FILES = ("corpora", "curation", "monitoring")
+"""Folders of files that ship for run files to include."""
 
 
 def find(path: Path, wanted: str = "run file") -> Path:
@@ -218,10 +221,30 @@ def find(path: Path, wanted: str = "run file") -> Path:
     if beside:
         more = f" and {len(beside) - _NAMED:,} more" if len(beside) > _NAMED else ""
         raise UserError(f"no {wanted} {path}; {path.parent} has {', '.join(beside[:_NAMED])}{more}")
-    shipped_names = sorted(file.relative_to(folder) for file in folder.rglob("*.yaml"))
-    parts = ("monitoring",) if wanted == _INCLUDED else ("corpora", "curation", "monitoring")
-    known = ", ".join(str(name) for name in shipped_names if name.parts[0] not in parts)
+    known = ", ".join(_shipped_names(without=("monitoring",) if wanted == _INCLUDED else _NO_RUN_FILES))
     raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use a shipped one: {known}")
+
+
+def find_shipped(name: str) -> Path:
+    """The run file that ships with the package as `name`: `starter`, `models/llama3-8b`, or the same with `.yaml`.
+
+    Raises:
+        UserError: None ships under this name; the message has the nearest name and all others.
+    """
+    short = name.removeprefix("configs/").removesuffix(".yaml")
+    known = [each.removesuffix(".yaml") for each in _shipped_names()]
+    if short in known:
+        return packaged_configs() / f"{short}.yaml"
+    near = difflib.get_close_matches(short, known, n=1)
+    hint = f"did you mean {near[0]}? There are" if near else "give one of"
+    names = ", ".join(each.removesuffix(".yaml") for each in _shipped_names(without=_NO_RUN_FILES))
+    raise UserError(f"--from {name}: no run file of this name ships with the package; {hint}: {names}")
+
+
+def _shipped_names(without: Sequence[str] = ()) -> list[str]:
+    folder = packaged_configs()
+    files = sorted(file.relative_to(folder) for file in folder.rglob("*.yaml"))
+    return [file.as_posix() for file in files if file.parts[0] not in without]
 
 
 def packaged_configs() -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.common.storage import put
-from pipeline.config.load import find
+from pipeline.config.load import find_shipped
 
 _RUN_DIR = "runs/my-run"
 """`run.dir` of the files that are meant to be filled in."""
@@ -24,7 +24,7 @@ def write(folder: Path, source: str = "starter") -> Path:
     Raises:
         UserError: `folder/run.yaml` exists, or no such run file ships.
     """
-    original = find(Path("configs", f"{source.removesuffix('.yaml')}.yaml"))
+    original = find_shipped(source)
     text, name = original.read_text(encoding="utf-8"), os.path.basename(os.path.abspath(folder))
     if _PLAIN.fullmatch(name):
         text = text.replace(_RUN_DIR, f"runs/{name}")

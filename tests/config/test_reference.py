@@ -125,11 +125,15 @@ def test_starter_overwrites_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists and is not overwritten"):
         write_starter(tmp_path)
     assert path.read_text() == "mine"
-    with pytest.raises(UserError, match="no run file"):
+    with pytest.raises(UserError, match=r"^--from nothing: no run file .*, models/llama3-8b, .*, starter$") as caught:
         write_starter(tmp_path / "other", "nothing")
+    assert "configs/" not in str(caught.value) and "corpora/" not in str(caught.value)
+    with pytest.raises(UserError, match=r"did you mean quickstart\?"):
+        write_starter(tmp_path / "other", "quikstart.yaml")
     assert not (tmp_path / "other").exists()
 
 
 def test_starter_from_a_shipped_file(tmp_path: Path) -> None:
     path = write_starter(tmp_path / "new", "quickstart")
+    assert write_starter(tmp_path / "deep", "configs/models/gpt2-124m.yaml").is_file()
     assert path.read_bytes() == (ROOT / "configs/quickstart.yaml").read_bytes()
