@@ -77,7 +77,9 @@ def mixture_sizes(denoisers: Sequence[DenoiserConfig], length: int) -> list[Span
 def denoiser_shares(denoisers: Sequence[DenoiserConfig]) -> list[float]:
     """Shares of the windows that the denoisers of UL2 get."""
     largest = max(one.weight for one in denoisers)  # the sum of weights may be more than a float holds
-    total = sum(one.weight / largest for one in denoisers)
+    total = 0.0  # one after the other: `sum` rounds otherwise from Python 3.12 on
+    for one in denoisers:
+        total += one.weight / largest
     return [one.weight / largest / total for one in denoisers]
 
 

@@ -108,12 +108,14 @@ SECONDS = [
 
 
 @pytest.mark.parametrize(("name", "world", "parallel", "values", "seconds"), SECONDS)
-def test_without_measured_shares_times_have_the_same_bits(
+def test_without_measured_shares_times_are_as_before(
     tmp_path: Path, given: Callable[..., Device], name: str, world: int, parallel: str, values: str, seconds: float
 ) -> None:
     given(other=ENTRY)
     assert calibrated(DEVICES[name]) == DEVICES[name]
-    assert Case(tmp_path, world, LLAMA_8B, parallel, values).time(find_device(name)).seconds.total == seconds
+    # `sum` rounds otherwise from Python 3.12 on.
+    total = Case(tmp_path, world, LLAMA_8B, parallel, values).time(find_device(name)).seconds.total
+    assert total == pytest.approx(seconds, rel=1e-14)
 
 
 def test_only_the_device_itself_is_calibrated(given: Callable[..., Device]) -> None:
