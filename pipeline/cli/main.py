@@ -383,6 +383,7 @@ def init(
     ] = False,
 ) -> None:
     """Write a commented run file to start from, or a profile of this cluster."""
+    from pipeline.config.parsing.document import parse
     from pipeline.config.starter import write
 
     if profile:
@@ -392,11 +393,11 @@ def init(
         echo(f"wrote {path}\nCorrect what is marked CHANGE, then write in run files:\nslurm: {{profile: {path}}}")
         return
     path = write(folder, source)
-    command = f"pipeline run {shlex.quote(str(path))}"
-    if "???" in path.read_text(encoding="utf-8"):
-        echo(f"wrote {path}\nFill in each ???, then: {command}")
-    else:
-        echo(f"wrote {path}\nEdit it, then: {command}")
+    text = path.read_text(encoding="utf-8")
+    run = parse(text, str(path)).value.get("run")
+    echo(f"wrote {path}" + (f", of a run in the folder {run['dir']} (run.dir)" if run else ""))
+    todo = "Fill in each ???" if "???" in text else "Edit it"
+    echo(f"{todo}, then: pipeline run {shlex.quote(str(path))}")
 
 
 @config_app.command("show")
