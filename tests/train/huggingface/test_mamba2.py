@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BambaConfig
+from transformers.models.bamba.modeling_bamba import BambaRotaryEmbedding
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
@@ -71,6 +72,7 @@ def test_logits_and_gradients(tmp_path: Path, tokenizer: Tokenizer, name: str) -
         ("bamba", {"time_step_limit": [0.0, float("nan")]}, "time_step_limit: .*two numbers"),
         ("bamba", {"time_step_limit": [10**400, 10**400]}, "cannot be read, at or ahead of time_step_limit"),
         ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor: 0.25"),
+        ("bamba", {"attn_rotary_emb": 8}, "attn_rotary_emb: 8.*4 dimensions"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type: 'alibi'"),
         ("granitemoehybrid", {"mamba_proj_bias": True}, "mamba_proj_bias: True"),
         ("granitemoehybrid", {"mlp_bias": True}, "mlp_bias: True"),
@@ -146,6 +148,17 @@ def test_types_of_layers() -> None:
     assert dense.pattern is None and dense.mamba2 is None and dense.positions == "none"
     only_mamba = read("bamba", attn_layer_indices=None, attention_bias=True)
     assert only_mamba.pattern is None and only_mamba.mixer == "mamba2" and only_mamba.bias == "none"
+
+
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_dimensions_that_bamba_turns(share: float | None) -> None:
+    """Other programs read `attn_rotary_emb`, as published files have it, and turn whole heads without it."""
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": share}
+    model = read("bamba", **({} if share is None else {"rope_parameters": rope}))
+    values = to_hf_config(model, 99, 64)[1]
+    turned = BambaRotaryEmbedding(BambaConfig.from_dict(values)).inv_freq
+    assert values["attn_rotary_emb"] == 2 * len(turned) == (4 if share is None else 2)
+    assert from_hf_config(values, "config.json")[1] == model
 
 
 @pytest.mark.parametrize("kind", BASES)

@@ -34,6 +34,9 @@ from pipeline.train.model.mlps.dense.spec import MlpSpec
 
 _SHARE = 0.5
 """Of a head that transformers turns where `rope_parameters` does not say otherwise, whatever else does."""
+_TURNED = "attn_rotary_emb"
+"""Dimensions of a head that are turned. vLLM and llama.cpp read it, and turn whole heads without it; transformers
+reads the share alone."""
 
 
 def _read(source: ConfigSource) -> Json:
@@ -44,6 +47,7 @@ def _read(source: ConfigSource) -> Json:
         source.must_be(ROPE_SHARE, (_SHARE,), _SHARE)
     for key in ("z_loss_coefficient", "num_logits_to_keep"):  # of training, and of generation
         source.get(key)
+    _check_turned(source, found)
     attends = source.get("attn_layer_indices", [])
     if not isinstance(attends, list) or not set(attends) <= set(range(found["layers"])):
         source.refuse("attn_layer_indices", attends, f"it must be a list of numbers from 0 to {found['layers'] - 1}")
@@ -52,6 +56,15 @@ def _read(source: ConfigSource) -> Json:
     if ATTENTION not in names:
         bias = {"attention": "none", "all": "mlp"}.get(bias, bias)
     return read_hybrid({**found, "bias": bias}, names, {}, read_bamba_sizes(source))
+
+
+def _check_turned(source: ConfigSource, found: Json) -> None:
+    """Refuse a file of which programs turn different dimensions."""
+    if (stated := source.get(_TURNED)) is None:
+        return
+    turned = found["rope_share"] * (found["head_dim"] or found["dim"] // found["heads"])
+    if stated != turned:
+        source.refuse(_TURNED, stated, f"{ROPE_SHARE} {found['rope_share']} of a head is {turned:g} dimensions")
 
 
 def _write(model: ModelConfig, positions: int) -> Json:
@@ -63,7 +76,8 @@ def _write(model: ModelConfig, positions: int) -> Json:
     if attention.rope_share != _SHARE:
         del found["rope_theta"], found["rope_scaling"]
         found["rope_parameters"] = {**write_rope_values(attention), ROPE_SHARE: attention.rope_share}
-    return {**found, "attn_layer_indices": [index for index, mixer in enumerate(mixers) if mixer == "attention"]}
+    attends = [index for index, mixer in enumerate(mixers) if mixer == "attention"]
+    return {**found, "attn_layer_indices": attends, _TURNED: round(attention.rope_share * attention.head_size)}
 
 
 BAMBA = Family(
