@@ -50,14 +50,11 @@ _EXPERTS = {"count": 8, "top_k": 2, "ffn_dim": 64}
 _SHARED = {**_EXPERTS, "shared_ffn_dim": 64}
 _DEEP = {**_SHARED, "score": "sigmoid", "score_bias": True}
 _DENSE_FIRST = {"pattern": ["dense", "moe"], "kinds": {"dense": {"mlp": "swiglu"}, "moe": {}}, "mlp": "experts"}
-_MLA = {
-    "mixer": "mla",
-    "kv_heads": None,
-    "mla": {"kv_rank": 32, "q_rank": 48, "nope_dim": 32, "rope_dim": 16, "value_dim": 32},
-}
+_LATENT = {"kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+_MLA = {"norm_eps": 1e-6, "mixer": "mla", "kv_heads": None, "mla": {**_LATENT, "q_rank": 48}}
 _MAMBA = {"heads": 4, "head_dim": 32, "state_dim": 32}
 _HYBRID = {"pattern": ["mamba", "attention"], "mamba2": _MAMBA}
-_DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 32}
+_DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 64, "value_dim": 64}
 _NEXT = {
     **{"norm_offset": 1.0, "pattern": ["delta", "full"]},
     "kinds": {
@@ -92,12 +89,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_MLA, **_DENSE_FIRST, "experts": {**_DEEP, "groups": 2, "top_groups": 1}},
     "gpt_oss": {
         **{**_MIXED, "sinks": True, "bias": "attention", "mlp": "experts"},
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 32},
         "experts": {**_EXPERTS, "activation": "clamped_swiglu", "bias": True, "router_bias": True},
     },
     "glm4_moe": {**_DENSE_FIRST, "rope_share": 0.5, "experts": _DEEP},
-    "qwen2_moe": {"bias": "qkv", "mlp": "experts", "experts": {**_SHARED, "shared_gate": True}},
+    "qwen2_moe": {"bias": "qkv", "mlp": "experts", "experts": {**_SHARED, "shared_gate": True, "normalize": False}},
     "qwen3_moe": {"qk_norm": True, "mlp": "experts", "experts": _EXPERTS},
-    "olmoe": {"qk_norm": "full", "mlp": "experts", "experts": _EXPERTS},
+    "olmoe": {"qk_norm": "full", "mlp": "experts", "experts": {**_EXPERTS, "normalize": False}, "kv_heads": 2},
     "mixtral": {"mlp": "experts", "experts": _EXPERTS},
     "mamba2": {"mixer": "mamba2", "mamba2": _MAMBA, "mlp": "none", "heads": None, "kv_heads": None, "ffn_dim": None},
     "bamba": {**_HYBRID, "kinds": {"mamba": {"mixer": "mamba2"}, "attention": {"rope_share": 0.5}}},
@@ -123,17 +121,18 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "kimi_linear": {
-        **{**_DENSE_FIRST, "experts": _DEEP, "pattern": ["kda", "mla"]},
+        **{"norm_eps": 1e-6, "kv_heads": None, **_DENSE_FIRST, "experts": _DEEP, "pattern": ["kda", "mla"]},
         "kinds": {
             "kda": {"mixer": "kda", "delta": {"key_heads": 2, "key_dim": 32, "value_dim": 32}, "mlp": "swiglu"},
-            "mla": {**_MLA, "positions": "none"},
+            "mla": {"mixer": "mla", "mla": _LATENT, "positions": "none"},
         },
     },
 }
 """By family, what its `model:` section has besides `SHAPE`; None: it leaves a key out."""
 SHAPE = {"layers": 2, "dim": 64, "heads": 2, "kv_heads": 1, "ffn_dim": 128, "init": {"std": 0.2}}
-"""Of all. Heads have 32 values, the fewest that vLLM computes on CPUs. Initial weights are large: after a few steps
-greedy texts are varied, and few tokens are near-ties."""
+"""Of all. Heads have 32 values, the fewest that vLLM computes on CPUs; `_LATENT` and `_DELTA` have sizes that it has
+there. The vocabulary is a multiple of 16, which llama.cpp's converter takes for each family. Initial weights are large:
+after a few steps greedy texts are varied, and few tokens are near-ties."""
 STEPS = 4
 
 
@@ -152,7 +151,7 @@ def run_file(work: Path, family: str) -> Path:
             "sources": [{"name": "sea", "paths": [str(work / "sea" / "*.txt")]}],
             "preprocess": {"workers": 1, "engine": "tokenizers"},
         },
-        "tokenizer": {"train": {"vocab_size": 320}},
+        "tokenizer": {"train": {"vocab_size": 304}},
         "model": {key: value for key, value in {**SHAPE, **MODELS[family]}.items() if value is not None},
         "train": {
             **{"duration": f"{STEPS} steps", "sequence_length": 128, "batch_size": 4, "micro_batch_size": 4},
@@ -264,7 +263,8 @@ def result(tool: str, job: dict[str, Any], found: dict[str, Any]) -> dict[str, A
 def _gap(job: dict[str, Any], number: int, at: int) -> float:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float64)
+    with_experts = {"experts_implementation": "eager"}  # the others have no fp64
+    model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float64, **with_experts)
     logits = model(torch.tensor([job["prompts"][number] + job["tokens"][number][:at]])).logits[0, -1]
     first, second = logits.topk(2).values.tolist()
     return float(first - second)
@@ -302,6 +302,7 @@ def main() -> None:
     parser.add_argument("--vllm", help="Python with vLLM")
     parser.add_argument("--llama", help="Python with xllamacpp and gguf")
     parser.add_argument("--converter", type=Path, help="folder with convert_hf_to_gguf.py")
+    parser.add_argument("--weights", default="f32", help="type of weights that the converter writes")
     parser.add_argument("--to", type=Path, required=True, help="file of the results, one JSON object per line")
     parser.add_argument("--table", action="store_true", help="only print the results that are there as a table")
     options = parser.parse_args()
@@ -315,7 +316,7 @@ def main() -> None:
                 print(f"{job['family']}: {job['error']}", file=sys.stderr)
         tools: dict[str, tuple[str, ...]] = {"transformers": (sys.executable,)}
         if options.llama:
-            tools["llama.cpp"] = (options.llama, str(options.converter.absolute()))
+            tools["llama.cpp"] = (options.llama, str(options.converter.absolute()), options.weights)
         if options.vllm:
             tools["vLLM"] = (options.vllm,)
         for tool, (python, *more) in tools.items():

@@ -1,9 +1,9 @@
 """A program that loads exported models, in the Python that has it: called by `handover.py`, imports nothing of ours.
 
-    PYTHON benchmarks/eval/handover_tools.py TOOL JOBS.json OUT.jsonl [FOLDER OF THE CONVERTER]
+    PYTHON benchmarks/eval/handover_tools.py TOOL JOBS.json OUT.jsonl [FOLDER OF THE CONVERTER, TYPE OF WEIGHTS]
 
 Each job is a folder, prompts as ids, and texts. A line of OUT has what the program made of a job: greedy tokens, and
-the ids that it splits the texts into. All is computed in fp32.
+the ids that it splits the texts into. All is computed in fp32; only the weights of a GGUF may have another type.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,15 @@ from typing import Any
 Job = dict[str, Any]
 PRE_TOKENIZER = "smaug-bpe"
 """llama.cpp's name for the split of this suite's own tokenizers, which is Llama 3's, without other rules for merges."""
+
+
+VLLM_NEEDS = {
+    name: ("custom_ops without rotary_embedding", {"compilation_config": {"custom_ops": ["-rotary_embedding"]}})
+    for name in ("deepseek_v2", "deepseek_v3")
+}
+"""By `model_type`, what vLLM must be told on CPUs: its own kernel does not turn pairs of neighbours as others do."""
+CONVERTER_NEEDS = {"qwen3_next": "--no-mtp", "qwen3_5_text": "--no-mtp"}
+"""By `model_type`, what llama.cpp's converter must be told: an export has no layers that predict further tokens."""
 
 
 class Transformers:
@@ -61,7 +71,8 @@ class Vllm:
 
         from vllm import LLM, SamplingParams
 
-        model = LLM(model=job["folder"], dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4)
+        needs, told = VLLM_NEEDS.get(job["exported_as"], (None, {}))
+        model = LLM(model=job["folder"], dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4, **told)
         settings = SamplingParams(temperature=0, max_tokens=job["new"])
         done = model.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], settings, use_tqdm=False)
         tokens = [_before_end(each.outputs[0].token_ids, _end(job)) for each in done]
@@ -69,16 +80,17 @@ class Vllm:
         ids = [tokenizer.encode(text, split_special_tokens=True) for text in job["texts"]]
         del model
         gc.collect()
-        return {"tokens": tokens, "ids": ids}
+        return {"tokens": tokens, "ids": ids, "needs": needs}
 
 
 class LlamaCpp:
-    """llama.cpp behind its server, after its own converter to GGUF in fp32."""
+    """llama.cpp behind its server, after its own converter to GGUF, with the rest in fp32."""
 
-    def __init__(self, converter: str) -> None:
+    def __init__(self, converter: str, weights: str) -> None:
         import xllamacpp
 
         self.version = xllamacpp.__version__
+        self._weights = weights
         self._unknown = False
         sys.path.insert(0, converter)
         from conversion import TextModel
@@ -101,7 +113,9 @@ class LlamaCpp:
 
         self._unknown = False
         file = f"{job['folder']}.gguf"
-        sys.argv = ["convert_hf_to_gguf.py", job["folder"], "--outfile", file, "--outtype", "f32"]
+        sys.argv = ["convert_hf_to_gguf.py", job["folder"], "--outfile", file, "--outtype", self._weights]
+        told = CONVERTER_NEEDS.get(job["exported_as"])
+        sys.argv += [told] if told else []
         convert_hf_to_gguf.main()
         settings = xllamacpp.CommonParams()
         settings.model.path = file
@@ -120,9 +134,11 @@ class LlamaCpp:
             _posted(f"{address}/tokenize", {"content": text, "add_special": True, "parse_special": False})["tokens"]
             for text in job["texts"]
         ]
-        needs = {"needs": f"tokenizer.ggml.pre given as {PRE_TOKENIZER}"} if self._unknown else {}
+        needs = [f"tokenizer.ggml.pre given as {PRE_TOKENIZER}"] if self._unknown else []
+        needs += [told] if told else []
         del server
-        return {"tokens": [_before_end(each, _end(job)) for each in tokens], "ids": ids, **needs}
+        done = [_before_end(each, _end(job)) for each in tokens]
+        return {"tokens": done, "ids": ids, "needs": ", ".join(needs) or None}
 
 
 def _posted(address: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +165,7 @@ def _answers(tool: str, jobs: Sequence[Job], more: Sequence[str]) -> Iterator[di
         try:
             yield {**line, "loads": True, **program.run(job)}
         except (Exception, SystemExit) as error:
-            why = next(iter(str(error).strip().splitlines()), "")
+            why = " ".join(str(error).split()) or f"in {traceback.extract_tb(error.__traceback__)[-1].line}"
             yield {**line, "loads": False, "why": f"{type(error).__name__}: {why}"[:300]}
 
 

@@ -35,7 +35,7 @@ def test_tokens_are_ours(tool: str, jobs: tuple[Path, list[dict[str, Any]]]) -> 
     if tool == "llama.cpp":
         if CONVERTER not in os.environ:
             pytest.skip(f"no converter: {CONVERTER} names no folder with convert_hf_to_gguf.py")
-        more.append(os.environ[CONVERTER])
+        more += [os.environ[CONVERTER], "f32"]
     work, ours = jobs
     found = list(handover.asked(tool, python, ours, work, *more))
     lines = [handover.result(tool, job, each) for job, each in zip(ours, found, strict=True)]
