@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from slurm.doctor.report import (
     report_file,
 )
 from tests.tiny import pipeline, write_run
+from tests.train.distributed.ranks import free_port
 
 _FILE_LIMIT_KIB = 512
 """Less than what the check writes into the run folder, more than its report has."""
@@ -117,7 +117,7 @@ def test_nodes_of_a_cluster(cluster: DevCluster, tmp_path: Path) -> None:
     nodes = cluster.nodes[:2]
     step = ["srun", "--job-name=test-doctor", f"--nodelist={','.join(nodes)}", "--nodes=2", "--ntasks=2"]
     more = ["--ntasks-per-node=1", "--time=5", "--kill-on-bad-exit=0", "--multi-prog", str(programs)]
-    place = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(_free_port())}
+    place = {"MASTER_ADDR": nodes[0], "MASTER_PORT": str(free_port())}
     done = subprocess.run([*step, *more], env=os.environ | place, capture_output=True, text=True, timeout=300)
     assert done.returncode == EXIT_UNHEALTHY, done.stderr
     found = compare(read_reports(out, nodes))
@@ -134,7 +134,7 @@ def test_a_check_that_hangs_is_ended() -> None:
 
 
 def test_nodes_that_do_not_come_in_time() -> None:
-    first = NodeRank(0, 3, "127.0.0.1", _free_port())
+    first = NodeRank(0, 3, "127.0.0.1", free_port())
     other = replace(first, rank=1, serves=False)
     with pytest.raises(RendezvousFailed) as nobody:
         rendezvous(other, gpus=0, seconds=0.2)
@@ -401,7 +401,7 @@ def _assert_n3_cannot_write(found: NodeVerdict, folder: Path) -> None:
 
 def _nodes(command: Callable[[int], list[str]], number: int) -> tuple[list[int], list[str]]:
     """Run a command as the processes of several nodes; exit codes and what they say."""
-    port = str(_free_port())
+    port = str(free_port())
     started = []
     for rank in range(number):
         place = {"RANK": str(rank), "WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -418,9 +418,3 @@ def _nodes(command: Callable[[int], list[str]], number: int) -> tuple[list[int],
         for process in started:
             process.kill()
     return [process.returncode for process in started], output
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

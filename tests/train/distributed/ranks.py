@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import shutil
 import socket
 import sys
@@ -44,10 +45,17 @@ def environment(rank: int, world: int, port: int) -> Environment:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, and that neither the kernel nor another worker of pytest gives to anybody."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 16
+    while True:
+        # Below those that outgoing connections get (32768 to 60999 on Linux).
+        port = 20_000 + 16 * random.SystemRandom().randrange(750) + worker
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 class Ranks:
