@@ -52,7 +52,11 @@ def glm(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: 8.0"),
         ("olmoe", {"num_local_experts": 7}, "num_local_experts: 7 .*num_experts is 12"),
         ("qwen2-moe", {"use_sliding_window": True}, "use_sliding_window: True"),
-        ("qwen3-moe", {"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers: \[0, 1, 2\] .*none of the 3 layers has experts"),
+        (
+            "qwen3-moe",
+            {"mlp_only_layers": [0, 1, 2]},
+            "mlp_only_layers: .*none of the 3 layers has experts",
+        ),
         ("qwen3-moe", {"decoder_sparse_step": 4}, "decoder_sparse_step: 4 .*none of the 3 layers has experts"),
         ("qwen3-next", {"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers: .*none of the 4 layers has experts"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: 0"),
