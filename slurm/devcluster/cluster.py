@@ -11,8 +11,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from pipeline.common import slurm_commands
 from pipeline.common.errors import MachineError, UserError
 from slurm.devcluster import machine, processes
 from slurm.devcluster.settings import DEFAULT_PORT, Settings
@@ -309,9 +311,9 @@ class DevCluster:
         return processes.running(self._settings.pid_file(daemon))
 
     def _controller_answers(self) -> bool:
-        return self._settings.slurm_conf.exists() and _succeeds(
-            [machine.program("scontrol"), "ping"], self._environment()
-        )
+        with suppress(MachineError):
+            return self._settings.slurm_conf.exists() and bool(self._slurm("scontrol", "ping"))
+        return False
 
     def _check_node(self, name: str) -> None:
         if name not in self.nodes:
@@ -331,7 +333,8 @@ class DevCluster:
             raise
 
     def _slurm(self, name: str, *arguments: str) -> str:
-        return self._call([machine.program(name), *arguments])
+        command = [machine.program(name), *arguments]
+        return slurm_commands.ask(command, seconds=_START, variables=self._environment())
 
     def _call(self, command: Sequence[str]) -> str:
         """Output of a command.

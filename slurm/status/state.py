@@ -15,21 +15,25 @@ from pipeline.common.errors import (
     EXIT_OK,
     EXIT_REFUSED,
     EXIT_STOPPED,
+    EXIT_SUPERSEDED,
     EXIT_UNSAVED,
 )
 from pipeline.common.format import counted, duration, listed, when
 from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
+from slurm import jobs
 from slurm.job.launch_log import Launch, Next
 from slurm.jobs import ARRAYS, Cancelled, Job, Stage
+from slurm.scheduler import UNKNOWN
 from slurm.status.files import RunSnapshot
-from slurm.status.queued import UNKNOWN, QueuedJob, SchedulerSnapshot, in_question, is_of
+from slurm.status.queued import QueuedJob, SchedulerSnapshot, in_question, is_of
 from slurm.submit.job_plan import resources_key, stage_name
 
 # fmt: off
 State = Literal[
     "nothing known", "pending", "held", "running", "stalled", "suspended", "requeued", "preprocessing", "evaluating",
-    "curating", "stopped", "cancelled", "failed", "refused", "hung", "diverged", "unsaved", "chain exhausted", "done",
+    "curating", "stopped", "cancelled", "failed", "refused", "hung", "diverged", "unsaved", "superseded",
+    "chain exhausted", "done", "unknown",
 ]
 # fmt: on
 _OF_CODE: dict[int | None, State] = {
@@ -39,6 +43,7 @@ _OF_CODE: dict[int | None, State] = {
     EXIT_HANG: "hung",
     EXIT_NUMERICAL: "diverged",
     EXIT_UNSAVED: "unsaved",
+    EXIT_SUPERSEDED: "superseded",
     EXIT_INTERRUPTED: "stopped",
 }
 LOST = "its end was not recorded, as when its node is lost"
@@ -154,6 +159,9 @@ def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], p
         words = f"no sign of life for {duration(least)}"
         if len(alive) > 1:
             words += f"; the oldest is of {_who(facts, oldest)}, {duration(most)} ago"
+        if facts.hidden is not None:
+            words += f"; the scheduler does not show job {facts.hidden} to {jobs.user()}: ask its user whether it runs"
+            return RunVerdict("unknown", "train", "; ".join([*notes, words]))
         return RunVerdict("stalled", "train", "; ".join([*notes, words]))
     if most > patience:
         notes.append(f"{_who(facts, oldest)} has given no sign of life for {duration(most)}")
