@@ -122,7 +122,7 @@ def states_of(owners: Mapping[str, str], me: str) -> dict[str, JobState]:
     Raises:
         SchedulerError: the scheduler does not answer.
     """
-    found = jobs(list(owners))
+    found = {number: state for number, state in jobs(list(owners)).items() if number in owners}
     hidden = [number for number, user in owners.items() if number not in found and user != me]
     ended: set[str] = set()
     if hidden and shutil.which("sacct") is not None:

@@ -152,6 +152,8 @@ def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], p
     if not alive:
         silent = facts.now - since > patience
         text = "no process has given a sign of life yet" if not beats else "its processes have left the training"
+        if silent and facts.hidden is not None:
+            return RunVerdict("unknown", "train", "; ".join([*notes, text, _hidden(facts.hidden)]))
         return RunVerdict("stalled" if silent and not beats else "running", "train", "; ".join([*notes, text]))
     oldest = min(alive.values(), key=lambda beat: beat.time)
     least, most = facts.now - max(beat.time for beat in alive.values()), facts.now - oldest.time
@@ -160,12 +162,15 @@ def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], p
         if len(alive) > 1:
             words += f"; the oldest is of {_who(facts, oldest)}, {duration(most)} ago"
         if facts.hidden is not None:
-            words += f"; the scheduler does not show job {facts.hidden} to {jobs.user()}: ask its user whether it runs"
-            return RunVerdict("unknown", "train", "; ".join([*notes, words]))
+            return RunVerdict("unknown", "train", "; ".join([*notes, words, _hidden(facts.hidden)]))
         return RunVerdict("stalled", "train", "; ".join([*notes, words]))
     if most > patience:
         notes.append(f"{_who(facts, oldest)} has given no sign of life for {duration(most)}")
     return RunVerdict("running", "train", "; ".join(notes))
+
+
+def _hidden(job: str) -> str:
+    return f"the scheduler does not show job {job} to {jobs.user()}: ask its user whether it runs"
 
 
 def _who(facts: RunSnapshot, beat: Beat) -> str:
