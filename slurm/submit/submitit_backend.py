@@ -45,6 +45,7 @@ _RANK_VARIABLES = (
 )
 _SCRIPT = ".submission_file_"
 """Start of the name of a script, by which jobs are known to the scheduler until their numbers are known."""
+_UNANSWERED = "The job may have been accepted all the same; submit again, which cancels it first"
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _MODULE = [
     # The shell of a job is not a login shell, so that `module`, a function, need not be there.
@@ -146,7 +147,7 @@ def send(
             return str(to_slurm.send(command, planned.tasks).job_id)
     except scheduler.SchedulerError as error:
         if error.away:  # it may have been accepted: `cancel_unknown` finds it by its script
-            raise scheduler.SchedulerError(["sbatch"], error.output, sbatch_hints.hint(error.output)) from None
+            raise scheduler.SchedulerError(["sbatch"], f"{error.output}\n{_UNANSWERED}") from None
         refused = _remove_refused(folder, before, planned.name)
         raise scheduler.SchedulerError(["sbatch", *refused], error.output, sbatch_hints.hint(error.output)) from None
 

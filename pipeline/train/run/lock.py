@@ -167,9 +167,7 @@ def take_over(run: Path) -> str | None:
     with _guard(RunFiles(run).lock):
         if (now := holder(run)) != held:
             raise UserError(_in_use(run, now or {}, JobAnswer("running", "it came just now")))
-        note_attempt(
-            run, _after(run, held)
-        )  # before the lock is free: higher than what its holder has, whoever comes next
+        note_attempt(run, _after(run, held))  # before the lock is free, so that its holder is fenced whoever comes next
         RunFiles(run).lock.unlink()
     return _who(held)
 
