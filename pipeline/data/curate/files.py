@@ -48,6 +48,14 @@ def curate_folder(source: Path) -> Path:
     return source / CURATE
 
 
+def portable(path: Path, data_dir: Path) -> str:
+    """Name of a path in files of a data folder: relative if the path is inside, so that the folder may be moved.
+
+    `data_dir / name` is the path again, whichever the name is.
+    """
+    return str(path.relative_to(data_dir) if path.is_relative_to(data_dir) else path)
+
+
 def measured_file(curation: Path, unit: int, chunk: int, name: str) -> Path:
     """A file of a chunk, by the folder of the curation."""
     path = numbered(curation / "measured", unit, chunk)

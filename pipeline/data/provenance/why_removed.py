@@ -308,7 +308,7 @@ class CurationView:
 
     def _folder_of(self, name: str) -> Path:
         """Folder of the curation of a source of the scope, or of a finished one that it was compared with."""
-        return Path(name) if "/" in name else curate_folder(self._config.data_dir / name)
+        return self._config.data_dir / name if "/" in name else curate_folder(self._config.data_dir / name)
 
     def _members(self, key: Key, verdict: Verdict) -> Iterator[ClusterMember]:
         """Documents that were removed for the same one as this, or for this one."""

@@ -37,6 +37,7 @@ from pipeline.data.curate.duplicates.lines import LINE, line_jobs, sorted_lines
 from pipeline.data.curate.duplicates.match import MatchJob, match_bucket_jobs
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.rank import OpenTable, rank_jobs
+from pipeline.data.curate.files import portable
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import Chunk, Scope
@@ -80,7 +81,7 @@ class DuplicatePasses:
     @property
     def source_names(self) -> tuple[str, ...]:
         """Names by the number that documents have in `kept`: sources of the scope, then folders of `against`."""
-        return (*self.scope.sources, *(str(each.folder) for each in self.against))
+        return (*self.scope.sources, *(portable(each.folder, self.scope.data_dir) for each in self.against))
 
     def jobs(self, name: PassName) -> list[CurationJob]:
         """Jobs of a pass. Those of the passes before it must be done, but for `match` and `rank`.

@@ -20,7 +20,7 @@ from pipeline.data.curate.duplicates.files import finished
 from pipeline.data.curate.duplicates.kinds import PassName
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
-from pipeline.data.curate.files import CURATE, decisions_folder
+from pipeline.data.curate.files import CURATE, decisions_folder, portable
 from pipeline.data.curate.measurers import LANGUAGE, Measuring, items_folder
 from pipeline.data.curate.passes.contamination import (
     ContaminationJob,
@@ -112,7 +112,7 @@ class ScopePlan:
                 "preference": list(self.preference),
                 # Which documents lose against equal ones depends on the rules of all sources.
                 "rules": [[[rule.name, rule.bound, rule.keeps] for rule in each] for each in self.rules],
-                "against": against_hashes(curate),
+                "against": against_hashes(curate, self.config.data_dir),
             }
         return settings
 
@@ -125,9 +125,9 @@ class ScopePlan:
         return decisions_folder(self.plans[number].folder, self.decide_hash(number))
 
 
-def against_hashes(curate: CurateConfig) -> dict[str, str]:
+def against_hashes(curate: CurateConfig, data_dir: Path) -> dict[str, str]:
     """Hashes of finished curations that `against` names."""
-    return {str(path): value_hash(read_curation(path).about) for path in map(Path, curate.against)}
+    return {portable(path, data_dir): value_hash(read_curation(path).about) for path in map(Path, curate.against)}
 
 
 def check_against(curate: CurateConfig) -> None:
