@@ -97,7 +97,7 @@ class ScopePlan:
             "rules": [[rule.name, rule.bound, rule.keeps] for rule in rules],
             "languages": [] if curate.language is None else sorted(curate.language.keep),
             "sources": {plan.name: plan.config_hash for plan in self.plans},
-            "data.curate.duplicates": curate.duplicates.model_dump(mode="json"),
+            "data.curate.duplicates": _without_unset(curate.duplicates.model_dump(mode="json"), "paragraphs"),
             "duplicates": duplicate_settings(curate.duplicates),
             "data.curate.seed": curate.seed,
         }
@@ -123,6 +123,11 @@ class ScopePlan:
     def decisions(self, number: int) -> Path:
         """Folder of the decisions about a source."""
         return decisions_folder(self.plans[number].folder, self.decide_hash(number))
+
+
+def _without_unset(values: dict[str, Any], *later: str) -> dict[str, Any]:
+    """Values without keys that earlier versions did not have, where they are not set: decisions stay the same."""
+    return {key: value for key, value in values.items() if key not in later or value is not None}
 
 
 def against_hashes(curate: CurateConfig, data_dir: Path) -> dict[str, str]:
@@ -267,6 +272,7 @@ class ScopePasses:
 
     def _decider(self, number: int) -> Decider:
         labels = self.plan.plans[number].settings.get(LANGUAGE, {}).get("labels", [])
+        paragraphs = self.plan.curate.duplicates.paragraphs
         return Decider(
             self.plan.rules[number],
             self.plan.compared,
@@ -276,6 +282,7 @@ class ScopePasses:
             self.plan.curate.seed,
             sum(chunk.source == number for chunk in self.chunks),
             self.excerpts(number),
+            edits_paragraphs=paragraphs is None or paragraphs.edit,
         )
 
 

@@ -16,6 +16,7 @@ from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.presets import empty_rule, preset_rules
 
 LINES_RULE = "duplicates.lines"
+PARAGRAPHS_RULE = "duplicates.paragraphs"
 _KEY = "data.curate.duplicates"
 
 
@@ -46,6 +47,11 @@ def compared_rules(duplicates: DuplicatesConfig) -> tuple[DocumentRule, ...]:
     if duplicates.lines is not None:
         about = "share of lines that occur in other documents; all of them"
         rules.append(ComparedRule(LINES_RULE, f"{_KEY}.lines", 0, "max", about))
+    if duplicates.paragraphs is not None:
+        about = "share of bytes in paragraphs that stay in other documents"
+        most = duplicates.paragraphs.max_share
+        key = f"{_KEY}.paragraphs{'' if most is None else '.max_share'}"
+        rules.append(ComparedRule(PARAGRAPHS_RULE, key, 1 if most is None else most, "max", about))
     return tuple(rules)
 
 
