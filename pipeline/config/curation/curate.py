@@ -145,6 +145,20 @@ class DuplicatesConfig(Section):
         return keep
 
 
+class UrlListsConfig(Section):
+    """Lists of addresses whose documents are removed. The rule that removed one has the name of the list."""
+
+    lists: list[AbsPath] = Field(min_length=1)
+    """Folders with a folder per category that has files `domains` and `urls`, as UT1's, and files with a domain or the
+    beginning of an address per line. They may be compressed (`.gz`). A domain stands for those below it, too."""
+    categories: list[str] = Field(default_factory=list)
+    """Categories of the folders, like `adult`; by default all."""
+    key: str = "url"
+    """Key of `metadata` with the address."""
+    sources: list[str] = Field(default_factory=list)
+    """Sources whose addresses are looked at; by default all."""
+
+
 class DecontaminateConfig(Section):
     """Documents that contain items of evaluations."""
 
@@ -179,6 +193,8 @@ class CurateConfig(Section):
     """Folders of finished curations (`DATA_DIR/SOURCE/curate`) whose kept documents always win over equal ones here."""
     clean: CleanConfig = CleanConfig()
     """Edits of the text."""
+    url_lists: UrlListsConfig | None = None
+    """Lists of addresses whose documents are removed."""
     language: LanguageConfig | None = None
     """Language of a document."""
     rules: RulesConfig = RulesConfig()

@@ -14,6 +14,8 @@ from pipeline.data.curate.decontamination.rule import contamination_rules
 from pipeline.data.curate.models.rules import classifier_rules, language_rules
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.presets import empty_rule, preset_rules
+from pipeline.data.curate.url_lists import KEY as URL_LISTS_KEY
+from pipeline.data.curate.url_lists import url_list_rules
 
 LINES_RULE = "duplicates.lines"
 PARAGRAPHS_RULE = "duplicates.paragraphs"
@@ -68,6 +70,7 @@ def local_rules(config: CurateConfig, source: str, settings: Mapping[str, Any]) 
     labels = settings.get("data.curate.language", {}).get("labels", [])
     return (
         empty_rule("data.curate.clean"),
+        *url_list_rules(settings.get(URL_LISTS_KEY)),
         *language_rules(config.language, labels),
         *preset_rules(config.rules if own is None else own, key),
         *classifier_rules(config.classifiers),
