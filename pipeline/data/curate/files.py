@@ -25,6 +25,9 @@ CURATE = "curate"
 CURATION_FILE = "curation.json"
 MEASURES = "measures"
 """Name of the table of measures of a chunk: a record per row of the unit."""
+IDS = "ids"
+"""Name of the file of a chunk with the xxh3 of the id of each row, u64; `NOBODY` for a record without one. By it
+`data why` finds documents. It decides nothing, and measures of earlier versions do not have it."""
 VERDICT = np.dtype(
     [
         ("rule", "<u2"),  # 0: kept; else the number of the rule that removed it, from 1, in `curation.json`

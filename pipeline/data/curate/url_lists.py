@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ URL_LIST_COLUMNS = [("url_list", "<u2")]
 """Number of the first list that has the address, from 1 in the order of their names; 0 for none."""
 _VERSION = 1
 _FILES = ("domains", "urls")
+_NONE = 2**16 - 1
 
 
 class _List(NamedTuple):
@@ -137,17 +139,17 @@ class UrlLists:
         candidates: list[int] = []
         counts = []
         for address in addresses:
-            names = _candidates(normalize_url(address)) if isinstance(address, str) else []
-            candidates += [xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in names]
-            counts.append(len(names))
+            found = _candidates(normalize_url(address)) if isinstance(address, str) else []
+            candidates += found
+            counts.append(len(found))
         wanted = np.array(candidates, np.uint64)
         places = np.searchsorted(self._hashes, wanted)
         places[places == len(self._hashes)] = 0
         hits = np.flatnonzero(self._hashes[places] == wanted)
-        found = np.full(len(addresses), 2**16 - 1, np.uint16)
-        np.minimum.at(found, np.repeat(np.arange(len(addresses)), counts)[hits], self._numbers[places[hits]])
-        found[found == 2**16 - 1] = 0
-        return found
+        numbers = np.full(len(addresses), _NONE, np.uint16)
+        np.minimum.at(numbers, np.repeat(np.arange(len(addresses)), counts)[hits], self._numbers[places[hits]])
+        numbers[numbers == _NONE] = 0
+        return numbers
 
 
 def _entries(path: Path) -> npt.NDArray[np.uint64]:
@@ -176,19 +178,27 @@ def _entries(path: Path) -> npt.NDArray[np.uint64]:
     return np.array(found, np.uint64)
 
 
-def _candidates(address: str) -> list[str]:
-    """Entries that remove a normalized address: its domain and those above, and the address up to each slash."""
+def _candidates(address: str) -> list[int]:
+    """Hashes of entries that remove a normalized address: its domain and those above, and its path up to each slash."""
     if not address:
         return []
     address = address.lower()
     page, _, query = address.partition("?")
     parts = page.split("/")
-    host = parts[0]
-    found = [host] if ":" in host else []
+    names = ["/".join(parts[: place + 1]) for place in range(1, len(parts))]
+    return [*_domains(parts[0]), *map(_hash, [*names, address] if query else names)]
+
+
+@lru_cache(maxsize=2**14)  # many addresses have few hosts
+def _domains(host: str) -> tuple[int, ...]:
+    """Hashes of a host and of the domains above it."""
     labels = host.partition(":")[0].split(".")
-    found += [".".join(labels[place:]) for place in range(len(labels))]
-    found += ["/".join(parts[: place + 1]) for place in range(1, len(parts))]
-    return [*found, address] if query else found
+    names = [".".join(labels[place:]) for place in range(len(labels))]
+    return tuple(map(_hash, [host, *names] if ":" in host else names))
+
+
+def _hash(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 
 class UrlListMeasurer(Measurer):

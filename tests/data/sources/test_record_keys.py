@@ -60,7 +60,9 @@ def test_partitions_of_a_dataset_of_pyarrow(tmp_path, kind, form):
 def test_partitions_of_json_lines(tmp_path, kind):
     folder = tmp_path / "lang=de" / "year=2024" / "lang=fr"
     folder.mkdir(parents=True)
-    lines = b'{"id": "a", "text": "x"}\n{"id": "b", "text": "x", "lang": "it"}\n{"id": "c", "text": "x", "lang": null}\n'
+    lines = (
+        b'{"id": "a", "text": "x"}\n{"id": "b", "text": "x", "lang": "it"}\n{"id": "c", "text": "x", "lang": null}\n'
+    )
     lines += b'{"id": "d", "text": "x", "n": NaN}\n'
     path = folder / f"a=b.{kind}"
     path.write_bytes(gzip.compress(lines) if kind.endswith("gz") else lines)

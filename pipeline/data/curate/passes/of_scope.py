@@ -20,7 +20,7 @@ from pipeline.data.curate.duplicates.files import finished
 from pipeline.data.curate.duplicates.kinds import PassName
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
-from pipeline.data.curate.files import CURATE, decisions_folder, portable
+from pipeline.data.curate.files import CURATE, IDS, decisions_folder, portable
 from pipeline.data.curate.measurers import LANGUAGE, Measuring, items_folder
 from pipeline.data.curate.passes.contamination import (
     ContaminationJob,
@@ -308,7 +308,8 @@ def finished_chunks(curation: Path) -> list[Chunk]:
 
 
 def _chunk(curation: Path, number: int, receipt: Mapping[str, Any]) -> Chunk:
-    files = receipt["files"]
+    # Ids decide nothing, and measures of earlier versions do not have them.
+    files = {name: about for name, about in receipt["files"].items() if name != IDS}
     return Chunk(
         curation,
         number,
