@@ -135,7 +135,7 @@ class UrlLists:
         self._numbers = np.concatenate(numbers)[order]
 
     def find(self, addresses: Sequence[object]) -> npt.NDArray[np.uint16]:
-        """Number of the first list that has each address; 0 for none, and for what is no address."""
+        """Number of the first list that has each address; 0 for none, and for values that are not addresses."""
         candidates: list[int] = []
         counts = []
         for address in addresses:
