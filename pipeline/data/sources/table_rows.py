@@ -100,7 +100,7 @@ def columns_of(schema: pa.Schema, keys: Iterable[str], more: RecordKeys) -> tupl
         if key not in schema.names and (kind := _field_type(schema, parts)) is not None:
             kinds[key] = kind
             nested.append((key, parts))
-    given = tuple(each for each in more.partitions if each[0] not in schema.names)
+    given = tuple(each for each in more.partitions if each[0] not in schema.names and each[0] not in kinds)
     kinds |= dict.fromkeys((key for key, _ in given), _PARTITION)
     return TableColumns(own, tuple(nested), given), kinds
 
