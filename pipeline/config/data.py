@@ -383,6 +383,7 @@ class DataConfig(Section):
         names = [source.name for source in self.sources if source.dataset is None]
         named = {f"scopes.{scope}": name for scope, each in self.curate.scopes.items() for name in each}
         named |= {f"by_source.{name}": name for name in self.curate.by_source}
+        named |= {f"url_lists.sources: {name}": name for name in getattr(self.curate.url_lists, "sources", ())}
         for key, name in named.items():
             if name not in names:
                 raise ValueError(f"curate.{key}: {name!r} is not a source with files ({', '.join(names)})")

@@ -159,6 +159,7 @@ class CsvReader(Reader):
                     break
             if not end:
                 return _Header((), 0)
+        given = dict(self.record_keys(path).partitions)
         for key, wanted in (
             (self.text_config_key, self.text_keys),
             ("metadata", self.metadata),
@@ -167,7 +168,7 @@ class CsvReader(Reader):
             for name in wanted:
                 if names.count(name) > 1:
                     raise UserError(f"{path} has several columns named {name!r}; rename all but one")
-                if name not in names:
+                if name not in names and name not in given:
                     raise UserError(self._missing(path, key, name, names))
         return _Header(tuple(names), end)
 
@@ -190,7 +191,8 @@ class CsvReader(Reader):
         names, template, unit, prefix = header.names, self.template, cursor.unit.index, f"{piece.file.name}@"
         weight = None
         wanted = tuple(dict.fromkeys((*self.text_keys, *cursor.kept, *self.weight_keys)))
-        places = {name: names.index(name) for name in wanted} if names else {}
+        places = {name: names.index(name) for name in wanted if name in names}
+        given = dict(self.record_keys(piece.file.path).partitions)
         own_id = names.index(self.id_key) if names.count(self.id_key) == 1 else None
         cursor.offset = max(cursor.offset, 0)
         consumed = source.consumed if source else 0
@@ -220,10 +222,10 @@ class CsvReader(Reader):
             name = self.id_key
             try:
                 own = "" if own_id is None else fields[own_id].decode()
-                values = {}
+                values = dict(given)
                 for name, place in places.items():
                     values[name] = fields[place].decode()
-                text = values[self.text_key] if template is None else template.render(values)
+                text = values[self.text_key] or "" if template is None else template.render(values)
             except UnicodeDecodeError as error:
                 detail = f"byte 0x{error.object[error.start]:02x} at {error.start} of column {name!r}"
                 yield cursor.rejected(line, byte, NOT_UTF8, detail, record.head)
@@ -233,7 +235,7 @@ class CsvReader(Reader):
                 continue
             if self.weight_key is not None:
                 written = values[self.weight_key]
-                weight = loss_weight(_number(written))
+                weight = loss_weight(_number(written or ""))
                 if weight is None:
                     yield cursor.rejected(line, byte, BAD_WEIGHT, bad_weight(self.weight_key, written), record.head)
                     continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -110,6 +110,8 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
     text_key, id_key, prefix, template = reader.text_key, reader.id_key, f"{piece.file.name}@", reader.template
     longest, weight_key = reader.max_record_bytes, reader.weight_key
     readline, update, loads = file.readline, cursor.digest.update, orjson.loads
+    more = reader.record_keys(piece.file.path)
+    complete = more.complete if more else None
     position, line = cursor.offset, cursor.line
     consumed = source.consumed if source else 0
     while position < end and (raw := readline(longest)):
@@ -145,7 +147,7 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
             if not raw or raw.isspace():
                 continue
             try:
-                record = _as_python_reads(raw, error, reader)
+                record = _as_python_reads(raw, error, reader, complete)
             except _Rejected as rejected:
                 reason, detail = rejected.args
                 if reason == CUT_FILE:
@@ -154,6 +156,8 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
                     continue
                 yield cursor.rejected(line - 1, byte, reason, detail, raw)
                 continue
+        if complete is not None and type(record) is dict:
+            complete(record)
         text = record.get(text_key) if type(record) is dict else None
         if template is not None and type(record) is dict:
             try:
@@ -190,7 +194,9 @@ class _Rejected(Exception):
     """A record cannot be used: (one of a few reasons, the detail)."""
 
 
-def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) -> Any:
+def _as_python_reads(
+    raw: bytes, error: orjson.JSONDecodeError, reader: Reader, complete: Callable[[dict[str, Any]], None] | None
+) -> Any:
     """The value of a line that orjson refuses, if Python's `json` takes it: NaN, infinities and lone surrogates.
 
     Raises:
@@ -206,6 +212,8 @@ def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) 
             raise _Rejected(CUT_FILE, "") from None
         raise _Rejected(*_json_reason(raw, error)) from None
     if isinstance(record, dict):
+        if complete is not None:
+            complete(record)
         text, own = record.get(reader.text_key), record.get(reader.id_key)
         if reader.template is not None:
             with suppress(UnusableRecord):

@@ -39,6 +39,7 @@ from pipeline.data.sources.records import (
     Numbering,
     Piece,
     Position,
+    RecordKeys,
     Unit,
     bad_weight,
     escaped,
@@ -170,6 +171,12 @@ class Reader(ABC):
     def weight_keys(self) -> tuple[str, ...]:
         """The key or column of the weight, if there is one."""
         return () if self.weight_key is None else (self.weight_key,)
+
+    def record_keys(self, path: str) -> RecordKeys:
+        """Places of keys that the records of a file do not have themselves."""
+        wanted = (*self.text_keys, self.id_key, *self.metadata, *self.weight_keys)
+        of_text = self.text_keys if self.template else ()
+        return RecordKeys.of(path, wanted, (*of_text, *self.metadata))
 
     @property
     def text_config_key(self) -> str:
@@ -426,6 +433,9 @@ class Cursor:
             raw: the beginning of the record, for the list of rejected ones.
         """
         reader = self.reader
+        if more := reader.record_keys(self.unit.pieces[self.piece].file.path):
+            values = dict(values)
+            more.complete(values)
         try:
             text = reader.template.render(values) if reader.template else values.get(reader.text_key)
         except UnusableRecord as unusable:

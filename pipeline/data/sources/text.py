@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from pipeline.data.sources.compression import StreamError, compression_of, open_stream
 from pipeline.data.sources.reader import Cursor, Reader
-from pipeline.data.sources.records import BOM, EMPTY, NOT_UTF8, Document, Piece
+from pipeline.data.sources.records import BOM, EMPTY, NOT_UTF8, Document, Piece, metadata_json
 
 _CHUNK_BYTES = 2**18
 
@@ -55,7 +55,9 @@ class TextReader(Reader):
         row = cursor.row
         cursor.row += 1
         reason = None if text else EMPTY
-        metadata = b"{}" if cursor.kept else None
+        metadata = None
+        if cursor.kept:
+            metadata = metadata_json(dict(cursor.reader.record_keys(piece.file.path).partitions))
         yield Document(text, piece.file.name, cursor.unit.index, row, cursor.piece, None, 0, reason, "", metadata)
 
 
