@@ -294,6 +294,9 @@ class PreprocessConfig(Section):
     is refused: some hundred bytes can stand for billions of rows."""
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
     """With `on_error: skip`, the stage fails if a larger share of a source's records is bad; empty ones are not bad."""
+    max_unknown: float = Field(default=0.01, ge=0, le=1)
+    """The stage fails if the tokenizer has no token for a larger share of a source's text: the share of its tokens that
+    are unknown, or of the characters of a sample that no known token stands for, whichever is larger."""
 
 
 _SPLIT_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")

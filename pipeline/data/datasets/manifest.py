@@ -15,6 +15,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, TRAIN
+from pipeline.data.tokenization.coverage import Coverage, RoundTrip
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
@@ -79,6 +80,9 @@ class Manifest(_Entry):
 
     Attributes:
         text_bytes: UTF-8 bytes of the documents' texts.
+        unknown_tokens: those with the id that stands for text without a token. None where nobody has counted them: in
+            datasets of earlier versions, and adopted ones.
+        round_trip: what decoding gives back of a sample of the texts; None as for `unknown_tokens`.
         dtype: of the token ids, `uint16` or `int32`; an adopted dataset may have another integer type.
         inner_ends: end-of-document tokens inside of documents. Only an adopted dataset may have any.
         settings: of the run file that decided the content, by key, as in the plan.
@@ -96,6 +100,8 @@ class Manifest(_Entry):
     documents: int
     tokens: int
     text_bytes: int
+    unknown_tokens: int | None = None
+    round_trip: RoundTrip | None = None
     dtype: Literal["uint8", "int8", "uint16", "int16", "int32", "int64"]
     inner_ends: int = 0
     tokenizer: TokenizerInfo
@@ -109,15 +115,22 @@ class Manifest(_Entry):
     @property
     def lineage(self) -> list[Manifest]:
         """The manifest of each generation, oldest first; the last one is this."""
+        uncounted = {"unknown_tokens": None, "round_trip": None}
         earlier = [
-            self.model_copy(update={**dict(state), "generations": self.generations[:number]})
+            self.model_copy(update=uncounted | {**dict(state), "generations": self.generations[:number]})
             for number, state in enumerate(self.generations)
         ]
         return [*earlier, self]
 
     def as_json(self) -> dict[str, Any]:
-        """JSON of the file; a dataset that has not grown has no `generations`."""
-        return self.model_dump(exclude=None if self.generations else {"generations"})
+        """JSON of the file; a dataset that has not grown has no `generations`, and what is unknown is left out."""
+        optional = ("generations", "unknown_tokens", "round_trip")
+        return self.model_dump(exclude={name for name in optional if getattr(self, name) in (None, [])})
+
+    @property
+    def coverage(self) -> Coverage:
+        """Share of the text that the token ids stand for, as far as it was counted."""
+        return Coverage(self.tokens, self.unknown_tokens, self.round_trip)
 
     @property
     def has_weights(self) -> bool:

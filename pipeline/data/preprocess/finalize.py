@@ -20,6 +20,7 @@ from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
 from pipeline.data.sources.records import EMPTY, NO_PAGE
+from pipeline.data.tokenization.coverage import Coverage, covered
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.bad_input import BadInput, put_changed, reasons_in_words
 from pipeline.data.work.receipt_totals import Counts
@@ -78,6 +79,7 @@ class Finalizer:
         curated: Counter[str] = Counter()
         engines: Counter[str] = Counter()
         report.splits = {name: Counts() for name in self._plan.splits.names}
+        report.coverage = {name: Coverage() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
         record = PART if self._plan.found.reader.weight_key is None else WEIGHTED_PART
@@ -94,6 +96,7 @@ class Finalizer:
             generations.append(bisect_right(ends, unit))
             for name, split in receipt["splits"].items():
                 hashes = (int(split["files"].get(f, {"xxh3": "0"})["xxh3"], 16) for f in names)
+                report.coverage[name].add(split)
                 rows[name].append((split["tokens"], split["documents"], unit, chunk, *hashes))
                 for count in ("documents", "tokens", "text_bytes"):
                     setattr(report.splits[name], count, getattr(report.splits[name], count) + split[count])
@@ -109,6 +112,7 @@ class Finalizer:
         bad.write()
         report.records, report.damaged, report.first_rejected = bad.records, bad.damaged, bad.first
         bad.check(self._config.data.preprocess)
+        covered(list(report.coverage.values())).check(report.name, self._config.data.preprocess.max_unknown)
         if self._plan.found.held_out:
             if not report.splits[HELD_OUT].documents:
                 raise self._nothing("to score", bad.rejected)
@@ -121,10 +125,13 @@ class Finalizer:
         self.report.is_first = not path.exists()
         # The training split last: what is new is used when all splits have it.
         for name, parts in reversed(self.parts.items()):
+            coverage = self.report.coverage[name]
             about = {
                 "source": self.report.name,
                 "split": name,
                 "text_bytes": self.report.splits[name].text_bytes,
+                "unknown_tokens": coverage.unknown_tokens,
+                "round_trip": coverage.round_trip,
                 "settings": self._plan.settings,
                 "config_hash": self._plan.config_hash,
                 "code_version": CODE_VERSION,

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.common import storage
 from pipeline.data.datasets.files import RECEIPT_KEYS, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import named_files, part_prefix
+from pipeline.data.tokenization.coverage import RoundTrip
 
 _Count = Annotated[int, Field(ge=0)]
 _Place = Annotated[list[int], Field(min_length=4, max_length=4)]
@@ -42,6 +43,8 @@ class ReceiptSplit(_Strict):
     tokens: _Count
     text_bytes: _Count
     files: dict[str, _File]
+    unknown_tokens: _Count | None = None
+    round_trip: RoundTrip | None = None
 
 
 class _Damage(_Strict):

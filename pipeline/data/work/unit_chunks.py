@@ -17,6 +17,7 @@ from pipeline.data.datasets.files import receipt_path
 from pipeline.data.sources.damage import DamagedFile, damage_in
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import START, Document, Position, Unit
+from pipeline.data.tokenization.coverage import Coverage, coverage_of, covered
 from pipeline.data.work.job_run import Busy
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import read_receipt
@@ -31,10 +32,11 @@ class UnitDone:
 
     made: int
     """Chunks that were made, and not found."""
-    tokens: int
     records: int
     rejected: dict[str, int]
     damaged: list[DamagedFile]
+    coverage: Coverage
+    """Of the text of the chunks that were made."""
 
 
 def with_lease(
@@ -105,9 +107,10 @@ class ChunkedUnit(ABC):
             UserError: with `fail_on_error`, the first rejected record; or the input has changed.
             OSError: the disk is full, say; nothing half-written stays.
         """
-        position, chunk, made, tokens, records = START, 0, 0, 0, 0
+        position, chunk, made, records = START, 0, 0, 0
         rejected: Counter[str] = Counter()
         damaged: list[DamagedFile] = []
+        coverage = Coverage()
         reader: UnitReader | None = None
         while True:
             receipt = read_receipt(self._unit_source.folder, self._unit.index, chunk)
@@ -126,12 +129,12 @@ class ChunkedUnit(ABC):
                     reader.count_anew()
                 receipt = self._make(chunk, position, reader, documents)
                 made += 1
-                tokens += sum(split["tokens"] for split in receipt["splits"].values())
                 records += receipt["records"]
                 rejected.update(receipt["rejected"])
                 damaged += damage_in(self._unit, receipt)
+                coverage = covered([coverage, coverage_of([receipt])])
             if receipt["last"]:
-                return UnitDone(made, tokens, records, dict(rejected), damaged)
+                return UnitDone(made, records, dict(rejected), damaged, coverage)
             position, chunk = tuple(receipt["next"]), chunk + 1
 
     def _documents(self, reader: UnitReader) -> Iterator[Document]:
