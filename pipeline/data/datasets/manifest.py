@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import value_hash
+from pipeline.common.hashing import file_hash, value_hash
+from pipeline.common.sealed_json import put_sealed
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, TRAIN
 from pipeline.data.tokenization.coverage import Coverage, RoundTrip
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -90,6 +91,7 @@ class Manifest(_Entry):
         code_version: of the stage that wrote it.
         parts: number of parts.
         parts_hash: xxh3-128 of `parts.bin`.
+        files: xxh3-64 of the files of the tokenizer, by name; none in datasets of earlier versions.
         generations: earlier states of a dataset that has grown, oldest first. Its parts are appended, so each of these
             is the beginning of the next.
     """
@@ -110,6 +112,7 @@ class Manifest(_Entry):
     code_version: str
     parts: int
     parts_hash: str
+    files: dict[str, str] = {}
     generations: list[Generation] = []
 
     @property
@@ -123,9 +126,9 @@ class Manifest(_Entry):
         return [*earlier, self]
 
     def as_json(self) -> dict[str, Any]:
-        """JSON of the file; a dataset that has not grown has no `generations`, and what is unknown is left out."""
-        optional = ("generations", "unknown_tokens", "round_trip")
-        return self.model_dump(exclude={name for name in optional if getattr(self, name) in (None, [])})
+        """JSON of the file without its seal. What there is not (`generations`, say) is left out."""
+        optional = ("generations", "unknown_tokens", "round_trip", "files")
+        return self.model_dump(exclude={name for name in optional if getattr(self, name) in (None, [], {})})
 
     @property
     def coverage(self) -> Coverage:
@@ -185,6 +188,7 @@ def write_dataset(
         tokenizer=info,
         parts=len(parts),
         parts_hash=xxhash.xxh3_128_hexdigest(data),
+        files={name: xxhash.xxh3_64_hexdigest(content) for name, content in tokenizer.files.items()},
         generations=[
             Generation(
                 documents=int(parts["documents"][:count].sum()),
@@ -202,16 +206,27 @@ def write_dataset(
         return result, False
     tokenizer.save(folder)
     storage.put(folder / PARTS_FILE, data)
-    storage.put_json(folder / MANIFEST_FILE, result.as_json())
+    put_sealed(folder / MANIFEST_FILE, result.as_json())
     return result, True
 
 
 def _is_written(folder: Path, manifest: Manifest, parts: bytes, tokenizer: Tokenizer) -> bool:
     try:
-        same = read_manifest(folder) == manifest and storage.read_bytes(folder / PARTS_FILE) == parts
+        found = read_manifest(folder)
+        # Another version of the library writes the same tokenizer in other bytes.
+        same = found == manifest.model_copy(update={"files": found.files})
+        same = same and storage.read_bytes(folder / PARTS_FILE) == parts and not changed_files(folder, found)
         return same and tokenizer.is_saved_in(folder)
     except (UserError, OSError, ValueError):
         return False
+
+
+def changed_files(folder: Path, manifest: Manifest) -> list[Path]:
+    """The files of `files` that are missing, or have other bytes."""
+    paths = {
+        folder / storage.plain_name(name, folder / MANIFEST_FILE): listed for name, listed in manifest.files.items()
+    }
+    return [path for path, listed in paths.items() if not path.is_file() or f"{file_hash(path):016x}" != listed]
 
 
 def read_manifest(folder: Path) -> Manifest:

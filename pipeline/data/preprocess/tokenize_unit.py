@@ -16,6 +16,7 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key
+from pipeline.common.sealed_json import put_sealed
 from pipeline.data.curate.results.apply import AppliedCuration, UnitCuration
 from pipeline.data.datasets.files import MANIFEST_FILE, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix
@@ -294,7 +295,7 @@ class _TokenizedUnit(ChunkedUnit):
             }
             if rejects.size:
                 rejects.commit()
-            storage.put_json(receipt_path(source.folder, unit.index, chunk), receipt)
+            put_sealed(receipt_path(source.folder, unit.index, chunk), receipt)
         if last:
             self._remove_behind(chunk)
         return receipt

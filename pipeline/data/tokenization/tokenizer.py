@@ -187,20 +187,21 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in self._files.items():
+        for name, data in self.files.items():
             storage.put(folder / name, data)
 
     def is_saved_in(self, folder: Path) -> bool:
         """Tell whether `save` has nothing to do: the files there are the same, or make the same tokenizer."""
         try:
-            if all(storage.read_bytes(folder / name) == data for name, data in self._files.items()):
+            if all(storage.read_bytes(folder / name) == data for name, data in self.files.items()):
                 return True
             return Tokenizer.open(folder).fingerprint == self.fingerprint
         except (UserError, OSError):
             return False
 
     @cached_property
-    def _files(self) -> dict[str, bytes]:
+    def files(self) -> dict[str, bytes]:
+        """The files that `save` writes, by name."""
         text = self._engine.to_str(pretty=True)
         special = {"end_of_document": self.end_of_document_token, "special_tokens": list(self.special_tokens)}
         if self.allow_special:

@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.common import storage
+from pipeline.common.sealed_json import is_broken
 from pipeline.data.datasets.files import RECEIPT_KEYS, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import named_files, part_prefix
 from pipeline.data.tokenization.coverage import RoundTrip
@@ -83,13 +84,13 @@ class Receipt(ReceiptCounts):
 
 
 def read_receipt(source: Path, unit: int, chunk: int = 0) -> Any:
-    """The receipt of a chunk; None if there is none that can be read."""
+    """The receipt of a chunk; None if there is none that can be read, or it was changed."""
     receipt = storage.find_json(receipt_path(source, unit, chunk), *RECEIPT_KEYS)
     try:
         Receipt.model_validate(receipt)
     except ValueError:
         return None
-    return receipt
+    return None if is_broken(receipt) else receipt
 
 
 def read_receipts(source: Path, unit: int) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.sealed_json import put_sealed
 from pipeline.data.datasets.files import receipt_path
 from pipeline.data.sources.damage import DamagedFile, damage_in
 from pipeline.data.sources.reader import UnitReader
@@ -194,4 +195,4 @@ class ChunkedUnit(ABC):
             )
         receipt["input"]["stat"] = self._stat
         with suppress(OSError):  # on a disk that cannot be written, the next run reads the input again
-            storage.put_json(receipt_path(folder, self._unit.index, receipt["link"]), receipt)
+            put_sealed(receipt_path(folder, self._unit.index, receipt["link"]), receipt)
