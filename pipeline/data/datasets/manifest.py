@@ -84,6 +84,7 @@ class Manifest(_Entry):
         unknown_tokens: those with the id that stands for text without a token. None where nobody has counted them: in
             datasets of earlier versions, and adopted ones.
         round_trip: what decoding gives back of a sample of the texts; None as for `unknown_tokens`.
+        salvaged_bytes: bytes of text of the source's files that no checksum holds for, or None.
         dtype: of the token ids, `uint16` or `int32`; an adopted dataset may have another integer type.
         inner_ends: end-of-document tokens inside of documents. Only an adopted dataset may have any.
         settings: of the run file that decided the content, by key, as in the plan.
@@ -104,6 +105,7 @@ class Manifest(_Entry):
     text_bytes: int
     unknown_tokens: int | None = None
     round_trip: RoundTrip | None = None
+    salvaged_bytes: int | None = None
     dtype: Literal["uint8", "int8", "uint16", "int16", "int32", "int64"]
     inner_ends: int = 0
     tokenizer: TokenizerInfo
@@ -127,7 +129,7 @@ class Manifest(_Entry):
 
     def as_json(self) -> dict[str, Any]:
         """JSON of the file without its seal. What there is not (`generations`, say) is left out."""
-        optional = ("generations", "unknown_tokens", "round_trip", "files")
+        optional = ("generations", "unknown_tokens", "round_trip", "salvaged_bytes", "files")
         return self.model_dump(exclude={name for name in optional if getattr(self, name) in (None, [], {})})
 
     @property

@@ -19,6 +19,7 @@ from pipeline.data.datasets.manifest import CODE_VERSION, PART, WEIGHTED_PART, w
 from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
+from pipeline.data.sources.damage import in_words
 from pipeline.data.sources.records import EMPTY, NO_PAGE
 from pipeline.data.tokenization.coverage import Coverage, covered
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -132,6 +133,7 @@ class Finalizer:
                 "text_bytes": self.report.splits[name].text_bytes,
                 "unknown_tokens": coverage.unknown_tokens,
                 "round_trip": coverage.round_trip,
+                "salvaged_bytes": sum(each.salvaged for each in self.report.damaged) or None,
                 "settings": self._plan.settings,
                 "config_hash": self._plan.config_hash,
                 "code_version": CODE_VERSION,
@@ -160,5 +162,8 @@ class Finalizer:
         ]
         what = " and ".join(f"{count} {'is' if count == 1 else 'are'} {kind}" for count, kind in kinds if count)
         found = f"of {counted(records, 'record')} {what}" if records else "its files hold no records"
+        if self.report.damaged:
+            found = f"{found if records else 'no record was read'}; {in_words(self.report.damaged, self.report.bytes)}"
         lower = f", or lower data.splits ({splits_in_words(self._config.data)})" if elsewhere else ""
-        return UserError(f"source {self.report.name!r} has no document {use}: {found}; add documents{lower}")
+        ways = ", or set data.preprocess.on_damaged_file: salvage" if self.report.damaged else ""
+        return UserError(f"source {self.report.name!r} has no document {use}: {found}; add documents{lower}{ways}")

@@ -268,11 +268,13 @@ class _Source:
         assert self._scratch is not None
         settings = self._plan["settings"]
         dropped = {name: ("damaged", "") for receipt in receipts.values() for name in receipt.get("dropped", [])}
+        salvages = any(receipt.get("salvage") for receipt in receipts.values())
+        refused = [found for receipt in receipts.values() if (found := receipt.get("max_zstd_window"))]
         ends = tuple(settings["ends of splits"][name] for name in self._splits[1:])
         *earlier, (newest, _) = generations_of(self._plan)
         return SourceJob(
             folder=self._scratch,
-            reader=replace(self._reader, dropped=dropped),
+            reader=replace(self._reader, dropped=dropped, salvage=salvages, max_zstd_window=min([2**31, *refused])),
             seed=settings["data.preprocess.seed"],
             splits=Splits(tuple(self._splits), ends, settings["data.split_by"] == "id"),
             unit_bytes=settings["data.preprocess.unit_bytes"],

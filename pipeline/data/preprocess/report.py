@@ -61,7 +61,8 @@ class SourceReport:
         """Content of `report.json`."""
         # Where nothing is curated or counted, the report is what it was before there was that.
         coverage = {name: each.as_json() for name, each in self.coverage.items() if each.round_trip is not None}
-        optional = {"curated": self.curated, "coverage": coverage}
+        salvaged = sum(each.salvaged for each in self.damaged)
+        optional = {"curated": self.curated, "coverage": coverage, "salvaged_bytes": salvaged}
         return {name: value for name, value in optional.items() if value} | {
             "checked": self.checked,
             "condemned": self.condemned,

@@ -54,6 +54,7 @@ class _Damage(_Strict):
     reason: str
     detail: str
     lost: _Count
+    salvaged: _Count = 0
 
 
 class ReceiptCounts(_Strict):
@@ -81,6 +82,10 @@ class Receipt(ReceiptCounts):
     pieces: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Pair]
     checked: _Count
     dropped: list[str] = []
+    salvage: bool = False
+    """Damaged files were salvaged."""
+    max_zstd_window: _Count | None = None
+    """Where a file has a larger one."""
 
 
 def read_receipt(source: Path, unit: int, chunk: int = 0) -> Any:

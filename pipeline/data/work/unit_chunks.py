@@ -15,8 +15,9 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.sealed_json import put_sealed
 from pipeline.data.datasets.files import receipt_path
+from pipeline.data.sources.compression import LARGE_WINDOW
 from pipeline.data.sources.damage import DamagedFile, damage_in
-from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import START, Document, Position, Unit
 from pipeline.data.tokenization.coverage import Coverage, coverage_of, covered
 from pipeline.data.work.job_run import Busy
@@ -38,6 +39,16 @@ class UnitDone:
     damaged: list[DamagedFile]
     coverage: Coverage
     """Of the text of the chunks that were made."""
+
+
+def _how_read(settings: Reader, reader: UnitReader) -> dict[str, Any]:
+    """Keys of a receipt by which `damage_stands` tells whether damaged files are to be read again in another way."""
+    found: dict[str, Any] = {}
+    if settings.salvage and (reader.is_salvaged or reader.damage):
+        found["salvage"] = True
+    if any(damage.reason == LARGE_WINDOW for damage in reader.damage):
+        found["max_zstd_window"] = settings.max_zstd_window
+    return found
 
 
 def with_lease(
@@ -178,6 +189,7 @@ class ChunkedUnit(ABC):
             "rejected": dict(rejected),
             "damaged": [asdict(damage) for damage in reader.damage],
             "dropped": self._unit_source.dropped(self._unit),
+            **_how_read(self._unit_source.reader, reader),
         }
 
     def _check_same_input(self, receipt: dict[str, Any]) -> None:
