@@ -70,10 +70,7 @@ def commit(tmp: Path, final: Path) -> None:
 def put(final: Path, data: bytes, mode: int | None = None) -> None:
     """Write a small file atomically. On an error (a full disk, say) the temporary file is removed.
 
-    Args:
-        final: its path.
-        data: its content.
-        mode: its permissions; by default those that the umask leaves.
+    With `mode` it has these permissions, else those that the umask leaves.
     """
     tmp = temporary(final)
     try:
@@ -99,7 +96,7 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 class _Named(io.FileIO):
-    """A file whose failed writes name it: the system names no file where a limit, a quota or the disk is at its end."""
+    """A file whose failed writes name it, or the file that it becomes: the system names none."""
 
     def __init__(self, path: Path, mode: str, name: Path) -> None:
         super().__init__(path, mode)
@@ -280,10 +277,7 @@ def writing(what: str) -> Iterator[None]:
 
 
 def is_stale(tmp: Path) -> bool:
-    """Tell whether nobody writes a file with a name by `temporary` any more.
-
-    The process that made it is looked up. That of another machine or container cannot be: there the age decides.
-    """
+    """Tell whether nobody writes a file with a name by `temporary` any more, by its process; elsewhere by its age."""
     name = _TEMPORARY.fullmatch(tmp.name)
     if name is None:
         return False
@@ -430,7 +424,9 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
     Neither flushed to disk nor in one piece: whoever reads it looks again where it is none.
     """
     with naming(path), os.fdopen(os.open(path, _SHARED, 0o666), "wb", buffering=0) as file:
-        os.pwrite(file.fileno(), data, offset)
+        while data:  # beyond a limit the system writes a part, and refuses the next
+            written = os.pwrite(file.fileno(), data, offset)
+            data, offset = data[written:], offset + written
 
 
 def cut(path: Path, size: int) -> None:
@@ -483,7 +479,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def json_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines from the last one on, reading no more of it than is asked for."""
+    """The objects of a file of JSON lines from the last one on, reading no more than is asked for."""
     try:
         file = open_regular(path)
     except FileNotFoundError:
