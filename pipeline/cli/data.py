@@ -43,11 +43,14 @@ def data_verify(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --repair: show what would be made again; write nothing.")
     ] = False,
+    seal: Annotated[
+        bool, typer.Option("--seal", help="Give manifests, plans and receipts of earlier versions a hash of their own.")
+    ] = False,
 ) -> None:
     """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
     from pipeline.data.preprocess.repair import verify_all
 
-    if not verify_all(data, overrides or (), Console(), repairs=repair, dry_run=dry_run):
+    if not verify_all(data, overrides or (), Console(), repairs=repair, dry_run=dry_run, seals=seal):
         raise typer.Exit(EXIT_OTHER)
 
 

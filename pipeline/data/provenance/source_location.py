@@ -277,6 +277,7 @@ class Origins:
         longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
         # What is in the dataset was sound when it was read.
         limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}
+        limits["max_zstd_window"] = 2**31
         return planned_reader(self.folder / PLAN_FILE, settings, **limits)
 
     @property

@@ -115,7 +115,7 @@ class CsvReader(Reader):
                     cursor.offset = file.seek(header.end)
                 yield from self._documents(cursor, piece, file, header, piece.end, None)
             return
-        with open_stream(path, verify=self.verify, beat=cursor.beat) as stream:
+        with cursor.open_stream(path) as stream:
             source = stream.raw
             assert isinstance(source, Decompressed)
             try:
@@ -123,14 +123,11 @@ class CsvReader(Reader):
                     header = self._header(stream, path)
                     skip_read(stream, cursor, header.end)
                 else:
-                    with open_stream(path, verify=self.verify) as again:
+                    with cursor.open_stream(path) as again:
                         header = self._header(again, path)
                 yield from self._documents(cursor, piece, stream, header, 2**63, source)
             except StreamError as error:
-                cursor.ended = True
-                cursor.bytes_read += piece.file.size - error.sound
-                taken = f"{error.detail}; {cursor.line:,} lines before that are good"
-                cursor.damaged(error.reason, taken, piece.file.size - error.sound)
+                cursor.broken_stream(piece, error, f"{cursor.line:,} lines before that are good")
 
     def _has_header(self, file: File) -> bool:
         """Look for the columns of a file; False if it is damaged, which reading it will say."""

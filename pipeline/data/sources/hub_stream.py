@@ -88,7 +88,7 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
     if cursor.reader.verify and os.path.isfile(piece.file.path) and compression_of(piece.file.path):
         try:
             # `datasets` would give what lies before damage.
-            with open_stream(piece.file.path, beat=cursor.beat) as whole:
+            with open_stream(piece.file.path, beat=cursor.beat, max_window=cursor.reader.max_zstd_window) as whole:
                 while whole.read1():
                     pass
         except StreamError as error:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from pipeline.data.sources.compression import Decompressed, StreamError, compression_of, open_stream
+from pipeline.data.sources.compression import Decompressed, StreamError, compression_of
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import (
@@ -64,17 +64,14 @@ def _read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
             seek_line(file, piece, cursor)
             yield from _lines(cursor, piece, file, piece.end, None)
         return
-    with open_stream(path, verify=cursor.reader.verify, beat=cursor.beat) as stream:
+    with cursor.open_stream(path) as stream:
         source = stream.raw
         assert isinstance(source, Decompressed)
         try:
             skip_read(stream, cursor)
             yield from _lines(cursor, piece, stream, 2**63, source)
         except StreamError as error:
-            cursor.ended = True
-            cursor.bytes_read += piece.file.size - error.sound
-            taken = f"{error.detail}; {cursor.line:,} lines before that are good"
-            cursor.damaged(error.reason, taken, piece.file.size - error.sound)
+            cursor.broken_stream(piece, error, f"{cursor.line:,} lines before that are good")
 
 
 def seek_line(file: BinaryIO, piece: Piece, cursor: Cursor) -> None:

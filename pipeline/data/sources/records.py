@@ -150,12 +150,14 @@ class Damage:
         reason: one of a few, like `truncated gzip file`.
         detail: what was found, and where.
         lost: bytes on disk whose text is missing.
+        salvaged: bytes of text that are used all the same, without a checksum: those before the break of a member.
     """
 
     piece: int
     reason: str
     detail: str
     lost: int
+    salvaged: int = 0
 
 
 def partitions(path: str) -> dict[str, str | None]:

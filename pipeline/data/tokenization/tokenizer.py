@@ -187,20 +187,21 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in self._files.items():
+        for name, data in self.files.items():
             storage.put(folder / name, data)
 
     def is_saved_in(self, folder: Path) -> bool:
         """Tell whether `save` has nothing to do: the files there are the same, or make the same tokenizer."""
         try:
-            if all(storage.read_bytes(folder / name) == data for name, data in self._files.items()):
+            if all(storage.read_bytes(folder / name) == data for name, data in self.files.items()):
                 return True
             return Tokenizer.open(folder).fingerprint == self.fingerprint
         except (UserError, OSError):
             return False
 
     @cached_property
-    def _files(self) -> dict[str, bytes]:
+    def files(self) -> dict[str, bytes]:
+        """The files that `save` writes, by name."""
         text = self._engine.to_str(pretty=True)
         special = {"end_of_document": self.end_of_document_token, "special_tokens": list(self.special_tokens)}
         if self.allow_special:
@@ -222,6 +223,33 @@ class Tokenizer:
     def definition(self) -> str:
         """A `tokenizer.json` where the added tokens without the flag `special` are those that texts can contain."""
         return str(self._engine.to_str())
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """Id of text that the model has no token for; None if it has none: then it covers all text, or drops some."""
+        if isinstance(self._engine.model, models.Unigram):  # the library does not show it
+            found: int | None = orjson.loads(self.definition)["model"].get("unk_id")
+            return found
+        token = getattr(self._engine.model, "unk_token", None)
+        return None if token is None else self._engine.token_to_id(token)
+
+    @property
+    def decodes(self) -> bool:
+        """True if ids can be put together to text: there is a decoder, or tokens are words."""
+        words = models.WordLevel | models.WordPiece
+        return self._engine.decoder is not None or isinstance(self._engine.model, words)
+
+    def uncovered(self, text: str) -> int:
+        """Characters of a text, as the normalizer leaves it and without white space, that no known token stands for."""
+        normalizer = self._engine.normalizer
+        normalized = text if normalizer is None else normalizer.normalize_str(text)
+        with _readable_errors():
+            encoding = self._engine.encode(normalized, add_special_tokens=False)
+        known = bytearray(len(normalized))
+        for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if id != self.unknown:
+                known[start:end] = b"\1" * (end - start)
+        return sum(not is_known and not each.isspace() for each, is_known in zip(normalized, known, strict=True))
 
     @property
     def added_tokens(self) -> list[str]:
