@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -404,32 +405,22 @@ def _added(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _check_ids(entries: Mapping[str, Any], added: list[tuple[str, Any]]) -> None:
     limit = min(MAX_ROWS, FREE_IDS + IDS_PER_ENTRY * (len(entries) + len(added)))
-    for where, pairs in (("model.vocab", entries.items()), ("added_tokens", added)):
-        for token, number in pairs:
-            if type(number) is not int or not 0 <= number < limit:
-                raise ValueError(
-                    f"{where} gives {_shown(token)} the id {_shown(number)}; ids are from 0 to {limit - 1:,}"
-                )
-            if len(token) > MAX_ENTRY:
-                raise ValueError(
-                    f"{where} has an entry of {len(token):,} characters, {_shown(token)}, of {MAX_ENTRY:,}"
-                )
-    for where, ids in (("model.vocab", entries.values()), ("added_tokens", [number for _, number in added])):
-        if (number := _twice(ids)) is not None:
-            raise ValueError(f"{where} has the id {number} twice")
+    pairs = {"model.vocab": list(entries.items()), "added_tokens": added}
+    for where, found in pairs.items():
+        tokens, numbers = zip(*found, strict=True) if found else ((), ())
+        if not set(map(type, numbers)) <= {int} or not 0 <= min(numbers, default=0) <= max(numbers, default=0) < limit:
+            token, number = next(pair for pair in found if not _is_id(pair[1], limit))
+            raise ValueError(f"{where} gives {_shown(token)} the id {_shown(number)}; ids are from 0 to {limit - 1:,}")
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"{where} has the id {Counter(numbers).most_common(1)[0][0]} twice")
+        if (longest := max(map(len, tokens), default=0)) > MAX_ENTRY:
+            token = next(token for token in tokens if len(token) == longest)
+            raise ValueError(f"{where} has an entry of {longest:,} characters, {_shown(token)}, of {MAX_ENTRY:,}")
 
 
 def is_panic(error: BaseException) -> bool:
     """Tell whether a Rust library panicked: the class is no `Exception`, and no module has it."""
     return type(error).__name__ == "PanicException"
-
-
-def _twice(ids: Iterable[int]) -> int | None:
-    seen: set[int] = set()
-    before = list(ids)
-    if len(set(before)) == len(before):
-        return None
-    return next(number for number in before if number in seen or seen.add(number))  # type: ignore[func-returns-value]
 
 
 def _is_id(value: object, limit: int) -> bool:

@@ -36,14 +36,12 @@ from pipeline.data.tokenization.definition import (
 
 LIMITS = ChildLimits(cpu_s=20, wall_s=300.0, memory=2**31)
 """The texts take a good tokenizer some hundredths of a second and some megabytes."""
-PROVED_GROWTH = 16.0
-"""Growth that needs no probe: the normalizers of Llama 2 may make a text 12 times as long."""
 MAX_GROWTH = 32.0
 """Bytes that are handed to the model, and ids, per byte of a text. NFKC and a byte-level alphabet reach 22."""
 _REGEX_SIZES = (256, 2048, 16384)
 _REGEX_S = 1.0
-"""Characters of a text for one regex, and processor time. A regex that is linear takes some milliseconds for the longest; one that
-is quadratic takes seconds, and an exponential one fails for the shortest."""
+"""Characters of a text for one regex, and processor time. A regex that is linear takes some milliseconds for the
+longest; one that is quadratic takes seconds, and an exponential one fails for the shortest."""
 _TEXT_SIZE = 4096
 _TEXT_S = 4.0
 """The same for the whole tokenizer."""
@@ -76,7 +74,7 @@ def probe(definition: Definition, file: StrPath) -> None:
 def is_proved(definition: Definition) -> bool:
     """Tell whether bounds alone prove that a tokenizer takes little for any text."""
     regexes = set(definition.patterns.values())
-    return definition.growth <= PROVED_GROWTH and regexes <= KNOWN_PATTERNS and not definition.doubts
+    return definition.growth <= MAX_GROWTH and regexes <= KNOWN_PATTERNS and not definition.doubts
 
 
 _PASSED: set[str] = set()
