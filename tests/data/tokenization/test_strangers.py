@@ -341,7 +341,10 @@ def test_memory_of_a_small_file(tmp_path: Path) -> None:
     path = write(tmp_path, ATTACKS["12 nested steps that grow"][0])
     said = refused(
         "Tokenizer.load(sys.argv[1], TokenizerConfig(path=sys.argv[1])).encode('a' * 15000)",
-        "from pipeline.config.tokenizer import TokenizerConfig\nfrom pipeline.data.tokenization.tokenizer import Tokenizer",
+        """
+        from pipeline.config.tokenizer import TokenizerConfig
+        from pipeline.data.tokenization.tokenizer import Tokenizer
+        """,
         path,
     )
     assert "times as long" in said
