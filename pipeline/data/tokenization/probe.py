@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ import tokenizers
 import xxhash
 from tokenizers import Regex, pre_tokenizers
 
-from pipeline.common import storage
-from pipeline.common.cache_dir import cache_folder
+from pipeline.common.cache_dir import check_once
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import file_hash, mix
 from pipeline.common.limited_child import ChildLimits, run_limited
@@ -62,23 +61,13 @@ def probe(definition: Definition, file: StrPath) -> None:
         return
     data = definition.bytes
     about = f"{xxhash.xxh3_128_hexdigest(data)}-{tokenizers.__version__}-{_code()}"
-    kept = cache_folder() / "tokenizers" / f"{about}.json"
-    if about not in _PASSED and not kept.is_file():
-        _in_child(data, definition.patterns, file)
-        with contextlib.suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            storage.put_json(kept, {"file": str(file), "probe": "passed"})
-    _PASSED.add(about)
+    check_once("tokenizers", about, partial(_in_child, data, definition.patterns, file), file=str(file))
 
 
 def is_proved(definition: Definition) -> bool:
     """Tell whether bounds alone prove that a tokenizer takes little for any text."""
     regexes = set(definition.patterns.values())
     return definition.growth <= MAX_GROWTH and regexes <= KNOWN_PATTERNS and not definition.doubts
-
-
-_PASSED: set[str] = set()
-"""Those that passed in this process, or the one that it was forked from."""
 
 
 @lru_cache(maxsize=1)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import storage
-from pipeline.common.cache_dir import cache_folder
+from pipeline.common.cache_dir import check_once
 from pipeline.common.errors import MachineError, UserError, install_extra
 from pipeline.common.hashing import file_hash
 from pipeline.common.limited_child import ChildLimits, run_limited
@@ -77,27 +76,21 @@ def try_model(model: ModelFile, key: str) -> None:
         UserError: the library crashed, took too long or too much memory; MachineError if no process could be started.
     """
     about = f"{model.hash}-{fasttext_version()}-{file_hash(Path(__file__)):016x}"
-    kept = cache_folder() / "fasttext" / f"{about}.json"
-    if about not in _TRIED and not kept.is_file():
-        size = model.path.stat().st_size
-        limits = ChildLimits(cpu_s=60 + size // 2**25, wall_s=600.0 + size / 2**23, memory=2**30 + 4 * size)
-        job = {"path": str(model.path.resolve()), "labels": len(model.labels)}
-        end = run_limited(__name__, _predict_hard_texts.__name__, job, limits)
-        if end.how == "not started":
-            raise MachineError(f"{key}: a prediction with {model.path} {end.detail}; try again")
-        if problem := end.value if end.how == "result" else f"the process {end.detail}":
-            raise UserError(
-                f"{key}: fastText cannot use {model.path}: {problem}; copy or download it again, and use no model "
-                "whose author you do not trust"
-            )
-        with contextlib.suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            storage.put_json(kept, {"file": str(model.path), "predictions": "passed"})
-    _TRIED.add(about)
+    check_once("fasttext", about, partial(_predict_in_child, model, key), file=str(model.path))
 
 
-_TRIED: set[str] = set()
-"""Files that passed in this process, or the one that it was forked from."""
+def _predict_in_child(model: ModelFile, key: str) -> None:
+    size = model.path.stat().st_size
+    limits = ChildLimits(cpu_s=60 + size // 2**25, wall_s=600.0 + size / 2**23, memory=2**30 + 4 * size)
+    job = {"path": str(model.path.resolve()), "labels": len(model.labels)}
+    end = run_limited(__name__, _predict_hard_texts.__name__, job, limits)
+    if end.how == "not started":
+        raise MachineError(f"{key}: a prediction with {model.path} {end.detail}; try again")
+    if problem := end.value if end.how == "result" else f"the process {end.detail}":
+        raise UserError(
+            f"{key}: fastText cannot use {model.path}: {problem}; copy or download it again, and use no model "
+            "whose author you do not trust"
+        )
 
 
 def _predict_hard_texts(job: dict[str, Any]) -> str:
