@@ -190,7 +190,7 @@ def own_uid() -> int:
 
 
 def whether_runs(job: JobIdentity, *, seconds: float = _QUESTION_SECONDS) -> JobAnswer:
-    """What the scheduler says of a job: that it runs, that it has ended, or nothing.
+    """The scheduler's answer about a job: it runs, it has ended, or that is unknown.
 
     Only a record that is the job's own counts. A job without one has ended if it is this user's and the controller has
     given out its number; another user's may be hidden (PrivateData), so accounting has to know its end.

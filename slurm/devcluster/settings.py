@@ -46,7 +46,7 @@ class Settings:
         return cls(folder, values["port"], values["nodes"], **known)
 
     def record(self) -> dict[str, Any]:
-        """What is kept in the cluster's folder."""
+        """Values of the file that is kept in the cluster's folder."""
         values = {"split_hosts": self.split_hosts, "private_jobs": self.private_jobs}
         return {"port": self.port, "nodes": self.count, **{key: True for key, value in values.items() if value}}
 

@@ -59,7 +59,7 @@ def job_identity(held: Holder) -> JobIdentity | None:
 
 
 def whether_holds(held: Holder, mine: Holder, ask: AskForJob | None = None) -> JobAnswer:
-    """Whether the holder of a lock runs, as `mine` can find out.
+    """Answer whether the holder of a lock runs, as far as `mine` can find out.
 
     Args:
         held: the holder.
