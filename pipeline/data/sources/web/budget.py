@@ -38,8 +38,8 @@ _SCANS, _FREE_CHARACTERS = 8, 2**20
 # fmt: off
 _BLOCKS = frozenset((
     "html", "head", "body", "div", "p", "section", "article", "main", "header", "footer", "nav", "aside", "ul", "ol",
-    "li", "dl", "dt", "dd", "table", "caption", "thead", "tbody", "tfoot", "tr", "td", "th", "blockquote", "pre", "form",
-    "fieldset", "figure", "figcaption", "details", "summary", "address", "h1", "h2", "h3", "h4", "h5", "h6",
+    "li", "dl", "dt", "dd", "table", "caption", "thead", "tbody", "tfoot", "tr", "td", "th", "blockquote", "pre",
+    "form", "fieldset", "figure", "figcaption", "details", "summary", "address", "h1", "h2", "h3", "h4", "h5", "h6",
 ))
 # fmt: on
 """Elements that trafilatura treats each on its own; the text of all others is joined to that around them."""
