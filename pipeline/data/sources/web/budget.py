@@ -58,8 +58,10 @@ class MarkupLimits:
     @classmethod
     def of(cls, section: WarcConfig | Mapping[str, Any]) -> Self:
         """The limits of the run file, or of a plan, which names those that are not the default."""
-        values = section if isinstance(section, Mapping) else dict(section)
-        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
+        names = [each.name for each in fields(cls)]
+        if isinstance(section, Mapping):
+            return cls(**{name: section[name] for name in names if name in section})
+        return cls(**{name: getattr(section, name) for name in names})
 
     def settings(self) -> dict[str, int]:
         """Limits that are not the default, by key. Plans of earlier versions name none."""
