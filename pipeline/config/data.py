@@ -73,6 +73,14 @@ class WarcConfig(Section):
     html: Literal["trafilatura", "skip"] | None = None
     """Library that takes the main text out of HTML pages (`pip install 'pretraining-pipeline[html]'`), or `skip` to
     read plain text alone. Required as soon as a file has an HTML page; files of text (WET) need none."""
+    max_tags: int = Field(default=50_000, ge=1)
+    """A page of HTML with more start tags is rejected: trafilatura takes 0.1 to 0.3 ms for each."""
+    max_attributes: int = Field(default=1000, ge=1)
+    """A page with a start tag of more attributes is rejected: its parser compares each with all others."""
+    max_paragraph_work: int = Field(default=500_000_000, ge=1)
+    """A page is rejected if its paragraphs take more work: for each one, its inline elements (links, bold words) times
+    the sum of its characters and 20 per inline element. The default is about 3 s; one paragraph with 5,000 links has
+    it."""
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
@@ -154,6 +162,9 @@ class InputConfig(Section):
     `FILE#ROW`."""
     metadata: list[str] = Field(default_factory=list)
     """Keys or columns that are kept beside the tokens, like `url`; `pipeline data inspect` shows them."""
+    skip_records: list[str] = Field(default_factory=list)
+    """Records to leave out, by the names that an error gives them: `FILE@BYTE` (lines), `FILE#ROW` (tables, crawls) or
+    `FILE` (text). For one that keeps a parser busy for hours or crashes it. A change begins the source anew."""
     dataset: AbsPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from pipeline.data.sources.foreign_parser import working_on
 
 BATCH_BYTES = 2**20
 """Text of a batch, more or less. Whoever works in blocks that fit a cache cuts it further."""
@@ -33,6 +36,14 @@ class TextBatch:
     rows: npt.NDArray[np.uint32]
     ids: Sequence[str]
     metadata: Sequence[bytes | None]
+    names: Sequence[str] = ()
+    """Names of the records (`record_name`), for messages."""
+
+    def each(self) -> Iterator[str]:
+        """The texts, one after the other, for a parser of another package: each is named before it is given."""
+        for text, name in itertools.zip_longest(self.texts, self.names, fillvalue=""):
+            working_on(name)
+            yield text
 
 
 class ChunkOutput(Protocol):

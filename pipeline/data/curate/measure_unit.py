@@ -156,6 +156,7 @@ class _Rows:
             (np.array(self.places, np.int64) + first).astype(np.uint32),
             [document.id for document in self.documents],
             [document.metadata for document in self.documents],
+            [document.name for document in self.documents],
         )
 
 

@@ -24,6 +24,7 @@ from pipeline.data.preprocess.part_writer import PartWriter
 from pipeline.data.preprocess.splits import Splits, split_hash
 from pipeline.data.preprocess.word_cache import FrequentWords
 from pipeline.data.sources.damage import DamagedFile, damaged_files
+from pipeline.data.sources.foreign_parser import is_careful, working_on
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Document, Position, Unit
 from pipeline.data.tokenization.coverage import CoverageCounter, unknown_counts
@@ -380,7 +381,8 @@ class _Batches:
         self._batch.append((document, split))
         self._raw.append(raw)
         self._bytes += size
-        if self._bytes < self._engine.batch_bytes and len(self._batch) < self._engine.batch_documents:
+        is_full = self._bytes >= self._engine.batch_bytes or len(self._batch) >= self._engine.batch_documents
+        if not (is_full or is_careful()):
             return False
         self.flush()
         return True
@@ -412,6 +414,7 @@ class _Batches:
             yield memoryview(encoded.ids.data).cast("B")
 
     def _encode(self, documents: list[Document], texts: list[str], raw: list[bytes] | None = None) -> Encoded:
+        working_on(*{documents[0].name: None, documents[-1].name: None})
         encoded = self._engine.encode(texts, raw)
         forged = encoded.ids == self._tokenizer.end_of_document
         if forged.any():

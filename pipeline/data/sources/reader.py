@@ -26,6 +26,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.storage import naming
 from pipeline.config.plugins import find_plugin, is_plugin
 from pipeline.data.sources.compression import MAX_ZSTD_WINDOW, Decompressed, StreamError, compression_of, open_stream
+from pipeline.data.sources.foreign_parser import SKIPPED, working_on
 from pipeline.data.sources.globs import File, find_files
 from pipeline.data.sources.records import (
     BAD_WEIGHT,
@@ -47,6 +48,7 @@ from pipeline.data.sources.records import (
     loss_weight,
     metadata_json,
     printable,
+    record_name,
 )
 from pipeline.data.sources.template import RecordTemplate, UnusableRecord
 
@@ -97,6 +99,7 @@ class Reader(ABC):
         weight_key: key or column of the document's weight in the training loss, if it has one.
         template: puts the text together, in place of the value of `text_key`.
         options: values of `Options`.
+        skip_records: names of records that are left out (`record_name`).
     """
 
     type: ClassVar[str]
@@ -122,13 +125,15 @@ class Reader(ABC):
     weight_key: str | None = None
     template: RecordTemplate | None = None
     options: Any = field(default=None, hash=False)
+    skip_records: frozenset[str] = frozenset()
 
     @classmethod
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
         keys, template = (source.text_key, source.id_key, tuple(source.metadata)), RecordTemplate.from_config(source)
         weight_key = getattr(source, "weight_key", None)  # sources that are never trained on have none
-        return cls(*keys, weight_key=weight_key, template=template, options=source.options, **limits)
+        limits |= {"options": source.options, "skip_records": frozenset(source.skip_records)}
+        return cls(*keys, weight_key=weight_key, template=template, **limits)
 
     @classmethod
     def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
@@ -137,7 +142,8 @@ class Reader(ABC):
         metadata, weight_key = tuple(settings["metadata"]), settings.get("weight_key")
         template = RecordTemplate.from_settings(settings)
         options = cls.Options.model_validate(settings[OPTIONS]) if cls.Options and OPTIONS in settings else None
-        return cls(*keys, metadata, weight_key=weight_key, template=template, options=options, **limits)
+        limits |= {"options": options, "skip_records": frozenset(settings.get("skip_records", ()))}
+        return cls(*keys, metadata, weight_key=weight_key, template=template, **limits)
 
     def settings(self) -> dict[str, Any]:
         """Values of the run file that decide the documents of the source, besides `metadata` and limits."""
@@ -149,9 +155,9 @@ class Reader(ABC):
         return {"id_key": self.id_key} | text | weight
 
     def plan_settings(self) -> dict[str, Any]:
-        """`settings()` and the options of a plug-in, as plans have them. Formats extend `settings()`."""
+        """`settings()`, options of a plug-in and skipped records, as plans have them. Formats extend `settings()`."""
         options = {} if self.options is None else {OPTIONS: self.options.model_dump(mode="json")}
-        return self.settings() | options
+        return self.settings() | options | ({"skip_records": sorted(self.skip_records)} if self.skip_records else {})
 
     def plan_pins(self) -> dict[str, Any]:
         """`pins()` and the identity of a plug-in, as plans have them. Formats extend `pins()`."""
@@ -499,7 +505,12 @@ class UnitReader(Cursor):
                 continue
             with naming(piece.file.path):
                 _check_unchanged(piece.file)
-                yield from self.reader.read(self, piece)
+                for document in self.reader.read(self, piece):
+                    document.name = name = record_name(piece.file.name, self.reader.numbering, document.byte)
+                    if name in self.reader.skip_records and document.reason is None:
+                        document.text, document.metadata, document.reason = "", None, SKIPPED
+                    working_on(name)
+                    yield document
 
 
 def _check_unchanged(file: File) -> None:

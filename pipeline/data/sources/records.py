@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
 from typing import Any, Literal
@@ -139,6 +139,8 @@ class Document:
     """Its text is not that of the source any more."""
     weight: float = 1.0
     """Weight of its tokens in the training loss, if the source has such a key."""
+    name: str = field(default="", compare=False)
+    """`record_name` of it, which messages and `skip_records` have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,17 @@ class RecordKeys:
                 record[key] = value
         for key, given in self.partitions:
             record.setdefault(key, given)
+
+
+def record_name(file: str, numbering: Numbering, byte: int) -> str:
+    """Name of a record, by its place: `NAME` (text), `NAME@BYTE` (lines) or `NAME#ROW` (tables, crawls).
+
+    Args:
+        file: name of the file.
+        numbering: of the format.
+        byte: as in `Document`.
+    """
+    return file if numbering == "text" else f"{file}{'@' if numbering == 'line' else '#'}{byte}"
 
 
 def loss_weight(value: Any) -> float | None:

@@ -23,6 +23,7 @@ import tokenizers
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import mix
+from pipeline.data.sources.foreign_parser import parsing
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
@@ -127,6 +128,7 @@ class _Foreign:
 
     def __init__(self, name: str, tokenizer: Tokenizer, load: Callable[[], _Encode], may_grow: int | None) -> None:
         self.name = name
+        self._library = name.partition(" ")[0]
         self._load = load
         self._encode = load()
         self._may_grow = may_grow
@@ -139,8 +141,9 @@ class _Foreign:
         arrays = []
         encode = self._encode
         try:
-            for each in raw or map(str.encode, texts):
-                arrays.append(encode(each))
+            with parsing(self._library):
+                for each in raw or map(str.encode, texts):
+                    arrays.append(encode(each))
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic of a Rust library is not an Exception

@@ -27,6 +27,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.paths import StrPath
+from pipeline.data.sources.foreign_parser import parsing
 from pipeline.data.tokenization.definition import SPLIT, check_definition, is_panic, load_definition
 from pipeline.data.tokenization.probe import failing_regex, probe
 
@@ -239,7 +240,7 @@ class Tokenizer:
     def uncovered(self, text: str) -> int:
         """Characters of a text, as the normalizer leaves it and without white space, that no known token stands for."""
         normalizer = self._engine.normalizer
-        with self._readable_errors([text]):
+        with self._readable_errors([text]), parsing("tokenizers"):
             normalized = text if normalizer is None else normalizer.normalize_str(text)
             encoding = self._engine.encode(normalized, add_special_tokens=False)
         known = bytearray(len(normalized))
@@ -258,7 +259,7 @@ class Tokenizer:
         # The library encodes a text that is alone in the calling thread, whose heap makes it a fifth slower (see
         # `_serve` in worker_pool.py), and others in threads of its own.
         batch = [*texts, ""] if len(texts) == 1 else texts
-        with self._readable_errors(texts):
+        with self._readable_errors(texts), parsing("tokenizers"):
             encodings = self._engine.encode_batch_fast(batch, add_special_tokens=False)
         # From a list to memory in one pass, which is faster than any constructor of numpy.
         letter = self.dtype.char
@@ -280,7 +281,7 @@ class Tokenizer:
             return
         counts: Counter[str] = Counter()
         for text in texts:
-            with self._readable_errors([text]):
+            with self._readable_errors([text]), parsing("tokenizers"):
                 pieces = pre_tokenizer.pre_tokenize_str(text)
             counts.update([text[start:end] for _, (start, end) in pieces])
         model._clear_cache()
@@ -298,7 +299,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text, without end of document."""
-        with self._readable_errors([text]):
+        with self._readable_errors([text]), parsing("tokenizers"):
             ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         return ids
 

@@ -9,6 +9,7 @@ them may hold a lock at that moment, which would stay locked in the worker: then
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -30,6 +31,8 @@ from typing import Any, Generic, TypeVar, cast
 from pipeline.common import process_identity
 from pipeline.common.errors import UserError
 from pipeline.common.signals import ignore
+from pipeline.data.sources import foreign_parser
+from pipeline.data.work.worker_watch import Parsed, WorkerWatch, die_with, new_slot
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -42,7 +45,9 @@ SILENT_S = 120.0
 """A worker that has not been heard of for so long is told of, and again after each time twice as long."""
 _LOOK_S = 1.0
 _PATIENCE_S = 10.0
-"""Seconds that workers may take to clean up before they are killed."""
+"""Seconds that a worker may take to end after it closed its pipe."""
+_LEAVE_S = 3.0
+"""Seconds that all workers together may take to clean up before they are killed."""
 
 
 class _Abandoned(BaseException):
@@ -83,6 +88,10 @@ class Died(Generic[J]):
     job: J
     how: str
     advanced: int = field(default=0, compare=False)
+    killed: bool = False
+    """Its parser was above a bound (`worker_watch`)."""
+    parsed: Parsed | None = None
+    """The call of a parser that it was in."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +103,14 @@ class Silent(Generic[J]):
     seconds: float
     is_stopped: bool
     """By SIGSTOP, say."""
+    parsed: Parsed | None = None
+    """The call of a parser that it is in."""
 
     def __str__(self) -> str:
         why = f"; it is stopped, `kill -CONT {self.pid}` continues it" if self.is_stopped else ""
         silent = f"worker process {self.pid} has shown no sign of life for {self.seconds:.0f} s"
-        return f"{silent} while it held {self.job}{why}"
+        inside = f", in {self.parsed}" if self.parsed else ""
+        return f"{silent} while it held {self.job}{inside}{why}"
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,8 @@ class Lost(Generic[J]):
     attempt: int
     """Its number, from 1."""
     details: str = ""
+    is_hopeless: bool = False
+    """Another attempt would come to the same."""
 
     def __str__(self) -> str:
         return f"{self.how} while it held {self.job}; attempt {self.attempt} of {ATTEMPTS}"
@@ -117,7 +131,7 @@ class Lost(Generic[J]):
     @property
     def is_last(self) -> bool:
         """Tell whether the job is given up."""
-        return self.attempt == ATTEMPTS
+        return self.is_hopeless or self.attempt == ATTEMPTS
 
 
 Event = Advanced[J] | Done[J, R] | Failed[J] | Died[J] | Silent[J]
@@ -146,6 +160,9 @@ class Workers(Generic[J, R]):
         self._processes: dict[Connection, BaseProcess] = {}
         self._waiting: deque[J] = deque()
         self._attempts: Counter[J] = Counter()
+        self._careful: set[J] = set()
+        # Jobs whose worker was lost in a batch of records: their records are handed over one at a time.
+        self._watches: dict[Connection, WorkerWatch] = {}
         try:
             with _interrupts_wait():
                 for _ in range(count):
@@ -156,22 +173,25 @@ class Workers(Generic[J, R]):
 
     def _start(self) -> Connection:
         ours, theirs = multiprocessing.Pipe()
-        self._processes[ours] = self._fork(theirs, ours) if can_fork() else self._spawn(theirs)
+        slot = new_slot()
+        self._processes[ours] = self._fork(theirs, ours, slot) if can_fork() else self._spawn(theirs, slot)
+        self._watches[ours] = WorkerWatch(slot)
         theirs.close()
         return ours
 
-    def _spawn(self, theirs: Connection) -> BaseProcess:
+    def _spawn(self, theirs: Connection, slot: ctypes.Array[ctypes.c_char]) -> BaseProcess:
         spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=_serve, args=(theirs, self._make, self._args), daemon=True)
+        args = (theirs, os.getpid(), slot, self._make, self._args)
+        process = spawn.Process(target=_serve, args=args, daemon=True)
         with _no_main_module():
             process.start()
         return process
 
-    def _fork(self, theirs: Connection, ours: Connection) -> BaseProcess:
+    def _fork(self, theirs: Connection, ours: Connection, slot: ctypes.Array[ctypes.c_char]) -> BaseProcess:
         # Signals wait until the process has handlers of its own.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            args = (mask, [*self._processes, ours], theirs, self._make, self._args)
+            args = (mask, [*self._processes, ours], theirs, os.getpid(), slot, self._make, self._args)
             process = multiprocessing.get_context("fork").Process(target=_serve_forked, args=args, daemon=True)
             process.start()
         finally:
@@ -189,23 +209,28 @@ class Workers(Generic[J, R]):
         advanced: Counter[Connection] = Counter()
         heard: dict[Connection, float] = {}
         limits: dict[Connection, float] = {}
+        looked = self._clock()
         while True:
             for connection in self._processes:
                 if self._waiting and connection not in holding:
                     holding[connection] = job = self._waiting.popleft()
                     heard[connection], limits[connection] = self._clock(), SILENT_S
                     with contextlib.suppress(ConnectionError):  # it is dead; reading its answer finds that out
-                        connection.send(job)
+                        connection.send((job, job in self._careful))
             if not holding:
                 return
             ready_ones = wait(list(holding), _LOOK_S)
+            if self._clock() - looked >= _LOOK_S:
+                looked = self._clock()
+                self._kill_above_bounds(holding.keys())
             for connection in holding.keys() - set(ready_ones):
                 silent = self._clock() - heard[connection]
                 if silent >= limits[connection]:
                     limits[connection] = 2 * silent
                     pid = self._processes[connection].pid or 0
                     state = process_identity.process(pid)
-                    yield Silent(holding[connection], pid, silent, state is not None and state[0] in "Tt")
+                    is_stopped = state is not None and state[0] in "Tt"
+                    yield Silent(holding[connection], pid, silent, is_stopped, self._watches[connection].parsed)
             for ready in ready_ones:
                 connection = cast(Connection, ready)
                 job = holding[connection]
@@ -214,7 +239,7 @@ class Workers(Generic[J, R]):
                     kind, value = connection.recv()
                 except (EOFError, OSError):  # it is gone, perhaps in the middle of an answer
                     del holding[connection]
-                    yield Died(job, self._bury(connection), advanced.pop(connection, 0))
+                    yield self._died(connection, job, advanced.pop(connection, 0))
                     continue
                 if kind == "progress":
                     advanced[connection] += value
@@ -242,21 +267,48 @@ class Workers(Generic[J, R]):
             if isinstance(event, Advanced | Done | Silent):
                 yield event
                 continue
+            hopeless = False
             if isinstance(event, Died):
                 how, details = event.how, ""
+                if event.parsed is not None:
+                    self._careful.add(event.job)
+                    hopeless = event.killed and not event.parsed.is_batch
             elif passes(event.error):
                 how = f"{type(event.error).__name__}: {event.error}"
                 details = "\n".join(getattr(event.error, "__notes__", []))
             else:
                 raise event.error
             self._attempts[event.job] += 1
-            lost = Lost(event.job, how, self._attempts[event.job], details)
+            lost = Lost(event.job, how, self._attempts[event.job], details, hopeless)
             if lost.is_last:
                 del self._attempts[event.job]
             else:
                 self.add(event.job)
             yield Advanced(event.job, -event.advanced)
             yield lost
+
+    def _kill_above_bounds(self, holding: Iterable[Connection]) -> None:
+        """End workers whose parser takes more than any record needs. Reading their pipes finds that out."""
+        for connection in holding:
+            watch, process = self._watches[connection], self._processes[connection]
+            above = watch.is_above(process.pid or 0)
+            if above and not watch.killed_for:
+                watch.killed_for = above
+                process.kill()
+
+    def _died(self, connection: Connection, job: J, advanced: int) -> Died[J]:
+        watch = self._watches.pop(connection)
+        parsed = watch.parsed
+        how = self._bury(connection)
+        if parsed is None:
+            return Died(job, how, advanced)
+        if watch.killed_for:
+            how = f"{parsed} took {watch.killed_for}: its worker process was killed"
+        else:
+            how = f"{how} in {parsed}"
+        if parsed.records and not parsed.is_batch:
+            how += f"; `skip_records: [{parsed.records[0]!r}]` of the source leaves that record out"
+        return Died(job, how, advanced, bool(watch.killed_for), parsed)
 
     def _bury(self, connection: Connection) -> str:
         """Start a process in place of one that is gone; how that one ended."""
@@ -286,11 +338,15 @@ class Workers(Generic[J, R]):
             connection.close()  # an idle worker leaves by itself
             if process.is_alive():
                 process.terminate()
+        # One that is inside of C code handles no signal. The next start removes the files that it leaves.
+        end = time.monotonic() + _LEAVE_S
         for process in self._processes.values():
-            process.join(_PATIENCE_S)
+            process.join(max(0.0, end - time.monotonic()))
+        for process in self._processes.values():
             if process.is_alive():
                 process.kill()
-                process.join()
+        for process in self._processes.values():
+            process.join()
 
 
 def can_fork() -> bool:
@@ -337,6 +393,8 @@ def _serve_forked(
     mask: set[signal.Signals],
     of_parent: list[Connection],
     connection: Connection,
+    parent: int,
+    slot: ctypes.Array[ctypes.c_char],
     make: Callable[..., Callable[[Any, Progress], Any]],
     args: tuple[Any, ...],
 ) -> None:
@@ -346,6 +404,8 @@ def _serve_forked(
         mask: signals that were blocked before this process was forked.
         of_parent: the parent's ends of all pipes, its own too: as long as one is open here, it is not seen to close.
         connection: the end of this process.
+        parent: as in `_serve`.
+        slot: as in `_serve`.
         make: as in `Workers`.
         args: as in `Workers`.
     """
@@ -356,7 +416,7 @@ def _serve_forked(
             signal.signal(number, signal.SIG_DFL)
     _set_handlers()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _serve(connection, make, args)
+    _serve(connection, parent, slot, make, args)
 
 
 def _set_handlers() -> None:
@@ -365,8 +425,24 @@ def _set_handlers() -> None:
     signal.signal(signal.SIGTERM, _leave)  # so that files being written are removed
 
 
-def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress], Any]], args: tuple[Any, ...]) -> None:
-    """Main loop of a worker process."""
+def _serve(
+    connection: Connection,
+    parent: int,
+    slot: ctypes.Array[ctypes.c_char],
+    make: Callable[..., Callable[[Any, Progress], Any]],
+    args: tuple[Any, ...],
+) -> None:
+    """Main loop of a worker process.
+
+    Args:
+        connection: to the parent.
+        parent: its process id.
+        slot: where it reads which record a parser has.
+        make: as in `Workers`.
+        args: as in `Workers`.
+    """
+    die_with(parent)
+    foreign_parser.share(slot)
     # The processes are the parallelism. One thread of its own, and not none: `tokenizers` takes a fifth less time in a
     # thread, because that has another heap than the main one, which glibc keeps in worse order.
     os.environ["RAYON_NUM_THREADS"] = "1"
@@ -386,7 +462,8 @@ def _serve(connection: Connection, make: Callable[..., Callable[[Any, Progress],
             run = make(*args)
         gc.freeze()  # what is here now stays: the collector need not look at it again and again
         while True:
-            job = connection.recv()
+            job, careful = connection.recv()
+            foreign_parser.set_careful(careful)
             try:
                 run = run or make(*args)
                 result = run(job, progress)

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from pipeline.common.errors import UserError, install_extra
+from pipeline.data.sources.foreign_parser import parsing
 
 _VERSION = 1
 _SEGMENT = 10**6
@@ -63,7 +64,8 @@ def open_mojibake() -> Callable[[str], str]:
     def repair_text(text: str) -> str:
         if text.isascii():
             return text
-        return "\n".join([repair(line) for line in text.split("\n")])
+        with parsing("ftfy"):
+            return "\n".join([repair(line) for line in text.split("\n")])
 
     return repair_text
 

@@ -131,7 +131,7 @@ class LanguageMeasurer(Measurer):
 
     def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Predict each text."""
-        found = [self._predictor.best(text) for text in batch.texts]
+        found = [self._predictor.best(text) for text in batch.each()]
         table["language"] = [self._numbers[label] for label, _ in found]
         table["language_score"] = [score for _, score in found]
 
@@ -162,7 +162,8 @@ class ClassifierMeasurer(Measurer):
 
     def measure(self, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         """Predict each text."""
-        table[self._column] = np.array(self._predictor.scores(batch.texts, self._label), np.uint16)
+        scores = [self._predictor.score(text, self._label) for text in batch.each()]
+        table[self._column] = np.array(scores, np.uint16)
 
 
 def model_measurers(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +13,7 @@ from pipeline.common.errors import MachineError, UserError, install_extra
 from pipeline.common.hashing import file_hash
 from pipeline.common.limited_child import ChildLimits, run_limited
 from pipeline.data.curate.models.fasttext_file import ModelFile
+from pipeline.data.sources.foreign_parser import parsing
 
 DISTRIBUTION = "fasttext-predict"
 OTHERS = ("fasttext", "fasttext-wheel", "fasttext-numpy2", "fasttext-numpy2-wheel", "fasttext-langdetect-wheel")
@@ -144,10 +144,6 @@ class Predictor:
                 return self._stored(score)
         return 0
 
-    def scores(self, texts: Sequence[str], label: str) -> list[int]:
-        """`score` of each text."""
-        return [self.score(text, label) for text in texts]
-
     def _stored(self, score: float) -> int:
         if not math.isfinite(score):
             raise UserError(f"{self._where} is damaged: it gives the score {score}; copy or download it again")
@@ -156,7 +152,8 @@ class Predictor:
     def _predict(self, text: str, count: int) -> list[tuple[float, str]]:
         """The `count` most probable labels with their scores."""
         try:
-            found: list[tuple[float, str]] = self._model.predict(self._line(text), count, 0.0, "strict")
+            with parsing("fasttext"):
+                found: list[tuple[float, str]] = self._model.predict(self._line(text), count, 0.0, "strict")
         except RuntimeError as error:
             raise UserError(f"{self._where} is damaged: fastText says {error}; copy or download it again") from error
         return found

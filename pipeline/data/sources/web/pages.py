@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import zlib
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.common.errors import UserError, install_extra
+from pipeline.data.sources.foreign_parser import parsing
 from pipeline.data.sources.records import NO_PAGE
 from pipeline.data.sources.template import UnusableRecord
+from pipeline.data.sources.web.budget import DEFAULT_LIMITS, MarkupLimits
 from pipeline.data.sources.web.records import header_fields
 
 HTML_TYPES = ("text/html", "application/xhtml+xml")
@@ -165,12 +167,16 @@ def library_version() -> str:
         raise _not_installed("") from None
 
 
-def main_text(html: str) -> str:
+def main_text(html: str, limits: MarkupLimits = DEFAULT_LIMITS) -> str:
     """The main text of an HTML page; empty if there is none.
+
+    Args:
+        html: the page.
+        limits: of its markup.
 
     Raises:
         UserError: the library is not installed.
-        UnusableRecord: the library fails.
+        UnusableRecord: the library fails, or would take too long.
     """
     try:
         import trafilatura
@@ -178,7 +184,15 @@ def main_text(html: str) -> str:
         raise _not_installed(f" ({error})") from error
     try:
         # Nothing is remembered from page to page (`deduplicate`): the text of a page depends on the page alone.
-        return trafilatura.extract(html, favor_precision=True, include_comments=False, deduplicate=False) or ""
+        tags = limits.check_tags(html)
+        with parsing("trafilatura"):
+            page: Any = html
+            if limits.may_be_slow(tags, len(html)) and (tree := trafilatura.load_html(html)) is not None:
+                limits.check_paragraphs(tree)
+                page = tree  # the same text comes of it, without another parse
+            return trafilatura.extract(page, favor_precision=True, include_comments=False, deduplicate=False) or ""
+    except (MemoryError, UnusableRecord):  # memory is of the machine, not of the page
+        raise
     except Exception as error:  # whatever the library or its parser raises
         raise UnusableRecord("HTML that cannot be read", type(error).__name__) from error
 

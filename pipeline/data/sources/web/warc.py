@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from pipeline.common.errors import UserError
 from pipeline.data.sources.compression import Decompressed, StreamError
+from pipeline.data.sources.foreign_parser import SKIPPED, working_on
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor, Reader
-from pipeline.data.sources.records import EMPTY, NO_PAGE, NOT_UTF8, Document, Piece, Unit, metadata_json
+from pipeline.data.sources.records import EMPTY, NO_PAGE, NOT_UTF8, Document, Piece, Unit, metadata_json, record_name
 from pipeline.data.sources.template import UnusableRecord
+from pipeline.data.sources.web.budget import DEFAULT_LIMITS, MarkupLimits
 from pipeline.data.sources.web.pages import HTML_TYPES, TEXT_TYPE, characters, library_version, main_text, page_of
 from pipeline.data.sources.web.records import BrokenWarcError, WarcHead, block_chunks, line_behind, read_head
 
@@ -32,6 +34,7 @@ class WarcReader(Reader):
 
     Attributes:
         html: `WarcConfig.html`.
+        limits: of the markup of HTML pages.
         library: with its version, if HTML is read; the plan has it, so that texts of two versions are not mixed.
     """
 
@@ -43,21 +46,23 @@ class WarcReader(Reader):
     pinned = (_LIBRARY,)
 
     html: str | None = dataclasses.field(default=None, kw_only=True)
+    limits: MarkupLimits = dataclasses.field(default=DEFAULT_LIMITS, kw_only=True)
     library: str = dataclasses.field(default="", kw_only=True)
 
     @classmethod
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source with the section `warc`."""
-        return super().from_config(source, html=source.warc.html, **limits)
+        return super().from_config(source, html=source.warc.html, limits=MarkupLimits.of(source.warc), **limits)
 
     @classmethod
     def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
         """The reader that a plan was made with."""
-        return super().from_plan(settings, html=settings["warc"]["html"], **limits)
+        planned = settings["warc"]
+        return super().from_plan(settings, html=planned["html"], limits=MarkupLimits.of(planned), **limits)
 
     def settings(self) -> dict[str, Any]:
         """Treatment of HTML."""
-        return {"warc": {"html": self.html}}
+        return {"warc": {"html": self.html} | self.limits.settings()}
 
     def pins(self) -> dict[str, Any]:
         """The library that reads HTML, with its version."""
@@ -136,6 +141,9 @@ class WarcReader(Reader):
         try:
             if block is None:
                 raise UnusableRecord(self.too_long, f"{head.length} bytes")
+            if (name := record_name(piece.file.name, self.numbering, number)) in self.skip_records:
+                raise UnusableRecord(SKIPPED, "")
+            working_on(name)
             text = self._text(piece, number, head, block)
         except UnusableRecord as unusable:
             about = f"{unusable.detail} ({head.fields.get('warc-target-uri', own)[:200]})"
@@ -181,7 +189,7 @@ class WarcReader(Reader):
             )
         if self.html == "skip":
             raise UnusableRecord(NO_PAGE, page.media_type)
-        text = main_text(characters(page))
+        text = main_text(characters(page), self.limits)
         if not text.isascii():
             text = text.encode("utf-8", "replace").decode()  # what HTML spells as a lone surrogate
         return text

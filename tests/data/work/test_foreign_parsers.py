@@ -1,0 +1,136 @@
+"""Parsers of other packages: each call names its record, and one that never ends takes neither the run nor a worker."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.sources import foreign_parser
+from pipeline.data.sources.foreign_parser import FOREIGN_PARSERS, parsing, working_on
+from pipeline.data.work import worker_pool, worker_watch
+from pipeline.data.work.worker_pool import Done, Lost, Workers
+from tests.waiting import until
+
+DATA = Path(worker_pool.__file__).parents[1]
+OURS_OR_TRUSTED = {
+    *("pipeline", "numpy", "orjson", "xxhash", "rich", "pyarrow", "numba", "pydantic", "torch", "filelock"),
+    *("datasets", "huggingface_hub", "zstandard", "fsspec", "yaml", "packaging", "_typeshed"),
+}
+"""Packages that get no text of a record, or whose readers of tables and streams have limits of their own."""
+
+NO_RECORDS = (
+    "datasets/token_bytes.py",
+    *(f"tokenization/{name}.py" for name in ("definition", "engine_check", "probe")),
+)
+"""Modules that give these packages the vocabulary, or texts of ours, and no record."""
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
+    return {name.partition(".")[0] for name in found}
+
+
+def test_each_package_that_parses_records_is_listed_and_each_module_that_calls_one_names_the_record() -> None:
+    users: dict[str, set[Path]] = {}
+    for path in DATA.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for name in _imports(tree) - OURS_OR_TRUSTED - set(sys.stdlib_module_names):
+            users.setdefault(name, set()).add(path)
+    assert set(users) == set(FOREIGN_PARSERS)
+    modules = set().union(*users.values())
+    modules -= {DATA / path for path in NO_RECORDS}
+    without = [path for path in modules if not re.search(r"\bwith .*\bparsing\(", path.read_text())]
+    assert without == []
+
+
+def test_a_call_names_its_parser_and_record_while_it_lasts() -> None:
+    slot = worker_watch.new_slot()
+    watch = worker_watch.WorkerWatch(slot)
+    before = foreign_parser._Here.memory
+    try:
+        foreign_parser.share(slot)
+        working_on("dir/a.warc.gz#17")
+        assert watch.parsed is None
+        with parsing("trafilatura"):
+            assert str(watch.parsed) == "trafilatura with dir/a.warc.gz#17"
+        with pytest.raises(ZeroDivisionError), parsing("tokenizers"):
+            working_on("a", "b")
+            _ = 1 / 0
+        assert watch.parsed is None
+        with parsing("x" * 5000):
+            assert watch.parsed is not None
+    finally:
+        foreign_parser._Here.memory = before
+
+
+def make_stuck(note: str = ""):
+    """A worker that a parser keeps busy, in C code that handles no signal."""
+
+    def run(job, progress):
+        if note:
+            Path(note).write_text(str(os.getpid()))
+        if job != "quick":
+            # A batch is handed over record by record in the second attempt.
+            working_on("a@1", "a@9") if job == "batch" and not foreign_parser.is_careful() else working_on("a@5")
+            with parsing("ftfy"):
+                re.match("(a+)+$", "a" * 60 + "b")
+        return job
+
+    return run
+
+
+@pytest.mark.guard
+def test_a_parser_above_its_bound_fails_the_job_once_the_record_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_watch, "CPU_BOUND_S", 0.2)
+    monkeypatch.setattr(worker_pool, "_LOOK_S", 0.05)
+    with Workers(make_stuck, (), 2) as workers:
+        events = list(workers.insist(["stuck", "quick", "batch"]))
+    lost = {job: [each for each in events if isinstance(each, Lost) and each.job == job] for job in ("stuck", "batch")}
+    assert [each.job for each in events if isinstance(each, Done)] == ["quick"]
+    assert [each.is_last for each in lost["stuck"]] == [True]
+    assert "ftfy with a@5 took" in str(lost["stuck"][0]) and "skip_records: ['a@5']" in str(lost["stuck"][0])
+    assert [each.is_last for each in lost["batch"]] == [False, True]
+    assert "the batch a@1 to a@9" in str(lost["batch"][0]) and "skip_records: ['a@5']" in str(lost["batch"][1])
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_worker_outlives_the_command_whatever_it_is_inside_of(tmp_path: Path, number: int) -> None:
+    note = tmp_path / "pid"
+    program = f"""if True:
+        from pipeline.data.work.worker_pool import Workers
+        from tests.data.work.test_foreign_parsers import make_stuck
+        with Workers(make_stuck, ({str(note)!r},), 1) as workers:
+            list(workers.insist(["stuck"]))
+    """
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: note.exists() and note.read_text())
+        worker = int(note.read_text())
+        process.send_signal(number)
+        process.wait(60)  # it hung here for as long as the parser took: for ever
+        until(lambda: not _runs(worker))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
