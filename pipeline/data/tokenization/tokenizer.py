@@ -240,7 +240,7 @@ class Tokenizer:
         """Characters of a text, as the normalizer leaves it and without white space, that no known token stands for."""
         normalizer = self._engine.normalizer
         normalized = text if normalizer is None else normalizer.normalize_str(text)
-        with _readable_errors():
+        with self._readable_errors([normalized]):
             encoding = self._engine.encode(normalized, add_special_tokens=False)
         known = bytearray(len(normalized))
         for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
