@@ -185,8 +185,8 @@ class Tokenizer:
         return cls(_read(file), end, tokens, allowed)
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write `tokenizer.json` and `special_tokens.json` into a folder, made if need be in one that exists."""
+        folder.mkdir(exist_ok=True)
         for name, data in self._files.items():
             storage.put(folder / name, data)
 

@@ -93,7 +93,6 @@ class FrozenPlan(ABC):
             storage.put_json(path, self._as_json())
             return []
         if not there or withdraw(folder):
-            folder.mkdir(parents=True, exist_ok=True)
             storage.put_json(path, self._as_json())
             return differences
         raise self.refusal(folder, differences)

@@ -131,7 +131,7 @@ class Compared:
 
 
 def write_compared(folder: Path, names: Sequence[str], own: int, chunks: Sequence[ComparedChunk]) -> Path:
-    """Write a list of chunks; its name is its hash."""
+    """Write a list of chunks into a folder whose parent exists; its name is its hash."""
     rows = [
         {**asdict(each.chunk), "curation": str(each.chunk.curation), "verdicts": each.verdicts and str(each.verdicts)}
         for each in chunks
@@ -139,7 +139,7 @@ def write_compared(folder: Path, names: Sequence[str], own: int, chunks: Sequenc
     value = {"names": list(names), "own": own, "chunks": rows}
     path = folder / f"{value_hash(value)}.json"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         storage.put_json(path, value)
     return path
 
