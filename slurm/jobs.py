@@ -25,6 +25,8 @@ ARRAYS: tuple[Stage, ...] = ("curate", "preprocess")
 Backend = Literal["slurm", "local"]
 SUBMISSIONS = "submissions"
 """Folder of what jobs read when they start: in `RunFiles.slurm`, or where other users cannot write."""
+LOGS = "jobs"
+"""Folder of scripts and logs of jobs, in the form that submitit writes them, in the same places."""
 CODE = "code"
 """Folder of code snapshots, in the same places."""
 
@@ -79,8 +81,8 @@ class Cancelled:
 
 
 def jobs_folder(run: Path) -> Path:
-    """Scripts and logs of jobs, in the form that submitit writes them."""
-    return RunFiles(run).slurm / "jobs"
+    """Scripts and logs of jobs."""
+    return RunFiles(run).slurm / LOGS
 
 
 def note(run: Path, job: Job) -> None:
@@ -112,6 +114,17 @@ def new_job(stage: Stage, job: str, backend: Backend, name: str, submission: str
     return Job(stage, job, backend, time.time(), name, user(), socket.gethostname(), submission, **more)
 
 
+def this_job(backend: Backend) -> tuple[str, int]:
+    """Number of the job of this process, as the scheduler wants it, and how often it was started before."""
+    if backend == "local":
+        return os.environ["SUBMITIT_LOCAL_JOB_ID"], 0
+    job = os.environ["SLURM_JOB_ID"]
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        # Of one task alone; its own SLURM_JOB_ID may be the array's.
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def user() -> str:
     """Name of the user of this process."""
     try:
@@ -132,7 +145,7 @@ def cancelled(run: Path, stage: Stage | None = None) -> Cancelled | None:
 def note_cancelled(run: Path, *, now: bool, stages: tuple[Stage, ...] = ()) -> None:
     """From now on no job of the run, or of these stages of it, starts again."""
     file = RunFiles(run).cancelled
-    file.parent.mkdir(parents=True, exist_ok=True)
+    storage.make_below(run, file.parent)
     storage.put_json(file, asdict(Cancelled(user(), time.time(), now, stages)))
 
 

@@ -83,6 +83,8 @@ class RunFiles:
     logs = _Entry("logs")
     """A folder for each launch."""
     tensorboard = _Entry("tensorboard")
+    folder_id = _Entry("folder-id")
+    """Id of the folder, by which jobs know it; see `pipeline.common.run_identity`."""
     run_id = _Entry("run-id")
     """Id of the run at trackers, if it has any."""
     wandb_id = _Entry("wandb-id")

@@ -84,6 +84,34 @@ def put(final: Path, data: bytes, mode: int | None = None) -> None:
         raise
 
 
+def make_below(root: Path, folder: Path) -> None:
+    """Make a folder and those above it, up to a root that must exist.
+
+    A root that was there before and is gone (its disk is not mounted, it was moved) must not be made anew: what was in
+    it would be taken for lost, and the stub would be in the way when it comes back.
+
+    Args:
+        root: that exists.
+        folder: the root itself, which is then only looked for, or a folder inside.
+
+    Raises:
+        FileNotFoundError: there is no root; the error names it.
+        ValueError: the folder is not inside the root.
+    """
+    folder.relative_to(root)
+    try:
+        if folder == root:
+            os.stat(root)
+        else:
+            folder.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        if folder == root:
+            reason = "the folder is gone: its disk is not mounted, or it was moved. It is not made anew"
+            raise FileNotFoundError(errno.ENOENT, reason, str(root)) from None
+        make_below(root, folder.parent)
+        folder.mkdir(exist_ok=True)
+
+
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
     """Name a file or folder in errors of the system that name none: those of failed writes, and those of pyarrow."""

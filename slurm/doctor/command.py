@@ -172,7 +172,7 @@ class Examination:
         if self._folder is None:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
             storage.put_json(report_file(self._folder, self.report.node), asdict(self.report))
             self.written = True
         except OSError as error:

@@ -7,7 +7,6 @@ inside a signal handler, and it asks for a requeue only where the scheduler has 
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,19 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from pipeline.common import run_identity, storage
 from pipeline.common.console import Console, on_stop, say
 from pipeline.common.errors import (
     EXIT_OK,
     EXIT_OTHER,
     EXIT_STOPPED,
     EXIT_SUPERSEDED,
-    EXIT_UNHEALTHY,
     EXIT_UNSAVED,
     UserError,
 )
 from pipeline.common.format import when
 from pipeline.common.process_identity import node_name
 from pipeline.common.run_files import RunFiles
+from pipeline.common.run_identity import LostRunFolder
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.lock import clear, last_attempt
@@ -42,8 +42,9 @@ from slurm.doctor.report import compare, full_run_disk, gather_reports, read_rep
 from slurm.job import end_report
 from slurm.job.allocation import Allocation
 from slurm.job.array_end import array_end
-from slurm.job.ending import SRUN_LINES, Ending, ExitFile, exit_state, judge, read_exit_file
+from slurm.job.ending import SRUN_LINES, Ending, ExitFile, exit_state, judge, read_exit_file, too_few_nodes
 from slurm.job.eval_jobs import Evaluations
+from slurm.job.folder_watch import FolderWatch
 from slurm.job.job_queue import JobQueue
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, suspects
@@ -63,8 +64,6 @@ _PAUSE = 5.0
 _LONGEST_PAUSE = 60.0
 _WITHOUT_QUEUE = ("requeue", "scheduler")
 """Decisions that need a queue, which a job of this machine alone has not."""
-_REASONS = 3
-"""Unhealthy nodes whose reasons an end names; the job's own log names all."""
 _NOBODY = 300.0
 """Seconds for which it is waited that the last process that trained in the run folder is gone."""
 
@@ -84,7 +83,6 @@ def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> 
         UserError: a file of the submission is not what was sent.
     """
     submission = _read_unchanged(file, digest)
-    permissions.apply_permissions(submission.config())
     console = Console(width=120)
     following, code = JobStart(submission, chain_job, console).run()
     for after in submission.then:
@@ -117,7 +115,7 @@ class JobStart:
         self._run = submission.run
         self._chain_job = chain_job
         self._console = console
-        self._job, self._restarts = _this_job(submission.where)
+        self._job, self._restarts = jobs.this_job(submission.where)
         self._allocation = Allocation.of_environment(self._job, self._say) if submission.where == "slurm" else None
         self._step: subprocess.Popen[bytes] | None = None
         self._signals: set[int] = set()
@@ -133,6 +131,7 @@ class JobStart:
         """The launch of which only the start is noted yet."""
         self._queue = JobQueue(submission, (self._job, self._restarts), self._allocation, self._signals, self._say)
         self._notices = JobNotices(self._run, submission.stage, self._warn, job=self._job, restarts=self._restarts)
+        self._folder = FolderWatch(submission, self._job, self._signals, self._say)
         self._full_disk: str | None = None
         """Problem of the disk of run.dir that the check of the nodes found on all of them."""
 
@@ -140,21 +139,38 @@ class JobStart:
         """Run to the end of this start; returns what follows, and the exit code of the job."""
         self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._chain_job}")
         with self._listening():
-            self._notices.begin(self._submission.config(), self._chain_job, continues=not self._why_over())
-            if why := self._why_unwanted():
-                return self._refuse_start(why)
-            number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
-            if not self._why_over() and self._queue.has_wrong_nodes():
-                return "requeue", EXIT_OK
-            while not (over := self._why_over()):  # it may be cancelled between two launches
-                number += 1
+            try:
+                return self._run_launches()
+            except LostRunFolder as lost:
+                say(self._console, f"error: {lost}")  # `pipeline status` knows the line by that
+                self._notices.lost_folder(self._submission.config(), self._chain_job, str(lost))
+                return "end", EXIT_OTHER
+
+    def _run_launches(self) -> tuple[Next, int]:
+        """Launch until there is nothing more to do in this start of the job."""
+        self._folder.wait()
+        permissions.apply_permissions(self._submission.config())
+        self._notices.begin(self._submission.config(), self._chain_job, continues=not self._why_over())
+        if why := self._why_unwanted():
+            return self._refuse_start(why)
+        number = len([each for each in launches(self._run) if each.key[:2] == (self._job, self._restarts)])
+        if not self._why_over() and self._queue.has_wrong_nodes():
+            return "requeue", EXIT_OK
+        while not (over := self._why_over()):  # it may be cancelled between two launches
+            number += 1
+            try:
                 how = self._launch(number)
-                self._say(how.reason)
-                if how.next != "relaunch":
-                    return how.next, self._leave(how)
-                self._notices.ended(how, self._attempt, continued=True)
-                crashes = crashes_in_a_row(launches(self._run, "train"), how.checkpoint)
-                time.sleep(min(_LONGEST_PAUSE, _PAUSE * crashes))
+            except OSError:
+                if not self._folder.is_lost():
+                    raise
+                self._folder.wait()
+                continue
+            self._say(how.reason)
+            if how.next != "relaunch":
+                return how.next, self._leave(how)
+            self._notices.ended(how, self._attempt, continued=True)
+            crashes = crashes_in_a_row(launches(self._run, "train"), how.checkpoint)
+            time.sleep(min(_LONGEST_PAUSE, _PAUSE * crashes))
         self._say(f"nothing is started: {over}")
         self._queue.end_chain()
         return "end", self._stopped_code()
@@ -216,7 +232,7 @@ class JobStart:
         elif self._full_disk is not None:
             ending = Ending(EXIT_UNSAVED, f"the disk of run.dir is too full: {self._full_disk}")
         elif self._allocation and len(nodes) < submission.nodes:
-            ending = self._too_few_nodes(self._allocation)
+            ending = too_few_nodes(self._allocation, submission.nodes)
         else:
             module = "slurm.job.srun_task" if nodes else "pipeline"
             words = ("-m", module, submission.command[0], str(submission.run_file), *submission.command[1:])
@@ -226,6 +242,7 @@ class JobStart:
             on = f" on {', '.join(nodes)}" if nodes else ""
             self._say(f"launch {number}: {submission.processes} processes{on}; logs are in {logs}")
             status = step.run(self._look, self._started)
+            self._folder.wait()  # its end is in there, and would be taken for none
             self._warn_of_failed_saves()
             self._notices.look(self._attempt, running=False)
             ending = self._judge(step, status, launch, before)
@@ -234,21 +251,10 @@ class JobStart:
         self._note(launch, how)
         return how
 
-    def _too_few_nodes(self, allocation: Allocation) -> Ending:
-        """The end of a launch for which too few nodes can be used, with what was found on them."""
-        down, needed = allocation.down(), self._submission.nodes
-        text = (
-            f"of the job's nodes {', '.join(down)} cannot be used, and {needed} {'is' if needed == 1 else 'are'} needed"
-        )
-        reasons = [f"{node}: {'; '.join(why)}" for node in down if (why := allocation.unhealthy.get(node))]
-        if (more := len(reasons) - _REASONS) > 0:
-            reasons[_REASONS:] = [f"and {more} more"]
-        return Ending(EXIT_UNHEALTHY, ": ".join(filter(None, (text, "; ".join(reasons)))), failed_nodes=tuple(down))
-
     def _make_logs(self, number: int) -> Path:
         """The folder for what the processes of a launch print."""
         logs = RunFiles(self._run).logs / f"{time.strftime(STAMP)}-{self._job}.{self._restarts}.{number}"
-        logs.mkdir(parents=True)
+        storage.make_below(self._run, logs)
         return logs
 
     def _begin(self, number: int, nodes: Sequence[str], logs: Path) -> Launch:
@@ -397,6 +403,7 @@ class JobStart:
     def _rank_env(self, launch: Launch) -> dict[str, str]:
         """Environment of the processes: rendezvous, and the end of the job's time."""
         found = rendezvous_env(self._submission, launch.nodes)
+        found |= run_identity.environment(self._run, self._submission.folder_id)
         if self._allocation and self._allocation.end is not None:
             found["SLURM_JOB_END_TIME"] = str(int(self._allocation.end))
         return found
@@ -489,14 +496,3 @@ class JobStart:
 
     def _warn(self, message: object) -> None:
         self._say(f"warning: {message}")
-
-
-def _this_job(backend: jobs.Backend) -> tuple[str, int]:
-    """Its number, as the scheduler wants it, and how often it was started before."""
-    if backend == "local":
-        return os.environ["SUBMITIT_LOCAL_JOB_ID"], 0
-    job = os.environ["SLURM_JOB_ID"]
-    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        # Of one task alone; its own SLURM_JOB_ID may be the array's.
-        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    return job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)

@@ -11,8 +11,9 @@ from pathlib import Path
 import orjson
 
 from pipeline.common import storage
-from pipeline.common.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, UserError
+from pipeline.common.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
 from pipeline.common.run_files import RunFiles
+from slurm.job.allocation import Allocation
 from slurm.job.launch_log import Launch
 from slurm.job.srun_step import SrunStep
 from slurm.logs.failure_analysis import first_failure, stopped
@@ -21,6 +22,8 @@ from slurm.logs.tail import last_lines
 
 SRUN_LINES = 10_000
 """Last lines of srun's own output that are read."""
+_REASONS = 3
+"""Unhealthy nodes whose reasons an end names; the job's own log names all."""
 ExitFile = tuple[int, int, bytes]
 """Inode, time and content of `exit.json`: each is a new file."""
 
@@ -38,6 +41,16 @@ class Ending:
     failed_nodes: tuple[str, ...] = ()
     agreed: bool = False
     """All ranks came to it together; a rank alone may have been told to end because another one had failed."""
+
+
+def too_few_nodes(allocation: Allocation, needed: int) -> Ending:
+    """The end of a launch for which too few nodes can be used, with what was found on them."""
+    down = allocation.down()
+    text = f"of the job's nodes {', '.join(down)} cannot be used, and {needed} {'is' if needed == 1 else 'are'} needed"
+    reasons = [f"{node}: {'; '.join(why)}" for node in down if (why := allocation.unhealthy.get(node))]
+    if (more := len(reasons) - _REASONS) > 0:
+        reasons[_REASONS:] = [f"and {more} more"]
+    return Ending(EXIT_UNHEALTHY, ": ".join(filter(None, (text, "; ".join(reasons)))), failed_nodes=tuple(down))
 
 
 def judge(

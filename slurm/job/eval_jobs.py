@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from rich.console import Console
 
+from pipeline.common import run_identity
 from pipeline.common.console import say, warn
 from pipeline.common.errors import EXIT_OK
 from pipeline.common.run_files import RunFiles
@@ -68,6 +69,8 @@ class Evaluations:
             self._warn(error)
 
     def _look(self) -> None:
+        if run_identity.problem(self._run, self._submission.folder_id):
+            return  # another folder is not to get jobs
         last = self._last_step()
         left = [each for each in self._permanent(last) if not self._is_evaluated(each)]
         if not left:

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.common.errors import EXIT_OK, EXIT_STOPPED, EXIT_SUPERSEDED
+from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_SUPERSEDED
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import append_entry
 from slurm.jobs import Stage
 
-_BEGIN, _END = "launch", "launch end"
+_BEGIN, _END, _KILLED = "launch", "launch end", "batch killed"
+"""`_KILLED` is written by the script of the job (`slurm.submit.batch_script`)."""
 Next = Literal["done", "relaunch", "requeue", "next link", "scheduler", "end"]
 """The next action: none, since all is done; another launch in the same job; the job again; the next job of the chain;
 what the scheduler decides (it ended the job); nothing, for the reason that is given."""
@@ -119,9 +120,20 @@ def launches(run: Path, stage: Stage | None = None) -> list[Launch]:
                 values = {each.name: line[each.name] for each in fields(LaunchEnd)}
                 how = LaunchEnd(**values | {"failed_nodes": tuple(values["failed_nodes"])})
                 found[key] = replace(found[key], end=how)
-        except (KeyError, TypeError):  # of another version, or damaged
+            elif line.get("event") == _KILLED:
+                launch = [each for each in found.values() if each.key[:2] == (line["job"], line["restarts"])][-1]
+                if launch.end is None or line["next"] == "end":  # a requeue may have been refused
+                    found[launch.key] = replace(launch, end=_killed_end(launch, line))
+        except (KeyError, TypeError, IndexError):  # of another version, or damaged
             continue
     return [launch for launch in found.values() if stage is None or launch.stage == stage]
+
+
+def _killed_end(launch: Launch, line: dict[str, Any]) -> LaunchEnd:
+    """End of a launch whose batch process was killed, by the line that bash could write."""
+    node, following = str(line["node"]), line["next"]
+    reason = f"the batch process on {node} was killed (signal {line['signal']}), as where the memory of a node runs out"
+    return LaunchEnd(EXIT_OTHER, f"{reason}; {following}", following, launch.checkpoint, line["time"], node=node)
 
 
 def is_all(past: Sequence[Launch], stages: int | None) -> bool:

@@ -21,7 +21,7 @@ from typing import Literal
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
-from pipeline.common import storage
+from pipeline.common import run_identity, storage
 from pipeline.common.console import Console, on_stop, say, warn
 from pipeline.common.errors import (
     EXIT_HANG,
@@ -78,7 +78,7 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     """
     check_layout(config, processes)
     check_devices(config.launch.device, processes)
-    logs = _log_folder(RunFiles(config.run.dir).logs)
+    logs = _log_folder(config.run.dir)
     start = time.time()
     console = console or Console()
     try:
@@ -111,7 +111,7 @@ def launch_evaluation(config: Config, of: int | Path, console: Console | None = 
     check_evaluation_layout(config, processes)
     check_devices(config.launch.device, processes, "eval.processes", "eval.parallel")
     try:
-        logs = _log_folder(RunFiles(config.run.dir).logs, "eval")
+        logs = _log_folder(config.run.dir, "eval")
     except OSError:
         logs = Path(tempfile.mkdtemp(prefix="pipeline-eval-"))
     option = WEIGHTS_OPTION if isinstance(of, Path) else "--step"
@@ -126,7 +126,10 @@ def _launch_stage(
     # A copy, so that all ranks read the same, whatever is edited meanwhile.
     run_file = logs / RUN_FILE
     storage.put(run_file, dump(config).encode())
-    launch([*module_command(RANK_MODULE[0]), *RANK_MODULE[1:], stage, str(run_file), *options], processes, logs, stage)
+    words = [*module_command(RANK_MODULE[0]), *RANK_MODULE[1:], stage, str(run_file), *options]
+    # Each rank must find the folder that this process has found, and makes none in its place.
+    environment = run_identity.environment(config.run.dir, run_identity.read_id(config.run.dir))
+    launch(words, processes, logs, stage, environment)
 
 
 def check_devices(wanted: str, processes: int, key: str = "launch.processes", section: str = "parallel") -> None:
@@ -149,7 +152,13 @@ def check_devices(wanted: str, processes: int, key: str = "launch.processes", se
         )
 
 
-def launch(command: Sequence[str], processes: int, logs: Path, stage: LaunchedStage = "train") -> None:
+def launch(
+    command: Sequence[str],
+    processes: int,
+    logs: Path,
+    stage: LaunchedStage = "train",
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Run a command on several ranks to its end; rank 0 has this process's terminal, the others a log each.
 
     Args:
@@ -157,6 +166,7 @@ def launch(command: Sequence[str], processes: int, logs: Path, stage: LaunchedSt
         processes: How many.
         logs: An existing folder for `rank-0001.log` and so on, and what ranks write of their errors.
         stage: What they do: training alone saves when it is asked to stop.
+        environment: Variables that they get besides those of this process.
 
     Raises:
         RankFailed: with the message and exit code of the rank that failed first.
@@ -182,7 +192,7 @@ def launch(command: Sequence[str], processes: int, logs: Path, stage: LaunchedSt
                 monitor_interval=0.1,
                 local_addr="localhost",
             )
-            WatchedAgent(spec, _Logs(logs, Path(folder, "store")), started, ranks.have_ended).run()
+            WatchedAgent(spec, _Logs(logs, Path(folder, "store"), environment or {}), started, ranks.have_ended).run()
         except SignalException as interrupted:
             ranks.forward(interrupted.sigval)
         except OSError as error:
@@ -332,10 +342,11 @@ class _Signals:
 class _Logs(LogsSpecs):
     """Files for the output of each rank, and its environment besides torch's."""
 
-    def __init__(self, folder: Path, store: Path) -> None:
+    def __init__(self, folder: Path, store: Path, environment: Mapping[str, str]) -> None:
         super().__init__(str(folder))
         self._folder = folder
         self._store = store
+        self._environment = environment
 
     @property
     def root_log_dir(self) -> str:
@@ -345,6 +356,7 @@ class _Logs(LogsSpecs):
         logs = {rank: str(log_file(self._folder, rank)) if rank else "" for rank in envs}
         errors = {rank: str(error_file(self._folder, rank)) for rank in envs}
         for rank, environment in envs.items():
+            environment.update(self._environment)
             environment["TORCHELASTIC_ERROR_FILE"] = errors[rank]
             environment[LAUNCHER] = str(os.getpid())
             environment[STORE] = str(self._store)
@@ -422,12 +434,14 @@ def _describe(failure: FailedProcess, number: int, logs: Path) -> str:
     return f"{who} {failure.words}{tail}\n{folder}"
 
 
-def _log_folder(parent: Path, stage: LaunchedStage = "train") -> Path:
+def _log_folder(run: Path, stage: LaunchedStage = "train") -> Path:
     """A new folder with the local time as its name; `pipeline logs` knows it by that."""
+    parent = RunFiles(run).logs
+    storage.make_below(run, parent)
     name = time.strftime(STAMP) + ("" if stage == "train" else f"-{stage}")
     for attempt in range(1, 1000):
         folder = parent / (name if attempt == 1 else f"{name}.{attempt}")
         with suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
     raise MachineError(f"{parent} has too many folders of {name}; run the same command again")

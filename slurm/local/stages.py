@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.common import run_identity
 from pipeline.common.console import Console, on_stop, say, warn
 from pipeline.common.errors import MachineError, Stopped, UserError
 from pipeline.common.imports import heavy_imports
@@ -73,9 +74,10 @@ def _task_items_writer(config: Config) -> Callable[[str, Callable[[int], None]],
 
     def write(job: str, progress: Callable[[int], None]) -> None:
         from pipeline.data.curate.measurers import items_folder
+        from pipeline.data.work.freezing import make_data_dir
         from pipeline.eval.curation_items import write_task_items
 
-        items_folder(config).mkdir(parents=True, exist_ok=True)
+        make_data_dir(config, items_folder(config))
         write_task_items(config, items_folder(config))
 
     return write
@@ -213,6 +215,7 @@ def evaluate(config: Config, which: WeightsOf = None, console: Console | None = 
         from pipeline.train.checkpoint.exported import ExportedWeights
 
         ExportedWeights.open(which)  # what is refused leaves no trace in the run folder
+    run_identity.refuse_lost(config.run.dir, run_identity.expected_id(config.run.dir))
     own = rank.LAUNCHER in os.environ  # which keeps the ledger
     ranks = rank.of_environment()
     if rank.is_rank() and config.eval.processes != 1:

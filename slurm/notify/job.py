@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.common.errors import EXIT_OK, EXIT_STOPPED
+from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED
 from pipeline.config import Config
 from slurm.job.launch_log import Launch, LaunchEnd, launches
 from slurm.jobs import ARRAYS, Stage
@@ -100,6 +100,14 @@ class JobNotices:
         if self._notices is not None:
             with harmless(self._warn):
                 self._notices.send("failed", reason=how.reason, code=how.code, next="end")
+
+    def lost_folder(self, config: Config, chain_job: int, reason: str) -> None:
+        """Tell that the stage has ended since its run folder is not there, though nothing of it can be read."""
+        if self._notices is None:
+            self.begin(config, chain_job, continues=False)
+        if self._notices is not None:
+            with harmless(self._warn):
+                self._notices.send("failed", reason=reason, code=EXIT_OTHER, next="end")
 
     def close(self, *, hurried: bool) -> None:
         """Wait for what was sent, and end what still runs then; `hurried` if the scheduler ends the job."""

@@ -27,9 +27,11 @@ from pipeline.data.work.lease_holders import read_workers
 from pipeline.eval.reports import report_files
 from pipeline.train.run.lock import holder
 from slurm import jobs
+from slurm.job.folder_watch import LostFolderNote, read_note
 from slurm.job.launch_log import LAST, Launch, launches
 from slurm.jobs import Job, Stage
 from slurm.logs.job_log import own_error
+from slurm.submit.permissions import private_folder
 from slurm.submit.submission import Submission, find_submission
 
 _ROWS = 20_000
@@ -95,6 +97,8 @@ class RunSnapshot:
         self.cancelled = jobs.cancelled(run)
         self.holder = self.read(RunFiles.lock, lambda: holder(run), None)
         self.config = self._config(config)
+        self.lost_folder = self.read(RunFiles.folder_id, self._lost_folder, None)
+        """The note of a job that has not found the run folder."""
 
     def read(self, what: str, get: Callable[[], T], default: T) -> T:
         """The result of `get`; where it fails, the default, and `problems` has a line more."""
@@ -192,6 +196,13 @@ class RunSnapshot:
             lambda: any(each.state == "works" for folder in folders for each in read_workers(folder, self.now)),
             False,
         )
+
+    def _lost_folder(self) -> LostFolderNote | None:
+        newest = self.submission(self.sent[-1] if self.sent else None)
+        private = newest.run_file.parent.parent if newest else None
+        if private is None and self.config is not None:
+            private = private_folder(self.config, self.run)
+        return None if private is None else read_note(private)
 
     def _config(self, given: Config | None) -> Config | None:
         """Config of the training, else that of the newest job, else the one that was given."""

@@ -48,6 +48,10 @@ _OF_CODE: dict[int | None, State] = {
 }
 LOST = "its end was not recorded, as when its node is lost"
 """Reason of a launch that is over and has no end."""
+_NO_LOG = (
+    ": SLURM could not open its log, so the run folder was not there; is the disk of run.dir mounted on its nodes? "
+    "Submit the run again"
+)
 _SUSPENDED = ("SUSPENDED", "STOPPED")
 _SUBMIT = "`pipeline cancel` it and submit it again"
 _ASK_FOR_OTHERS = f"change slurm.nodes, or constraint, exclude and options of slurm.{{key}}, {_SUBMIT}"
@@ -108,6 +112,8 @@ def judge(
         total: steps of the run.
     """
     waiting = in_question(facts, waiting)
+    if (note := facts.lost_folder) is not None and (note.waits or not waiting):
+        return RunVerdict("stalled" if note.waits else "failed", stage_name(note.stage), note.words)
     if tries and tries[-1].end is None:
         stopped = next((job for job in waiting if job.stage == "train" and job.state in _SUSPENDED), None)
         return _suspended(stopped) if stopped else _training(facts, tries[-1], beats, patience)
@@ -136,7 +142,10 @@ def judge(
             return ended
     if facts.cancelled is not None and facts.sent:
         return _cancelled(facts, facts.cancelled, None, tries)
-    return RunVerdict("nothing known", None, "there is no record of any stage of the run")
+    missing = (
+        "" if facts.run.is_dir() else f"; {facts.run} is not there: it was not started, or its disk is not mounted"
+    )
+    return RunVerdict("nothing known", None, f"there is no record of any stage of the run{missing}")
 
 
 def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], patience: float) -> RunVerdict:
@@ -404,6 +413,7 @@ def _lost(
         if accounted is not None:
             text += f" after {accounted.elapsed}" + (f" on {accounted.nodes}" if accounted.nodes else "")
             text += f", exit code {accounted.exit_code}" if accounted.exit_code != "0:0" else ""
+            text += _NO_LOG if accounted.exit_code == "0:53" else ""
         if word.startswith("CANCELLED"):
             by = word.removeprefix("CANCELLED").removeprefix(" by ").strip()
             return RunVerdict("cancelled", stage, f"job {number} was cancelled" + (f" by {_user(by)}" if by else ""))

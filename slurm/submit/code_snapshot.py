@@ -56,11 +56,11 @@ def take(run: Path, modules: Sequence[str] = (), into: Path | None = None) -> Pa
     """
     contents = _contents()
     final = _place(RunFiles(run).slurm, contents)
-    _write(contents, final)
+    _write(contents, run, final)
     _note_environment(run, final.name, modules)
     if into is not None:
         final = _place(into, contents)
-        _write(contents, final)
+        _write(contents, into, final)
     return final
 
 
@@ -75,9 +75,9 @@ def digest(code: Path) -> str:
     return integrity.sha256(integrity.list_file(code).read_bytes())
 
 
-def _write(contents: Mapping[str, bytes], final: Path) -> None:
-    """Put the files there, unless they are."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+def _write(contents: Mapping[str, bytes], root: Path, final: Path) -> None:
+    """Put the files into a folder below `root`, unless they are there."""
+    storage.make_below(root, final.parent)
     with integrity.for_owner_alone():
         _write_for_owner(contents, final)
 
@@ -87,9 +87,10 @@ def _write_for_owner(contents: Mapping[str, bytes], final: Path) -> None:
         _refuse_changed(contents, final)
     else:
         temporary = storage.temporary(final)
+        temporary.mkdir()
         for name, data in contents.items():
             file = temporary / name
-            file.parent.mkdir(parents=True, exist_ok=True)
+            storage.make_below(temporary, file.parent)
             with storage.naming(final):  # a full disk names no file
                 file.write_bytes(data)
         integrity.others_cannot_write(temporary, *temporary.rglob("*"))

@@ -7,6 +7,7 @@ import shutil
 import stat
 from pathlib import Path
 
+from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.run_files import RunFiles
@@ -29,7 +30,7 @@ def apply_permissions(config: Config) -> None:
         return
     make_writable(config.run.dir)
     for folder in (config.run.dir, RunFiles(config.run.dir).slurm):
-        folder.mkdir(exist_ok=True)
+        storage.make_below(config.run.dir, folder)
         _give_to_group(folder, group)
 
 
@@ -73,7 +74,7 @@ def make_private(config: Config, run: Path) -> Path | None:
     own = [folder, *(each for each in folder.parents if not each.exists())]
     try:
         with integrity.for_owner_alone():
-            for each in (*reversed(own), folder / jobs.CODE, folder / jobs.SUBMISSIONS):
+            for each in (*reversed(own), folder / jobs.CODE, folder / jobs.SUBMISSIONS, folder / jobs.LOGS):
                 each.mkdir(exist_ok=True)
                 integrity.others_cannot_write(each)
     except OSError as error:

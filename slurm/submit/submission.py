@@ -70,6 +70,8 @@ class Submission(JobShape):
     others: tuple[str, ...] = ()
     """Files of submissions that the same job runs after all that, however it ended: the next runs of a sweep, on a
     machine without a queue."""
+    folder_id: str | None = None
+    """Id of the run folder that it was sent for; see `pipeline.common.run_identity`. None: of an older version."""
     sha256: Mapping[str, str] = field(default_factory=dict)
     """Digests of the files that are named here, by path, as they were when it was saved."""
 
@@ -87,12 +89,11 @@ class Submission(JobShape):
         values = asdict(sealed) | {"site": self.site.model_dump(), "resources": self.resources.model_dump()}
         values = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
         with integrity.for_owner_alone():
-            file.parent.mkdir(parents=True, exist_ok=True)
             storage.put_json(file, values)
         integrity.others_cannot_write(file, self.run_file)
         for each in (file, self.run_file):
             if (kept := record(self.run, each)) != each:
-                kept.parent.mkdir(parents=True, exist_ok=True)
+                storage.make_below(self.run, kept.parent)
                 storage.put(kept, each.read_bytes())
 
     def refuse_changed(self) -> None:

@@ -11,20 +11,21 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pipeline.common import run_identity, storage
 from pipeline.common.console import say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
 from pipeline.common.run_files import RunFiles
-from pipeline.common.storage import naming
 from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.config.slurm import SiteConfig
+from pipeline.data.work.freezing import make_data_dir
 from pipeline.data.work.units import cut_units, find_source_files
 from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
-from slurm.jobs import Backend, Job
+from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend, Job
 from slurm.logs.rank_logs import STAMP
 from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
 from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
@@ -95,7 +96,9 @@ def submit(
         _clear_the_way(run, planned, console, take_over=take_over)
         if backend == "slurm" and (unknown := submitit_backend.cancel_unknown(run)):
             say(console, f"cancelled {', '.join(unknown)}, which sbatch got no answer about when they were sent")
-        with naming(RunFiles(run).slurm):  # a full disk names no file
+        if any(job.stage in (*ARRAYS, *LAST_OF_ARRAYS) for job in planned):
+            make_data_dir(config)  # of which jobs know then that it should be there
+        with storage.naming(RunFiles(run).slurm):  # a full disk names no file
             code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
             sent = send_all(run, config, site, planned, backend, code)
     for warning in found_here.warnings:
@@ -163,9 +166,11 @@ def write_submission(
     run: Path, config: Config, site: SiteConfig, planned: PlannedJob, backend: Backend, code: Path | None
 ) -> Path:
     """Write the files of a job: the resolved run file and the submission, in the run folder."""
-    folder = permissions.make_private(config, run) or RunFiles(run).slurm
+    private = permissions.make_private(config, run)
+    folder = (private or RunFiles(run).slurm) / jobs.SUBMISSIONS
     with integrity.for_owner_alone():
-        run_file = _new_file(folder / jobs.SUBMISSIONS, planned)
+        storage.make_below(private or run, folder)
+        run_file = _new_file(folder, planned)
     run_file.write_text(dump(config), encoding="utf-8")
     trains = planned.stage == "train"
     submission = Submission(
@@ -185,6 +190,7 @@ def write_submission(
         max_restarts=config.slurm.max_restarts,
         doctor=trains and config.slurm.doctor,
         every_checkpoint=trains and backend == "slurm" and config.eval.every_checkpoint,
+        folder_id=run_identity.take_id(run),
     )
     file = run_file.with_suffix(".json")
     submission.save(file)
@@ -210,7 +216,6 @@ def _units(config: Config) -> int | None:
 
 def _new_file(folder: Path, planned: PlannedJob) -> Path:
     """A run file in it that no other job has: `2026-01-31_12-00-00-train.yaml`."""
-    folder.mkdir(parents=True, exist_ok=True)
     base = f"{time.strftime(STAMP)}-{planned.stage}"
     base += "" if planned.step is None else f"-{planned.step}"
     number = 1

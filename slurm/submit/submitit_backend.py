@@ -23,6 +23,7 @@ from submitit.core.core import Job
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
+from pipeline.common import run_identity, storage
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.common.slurm_commands import is_slurm_variable
@@ -31,7 +32,7 @@ from pipeline.config.base import single_line
 from pipeline.config.slurm import SiteConfig
 from slurm import jobs, scheduler
 from slurm.jobs import Backend
-from slurm.submit import code_snapshot, integrity, permissions, sbatch_hints
+from slurm.submit import batch_script, code_snapshot, integrity, permissions, sbatch_hints
 from slurm.submit.job_plan import PlannedJob
 from slurm.submit.stop_lead_time import signal_seconds
 from slurm.submit.submission import read_submission
@@ -122,7 +123,7 @@ def send(
     submission = read_submission(submissions[0])
     config = submission.config()
     folder = jobs.jobs_folder(run)
-    folder.mkdir(parents=True, exist_ok=True)
+    storage.make_below(run, folder)
     command = _command(submissions, chain_job)
     if backend == "local":
         with _environment(rank_only=True):
@@ -130,12 +131,12 @@ def send(
             executor = _BackgroundExecutor(folder)
             executor.update_parameters(timeout_min=_FOREVER, stderr_to_stdout=True)
             return str(executor.send(command).job_id)
-    seconds = signal_seconds(config, planned.minutes)
-    check: list[str] = []
-    if submission.code is not None:
-        owned = permissions.private_folder(config, run) is not None
-        check = integrity.check_lines(submission.code, code_snapshot.digest(submission.code), owned=owned)
-    values = _parameters(planned, submission.site, submission.code, check, seconds, dependency)
+    private = permissions.make_private(config, run)
+    if private is not None:
+        refuse_path(private, "slurm.private_dir")
+    sealed = None if submission.code is None else (submission.code, code_snapshot.digest(submission.code))
+    folders = [(each.run, each.folder_id or "") for each in map(read_submission, submissions)]
+    values = _parameters(planned, submission.site, sealed, config, folders, private, dependency)
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
             raise scheduler.SchedulerError(["sbatch"], f"{program} is not on the path", sbatch_hints.NO_SLURM)
@@ -186,9 +187,9 @@ def script(
         first, *rest = planned.command
         return "\n".join([*lines, shlex.join([sys.executable, "-m", "pipeline", first, str(run_file), *rest])])
     paper = _ScriptWriter(jobs.jobs_folder(run))
-    check = integrity.check_lines(*code, owned=permissions.private_folder(config, run) is not None)
-    seconds = signal_seconds(config, planned.minutes)
-    paper.update_parameters(**_parameters(planned, site, code[0], check, seconds, None))
+    folders = [(run, run_identity.read_id(run) or "ID")]
+    private = permissions.private_folder(config, run)
+    paper.update_parameters(**_parameters(planned, site, code, config, folders, private, None))
     # Its submission is written when it is sent; the name has the time of that.
     return paper.text(f"{_PYTHON} 1 {shlex.quote(f'TIME-{planned.stage}.json')} DIGEST", planned.tasks)
 
@@ -205,18 +206,18 @@ def _command(submissions: Sequence[Path], chain_job: int) -> str:
     return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac", f'{_PYTHON} {chain_job} "$@"'])
 
 
-def refuse_path(run: Path) -> None:
-    """Refuse a run folder that jobs cannot have: SLURM and submitit replace `%j` and so on in the paths of logs.
+def refuse_path(folder: Path, key: str = "run.dir") -> None:
+    """Refuse a folder that jobs cannot have: SLURM and submitit replace `%j` and so on in the paths of logs.
 
     Raises:
         UserError: its path has such a character.
     """
-    if odd := next((each for each in str(run) if each in "%\\"), None):
+    if odd := next((each for each in str(folder) if each in "%\\"), None):
         raise UserError(
-            f"run.dir = {run}: jobs cannot have a folder with {odd} in its path, which SLURM replaces in the names of "
-            "their logs; set run.dir to another one"
+            f"{key} = {folder}: jobs cannot have a folder with {odd} in its path, which SLURM replaces in the names of "
+            f"their logs; set {key} to another one"
         )
-    refuse_control_characters([("run.dir", str(run))])
+    refuse_control_characters([(key, str(folder))])
 
 
 def refuse_control_characters(values: Iterable[tuple[str, str]]) -> None:
@@ -313,17 +314,33 @@ class _BackgroundExecutor(LocalExecutor):
 def _parameters(
     planned: PlannedJob,
     site: SiteConfig,
-    code: Path | None,
-    check: Sequence[str],
-    seconds: int,
+    code: tuple[Path, str] | None,
+    config: Config,
+    folders: Sequence[tuple[Path, str]],
+    private: Path | None,
     dependency: str | None,
 ) -> dict[str, Any]:
-    """Parameters of submitit's executor."""
+    """Parameters of submitit's executor.
+
+    Args:
+        planned: what the job asks for.
+        site: where it runs.
+        code: snapshot, and the digest of its list.
+        config: of the run.
+        folders: run folder and its id, of each task of an array if their runs differ.
+        private: folder for what jobs execute, where that is not the run folder.
+        dependency: as sbatch wants it.
+    """
     resources = planned.resources
+    setup = _setup(planned, site, None if code is None else code[0])
+    if code is not None:
+        setup += integrity.check_lines(*code, owned=private is not None)
     refuse_derived_options(planned, site)
     more: dict[str, Any] = {key: value or True for key, value in resources.options.items()}
     more["requeue" if planned.chain == "requeue" else "no-requeue"] = True
     more["kill-on-invalid-dep"] = "yes"
+    if private is not None:  # SLURM refuses to start a job whose log it cannot open
+        more["output"] = f"{private}/{jobs.LOGS}/{'%A_%a' if planned.tasks > 1 else '%j'}_0_log.out"
     if planned.spare_nodes:
         more["no-kill"] = True  # the job goes on without a node that is lost
     gpus: dict[str, str] = {}
@@ -347,10 +364,11 @@ def _parameters(
         "dependency": dependency,
         "array_parallelism": planned.tasks,  # by default 256 at a time
         "wckey": site.wckey,
-        "signal_delay_s": seconds,
+        "signal_delay_s": signal_seconds(config, planned.minutes),
         "stderr_to_stdout": True,
         "use_srun": False,
-        "setup": [*_setup(planned, site, code), *check],
+        "setup": [*batch_script.lines_before(folders, private=private is not None), *setup],
+        "teardown": batch_script.lines_after(planned.chain, config.slurm.max_restarts),
         "additional_parameters": more,
     }
 

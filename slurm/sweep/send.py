@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.run_files import RunFiles
@@ -150,8 +151,8 @@ def _prepare(folder: Path, group: Group, member: Member, backend: Backend, code:
 def _symlink_jobs_folder(folder: Path, run: Path) -> None:
     """Scripts and logs of an array are in one folder, to which each of its runs has a symlink."""
     shared, mine = jobs.jobs_folder(folder), jobs.jobs_folder(run)
-    shared.mkdir(parents=True, exist_ok=True)
-    mine.parent.mkdir(parents=True, exist_ok=True)
+    storage.make_below(folder, shared)
+    storage.make_below(run, mine.parent)
     with suppress(FileExistsError):  # of a submission before, or one of this run alone
         mine.symlink_to(os.path.relpath(shared, mine.parent), target_is_directory=True)
 

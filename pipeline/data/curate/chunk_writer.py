@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.common import storage
 from pipeline.data.curate.batch import ChunkOutput
 from pipeline.data.curate.files import MEASURES
 from pipeline.data.datasets.indexed import HashedFile
@@ -27,11 +28,12 @@ class ChunkWriter(ChunkOutput):
     """Output of a chunk. As a context manager it removes what is not committed.
 
     Args:
-        path: of a file, by its name.
+        folder: of the curation, which exists.
+        path: of a file in it, by its name.
     """
 
-    def __init__(self, path: Callable[[str], Path]) -> None:
-        path(MEASURES).parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, path: Callable[[str], Path]) -> None:
+        storage.make_below(folder, path(MEASURES).parent)
         self.counts: dict[str, list[int]] = {}
         self._path = path
         self._open = ExitStack()

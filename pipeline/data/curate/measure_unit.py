@@ -180,12 +180,12 @@ class _MeasuredUnit(ChunkedUnit):
     def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
         """Read on until the chunk is full or the unit ends, and commit."""
         source, unit = self._source, self._unit
-        receipt_path(source.folder, unit.index, chunk).parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(source.folder, receipt_path(source.folder, unit.index, chunk).parent)
         rejected: Counter[str] = Counter()
         last = True
         with ExitStack() as stack:
             writer = stack.enter_context(
-                ChunkWriter(lambda name: measured_file(source.folder, unit.index, chunk, name))
+                ChunkWriter(source.folder, lambda name: measured_file(source.folder, unit.index, chunk, name))
             )
             rejects = stack.enter_context(HashedFile(rejected_path(source.folder, unit.index, chunk)))
             begun = reported = reader.bytes_read

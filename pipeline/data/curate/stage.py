@@ -32,7 +32,7 @@ from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, check_a
 from pipeline.data.curate.passes.run import JobOutcome, run_jobs
 from pipeline.data.curate.results.summary import print_summary
 from pipeline.data.work.bad_input import BadInput
-from pipeline.data.work.freezing import freeze_alone
+from pipeline.data.work.freezing import freeze_alone, make_data_dir
 from pipeline.data.work.leases import LEASES, sweep
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.sorted_runs import DamagedResult
@@ -87,6 +87,7 @@ def curate(
             print_dry_run(console, config, sources, problems)
             return CurationReport()
         if (contamination := curate_config(config).decontaminate) is not None:
+            make_data_dir(config, items_folder(config))
             prepare_index(contamination, items_folder(config))
         stage = CurationStage(config, console, plan_sources(config, sources), read_texts)
         stage.freeze()
@@ -133,7 +134,9 @@ class CurationStage:
         for plan in self._plans:
             if plan.found.source.hub is not None:
                 say(self._console, HUB_TWICE.format(plan.name))
-            freeze_alone(plan, plan.folder, self._console)
+            freeze_alone(plan, self._config, plan.folder, self._console)
+        for scope in self.scopes:
+            make_data_dir(self._config, scope.folder)
 
     @cached_property
     def context(self) -> Measuring:

@@ -307,9 +307,10 @@ class _Adoption:
         }
         try:
             with storage.naming(self._final):
+                tmp.mkdir()
                 for number, ((name, part), one) in enumerate(zip(files, found, strict=True)):
                     prefix = part_prefix(tmp, number)
-                    prefix.parent.mkdir(parents=True, exist_ok=True)
+                    storage.make_below(tmp, prefix.parent)
                     table[number] = self._part(prefix, number, name, part, one)
                 manifest, _ = write_dataset(tmp, table, self._tokenizer, about)
                 storage.commit(tmp, self._final)

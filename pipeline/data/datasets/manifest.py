@@ -163,7 +163,7 @@ def write_dataset(
     """Write tokenizer, `parts.bin` and, last, the manifest of a dataset whose parts are there already.
 
     Args:
-        folder: the dataset.
+        folder: the dataset; it is made if need be, in a folder that exists.
         parts: `PART` or `WEIGHTED_PART` records in the order of the parts.
         tokenizer: of the token ids.
         manifest: source, split, text_bytes, settings, config_hash, code_version; and, where they are not the usual
@@ -173,7 +173,7 @@ def write_dataset(
     Returns:
         The manifest, and whether anything was written; a dataset that has all of it already is left alone.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     has_weights = "weight" in (parts.dtype.names or ())
     data = parts.astype(WEIGHTED_PART if has_weights else PART).tobytes()
     info = TokenizerInfo(

@@ -83,7 +83,7 @@ def shuffle_bucket(job: ShuffleJob, progress: Progress) -> dict[str, Any]:
         gathered = _Gathered(job.folder / job.split / UNSHUFFLED, table, first, end)
         progress(job.bytes // 2)
         prefix = part_prefix(job.folder / job.split, job.bucket)
-        prefix.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(job.folder, prefix.parent)
         receipt = {
             "bucket": job.bucket,
             "buckets": job.buckets,
@@ -94,7 +94,7 @@ def shuffle_bucket(job: ShuffleJob, progress: Progress) -> dict[str, Any]:
             "files": gathered.write(prefix),
         }
         final = bucket_receipt(job.folder, job.split, job.bucket)
-        final.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(job.folder, final.parent)
         storage.put_json(final, receipt)
         progress(job.bytes - job.bytes // 2)
         return receipt

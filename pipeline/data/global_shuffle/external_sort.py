@@ -138,7 +138,7 @@ class Shuffle:
             return []
         self._check_runs()
         path = runs_file(self.folder, self.split)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(self.folder, path.parent)
         storage.put_json(path, self._table())
         size = self.tokens * self.dtype.itemsize // self.buckets
         return [ShuffleJob(self.folder, self.split, bucket, self.buckets, size) for bucket in missing]

@@ -232,7 +232,7 @@ class _Transfer:
             pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="local-copy"))
             try:
                 for folder in {os.path.dirname(file.target) for _, file in self._missing}:
-                    os.makedirs(folder, exist_ok=True)
+                    storage.make_below(self._base, Path(folder))
                 notes = {
                     copy: stack.enter_context(closing(storage.JsonLines(copy.folder / CHECKED_FILE)))
                     for copy in dict(self._missing)

@@ -107,7 +107,7 @@ def pack_block(engine: Place, job: PackJob, progress: Progress) -> BlockReceipt:
     folder = packs_folder(job.dataset, job.length)
     path, receipt_path = block_path(folder, job.block), receipt_file(folder, job.block)
     with storage.naming(folder):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(folder, path.parent)
         with HashedFile(path) as file:
             for data in block_bytes(arrays):
                 file.write(data)
@@ -120,7 +120,7 @@ def pack_block(engine: Place, job: PackJob, progress: Progress) -> BlockReceipt:
             cut=arrays.cut,
             file=FileListing(**file.listing()),
         )
-        receipt_path.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(folder, receipt_path.parent)
         storage.put_json(receipt_path, receipt.model_dump())
     progress(job.bytes - job.bytes // 2)
     return receipt

@@ -113,7 +113,7 @@ class PackMaker:
         if index := self.state(hashes=hashes).index:
             return index
         with storage.naming(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            storage.make_below(self.dataset.folder, self._folder)
         with (
             take_when_free(
                 self._folder,

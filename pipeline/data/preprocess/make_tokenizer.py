@@ -28,6 +28,7 @@ from pipeline.data.preprocess.splits import Splits
 from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import START, Piece, Position, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.freezing import make_data_dir
 from pipeline.data.work.frozen_plan import is_begun, withdraw
 from pipeline.data.work.units import SourceFiles
 
@@ -67,6 +68,7 @@ def prepare_tokenizer(
             kept = open_kept(folder)
             check(kept)
             if kept.special_tokens != tokenizer.special_tokens:  # the file had them; the run file names them since
+                make_data_dir(config, folder)
                 tokenizer.save(folder)
                 return tokenizer
             return kept
@@ -81,6 +83,7 @@ def prepare_tokenizer(
         tokenizer = Tokenizer.train(sample_texts(config, sources, splits), config.tokenizer)
         origin = {"train": settings, "fingerprint": tokenizer.fingerprint}
     check(tokenizer)
+    make_data_dir(config, folder)
     tokenizer.save(folder)
     storage.put_json(folder / ORIGIN_FILE, origin)
     return tokenizer

@@ -43,6 +43,7 @@ class PartWriter:
 
     def __init__(
         self,
+        folder: Path,
         prefix: Path,
         unit: int,
         dtype: np.dtype[Any],
@@ -50,7 +51,7 @@ class PartWriter:
         keeps_metadata: bool,
         keeps_weights: bool = False,
     ) -> None:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(folder, prefix.parent)
         self._prefix = prefix
         self._unit = unit
         self._dtype = dtype

@@ -193,7 +193,7 @@ class _Source:
                 known[chunk] = receipt
                 if chunk not in chunks:
                     path = receipt_path(self._scratch, number, chunk)
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    storage.make_below(self._scratch, path.parent)
                     put_sealed(path, receipt)
         try:
             result = tokenize_unit(UnitJob(self._job(known), self._with_times(number)), self._context, advance)
@@ -234,13 +234,13 @@ class _Source:
             there = named_files(part_prefix(self.folder / name, number, chunk))
             for file, path in named_files(part_prefix(self._scratch / name, number, chunk)).items():
                 if path.exists() and not _has_hash(there[file], int(self._records[name][number, chunk][file])):
-                    there[file].parent.mkdir(parents=True, exist_ok=True)
+                    storage.make_below(self.folder, there[file].parent)
                     storage.commit(path, there[file])
         if is_new:
             for path_of in (rejected_path, receipt_path):
                 path, final = path_of(self._scratch, number, chunk), path_of(self.folder, number, chunk)
                 if path.exists():
-                    final.parent.mkdir(parents=True, exist_ok=True)
+                    storage.make_below(self.folder, final.parent)
                     storage.commit(path, final)
 
     @property

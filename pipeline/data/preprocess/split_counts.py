@@ -27,6 +27,7 @@ from pipeline.data.preprocess.splits import (
 )
 from pipeline.data.preprocess.tokenize_unit import SmallestHashes, UnitJob, make_sample_hashes
 from pipeline.data.sources.records import NOT_BAD
+from pipeline.data.work.freezing import make_data_dir
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.units import SourceFiles, cut_units
@@ -102,7 +103,7 @@ def _counted(
     records = curated = 0
     rejected: Counter[str] = Counter()
     with (
-        _counting_lease(source.folder),
+        _counting_lease(config, source.folder),
         ProgressLine(console, found.bytes, len(jobs), 0, "counting") as line,
         Workers[UnitJob, SmallestHashes](make_sample_hashes, (wanted + 1,), worker_count(config, len(jobs))) as workers,
     ):
@@ -141,9 +142,10 @@ def _counted(
 
 
 @contextmanager
-def _counting_lease(folder: Path) -> Iterator[None]:
+def _counting_lease(config: Config, folder: Path) -> Iterator[None]:
     """A lease that only shows `--status` that somebody is at work; two commands may count at a time."""
     try:
+        make_data_dir(config, folder)
         lease = take(folder, "counting", LeaseWatch())
     except OSError:  # a disk that cannot be written: whatever needs it says so
         lease = None

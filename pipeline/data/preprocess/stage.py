@@ -55,7 +55,7 @@ from pipeline.data.sources.records import NOT_BAD, START, Unit
 from pipeline.data.tokenization.coverage import coverage_of
 from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.data.work.freezing import freeze_alone
+from pipeline.data.work.freezing import freeze_alone, make_data_dir
 from pipeline.data.work.frozen_plan import is_begun
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import NOTHING_TO_DO
@@ -175,7 +175,7 @@ def _frozen_plans(
         for found in sources
     ]
     for plan in plans:
-        freeze_alone(plan, config.data_dir / plan.found.source.name, console)
+        freeze_alone(plan, config, config.data_dir / plan.found.source.name, console)
     _remove_stale(config, plans)
     return tokenizer, plans
 
@@ -431,6 +431,7 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
                 raise
             say(console, f"the tokenizer is made again, since no unit was started with it ({error.difference})")
             return _tokenizer(config, console, sources, splits)
+    make_data_dir(config, folder)
     with (
         take_when_free(
             folder,

@@ -232,7 +232,7 @@ class _TokenizedUnit(ChunkedUnit):
     def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
         """Read on until the chunk is full or the unit ends, and commit."""
         source, unit, context = self._source, self._unit, self._context
-        receipt_path(source.folder, unit.index, chunk).parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(source.folder, receipt_path(source.folder, unit.index, chunk).parent)
         if self._job.engine == "tokenizers":
             context.words.look_at(unit, replace(source.reader, verify=False))
         rejected: Counter[str] = Counter()
@@ -243,6 +243,7 @@ class _TokenizedUnit(ChunkedUnit):
             writers = [
                 stack.enter_context(
                     PartWriter(
+                        source.folder,
                         part_prefix(source.folder / name / source.below, unit.index, chunk),
                         unit.index,
                         context.tokenizer.dtype,

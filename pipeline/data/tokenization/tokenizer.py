@@ -183,8 +183,8 @@ class Tokenizer:
         return cls(_open_file(file), end, tokens, allowed, file)
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write `tokenizer.json` and `special_tokens.json` into a folder, made if need be in one that exists."""
+        folder.mkdir(exist_ok=True)
         for name, data in self.files.items():
             storage.put(folder / name, data)
 

@@ -94,7 +94,6 @@ class FrozenPlan(ABC):
             put_sealed(path, self._as_json())
             return []
         if not there or withdraw(folder):
-            folder.mkdir(parents=True, exist_ok=True)
             put_sealed(path, self._as_json())
             return differences
         raise self.refusal(folder, differences)

@@ -247,7 +247,7 @@ def take(folder: Path, unit: int | str, watch: LeaseWatch) -> Lease | Holder:
         data = _read(path)
         if data is None:
             record = _new_record()
-            if _create(path, record):
+            if _create(folder, path, record):
                 watch.forget(path)
                 return Lease(path, record)
             continue  # somebody was faster
@@ -326,8 +326,8 @@ def _new_record() -> LeaseRecord:
     )
 
 
-def _create(path: Path, record: LeaseRecord) -> bool:
-    """Make the file of a lease; False if there is one."""
+def _create(folder: Path, path: Path, record: LeaseRecord) -> bool:
+    """Make the file of a lease, by the folder that is leased; False if there is one."""
     data = orjson.dumps(asdict(record))
     # On network file systems a link is what either comes into being as a whole or finds that the name is taken.
     tmp = storage.temporary(path)
@@ -335,7 +335,7 @@ def _create(path: Path, record: LeaseRecord) -> bool:
         try:
             tmp.write_bytes(data)
         except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            storage.make_below(folder, path.parent)
             tmp.write_bytes(data)
         os.link(tmp, path)
         return True

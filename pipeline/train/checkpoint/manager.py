@@ -265,7 +265,7 @@ class Checkpoints:
             step: steps trained.
             attempt: number of the attempt, part of the name.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         tmp = self.folder / f"step-{step:08d}.{attempt}{storage.TEMPORARY_SUFFIX}"
         if tmp.exists():  # of this attempt's own, where a save failed and its files could not be removed
             shutil.rmtree(tmp)

@@ -155,7 +155,8 @@ class Watchdog:
         evidence = self._evidence()
         with suppress(Exception):
             if evidence is not None:
-                evidence.mkdir(parents=True, exist_ok=True)
+                for folder in (evidence.parent, evidence):  # not the run folder, if that is gone
+                    folder.mkdir(exist_ok=True)
                 if os.environ.get(NODE_ERRORS):  # on a cluster: few files, however many ranks
                     node = int(rank) // int(os.environ["LOCAL_WORLD_SIZE"])
                     line = orjson.dumps({"rank": int(rank), **last_collectives()})

@@ -133,7 +133,7 @@ class Profile(AbstractContextManager["Profile"]):
 
     def _open_spans(self) -> None:
         path = self._folder() / f"spans.{self._whose()}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(self._run.path, path.parent)
         self._spans = Spans(path, self._rank, traced=self._trace is not None)
 
     def _begin_trace(self, *, warm_up: bool) -> None:
@@ -202,7 +202,7 @@ class Profile(AbstractContextManager["Profile"]):
 
     def _put(self, final: Path, write: Callable[[Path], object]) -> None:
         """A file that is there whole or not at all."""
-        final.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(self._run.path, final.parent)
         tmp = storage.temporary(final)
         tmp = tmp.with_name(tmp.name + "".join(final.suffixes[-1:]))  # torch compresses what ends with .gz
         try:

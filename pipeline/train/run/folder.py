@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import storage
+from pipeline.common import run_identity, storage
 from pipeline.common.console import alarm
 from pipeline.common.errors import (
     EXIT_OK,
@@ -37,7 +37,7 @@ from pipeline.train.run.lock import Lock, last_attempt, note_attempt
 
 _OF_A_JOB = ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
 """Environment variables of the processes of a job, of the scheduler or of this machine."""
-_OF_A_START = {RunFiles.ledger, RunFiles.exit, RunFiles.heartbeats, RunFiles.logs}
+_OF_A_START = {RunFiles.folder_id, RunFiles.ledger, RunFiles.exit, RunFiles.heartbeats, RunFiles.logs}
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,25 @@ def refuse_lost_checkpoints(run: Path) -> None:
 
 
 def make_writable(path: Path) -> None:
-    """Create the run folder, or say in one sentence why it cannot be used."""
+    """Create the run folder with its id, or say in one sentence why it cannot be used.
+
+    A process of a job, and a rank, never create it: theirs exists, or is gone for a while.
+
+    Raises:
+        UserError: it is a file.
+        MachineError: it cannot be written to, or the folder that this process works for is not there.
+    """
+    wanted = run_identity.expected_id(path)
+    run_identity.refuse_lost(path, wanted)
     if os.path.exists(path) and not os.path.isdir(path):  # pathlib's raise where a folder may not be searched
         raise UserError(f"run.dir {path} is a file; set run.dir to a folder")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if wanted is None:
+            path.mkdir(parents=True, exist_ok=True)
         probe = storage.temporary(path / "probe")
         probe.touch()
         probe.unlink()
+        run_identity.take_id(path)
     except OSError as error:
         raise MachineError(
             f"run.dir {path} cannot be written to ({error.strerror}); make it writable or set run.dir to another folder"

@@ -21,7 +21,7 @@ from slurm.doctor.node import space
 from slurm.doctor.report import NodeCheck, Report, failed
 from slurm.job import launch_log
 from slurm.job.batch_main import JobStart
-from slurm.job.ending import Ending, exit_state, read_exit_file
+from slurm.job.ending import Ending, exit_state, read_exit_file, too_few_nodes
 from slurm.job.launch_log import LaunchEnd
 from slurm.job.srun_step import SrunStep, rendezvous_env
 
@@ -30,7 +30,7 @@ def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "7")
     site = SimpleNamespace(gpus_per_node=0, network_interface=None)
     what = {"run": run, "stage": "train", "where": "local", "every_checkpoint": False}
-    submission: Any = SimpleNamespace(**what, run_file=run / "run.yaml", site=site)
+    submission: Any = SimpleNamespace(**what, run_file=run / "run.yaml", site=site, folder_id=None)
     return JobStart(submission, 1, Console(file=io.StringIO()))
 
 
@@ -152,7 +152,7 @@ def test_nodes_that_cannot_be_used_are_told_with_their_reasons(tmp_path: Path, m
     checks = {f"n{place}": failed("memory", "low", f"memory: {place} GiB are free") for place in range(1, 6)}
     link = checked(tmp_path, monkeypatch, {**checks, "n6": NodeCheck("memory", True, "8 GiB")})
     link._check_nodes(tmp_path)
-    ending = link._too_few_nodes(link._allocation)
+    ending = too_few_nodes(link._allocation, 6)
     assert (ending.code, ending.failed_nodes) == (78, tuple(checks))
     assert ending.reason == (
         "of the job's nodes n1, n2, n3, n4, n5 cannot be used, and 6 are needed: n1: memory: 1 GiB are free; "

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import orjson
 import pytest
 
 from pipeline.common import storage
 from pipeline.train.run.lock import Lock
 from slurm import scheduler
 from tests import tiny
+from tests.slurm.notify.receivers import received, to_file
 from tests.slurm.training import Run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
@@ -37,6 +40,67 @@ def test_a_rank_crashes(train: Run, whole: Path) -> None:
     log = tiny.pipeline("logs", train.folder, "--attempt", "1", "--rank", "2")
     assert "error: rank 2 has lost another process of the run" in log.stdout, log.stdout
     assert "SIGKILL" in tiny.pipeline("logs", train.folder, "--attempt", "1", "--first-error").stdout
+
+
+def batch_process(job: str) -> int | None:
+    """The Python of the batch process of a job."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words, given = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+            if b"slurm.job.batch_entry" in words and f"SLURM_JOB_ID={job}".encode() in given.split(b"\0"):
+                return int(entry.name)
+    return None
+
+
+def kill_batch_process(job: str) -> None:
+    pid = batch_process(job)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_the_batch_process_is_killed(train: Run, whole: Path, tmp_path: Path) -> None:
+    """As the kernel does where memory runs out; its script requeues the job, which is told of at the next start."""
+    seen = tmp_path / "seen"
+    train.overrides += [f"notify={orjson.dumps([to_file(seen)]).decode()}"]
+    (job,) = train.submit()
+    train.until_saved(10)
+    ranks = [train.pid(rank) for rank in range(4)]
+    kill_batch_process(job)
+    train.until(lambda: len(train.launches()) == 2, why="the second start")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks), "no rank of the first start is left by then"
+    train.until_over()
+    train.check(whole)
+    first, second = train.launches()
+    assert first.end is not None and (first.end.code, first.end.next) == (1, "requeue")
+    assert "signal 9" in first.end.reason and first.end.node == first.nodes[0]
+    assert (second.job, second.restarts) == (job, 1) and second.checkpoint >= 10
+    (told,) = [each for each in received(seen) if each["event"] == "requeued"]
+    assert first.end.reason in told["reason"], told
+
+
+@pytest.mark.parametrize("train", [("slurm.max_restarts=1", "train.checkpoint.every_steps=1000")], indirect=True)
+def test_a_batch_process_that_is_killed_again_and_again_is_not_started_for_ever(train: Run) -> None:
+    (job,) = train.submit()
+    for number in (1, 2):
+        train.until(partial(train.beats, number, 1), why=f"signs of life of launch {number}")
+        kill_batch_process(job)
+    train.until_over()
+    assert [launch.end and launch.end.next for launch in train.launches()] == ["requeue", "end"]
+    assert scheduler.jobs([job])[job].state == "FAILED"
+    train.check_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [("slurm.chain=afterany", "slurm.links=2")], indirect=True)
+def test_the_batch_process_of_a_chain_job_is_killed(train: Run, whole: Path) -> None:
+    first, second = train.submit()
+    train.until_saved(10)
+    kill_batch_process(first)
+    train.until_over()
+    train.check(whole)
+    one, two = train.launches()
+    assert one.end is not None and one.end.next == "next link"
+    assert two.job == second and two.checkpoint >= 10
 
 
 @pytest.mark.slow

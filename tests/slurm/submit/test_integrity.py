@@ -125,6 +125,7 @@ def test_only_their_owner_may_write_to_code_and_submissions(tmp_path: Path) -> N
     try:
         config = load(tiny.write_run(tmp_path))
         run = config.run.dir
+        run.mkdir()
         code = code_snapshot.take(run)
         site = load_site("generic")
         file = write_submission(run, config, site, plan(config, site, ["train"], "slurm")[0], "slurm", code)
@@ -147,6 +148,7 @@ def test_a_copy_that_was_changed_is_not_sent_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", [".json", ".yaml"])
 def test_a_submission_that_was_changed_is_not_run(tmp_path: Path, which: str) -> None:
     config = load(tiny.write_run(tmp_path))
+    config.run.dir.mkdir()
     site = load_site("generic")
     file = write_submission(config.run.dir, config, site, plan(config, site, ["train"], "local")[0], "local", None)
     digest = integrity.sha256(file.read_bytes())

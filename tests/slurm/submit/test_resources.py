@@ -23,6 +23,7 @@ from slurm.devcluster import DevCluster
 from slurm.doctor import command as doctor
 from slurm.job.srun_step import SrunStep
 from slurm.submit import preflight, sbatch_env, submitit_backend
+from slurm.submit.batch_script import SETUP_LINES
 from slurm.submit.dry_run import job_lines
 from slurm.submit.job_plan import PlannedJob, StageName, plan
 from slurm.submit.problems import PreflightReport
@@ -84,7 +85,7 @@ def in_bash(lines: list[str], **environment: str) -> subprocess.CompletedProcess
 
 def setup_of(script: str) -> list[str]:
     lines = script.splitlines()
-    return lines[lines.index("# setup") + 1 : lines.index("# What is run is what was submitted.")]
+    return lines[lines.index(SETUP_LINES) + 1 : lines.index("# What is run is what was submitted.")]
 
 
 def test_modules_are_loaded_by_a_shell_that_does_not_know_them(tmp_path: Path) -> None:

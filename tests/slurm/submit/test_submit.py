@@ -101,7 +101,8 @@ def test_the_script_asks_for_what_run_file_and_profile_say(tmp_path: Path) -> No
         "export SRUN_CPUS_PER_TASK=6",
         "export PYTHONPATH=/snapshot${PYTHONPATH:+:$PYTHONPATH}",
     ]
-    assert "srun" not in lines[-1] and lines[-1].endswith(" -m slurm.job.batch_entry 1 TIME-train.json DIGEST")
+    command = lines[lines.index("# teardown") - 2]
+    assert "srun" not in command and command.endswith(" -m slurm.job.batch_entry 1 TIME-train.json DIGEST")
 
 
 def test_a_job_ends_where_its_module_cannot_be_loaded(tmp_path: Path) -> None:
@@ -268,6 +269,7 @@ def test_without_slurm_one_message_says_what_to_do(tmp_path: Path, monkeypatch: 
     config = config_of(tmp_path)
     site = load_site(config.slurm.profile)
     monkeypatch.setenv("PATH", str(tmp_path))
+    config.run.dir.mkdir()
     with pytest.raises(SchedulerError, match=r"`sbatch` failed: sbatch is not on the path\nRun this on a login node"):
         send_all(config.run.dir, config, site, job_plan.plan(config, site, ["train"], "slurm"), "slurm", None)
 
@@ -276,7 +278,9 @@ def test_without_slurm_one_message_says_what_to_do(tmp_path: Path, monkeypatch: 
 def test_a_local_run_outlives_its_shell_and_is_not_started_twice(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path, {"launch.device": "cpu"})
     # It cannot be over before it is looked at.
-    held = take(load(file).data_dir / "sea", "plan", LeaseWatch())
+    source = load(file).data_dir / "sea"
+    source.mkdir(parents=True)
+    held = take(source, "plan", LeaseWatch())
     assert isinstance(held, Lease)
     with held:
         # A rank's environment does not reach it, the GPUs that the user chose do.

@@ -45,9 +45,9 @@ class EvalItem:
 
 
 def write_items(path: Path, items: Iterable[EvalItem]) -> int:
-    """Write a file of items; returns how many."""
+    """Write a file of items into a folder whose parent exists; returns how many."""
     count = 0
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     with HashedFile(path) as file:
         for item in items:
             file.write(item.line())

@@ -99,7 +99,7 @@ class ChooseJob(CurationJob):
         chunks = compared.own_chunks
         places = compared.places(np.ascontiguousarray(decisions["document"]))
         bounds = np.searchsorted(places, np.arange(chunks + 1))
-        (self.folder / "chosen").mkdir(parents=True, exist_ok=True)
+        (self.folder / "chosen").mkdir(exist_ok=True)
         with write_sections(self.folder / self.file, decisions, bounds) as file:
             receipt = self.commit({self.file: file}, counts)
         progress(self.bytes - self.bytes // 2)

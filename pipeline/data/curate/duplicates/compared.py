@@ -131,7 +131,7 @@ class Compared:
 
 
 def write_compared(folder: Path, names: Sequence[str], own: int, chunks: Sequence[ComparedChunk]) -> Path:
-    """Write a list of chunks below `DATA_DIR/curate/SCOPE`; its name is its hash."""
+    """Write a list of chunks below `DATA_DIR/curate/SCOPE`, which exists; its name is its hash."""
     data_dir = _data_dir(folder)
     rows = [
         {
@@ -144,7 +144,7 @@ def write_compared(folder: Path, names: Sequence[str], own: int, chunks: Sequenc
     value = {"names": list(names), "own": own, "chunks": rows}
     path = folder / f"{value_hash(value)}.json"
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         storage.put_json(path, value)
     return path
 

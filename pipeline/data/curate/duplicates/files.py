@@ -76,16 +76,17 @@ def finished(jobs: list[CurationJob], made_by: str) -> list[dict[str, Any]]:
     return [receipt for receipt in receipts if receipt is not None]
 
 
-def write_array(path: Path, records: npt.NDArray[Any]) -> HashedFile:
-    """Write records; the file is not committed yet."""
+def write_array(folder: Path, name: str, records: npt.NDArray[Any]) -> HashedFile:
+    """Write records into a folder that exists, under a name in it; the file is not committed yet."""
     return write_blocks(
-        path, (records[start : start + _WRITE_RECORDS] for start in range(0, len(records), _WRITE_RECORDS))
+        folder, name, (records[start : start + _WRITE_RECORDS] for start in range(0, len(records), _WRITE_RECORDS))
     )
 
 
-def write_blocks(path: Path, blocks: Iterable[npt.NDArray[Any]]) -> HashedFile:
-    """Write records that are made block by block; the file is not committed yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_blocks(folder: Path, name: str, blocks: Iterable[npt.NDArray[Any]]) -> HashedFile:
+    """`write_array` of records that are made block by block."""
+    path = folder / name
+    storage.make_below(folder, path.parent)
     file = HashedFile(path)
     try:
         with storage.naming(path):

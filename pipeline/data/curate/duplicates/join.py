@@ -103,7 +103,7 @@ class JoinJob(CurationJob):
         try:
             for number, (low, high) in enumerate(_cuts(sizes, self.members)):
                 name = f"members/{number:05d}"
-                files[name] = write_blocks(self.folder / name, _members(vertices, keys[low:high], equal))
+                files[name] = write_blocks(self.folder, name, _members(vertices, keys[low:high], equal))
             counts = {
                 "documents": len(vertices),
                 "clusters": len(sizes),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.common import storage
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.duplicates.compared import read_compared
 from pipeline.data.curate.duplicates.files import DECISION, ResultFile
@@ -84,7 +85,7 @@ class KeptJob(CurationJob):
         kept[(gone["document"] - np.uint64(each.base)).astype(np.int64)] = False
         bits = np.packbits(kept).view(_BITS)
         name = str(kept_file(self.folder, self.place).relative_to(self.folder))
-        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(self.folder, (self.folder / name).parent)
         with write_sections(self.folder / name, bits, np.array([0, len(bits)])) as file:
             receipt = self.commit({name: file}, {"kept": int(kept.sum())})
         progress(self.bytes)
@@ -112,9 +113,6 @@ def kept_jobs(
     hashes = [about["xxh3"] for receipt in chosen for about in receipt["files"].values()]
     path = folder / "chosen.txt"
     if not (path.exists() and path.read_text() == names):
-        from pipeline.common import storage
-
-        folder.mkdir(parents=True, exist_ok=True)
         storage.put(path, names.encode())
     jobs: list[CurationJob] = []
     for place, each in enumerate(compared.chunks[: compared.own_chunks]):

@@ -122,7 +122,7 @@ class RepeatedJob(CurationJob):
         found = lines[gone]
         for low, high in itertools.pairwise(cuts.tolist()):
             found[low:high] = sorted_lines(found[low:high])
-        (self.folder / self.file).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / self.file).parent.mkdir(exist_ok=True)
         with write_sections(self.folder / self.file, found, cuts) as file:
             receipt = self.commit({self.file: file}, counts)
         progress(self.bytes - self.bytes // 2)

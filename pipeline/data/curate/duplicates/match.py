@@ -67,7 +67,7 @@ class MatchJob(CurationJob):
             "largest": [[int(sizes[each]), int(ordered[starts[each]])] for each in giant],
         }
         name = f"edges/{self.kind}-{self.bucket:05d}"
-        with write_array(self.folder / name, edges) as file:
+        with write_array(self.folder, name, edges) as file:
             receipt = self.commit({name: file}, counts)
         progress(self.bytes - self.bytes // 2)
         return receipt

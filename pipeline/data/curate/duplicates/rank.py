@@ -91,7 +91,7 @@ class RankJob(CurationJob):
                 self._of_verdicts(each, each.verdicts, ranks)
         ranks["check"] = row_checks(ranks)
         name = str(rank_file(self.folder, self.place).relative_to(self.folder))
-        with write_array(self.folder / name, ranks) as file:
+        with write_array(self.folder, name, ranks) as file:
             receipt = self.commit({name: file}, {"states": np.bincount(ranks["state"], minlength=4).tolist()})
         progress(self.bytes)
         return receipt

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from pipeline.common import storage
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.chunk_writer import BAD_RECORD
 from pipeline.data.curate.duplicates.lines import LINE, PARAGRAPH, lines_of, united_lines
@@ -91,7 +92,7 @@ class DecideJob(SharedJob):
         table = decider.open_table(self.chunk)
         decided = decide(table, decider, self.chunk)
         path = verdicts_file(self.folder, self.chunk.unit, self.chunk.chunk)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(self.folder, path.parent)
         with (
             HashedFile(path) as verdicts,
             HashedFile(path.with_suffix(LINES_SUFFIX)) as lines,

@@ -87,7 +87,7 @@ class ExcerptJob(SharedJob):
             [row - chunk.first, *map(_as_utf8, (each.place, each.id, each.text[:CHARACTERS]))]
             for (_, row), each in sorted(found.items())
         ]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(self.folder, self.path.parent)
         with HashedFile(self.path) as file:
             file.write(orjson.dumps(records))
             progress(self.bytes)

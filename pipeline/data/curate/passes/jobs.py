@@ -82,7 +82,7 @@ class CurationJob(ABC):
         for file in files.values():
             file.commit()
         receipt = {"job": self.name, "inputs": self.inputs, "files": about, "counts": counts}
-        self.receipt.parent.mkdir(parents=True, exist_ok=True)
+        storage.make_below(self.folder, self.receipt.parent)
         storage.put_json(self.receipt, receipt)
         return receipt
 

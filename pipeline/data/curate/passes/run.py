@@ -73,7 +73,6 @@ def run_job(job: CurationJob, shared: Any, watch: LeaseWatch, progress: Progress
     Raises:
         OSError: the disk is full, say; nothing half-written stays.
     """
-    job.folder.mkdir(parents=True, exist_ok=True)
     try:
         lease = take(job.folder, job.name, watch)
     except OSError as error:
@@ -121,6 +120,8 @@ def run_jobs(
         UserError: something in the config or the data has to be fixed first.
         OSError: the disk is full or read-only, say.
     """
+    for folder in {job.folder for job in jobs}:
+        storage.make_below(config.data_dir, folder)
     missing = [PassJob(job) for job in jobs]
     total = sum(each.job.bytes for each in missing)
     workers = Workers[PassJob, JobDone | Busy](make_run_job, (shared,), worker_count(config, len(missing)))

@@ -180,6 +180,7 @@ def make_passes(
     rules = ((bad_rule(),),) * len(scope.sources)
     opened = Opened(columns(settings))
     choices = scope.folder / name
+    choices.mkdir(parents=True, exist_ok=True)
     return DuplicatePasses(scope, settings, rules, opened, choices, seed, bucket_bytes, engine, against)
 
 
