@@ -20,7 +20,7 @@ SIGNATURES = "signatures"
 """File of a chunk: uint32 of shape (records, bands * rows)."""
 CHECK_COLUMN = "signature_check"
 """Column of the table of measures: `signature_checks` of the document."""
-PassName = Literal["match", "join", "rank", "choose", "kept", "lines"]
+PassName = Literal["match", "join", "shingles", "rank", "choose", "kept", "lines"]
 
 
 def kinds_of(settings: DuplicatesConfig) -> tuple[Kind, ...]:
@@ -43,7 +43,7 @@ def pass_names(settings: DuplicatesConfig) -> tuple[PassName, ...]:
     """Passes that are needed, in their order."""
     found: tuple[PassName, ...] = ()
     if kinds_of(settings):
-        found += ("match", "join", "rank", "choose")
+        found += ("match", "join", *(("shingles",) if settings.near is not None else ()), "rank", "choose")
     if settings.lines is not None:
         found += ("kept", "lines") if found else ("rank", "kept", "lines")
     return found

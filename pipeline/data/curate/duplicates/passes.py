@@ -7,11 +7,12 @@
     passes.removed_lines(chunk)       # which lines of its kept documents go
 
 `match` compares hashes: a job for each kind and range of hashes. `join` brings documents together that may be compared:
-one job. `rank` orders documents by what `keep` reads and whether a rule removes them: a job per chunk. `choose` finds
-which document goes for which kept one: a job per range of what `join` wrote. With `lines`, `kept` and `lines` follow.
+one job. With `near`, `shingles` reads the texts of those that share a band: a job per chunk. `rank` orders documents by
+what `keep` reads and whether a rule removes them: a job per chunk. `choose` finds which document is removed for which
+kept one: a job per range of what `join` wrote. With `lines`, `kept` and `lines` follow.
 
-Files of `match` and `join` lie in `scope.folder` and depend on measures alone; those of the other passes lie in
-`choices`, whose name is the hash of the bounds.
+Files of `match`, `join` and `shingles` lie in `scope.folder` and depend on measures alone; those of the other passes
+lie in `choices`, whose name is the hash of the bounds.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.curation.curate import DuplicatesConfig
+from pipeline.data.curate.chunk_texts import ChunkTexts, read_chunk_texts
 from pipeline.data.curate.duplicates.against import FinishedCuration
 from pipeline.data.curate.duplicates.choose import ChooseSettings, choose_jobs
 from pipeline.data.curate.duplicates.compared import ComparedChunk, read_compared, write_compared
 from pipeline.data.curate.duplicates.files import DECISION, MEMBER, ResultFile, finished, result_files
-from pipeline.data.curate.duplicates.join import join_job
+from pipeline.data.curate.duplicates.join import CANDIDATES, join_job
 from pipeline.data.curate.duplicates.kept import kept_jobs, read_section
 from pipeline.data.curate.duplicates.kinds import PassName, kinds_of, pass_names
 from pipeline.data.curate.duplicates.leaders.leader_choice import EXACT, NEAR, URL
@@ -37,6 +39,7 @@ from pipeline.data.curate.duplicates.lines import LINE, line_jobs, sorted_lines
 from pipeline.data.curate.duplicates.match import MatchJob, match_bucket_jobs
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.rank import OpenTable, rank_jobs
+from pipeline.data.curate.duplicates.shingles import shingle_jobs
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import Chunk, Scope
@@ -60,6 +63,7 @@ class DuplicatePasses:
         bucket_bytes: `data.curate.bucket_bytes`.
         engine: `numba` or `python`; results are the same.
         against: finished curations, of `against.read_curation`.
+        read_texts: reads texts of chunks again.
     """
 
     scope: Scope
@@ -71,6 +75,7 @@ class DuplicatePasses:
     bucket_bytes: int
     engine: Literal["numba", "python"] = "numba"
     against: tuple[FinishedCuration, ...] = ()
+    read_texts: ChunkTexts = read_chunk_texts
 
     @property
     def names(self) -> tuple[PassName, ...]:
@@ -94,17 +99,14 @@ class DuplicatePasses:
             folder, kinds = self.scope.folder, kinds_of(self.settings)
             return match_bucket_jobs(folder, self._chunks, kinds, measured, self.bucket_bytes)
         if name == "join":
-            return [
-                join_job(
-                    self.scope.folder, self._edges(), members_of_a_job(self.settings, self.bucket_bytes), self.engine
-                )
-            ]
+            members = members_of_a_job(self.settings, self.bucket_bytes)
+            return [join_job(self.scope.folder, self._chunks, self._edges(), members, self.engine)]
+        if name == "shingles":
+            return self._shingle_jobs()
         if name == "rank":
             return rank_jobs(self.choices, self._chunks, self.rules, self.open_table, keep)
         if name == "choose":
-            files = self._files("join")
-            settings = self._choose_settings
-            return choose_jobs(self.choices, self._chunks, files, self._receipts("rank"), settings, self.engine)
+            return self._choose_jobs()
         chosen = self._receipts("choose") if "choose" in self.names else []
         kept = kept_jobs(self.choices, self._chunks, keep, self._receipts("rank"), chosen)
         if name == "kept" or self.settings.lines is None:
@@ -154,6 +156,26 @@ class DuplicatePasses:
         for number, each in enumerate(self.against):
             chunks += each.numbered(own + number)
         return write_compared(self.scope.folder / "chunks", self.source_names, own, chunks)
+
+    def _shingle_jobs(self) -> list[CurationJob]:
+        near, scope = self.settings.near, self.scope.folder
+        assert near is not None, "the pass is one of near duplicates"
+        (candidates,) = (file for file in self._files("join") if file.path.name == CANDIDATES)
+        return shingle_jobs(scope, self._chunks, candidates, near.words, self.engine, self.read_texts)
+
+    def _choose_jobs(self) -> list[CurationJob]:
+        members = [file for file in self._files("join") if file.path.name != CANDIDATES]
+        shingles = self._receipts("shingles") if "shingles" in self.names else []
+        return choose_jobs(
+            self.choices,
+            self.scope.folder,
+            self._chunks,
+            members,
+            shingles,
+            self._receipts("rank"),
+            self._choose_settings,
+            self.engine,
+        )
 
     @property
     def _choose_settings(self) -> ChooseSettings:
