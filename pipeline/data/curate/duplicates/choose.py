@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,9 @@ from pipeline.data.work.worker_pool import Progress
 CHOOSE_VERSION = 2
 MAX_SHOWN = 20
 BLOCK = 2**13
-"""Documents whose sets are in memory at a time, besides those of kept documents of a cluster that has more."""
+"""Documents of clusters that are compared together; one cluster may have more."""
+ROOM = 2**25
+"""Shingles that are in memory at a time of a cluster with more documents, besides those of kept ones."""
 _STRETCH = 2**9
 """Documents between two signs of life."""
 Numbers = npt.NDArray[np.uint64]
@@ -153,7 +155,7 @@ class _Clusters:
     def _choose(self, progress: Progress) -> LeaderChoice:
         total, done = empty_choice(len(self._numbers)), 0
         for low, high in _groups(self._bounds):
-            for start, part in self._choose_group(low, high):
+            for start, part in self._choose_group(low, high, progress):
                 end = start + len(part.rule)
                 total.leader[start:end] = np.where(part.leader < 0, -1, part.leader + low)
                 total.rule[start:end] = part.rule
@@ -164,34 +166,55 @@ class _Clusters:
         progress(self._job.bytes - done)
         return total
 
-    def _choose_group(self, low: int, high: int) -> Iterator[tuple[int, LeaderChoice]]:
-        """(place of the first, choice among some) of whole clusters, whose sets are read twice if they are many."""
-        blocks = [(start, min(start + BLOCK, high)) for start in range(low, high, BLOCK)]
-        sets = {block: self._sets(*block) for block in blocks[:1]}
-        frequencies = Frequencies(len(sets[blocks[0]][0]) * len(blocks))
-        for block in blocks:
-            frequencies.add(*(sets.get(block) or self._sets(*block)))
+    def _choose_group(self, low: int, high: int, progress: Progress) -> Iterator[tuple[int, LeaderChoice]]:
+        """(place of the first, choice among some) of whole clusters. If they are many, their sets are read twice."""
+        places = np.arange(low, high)
+        if high - low <= BLOCK:
+            sets: Sets | None = self._sets(places)
+            frequencies, sizes = self._count([sets])
+        else:
+            sets = None
+            # In the order of the disk, which is not that of ranks.
+            order = np.argsort(self._members["exact"][low:high], kind="stable")
+            slabs = (self._sets(low + order[start : start + BLOCK]) for start in range(0, high - low, BLOCK))
+            frequencies, found = self._count(slabs, -(-(high - low) // BLOCK), progress)
+            sizes = np.empty_like(found)
+            sizes[order] = found
         exact, url = (np.unique(self._members[name][low:high], return_inverse=True)[1] for name in ("exact", "url"))
         settings = self._job.settings
         leaders = make_leaders(self._job.engine, settings.min_similarity, frequencies, settings.bands, high - low)
-        for block in blocks:
-            start, end = block
-            shingles, starts = sets.get(block) or self._sets(*block)
-            bands = self._bands(start, end)
-            ids = exact[start - low : end - low], url[start - low : end - low]
-            members = Members(shingles, starts, bands, *ids, self._roles[start:end])
+        for start, end in _blocks(sizes):
+            shingles, starts = sets or self._sets(places[start:end])
+            bands = self._bands(low + start, low + end)
+            members = Members(
+                shingles, starts, bands, exact[start:end], url[start:end], self._roles[low + start : low + end]
+            )
             for first in range(0, end - start, _STRETCH):
                 last = min(first + _STRETCH, end - start)
-                yield start + first, leaders.add(members.part(first, last))
+                yield low + start + first, leaders.add(members.part(first, last))
 
-    def _sets(self, low: int, high: int) -> Sets:
+    @staticmethod
+    def _count(
+        slabs: Iterable[Sets], number: int = 1, progress: Progress = lambda amount: None
+    ) -> tuple[Frequencies, npt.NDArray[np.int64]]:
+        """Frequencies of the shingles of all sets, and the size of each set."""
+        frequencies: Frequencies | None = None
+        sizes = [np.zeros(0, np.int64)]
+        for shingles, starts in slabs:
+            frequencies = frequencies or Frequencies(len(shingles) * number)
+            frequencies.add(shingles, starts)
+            sizes.append(np.diff(starts))
+            progress(0)  # a sign of life
+        return frequencies or Frequencies(0), np.concatenate(sizes)
+
+    def _sets(self, places: npt.NDArray[np.int64]) -> Sets:
         """Sets of shingles of documents; that of an equal one if there is one before."""
-        members = self._members[low:high]
-        places = np.flatnonzero(members["shingles"] != NO_SHINGLES)
-        numbers, sections = (np.ascontiguousarray(members[name][places]) for name in ("exact", "shingles"))
+        members = self._members[places]
+        compared = np.flatnonzero(members["shingles"] != NO_SHINGLES)
+        numbers, sections = (np.ascontiguousarray(members[name][compared]) for name in ("exact", "shingles"))
         shingles, bounds = read_sets(self._job.scope, self._compared, numbers, sections)
-        sizes = np.zeros(high - low, np.int64)
-        sizes[places] = np.diff(bounds)
+        sizes = np.zeros(len(places), np.int64)
+        sizes[compared] = np.diff(bounds)
         return shingles, np.append(0, np.cumsum(sizes))
 
     def _bands(self, low: int, high: int) -> Numbers:
@@ -236,6 +259,17 @@ def _groups(bounds: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         end = max(end, first + 1)
         yield int(bounds[first]), int(bounds[end])
         first = end
+
+
+def _blocks(sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of sets of at most `ROOM` shingles, unless one has more."""
+    ends = np.cumsum(sizes)
+    low = 0
+    while low < len(sizes):
+        before = int(ends[low - 1]) if low else 0
+        high = max(int(np.searchsorted(ends, before + ROOM, "right")), low + 1)
+        yield low, high
+        low = high
 
 
 def choose_jobs(

@@ -67,7 +67,7 @@ class JoinJob(CurationJob):
             )
         components = make_components(self.engine, len(vertices))
         equal: dict[str, npt.NDArray[np.uint32]] = {}
-        is_candidate = np.zeros(len(vertices) if any(kind == "bands" for kind, _ in self.edges) else 0, np.bool_)
+        is_candidate = np.zeros(len(vertices), np.bool_)
         for kind, file in self.edges:
             edges = file.read(EDGE)
             for start in range(0, len(edges), _BLOCK):
@@ -120,7 +120,7 @@ class JoinJob(CurationJob):
         files: dict[str, HashedFile] = {}
         try:
             sections = np.zeros(0, np.uint32)
-            if len(is_candidate):
+            if any(kind == "bands" for kind, _ in self.edges):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 files[CANDIDATES], sections = self._candidates(vertices, is_candidate)
             for number, (low, high) in enumerate(_cuts(sizes, self.members)):

@@ -35,8 +35,8 @@ SHINGLE = np.dtype([("hash", "<u4")])
 """Hash of a shingle; a section has those of a document, ascending, each once."""
 Sets = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 """Hashes of several sets one behind the other, and where each begins, shape (sets + 1,)."""
-_GAP = 8
-"""Sets that are read though they are not asked for, rather than asking twice."""
+_GAP, _MOST = 32, 1024
+"""Sets that are read though they are not asked for, rather than asking twice; and that are read at once."""
 _LOW = np.uint64(2**32 - 1)
 
 
@@ -150,7 +150,7 @@ def read_sets(
     for place, inside, _ in compared.by_chunk(numbers):
         order = inside[np.argsort(sections[inside], kind="stable")]
         wanted = sections[order].astype(np.int64)
-        cuts = np.flatnonzero(np.diff(wanted) > _GAP) + 1
+        cuts = np.flatnonzero((np.diff(wanted) > _GAP) | (np.arange(1, len(wanted)) % _MOST == 0)) + 1
         with SectionFile(shingle_file(folder, place), SHINGLE, "shingles") as file:
             for documents, some in zip(np.split(order, cuts), np.split(wanted, cuts), strict=True):
                 hashes, starts = file.read_ragged(int(some[0]), int(some[-1]) + 1)
