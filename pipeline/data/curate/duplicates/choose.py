@@ -168,12 +168,11 @@ class _Clusters:
 
     def _choose_group(self, low: int, high: int, progress: Progress) -> Iterator[tuple[int, LeaderChoice]]:
         """(place of the first, choice among some) of whole clusters. If they are many, their sets are read twice."""
-        places = np.arange(low, high)
+        places, sets = np.arange(low, high), None
         if high - low <= BLOCK:
-            sets: Sets | None = self._sets(places)
+            sets = self._sets(places)
             frequencies, sizes = self._count([sets])
         else:
-            sets = None
             # In the order of the disk, which is not that of ranks.
             order = np.argsort(self._members["exact"][low:high], kind="stable")
             slabs = (self._sets(low + order[start : start + BLOCK]) for start in range(0, high - low, BLOCK))

@@ -20,6 +20,9 @@ SIGNATURES = "signatures"
 """File of a chunk: uint32 of shape (records, bands * rows)."""
 CHECK_COLUMN = "signature_check"
 """Column of the table of measures: `signature_checks` of the document."""
+NEAR_SIMILARITY, COUNTED = "near_similarity", "counted"
+"""Key of the settings of decisions, and its value: similarity is counted from sets of shingles. Decisions without the
+key, of 0.2.0 and earlier, are by its estimate from signatures."""
 PassName = Literal["match", "join", "shingles", "rank", "choose", "kept", "lines"]
 
 
