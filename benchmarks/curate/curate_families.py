@@ -1,7 +1,7 @@
 """Near duplicates of families of templated pages, beside planted pairs and datatrove's MinHash.
 
     python benchmarks/curate/curate_families.py --work /tmp/bench [--documents 10000,30000] [--own 48,40,31,27]
-        [--peer PYTHON] [--pairs 2000]
+        [--peer PYTHON] [--pairs 2000] [--sets]
 
 A family is pages of 120 shared words and some of their own: every pair has one Jaccard similarity J of word 5-grams,
 116 / (116 + 2 * own). With `min_similarity` .7 none is to be removed but the planted copies: in each family every
@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.curate.curate_duplicates import PEER, SETTINGS, batches_of, measured_passes
+from pipeline.data.curate.duplicates.choose import make_leaders
+from pipeline.data.curate.duplicates.leaders.leader_choice import Frequencies, Members
 
 BOUND = 0.7
 PEER_FILES = """
@@ -135,6 +137,32 @@ def figures(
     }
 
 
+def made_sets(counts: list[int], owns: list[int]) -> None:
+    """CPU seconds to choose among sets of made shingles, which all share a band: without texts and files."""
+    for own in owns:
+        for count in counts:
+            rng = np.random.default_rng(own)
+            sets = np.empty((count, 116 + own), np.uint32)
+            sets[:, :116] = np.arange(116) * 37_000_000
+            sets[:, 116:] = rng.integers(0, 2**32, (count, own))
+            sets.sort(axis=1)
+            shingles, starts = sets.reshape(-1), np.arange(count + 1) * (116 + own)
+            start = time.process_time()
+            frequencies = Frequencies(len(shingles))
+            frequencies.add(shingles, starts)
+            leaders = make_leaders("numba", BOUND, frequencies, 1, count)
+            ids = np.arange(count)
+            members = Members(shingles, starts, np.zeros((count, 1), np.uint64), ids, ids, np.zeros(count, np.uint8))
+            removed = 0
+            for low in range(0, count, 512):
+                removed += int((leaders.add(members.part(low, min(low + 512, count))).rule > 0).sum())
+            seconds = round(time.process_time() - start, 2)
+            similarity = round(116 / (116 + 2 * own), 3)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            row = {"what": f"sets, J {similarity}", "documents": count, "removed": removed, "cpu_s": seconds}
+            print(json.dumps(row | {"peak_mib": peak}), flush=True)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -142,15 +170,21 @@ def main() -> None:
     parser.add_argument("--documents", default="10000,30000")
     parser.add_argument("--own", default="48,40,31,27")
     parser.add_argument("--pairs", type=int, default=0)
+    parser.add_argument("--sets", action="store_true", help="choose among made sets alone, without texts")
     parser.add_argument("--peer", help="Python with datatrove")
     options = parser.parse_args()
+    counts, owns = (list(map(int, text.split(","))) for text in (options.documents, options.own))
+    if options.sets:
+        made_sets([64], owns[:1])  # compiles
+        made_sets(counts, owns)
+        return
     near = SETTINGS.near
     assert near is not None and near.min_similarity == BOUND
     ours([" ".join(text) for text in family(200, 40)[0]], options.work / "warm")  # compiles
     corpora = [
         (f"family J {116 / (116 + 2 * own):.3f}", *family(count, own))
-        for count in map(int, options.documents.split(",")) if count
-        for own in map(int, options.own.split(","))
+        for count in counts
+        for own in owns
     ]  # fmt: skip
     corpora += [("pairs", *pairs(options.pairs))] if options.pairs else []
     for name, texts, planted in corpora:
