@@ -62,7 +62,8 @@ def _all_pairs(members: Members, bound: float) -> Lists:
         found += [(URL, other, 1.0) for other in kept if members.url[other] == members.url[place]]
         for other in kept if sets[place] else ():
             similarity = len(sets[place] & sets[other]) / len(sets[place] | sets[other])
-            if similarity >= bound and sets[other] and (members.bands[place] == members.bands[other]).any():
+            # With a common band there is a common shingle; these bands are random.
+            if similarity and similarity >= bound and (members.bands[place] == members.bands[other]).any():
                 found.append((NEAR, other, similarity))
         if found and role != MUST_LEAD:
             choice.rule[place], choice.leader[place], choice.similarity[place] = found[0]
