@@ -102,6 +102,8 @@ def _change(run: Path, console: Console, change: Callable[[Sequence[str]], None]
     for each in found.active:
         if each not in waiting:
             why = "because it runs" if runs(each) else "because it is not in a queue"
+            if active_jobs.is_hidden(each):
+                why = "because only its user can change it"
             say(console, f"not affected, {why}: {active_jobs.describe(folder, each)}")
     if not found.active:
         say(console, f"no job of {folder} waits")
@@ -187,6 +189,9 @@ class _Cancelling:
                 self._say_skipped(each)
             elif each.job.where == "local" and self._now:
                 self._local.end(each.job)
+            elif active_jobs.is_hidden(each):
+                by_file = (trains and is_held(self._run)) or by_file
+                self._say_hidden(each)
             elif runs(each) and trains and not self._now:
                 by_file = True
             elif each.job.where == "slurm" and each.job.job not in self._asked:
@@ -207,6 +212,13 @@ class _Cancelling:
             self._asked.add(each.job.job)
             what = active_jobs.stage_names(self._run, each.job)
             say(self._console, f"{what}: process {each.job.job} has not begun it, and will skip it")
+
+    def _say_hidden(self, each: ActiveJob) -> None:
+        """The job itself reads the request when it starts, or when its launch ends."""
+        if each.job.job not in self._asked:
+            self._asked.add(each.job.job)
+            what = active_jobs.describe(self._run, each)
+            say(self._console, f"{what}; it will see that the run is cancelled, and start nothing")
 
     def _cancel_jobs(self, selected: Sequence[ActiveJob]) -> None:
         for each in selected:

@@ -1,61 +1,32 @@
 """The commands of SLURM, as functions: what each is asked, what it answers, and what to do when it fails.
 
-Nothing else calls them. Where there is no SLURM `here()` says so, and the rest fails with one message that has the
-command.
+`pipeline.common.slurm_commands` runs them. Where there is no SLURM `here()` says so, and the rest fails with one
+message that has the command.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
-import signal
-import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from pipeline.common.errors import MachineError
+from pipeline.common.slurm_commands import GONE, SECONDS, SchedulerError, ask, configuration, job_records
 from pipeline.config.slurm import parse_minutes
 
-SECONDS = 30.0
-"""A command that takes longer is given up."""
-_GONE = ("Invalid job id",)
-"""Words of the commands about a job that ended so long ago that the controller has forgotten it."""
-_NOT_CONFIGURED = ("DNS SRV", "configuration source")
-"""Words of the commands where there is no slurm.conf."""
-_NO_ANSWER = "no answer for"
-_AWAY = (
-    *(_NO_ANSWER, "Unable to contact slurm controller", "timed out", "Zero Bytes were transmitted"),
-    *("in standby mode", "connect failure", "Connection refused", "Communication connection"),
-)
-"""Words of the commands where the controller does not answer; it may be restarting."""
-_WHY_AWAY = "check that the controller is up, and that SLURM_CONF names the right file"
+__all__ = ["SchedulerError", "ask", "configuration"]  # those of the module that runs the commands, beside what is here
+
+UNKNOWN = "UNKNOWN"
+"""State of a job of which the scheduler says nothing."""
+_SEND_SECONDS = 120.0
+"""For sbatch, which itself tries again for a while."""
+_BUSY_PAUSES = (2.0, 8.0, 20.0)
+"""Seconds after each try to send a job to a controller that is too busy to answer."""
 _NEVER = "Requested node configuration is not available"
 """Words of sbatch about a job for which there are too few nodes."""
-
-
-class SchedulerError(MachineError):
-    """A command of SLURM failed.
-
-    Args:
-        command: what was called.
-        output: of it.
-        hint: what may help, a sentence or two.
-    """
-
-    def __init__(self, command: Sequence[str], output: str, hint: str = "") -> None:
-        text = output.strip() or "no message"
-        if any(words in text for words in _NOT_CONFIGURED):
-            text = "no SLURM is configured for this shell: use a login node of the cluster, or set SLURM_CONF"
-        self.command = list(command)
-        self.output = text
-        more = f"; {_WHY_AWAY}" if self.away else f"\n{hint}" if hint else ""
-        super().__init__(f"`{shlex.join(command)}` failed: {text}{more}")
-
-    @property
-    def away(self) -> bool:
-        """True if nothing answered, so that the same command may be tried again later."""
-        return any(words in self.output for words in _AWAY)
 
 
 @dataclass(frozen=True)
@@ -89,9 +60,14 @@ class JobState:
         return self.state in ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING")
 
     @property
+    def unknown(self) -> bool:
+        """True if the scheduler does not show the job to this user."""
+        return self.state == UNKNOWN
+
+    @property
     def active(self) -> bool:
-        """True if it waits or runs."""
-        return self.waits or self.runs
+        """True if it waits or runs, or may."""
+        return self.waits or self.runs or self.unknown
 
 
 def here() -> bool:
@@ -99,51 +75,13 @@ def here() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def ask(command: Sequence[str], hint: str = "", *, seconds: float = SECONDS, given: str = "") -> str:
-    """Output of a command.
-
-    SIGTERM does not end the command: a job that was put back into the queue gets it, with all of its processes, and has
-    something to ask all the same.
-
-    Args:
-        command: with its arguments.
-        hint: what may help where it fails.
-        seconds: to wait for the answer.
-        given: its input.
-
-    Raises:
-        SchedulerError: it is not there, failed, or took too long.
-    """
-    # The mask is inherited. That of this thread is as before when the command has started, so nothing is lost here.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    except FileNotFoundError:
-        raise SchedulerError(
-            command, f"{command[0]} is not on the path", "Run this on a login node of the cluster"
-        ) from None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    with process:
-        try:
-            output, errors = process.communicate(given, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise SchedulerError(command, f"{_NO_ANSWER} {seconds:g} seconds", hint) from None
-        except BaseException:  # a Ctrl-C, say
-            process.kill()
-            raise
-    if process.returncode != 0:
-        raise SchedulerError(command, errors or output, hint)
-    return output
-
-
 _SQUEUE = "%i|%T|%r|%N|%S|%e|%x"
 
 
 def jobs(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, JobState]:
-    """State of jobs by number, arrays task by task; those that the controller has forgotten are missing.
+    """State of jobs by number, arrays task by task; those that the controller does not show are missing.
+
+    A job of this user that is missing is forgotten, so it has ended. That of another user may be hidden: `states_of`.
 
     Args:
         numbers: of the jobs, or of tasks of arrays.
@@ -155,11 +93,11 @@ def jobs(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, JobSt
     wanted = sorted({number.partition("_")[0] for number in numbers})
     if not wanted:
         return {}
-    command = ["squeue", "--noheader", "--array", "--states=all", "--format", _SQUEUE]
+    command = ["squeue", "--noheader", "--all", "--array", "--states=all", "--format", _SQUEUE]
     try:
         text = ask([*command, "--jobs", ",".join(wanted)], seconds=seconds)
     except SchedulerError as error:
-        if not any(words in error.output for words in _GONE):
+        if not any(words in error.output for words in GONE):
             raise
         if len(wanted) == 1:
             return {}
@@ -173,19 +111,34 @@ def jobs(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, JobSt
     return found
 
 
+def states_of(owners: Mapping[str, str], me: str) -> dict[str, JobState]:
+    """State of jobs by number; those that are known to have ended, and are forgotten, are missing.
+
+    Args:
+        owners: user of each job, or task of an array, by its number.
+        me: this user, whom the controller shows all of their jobs. Those of others may be hidden (PrivateData): without
+            an end in accounting they are `UNKNOWN`.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    found = {number: state for number, state in jobs(list(owners)).items() if number in owners}
+    hidden = [number for number, user in owners.items() if number not in found and user != me]
+    ended: set[str] = set()
+    if hidden and shutil.which("sacct") is not None:
+        with suppress(SchedulerError):  # a site without accounting
+            ended = {number for number, each in accounting(hidden).items() if each.over}
+    return found | {number: JobState(number, UNKNOWN) for number in hidden if number not in ended}
+
+
 def details(job: str) -> dict[str, str]:
     """`scontrol show job`, by key; {} of a job that the controller has forgotten.
 
     Raises:
         SchedulerError: the scheduler does not answer.
     """
-    try:
-        text = ask(["scontrol", "show", "job", "--oneliner", job])
-    except SchedulerError as error:
-        if any(words in error.output for words in _GONE):
-            return {}
-        raise
-    return dict(re.findall(r"(\S+?)=(\S*)", text))
+    records = job_records(job)
+    return records[0] if records else {}
 
 
 def hostnames(compact: str) -> list[str]:
@@ -230,6 +183,57 @@ def can_start(job: str, exclude: Sequence[str]) -> bool:
     return True
 
 
+def send(script: Path) -> str:
+    """Number of the job, or array, that was sent with a script whose path no other job has.
+
+    On a busy controller sbatch may give up on an answer after the job was accepted. So the queue is asked for the
+    script before another try.
+
+    Raises:
+        SchedulerError: it was refused; or it is not known whether it was accepted (`away`).
+    """
+    number, tries = None, 0
+    while number is None:
+        try:
+            number = _number_in(ask(["sbatch", str(script)], seconds=_SEND_SECONDS))
+        except SchedulerError as error:
+            if not error.away:
+                raise
+            time.sleep(_BUSY_PAUSES[tries])  # what was sent may still be on its way
+            tries += 1
+            sent = sent_with(script)
+            if not sent and tries == len(_BUSY_PAUSES):
+                raise
+            number = sent[0] if sent else None
+    if tries:
+        cancel([each for each in sent_with(script) if each != number])  # an earlier try that was late
+    return number
+
+
+def _number_in(text: str) -> str:
+    """The number in what sbatch prints of a job that it has sent."""
+    found = re.search(r"job (\d+)", text)
+    if found is None:
+        raise SchedulerError(["sbatch"], f"no number of a job in its output: {text}")
+    return found.group(1)
+
+
+def sent_with(script: Path) -> list[str]:
+    """Numbers of this user's jobs, or arrays, that were sent with a script: by the queue, then by accounting.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    command = ["squeue", "--me", "--all", "--states=all", "--noheader", "--format", "%F|%o"]
+    rows = [line.partition("|")[::2] for line in ask(command).splitlines()]
+    found = [number for number, path in rows if path.strip() == str(script)]
+    if not found and shutil.which("sacct") is not None:
+        with suppress(SchedulerError):  # a site without accounting
+            lines = ask(["sacct", "-nPX", "-S", "now-1hours", "-o", "JobID,SubmitLine"]).splitlines()
+            found = [line.partition("|")[0].partition("_")[0] for line in lines if line.endswith(f" {script}")]
+    return sorted(set(found), key=int)
+
+
 def kill_wait() -> float:
     """Seconds that the processes of a job have when the scheduler ends it."""
     try:
@@ -258,7 +262,7 @@ def cancel(numbers: Sequence[str]) -> None:
     try:
         ask(["scancel", *numbers])
     except SchedulerError as error:
-        if not any(words in error.output for words in _GONE):
+        if not any(words in error.output for words in GONE):
             raise
 
 
@@ -355,16 +359,6 @@ def node_kinds(partition: str) -> list[NodeKind]:
     text = ask(["sinfo", "--noheader", "--exact", "--partition", partition, "--format", "%D|%c|%G"])
     rows = [[word.strip() for word in line.split("|")] for line in text.splitlines()]
     return [NodeKind(_count(nodes), _count(cpus.rstrip("+")), gres) for nodes, cpus, gres in rows]
-
-
-def configuration() -> dict[str, str]:
-    """`scontrol show config`, by key, like `MaxArraySize`.
-
-    Raises:
-        SchedulerError: the scheduler does not answer.
-    """
-    text = ask(["scontrol", "show", "config"])
-    return {key.strip(): value.strip() for key, _, value in (line.partition("=") for line in text.splitlines())}
 
 
 def partition_details() -> dict[str, dict[str, str]]:

@@ -36,6 +36,14 @@ Local = Annotated[
     bool,
     typer.Option("--local", help="Run in the background on this machine, with the same run folder and logs."),
 ]
+TakeOver = Annotated[
+    bool,
+    typer.Option(
+        "--take-over",
+        help="Start although another process may train in the run folder, of which nobody can say whether it runs: you "
+        "know that it is gone. Refused while it gives signs of life.",
+    ),
+]
 Verbose = Annotated[
     bool,
     typer.Option(

@@ -43,11 +43,14 @@ def data_verify(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --repair: show what would be made again; write nothing.")
     ] = False,
+    seal: Annotated[
+        bool, typer.Option("--seal", help="Give manifests, plans and receipts of earlier versions a hash of their own.")
+    ] = False,
 ) -> None:
     """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
     from pipeline.data.preprocess.repair import verify_all
 
-    if not verify_all(data, overrides or (), Console(), repairs=repair, dry_run=dry_run):
+    if not verify_all(data, overrides or (), Console(), repairs=repair, dry_run=dry_run, seals=seal):
         raise typer.Exit(EXIT_OTHER)
 
 
@@ -79,7 +82,15 @@ def data_export(
         str | None, typer.Option(metavar="A-B", help="Numbers of documents, from 0, both ends included; default: all.")
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of the source; default: train.")] = None,
-    ids: Ids = False,
+    ids: Annotated[
+        bool | None,
+        typer.Option(
+            "--ids/--no-ids",
+            help="Read ids from the source files if they are stored nowhere else; default: yes, but for sources of the "
+            "hub and with shuffle: global.",
+            show_default=False,
+        ),
+    ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Also write the token ids.")] = False,
     max_shard: Annotated[str | None, typer.Option(help="Text of a file, about; default: 256MiB.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per core.", min=1)] = None,

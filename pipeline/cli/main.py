@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline import DISTRIBUTION, __version__
-from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step, Verbose, WeightsFolder
+from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step, TakeOver, Verbose, WeightsFolder
 from pipeline.cli.checkpoint import checkpoint_app
 from pipeline.cli.convert import convert_app
 from pipeline.cli.curate import curate
@@ -108,6 +108,7 @@ def train(
     slurm: Slurm = False,
     local: Local = False,
     dry_run: DryRun = False,
+    take_over: TakeOver = False,
     verbose: Verbose = False,
 ) -> None:
     """Train the model, or resume from the latest checkpoint."""
@@ -119,7 +120,7 @@ def train(
 
         check_layout(config)
         return
-    if submitted(config, ["train"], slurm, local, dry_run):
+    if submitted(config, ["train"], slurm, local, dry_run, take_over=take_over):
         return
     from slurm.local.stages import train as stage
 
@@ -260,6 +261,7 @@ def run_all(
     slurm: Slurm = False,
     local: Local = False,
     dry_run: DryRun = False,
+    take_over: TakeOver = False,
     verbose: Verbose = False,
 ) -> None:
     """Run preprocess, train and eval, and print a summary. Completed stages are skipped."""
@@ -269,7 +271,7 @@ def run_all(
     stages: list[StageName] = ["preprocess", "train", "eval"]
     if config.data.curate is not None:
         stages = ["curate", *stages]
-    if submitted(config, stages, slurm, local, dry_run):
+    if submitted(config, stages, slurm, local, dry_run, take_over=take_over):
         return
     from slurm.local.stages import run as run_here
 

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
 
 def submitted(
-    config: Config, stages: list[StageName], slurm: bool, local: bool, dry_run: bool, step: int | None = None
+    config: Config,
+    stages: list[StageName],
+    slurm: bool,
+    local: bool,
+    dry_run: bool,
+    step: int | None = None,
+    *,
+    take_over: bool = False,
 ) -> bool:
     """Send stages to where the options say; False if they are to run here and now."""
     if not (slurm or local):
@@ -23,11 +30,15 @@ def submitted(
         if not dry_run and stages != ["eval"] and RunFiles(config.run.dir).jobs.exists():
             from slurm.local import by_hand
 
-            by_hand.check(config.run.dir, stages, Console())
+            by_hand.check(config.run.dir, stages, Console(), take_over=take_over)
+        if take_over and not dry_run:
+            from slurm.local.by_hand import take_over as take_over_run
+
+            take_over_run(config.run.dir, Console())
         return False
     if slurm and local:
         raise UserError("--slurm and --local cannot be combined; give one of them")
     from slurm.submit.submit import submit
 
-    submit(config, stages, "slurm" if slurm else "local", Console(), dry_run=dry_run, step=step)
+    submit(config, stages, "slurm" if slurm else "local", Console(), dry_run=dry_run, step=step, take_over=take_over)
     return True

@@ -15,6 +15,7 @@ EXIT_HANG = 76
 EXIT_NUMERICAL = 77
 EXIT_UNHEALTHY = 78
 EXIT_UNSAVED = 79
+EXIT_SUPERSEDED = 80
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 AGREED_CODES = (EXIT_OK, EXIT_STOPPED, EXIT_NUMERICAL, EXIT_UNSAVED)
@@ -82,6 +83,12 @@ class UnsavedError(MachineError):
     """No checkpoint could be written for longer than `train.checkpoint.max_unsaved_minutes`; all ranks end together."""
 
     exit_code = EXIT_UNSAVED
+
+
+class SupersededError(MachineError):
+    """A later attempt has taken the run over: this one writes nothing more, and nothing starts it again."""
+
+    exit_code = EXIT_SUPERSEDED
 
 
 class HangError(MachineError):

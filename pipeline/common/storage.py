@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import re
 import secrets
@@ -69,10 +70,7 @@ def commit(tmp: Path, final: Path) -> None:
 def put(final: Path, data: bytes, mode: int | None = None) -> None:
     """Write a small file atomically. On an error (a full disk, say) the temporary file is removed.
 
-    Args:
-        final: its path.
-        data: its content.
-        mode: its permissions; by default those that the umask leaves.
+    With `mode` it has these permissions, else those that the umask leaves.
     """
     tmp = temporary(final)
     try:
@@ -97,13 +95,26 @@ def naming(path: Path | str) -> Iterator[None]:
         raise
 
 
+class _Named(io.FileIO):
+    """A file whose failed writes name it, or the file that it becomes: the system names none."""
+
+    def __init__(self, path: Path, mode: str, name: Path) -> None:
+        super().__init__(path, mode)
+        self._shown = name
+
+    def write(self, data: Any) -> int:
+        with naming(self._shown):
+            return super().write(data)
+
+
 class NewFile:
     """A file that is written under a temporary name. Leaving its context without `commit` removes it."""
 
     def __init__(self, final: Path, mode: Literal["wb", "w+b"] = "wb") -> None:
         self.final = final
         self._tmp = temporary(final)
-        self.file: BinaryIO = self._tmp.open(mode, buffering=2**20)
+        raw = _Named(self._tmp, mode.replace("b", ""), final)
+        self.file: BinaryIO = io.BufferedRandom(raw, 2**20) if "+" in mode else io.BufferedWriter(raw, 2**20)
 
     def commit(self) -> None:
         """Flush to disk and give the file its final name."""
@@ -266,10 +277,7 @@ def writing(what: str) -> Iterator[None]:
 
 
 def is_stale(tmp: Path) -> bool:
-    """Tell whether nobody writes a file with a name by `temporary` any more.
-
-    The process that made it is looked up. That of another machine or container cannot be: there the age decides.
-    """
+    """Tell whether nobody writes a file with a name by `temporary` any more, by its process; elsewhere by its age."""
     name = _TEMPORARY.fullmatch(tmp.name)
     if name is None:
         return False
@@ -334,7 +342,8 @@ class Reserved:
     def _make(self) -> None:
         if not self.path.is_file() or self.path.stat().st_size != self._size:
             try:
-                self.path.write_bytes(b" " * self._size)
+                with naming(self.path):
+                    self.path.write_bytes(b" " * self._size)
             except OSError:
                 self.path.unlink(missing_ok=True)
                 raise
@@ -348,7 +357,7 @@ class Reserved:
         if len(data) > self._size:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self.path))
         self._make()
-        with self.path.open("r+b", buffering=0) as file:
+        with _Named(self.path, "r+", self.path) as file:
             file.write(data.ljust(self._size))
             os.fsync(file.fileno())
 
@@ -371,7 +380,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab+", buffering=0)
+        self._file = _Named(path, "a+", path)
         self._torn = False
         """A full disk has cut the last line short; it must not spoil the next one."""
         if self._file.seek(0, os.SEEK_END) > 0:
@@ -405,7 +414,7 @@ def append_line(path: Path, line: bytes) -> None:
 
     The line comes after a newline, too, so that one before it that a full disk has cut short does not spoil it.
     """
-    with os.fdopen(os.open(path, _SHARED | os.O_APPEND, 0o666), "wb", buffering=0) as file:
+    with naming(path), os.fdopen(os.open(path, _SHARED | os.O_APPEND, 0o666), "wb", buffering=0) as file:
         file.write(b"\n" + line + b"\n")
 
 
@@ -414,8 +423,10 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
 
     Neither flushed to disk nor in one piece: whoever reads it looks again where it is none.
     """
-    with os.fdopen(os.open(path, _SHARED, 0o666), "wb", buffering=0) as file:
-        os.pwrite(file.fileno(), data, offset)
+    with naming(path), os.fdopen(os.open(path, _SHARED, 0o666), "wb", buffering=0) as file:
+        while data:  # beyond a limit the system writes a part, and refuses the next
+            written = os.pwrite(file.fileno(), data, offset)
+            data, offset = data[written:], offset + written
 
 
 def cut(path: Path, size: int) -> None:
@@ -468,7 +479,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def json_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines from the last one on, reading no more of it than is asked for."""
+    """The objects of a file of JSON lines from the last one on, reading no more than is asked for."""
     try:
         file = open_regular(path)
     except FileNotFoundError:

@@ -282,10 +282,14 @@ class PreprocessConfig(Section):
     documents of a source."""
     on_error: Literal["skip", "fail"] = "skip"
     """A bad record is counted and skipped, or ends the stage."""
-    on_damaged_file: Literal["fail", "keep", "drop"] = "fail"
+    on_damaged_file: Literal["fail", "keep", "salvage", "drop"] = "fail"
     """Treatment of a source with a file that cannot be read to its end: truncated, or its checksums do not hold.
     `fail`: the stage fails when all else is done, and names these files. `keep`: the text before the damage stays, as
-    far as checksums hold. `drop`: nothing of these files is taken."""
+    far as checksums hold. `salvage`: also that of a compressed member that the end of its file cuts, which nothing
+    checks. `drop`: nothing of these files is taken."""
+    max_zstd_window: Bytes = Field(default=2**27, ge=2**10, le=2**31)
+    """Largest window of a `.zst` file (`zstd --long`, `--ultra`), a power of 2. A worker takes so much memory while it
+    reads one; a file with a larger one is damaged."""
     max_record_bytes: Bytes = Field(default=32 * 2**20, ge=2**10, le=2**30)
     """A longer record (a text file, a line, a value of a table) is rejected. A worker takes about five times as much
     memory as the longest record has bytes."""
@@ -294,6 +298,9 @@ class PreprocessConfig(Section):
     is refused: some hundred bytes can stand for billions of rows."""
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
     """With `on_error: skip`, the stage fails if a larger share of a source's records is bad; empty ones are not bad."""
+    max_unknown: float = Field(default=0.01, ge=0, le=1)
+    """The stage fails if the tokenizer has no token for a larger share of a source's text: the share of its tokens that
+    are unknown, or of the characters of a sample that no known token stands for, whichever is larger."""
 
 
 _SPLIT_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
@@ -383,6 +390,7 @@ class DataConfig(Section):
         names = [source.name for source in self.sources if source.dataset is None]
         named = {f"scopes.{scope}": name for scope, each in self.curate.scopes.items() for name in each}
         named |= {f"by_source.{name}": name for name in self.curate.by_source}
+        named |= {f"url_lists.sources: {name}": name for name in getattr(self.curate.url_lists, "sources", ())}
         for key, name in named.items():
             if name not in names:
                 raise ValueError(f"curate.{key}: {name!r} is not a source with files ({', '.join(names)})")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,11 +13,17 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 from pipeline.config.base import AbsLinePath, Line, LineByName, Lines, Section, Variables, absolute
 
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?$")
-_UNITS = {"m": 1, "min": 1, "h": 60, "d": 24 * 60}
+_UNITS = {"s": Fraction(1, 60), "m": Fraction(1), "min": Fraction(1), "h": Fraction(60), "d": Fraction(24 * 60)}
 
 
 def parse_minutes(value: Any) -> Any:
-    """`90`, `90min`, `12h`, `2d`, `1-12:00:00`, `12:00:00` -> whole minutes. Other types are left to pydantic."""
+    """`90`, `90min`, `1.5h`, `2d`, `90s`, `1-12:00:00`, `12:00:00` -> whole minutes, rounded up.
+
+    Other types are left to pydantic.
+
+    Raises:
+        ValueError: it is no time, or none that a job can be planned with.
+    """
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -27,10 +35,13 @@ def parse_minutes(value: Any) -> Any:
         return first + (second > 0)
     if found_days := re.match(r"^(\d+)-(\d+)$", text):  # D-HH
         return int(found_days[1]) * 24 * 60 + int(found_days[2]) * 60
-    found_unit = re.match(r"^(\d+)\s*(m|min|h|d)?$", text)
+    found_unit = re.match(r"^(\d+(?:\.\d+)?)\s*(s|m|min|h|d)?$", text)
     if found_unit is None:
-        raise ValueError("must be a time, like 90 (minutes), 90min, 12h, 2d or 1-12:00:00")
-    return int(found_unit[1]) * _UNITS[found_unit[2] or "m"]
+        if text.upper() in ("UNLIMITED", "INFINITE"):
+            raise ValueError(f"must be a time with an end, not {text}: name the longest that the partition allows")
+        raise ValueError("must be a time, like 90 (minutes), 90min, 1.5h, 2d or 1-12:00:00")
+    # A decimal fraction is exact here, so that 0.1h is 6 minutes and not a little more.
+    return math.ceil(Fraction(found_unit[1]) * _UNITS[found_unit[2] or "m"])
 
 
 Minutes = Annotated[int, BeforeValidator(parse_minutes, json_schema_input_type=int | str)]

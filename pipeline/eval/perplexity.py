@@ -14,6 +14,7 @@ from rich.table import Table
 from pipeline.common import storage
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
+from pipeline.common.format import percent
 from pipeline.config import Config
 from pipeline.config.objective import mixed_values, objective_values
 from pipeline.data.datasets.open import has_split
@@ -95,6 +96,9 @@ class EvalReport:
     """By name of the set."""
     continuations: Continuations | None = None
     """Texts of `eval.continuations`."""
+    coverage: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By source whose text the tokenizer does not keep: shares of it that are `unknown` and `lost`. Bits per byte are
+    over all bytes of the text, as it was before, so they are too low there."""
 
     def to_json(self) -> dict[str, Any]:
         """For the file of the report."""
@@ -105,6 +109,8 @@ class EvalReport:
             del values["pseudo"]
         if not self.sets:
             del values["sets"]
+        if not self.coverage:
+            del values["coverage"]
         if self.continuations is None:
             del values["continuations"]
         return values
@@ -180,6 +186,9 @@ def evaluate_everything(
         assert engine.source is not None
         for table in _tables(report, described(engine.source, config.eval.weights)):
             console.print(table)
+        for name, each in report.coverage.items():
+            kinds = f"{percent(each['unknown'])} has no token, {percent(each['lost'])} is changed or dropped"
+            warn(console, f"bits per byte of {name} are too low: they count all bytes of its text, of which {kinds}")
         if keep and ranks.rank == 0:
             path = report_path(config, evaluated_by(engine.source))
             path.parent.mkdir(exist_ok=True)
@@ -217,7 +226,18 @@ def heldout_report(engine: GenerationEngine, console: Console, beat: Callable[[]
         export=found.origin() if isinstance(found, ExportedWeights) else None,
         pseudo=_pseudo_scores(engine, splits, console, beat),
         sets={name: _scores(engine, each, console, beat, name) for name, each in sets.items()},
+        coverage=_coverage([splits, *sets.values()]),
     )
+
+
+def _coverage(scored: Sequence[Mapping[str, HeldOut]]) -> dict[str, dict[str, float]]:
+    """Shares of the text of each source that its tokens do not stand for, where there are any."""
+    found = {name: split.dataset.manifest.coverage for splits in scored for name, split in splits.items()}
+    return {
+        name: {"unknown": each.unknown_share, "lost": each.lost_share}
+        for name, each in found.items()
+        if each.unknown_share or each.lost_share
+    }
 
 
 def _scores(
@@ -389,6 +409,7 @@ def read_report(config: Config, of: int | Path) -> EvalReport | None:
                 for name, each in value.get("sets", {}).items()
             },
             None if texts is None else Continuations(**texts),
+            value.get("coverage", {}),
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -329,7 +329,7 @@ class Trainer:
             loggers.append(("Prometheus", textfile))
         with (
             out_of_memory_means(self._memory_advice),
-            Metrics(loggers) as self._metrics,
+            Metrics(loggers, self._folder.assert_mine if loggers else lambda: None) as self._metrics,
             self._losses,
             self._saver,
             self._profile,

@@ -57,6 +57,12 @@ def up(
             f"of its nodes follow from it (n1 n2 n3 with {DEFAULT_PORT}, else c<port>n1 ...)."
         ),
     ] = DEFAULT_PORT,
+    split_hosts: Annotated[
+        bool, typer.Option("--split-hosts", help="Give each node its own host name and boot id; needs root.")
+    ] = False,
+    private_jobs: Annotated[
+        bool, typer.Option("--private-jobs", help="Show users no jobs but their own (PrivateData=jobs).")
+    ] = False,
     install: Annotated[bool, typer.Option("--install", help="Install what is missing with apt; needs root.")] = False,
 ) -> None:
     """Start the cluster, or what is missing of it; may be repeated.
@@ -68,7 +74,8 @@ def up(
     console, begin = Console(), time.monotonic()
     if install and machine.missing_programs():
         machine.install()
-    DevCluster.up(folder, nodes=nodes, port=port, report=lambda line: say(console, line))
+    modes = {"split_hosts": split_hosts, "private_jobs": private_jobs}
+    DevCluster.up(folder, nodes=nodes, port=port, **modes, report=lambda line: say(console, line))
     say(console, f"up after {time.monotonic() - begin:.1f} s. To use it in this shell:")
     # The full path: where `python` is not found, eval of nothing would succeed.
     say(console, f'    eval "$({_command("env", folder)})"')

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from pipeline.common import slurm_commands
 from pipeline.common.errors import MachineError, UserError
 from slurm.devcluster import machine, processes
 from slurm.devcluster.settings import DEFAULT_PORT, Settings
@@ -37,7 +39,14 @@ class DevCluster:
 
     @classmethod
     def up(
-        cls, folder: Path, *, nodes: int = 3, port: int = DEFAULT_PORT, report: Callable[[str], None] = lambda _: None
+        cls,
+        folder: Path,
+        *,
+        nodes: int = 3,
+        port: int = DEFAULT_PORT,
+        split_hosts: bool = False,
+        private_jobs: bool = False,
+        report: Callable[[str], None] = lambda _: None,
     ) -> DevCluster:
         """Start a cluster, or what is missing of one that has been started before, and wait until its nodes are idle.
 
@@ -45,22 +54,23 @@ class DevCluster:
             folder: of the cluster; its accounts and its queue are kept from one `up` to the next.
             nodes: number of nodes, which all are this machine.
             port: of the controller; the nodes have the next ones. It also gives the cluster and its nodes their names.
+            split_hosts: each node has its own host name and boot id; needs root.
+            private_jobs: users see no jobs but their own.
             report: is given a line for every step.
 
         Raises:
             UserError: there is a cluster with another port or number of nodes, or a value is out of range.
             MachineError: programs are missing, a port is taken, or a daemon does not start.
         """
-        settings = Settings(folder.absolute(), port, nodes)
+        settings = Settings(folder.absolute(), port, nodes, split_hosts, private_jobs)
         settings.check()
         machine.check_programs()
         record = settings.folder / _RECORD
-        values = {"port": port, "nodes": nodes}
-        if record.exists() and json.loads(record.read_text()) != values:
-            old = json.loads(record.read_text())
+        if record.exists() and (old := json.loads(record.read_text())) != settings.record():
+            modes = "" if (old["port"], old["nodes"]) != (port, nodes) else " (in another mode)"
             raise UserError(
-                f"{folder} has a cluster with port {old['port']} and {old['nodes']} nodes, not {port} and {nodes}. "
-                "Name those, or another folder, or remove this one with `down --purge`"
+                f"{folder} has a cluster with port {old['port']} and {old['nodes']} nodes{modes}, not {port} and "
+                f"{nodes}. Name those, or another folder, or remove this one with `down --purge`"
             )
         cluster = cls(settings)
         cluster._start(report)
@@ -77,7 +87,7 @@ class DevCluster:
             values = json.loads((folder / _RECORD).read_text())
         except FileNotFoundError:
             raise UserError(f"{folder} has no cluster; start one with `up --dir {folder}`") from None
-        return cls(Settings(folder.absolute(), values["port"], values["nodes"]))
+        return cls(Settings.of_record(folder.absolute(), values))
 
     @property
     def nodes(self) -> list[str]:
@@ -181,8 +191,7 @@ class DevCluster:
             if not any(self.daemons().values()):
                 machine.check_ports(settings.ports)
                 settings.write()
-                values = {"port": settings.port, "nodes": settings.count}
-                (settings.folder / _RECORD).write_text(json.dumps(values) + "\n")
+                (settings.folder / _RECORD).write_text(json.dumps(settings.record()) + "\n")
             machine.add_hosts(settings.cluster, self.nodes)
             self._start_munged()
             report("munged runs")
@@ -259,7 +268,7 @@ class DevCluster:
         environment = self._environment()
         settings = self._settings
         # -b: the node tells that it was booted, so that jobs it was running are known to be lost with it.
-        command = [machine.program("slurmd"), "-D", "-b", "-N", name]
+        command = settings.on_node(name, [machine.program("slurmd"), "-D", "-b", "-N", name])
         processes.start(command, environment, settings.output(daemon), settings.pid_file(daemon))
 
     def _wait_for_nodes(self, names: Sequence[str]) -> None:
@@ -309,9 +318,9 @@ class DevCluster:
         return processes.running(self._settings.pid_file(daemon))
 
     def _controller_answers(self) -> bool:
-        return self._settings.slurm_conf.exists() and _succeeds(
-            [machine.program("scontrol"), "ping"], self._environment()
-        )
+        with suppress(MachineError):
+            return self._settings.slurm_conf.exists() and bool(self._slurm("scontrol", "ping"))
+        return False
 
     def _check_node(self, name: str) -> None:
         if name not in self.nodes:
@@ -331,7 +340,8 @@ class DevCluster:
             raise
 
     def _slurm(self, name: str, *arguments: str) -> str:
-        return self._call([machine.program(name), *arguments])
+        command = [machine.program(name), *arguments]
+        return slurm_commands.ask(command, seconds=_START, variables=self._environment())
 
     def _call(self, command: Sequence[str]) -> str:
         """Output of a command.

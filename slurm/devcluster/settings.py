@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import getpass
 import os
+import shlex
+import shutil
 import socket
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.common.errors import UserError
 
 DEFAULT_PORT = 17000
 MAX_NODES = 64
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 CPUS = 16
 """Processors that a node claims, whatever the machine has: many small jobs fit, and nothing is bound to a core."""
 _MEMORY_MIB = 64_000
@@ -28,6 +34,21 @@ class Settings:
     folder: Path
     port: int
     count: int
+    split_hosts: bool = False
+    """Each node has its own host name and boot id, as on a real cluster."""
+    private_jobs: bool = False
+    """Users see no jobs but their own (`PrivateData=jobs`)."""
+
+    @classmethod
+    def of_record(cls, folder: Path, values: Mapping[str, Any]) -> Settings:
+        """The settings of a cluster that was started before."""
+        known = {key: values.get(key, False) for key in ("split_hosts", "private_jobs")}
+        return cls(folder, values["port"], values["nodes"], **known)
+
+    def record(self) -> dict[str, Any]:
+        """What is kept in the cluster's folder."""
+        values = {"split_hosts": self.split_hosts, "private_jobs": self.private_jobs}
+        return {"port": self.port, "nodes": self.count, **{key: True for key, value in values.items() if value}}
 
     def check(self) -> None:
         """Refuse what no cluster can be made of.
@@ -44,6 +65,10 @@ class Settings:
             raise UserError(f"--nodes is {self.count}; a cluster has 1 to {MAX_NODES} nodes")
         if not 1024 <= self.port <= 65535 - _SLURMDBD_PORT:
             raise UserError(f"--port is {self.port}; choose one from 1024 to {65535 - _SLURMDBD_PORT}")
+        if self.split_hosts and (os.geteuid() != 0 or shutil.which("unshare") is None):
+            raise UserError(
+                "--split-hosts needs root and `unshare` of util-linux: each node gets namespaces of its own"
+            )
 
     @property
     def cluster(self) -> str:
@@ -101,6 +126,16 @@ class Settings:
 
     def pid_file(self, daemon: str) -> Path:
         return self.folder / "run" / f"{daemon}.pid"
+
+    def on_node(self, name: str, command: Sequence[str]) -> list[str]:
+        """A command on a node, which has just been booted: with split hosts in namespaces that say so."""
+        if not self.split_hosts:
+            return list(command)
+        boot_id = self.folder / "run" / f"boot-id-{name}"
+        boot_id.write_text(f"{uuid.uuid4()}\n")
+        named = f"hostname {shlex.quote(name)} && mount --bind {shlex.quote(str(boot_id))} {_BOOT_ID}"
+        shell = f"{named} && exec {shlex.join(command)}"
+        return [str(shutil.which("unshare")), "--uts", "--mount", "/bin/sh", "-c", shell]
 
     def write(self) -> None:
         """Make the folders and write the configuration files."""
@@ -170,6 +205,7 @@ InactiveLimit=0
 OverTimeLimit=0
 MinJobAge=300
 MaxArraySize=101
+PrivateData={"jobs" if self.private_jobs else "none"}
 EnforcePartLimits=ALL
 
 AccountingStorageType=accounting_storage/slurmdbd

@@ -20,7 +20,7 @@ from pipeline.config.parsing.document import parse
 from pipeline.config.parsing.problems import show
 from pipeline.config.parsing.schema import flat
 from slurm import jobs, scheduler
-from slurm.job.launch_log import is_all, launches
+from slurm.job.launch_log import LAST, is_all, launches
 from slurm.jobs import LAST_OF_ARRAYS, Job, Stage
 from slurm.scheduler import JobState
 from slurm.submit import code_snapshot, submitit_backend
@@ -33,7 +33,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class ActiveJob:
-    """A job that waits or runs."""
+    """A job that waits or runs, or may."""
 
     job: Job
     states: tuple[JobState, ...]
@@ -57,7 +57,7 @@ def find(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[ActiveJ
         if wanted is None or any((stage, job.step) in wanted for stage in stages(run, job))
     ]
     queued = [job for job in sent if job.where == "slurm"] if scheduler.here() else []
-    known = scheduler.jobs([job.job for job in queued])
+    known = states_of(run, queued)
     found = []
     for job in sent:
         if job.where == "local":
@@ -69,6 +69,27 @@ def find(run: Path, planned: Sequence[PlannedJob] | None = None) -> list[ActiveJ
         if left:
             found.append(ActiveJob(job, left))
     return found
+
+
+def states_of(run: Path, queued: Sequence[Job]) -> dict[str, JobState]:
+    """States of jobs of the scheduler by number, without those that are known to have ended and are not shown.
+
+    Raises:
+        SchedulerError: the scheduler does not say.
+    """
+    found = scheduler.states_of({number: job.user for job in queued for number in job.numbers}, jobs.user())
+    last = {launch.job: launch.end for launch in launches(run)}
+    over = {number for number, end in last.items() if end is not None and end.next in LAST}
+    for job in queued:
+        by = jobs.cancelled(run, job.stage)
+        if by is not None and by.time > job.time:
+            over |= set(job.numbers) - last.keys()  # it will start nothing
+    return {number: state for number, state in found.items() if not (state.unknown and number in over)}
+
+
+def is_hidden(each: ActiveJob) -> bool:
+    """True if the scheduler shows nothing of a job to this user."""
+    return bool(each.states) and all(state.unknown for state in each.states)
 
 
 def is_here(run: Path, job: Job) -> bool:
@@ -101,6 +122,8 @@ def describe(run: Path, active: ActiveJob) -> str:
     if job.where == "local":
         since = active.states[0].reason if active.states else f"since {when(job.time)}"
         return f"{name}: process {job.job} on {job.host} ({since})"
+    if is_hidden(active):
+        return f"{name}: job {job.job} of {job.user}, which may wait or run: SLURM does not show it to {jobs.user()}"
     state = next((state for state in active.states if state.runs), active.states[0])
     more = f", {len(active.states)} of {job.tasks} tasks" if job.tasks > 1 else ""
     if state.runs:

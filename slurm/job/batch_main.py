@@ -23,6 +23,7 @@ from pipeline.common.errors import (
     EXIT_OK,
     EXIT_OTHER,
     EXIT_STOPPED,
+    EXIT_SUPERSEDED,
     EXIT_UNHEALTHY,
     EXIT_UNSAVED,
     UserError,
@@ -32,8 +33,7 @@ from pipeline.common.process_identity import node_name
 from pipeline.common.run_files import RunFiles
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.run.folder import last_attempt
-from pipeline.train.run.lock import clear
+from pipeline.train.run.lock import clear, last_attempt
 from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
 from slurm import jobs, scheduler
@@ -187,8 +187,12 @@ class JobStart:
         if by := jobs.cancelled(self._run, self._submission.stage):
             return f"{by.by} has cancelled the run"
         sent = [job.time for job in jobs.sent(self._run) if self._job in job.numbers]
-        last = launches(self._run, self._submission.stage)[-1:]
-        ended = last[0].end if last else None
+        past = launches(self._run, self._submission.stage)
+        if any(each.job == self._job and each.end and each.end.code == EXIT_SUPERSEDED for each in past):
+            return "a later attempt has taken the run over from this job"
+        ended = past[-1].end if past else None
+        if ended is not None and ended.code == EXIT_SUPERSEDED:  # by this job, perhaps
+            return None
         if self._submission.stage == "train" and ended and ended.next == "end" and sent and ended.time > max(sent):
             return f"the run has ended: {ended.reason}"
         return None

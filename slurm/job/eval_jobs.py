@@ -105,33 +105,33 @@ class Evaluations:
 
     def _due(self, left: list[Checkpoint], sent: list[Job]) -> list[Checkpoint]:
         """Those for which a job is to be sent now."""
-        due, unknown = [], dict[str, Checkpoint]()
+        due, unknown, users = [], dict[str, Checkpoint](), dict[str, str]()
         for checkpoint in left:
             own = self._sent[_identity(checkpoint)]
             before = {job.job: job for job in sent if job.step == checkpoint.step and job.time >= checkpoint.time}
             numbers = list(before | own)
+            users |= {number: job.user for number, job in (before | own).items()}
             if not numbers:
                 due.append(checkpoint)
             elif len(numbers) < JOBS:
                 unknown[numbers[-1]] = checkpoint
-        ended = self._which_ended(list(unknown))
+        ended = self._which_ended({number: users[number] for number in unknown})
         return due + [checkpoint for number, checkpoint in unknown.items() if number in ended]
 
-    def _which_ended(self, numbers: list[str]) -> set[str]:
+    def _which_ended(self, owners: dict[str, str]) -> set[str]:
         """Jobs that the scheduler neither runs nor is going to, now and when it was asked before."""
-        if not numbers or time.monotonic() - self._asked < ASK_EVERY:
+        if not owners or time.monotonic() - self._asked < ASK_EVERY:
             return set()
         self._asked = time.monotonic()
-        states = scheduler.jobs(numbers)
+        states = scheduler.states_of(owners, jobs.user())
         before = self._ended
-        self._ended = {each for each in numbers if each not in states or not states[each].active}
+        self._ended = {each for each in owners if each not in states or not states[each].active}
         return self._ended & before
 
     def _one_waits(self, sent: list[Job]) -> bool:
         """True if an evaluation of the newest checkpoint was sent along with the training and is still to come."""
-        numbers = [job.job for job in sent if job.step is None]
-        states = scheduler.jobs(numbers)
-        return any(number in states and states[number].active for number in numbers)
+        states = scheduler.states_of({job.job: job.user for job in sent if job.step is None}, jobs.user())
+        return any(state.active for state in states.values())
 
     def _send(self, checkpoint: Checkpoint) -> None:
         identity, submission = _identity(checkpoint), self._submission

@@ -103,7 +103,10 @@ class JobQueue:
         """Jobs of the same chain that have not begun, the next one first."""
         if self._submission.chain not in ("singleton", "afterany") or self._submission.stage != "train":
             return []
-        sent = [job.job for job in jobs.sent(self._run) if job.stage == "train" and job.job != self._job]
+        every = [job for job in jobs.sent(self._run) if job.stage == "train"]
+        of = next((job.submission for job in every if job.job == self._job), None)
+        # Not those of a later submission, which may have taken the run over from this one.
+        sent = [job.job for job in every if job.job != self._job and job.submission == of]
         try:
             states = scheduler.jobs(sent)
         except scheduler.SchedulerError as error:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.common.errors import EXIT_OK, EXIT_STOPPED
+from pipeline.common.errors import EXIT_OK, EXIT_STOPPED, EXIT_SUPERSEDED
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import append_entry
 from slurm.jobs import Stage
@@ -81,8 +81,8 @@ class Launch:
 
     @property
     def crashed(self) -> bool:
-        """True if it ended neither well nor by a stop that was asked for."""
-        return self.end is not None and self.end.code not in (EXIT_OK, EXIT_STOPPED)
+        """True if it ended neither well, nor by a stop that was asked for, nor because another start took its place."""
+        return self.end is not None and self.end.code not in (EXIT_OK, EXIT_STOPPED, EXIT_SUPERSEDED)
 
     def node_of(self, rank: int) -> str | None:
         """Node of a rank."""

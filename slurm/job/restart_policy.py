@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.common.errors import EXIT_INTERRUPTED, EXIT_NUMERICAL, EXIT_OK, EXIT_REFUSED, EXIT_STOPPED, EXIT_UNSAVED
+from pipeline.common.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_NUMERICAL,
+    EXIT_OK,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    EXIT_SUPERSEDED,
+    EXIT_UNSAVED,
+)
 from slurm.job.launch_log import Launch, Next
 from slurm.jobs import Stage
 from slurm.submit.job_plan import resources_key
@@ -19,6 +27,7 @@ _FINAL = {
     EXIT_REFUSED: "another start would be refused for the same reason",
     EXIT_NUMERICAL: "the training diverged, and another start would only repeat that",
     EXIT_UNSAVED: "no checkpoint can be written, so another start would lose its work, too",
+    EXIT_SUPERSEDED: "a later attempt has taken the run over",
     EXIT_INTERRUPTED: "it was interrupted by hand",
 }
 

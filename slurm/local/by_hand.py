@@ -11,7 +11,8 @@ from rich.console import Console
 
 from pipeline.common.console import warn
 from pipeline.common.errors import UserError
-from pipeline.train.distributed.rank import is_rank
+from pipeline.train.distributed.rank import is_rank, of_environment
+from pipeline.train.run import lock
 from slurm import jobs
 from slurm.job import active_jobs
 from slurm.job.srun_task import LOGS
@@ -24,7 +25,7 @@ _NUMBERS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
 """Variables with the number of the job that this process is part of."""
 
 
-def check(run: Path, stages: Collection[str], console: Console) -> None:
+def check(run: Path, stages: Collection[str], console: Console, *, take_over: bool = False) -> None:
     """Refuse to train beside a job that does or will, before either has the run's lock.
 
     Nothing is asked where the run was never submitted or all its jobs are known to have ended, nor in its jobs.
@@ -33,6 +34,7 @@ def check(run: Path, stages: Collection[str], console: Console) -> None:
         run: folder.
         stages: that are to run here and now.
         console: for warnings.
+        take_over: jobs that the scheduler does not show to this user are taken to be gone.
 
     Raises:
         UserError: a job that trains the run waits or runs.
@@ -43,7 +45,8 @@ def check(run: Path, stages: Collection[str], console: Console) -> None:
     found = live_jobs(run)
     if found.unknown is not None:
         warn(console, f"the run was submitted, and its jobs may wait or run: {found.unknown}")
-    active = {each: {*active_jobs.stages(run, each.job)} for each in found.active}
+    present = [each for each in found.active if not (take_over and active_jobs.is_hidden(each))]
+    active = {each: {*active_jobs.stages(run, each.job)} for each in present}
     folder = shlex.quote(str(run))
     if "train" in stages and (training := [each for each, does in active.items() if "train" in does]):
         listed = "\n".join(f"  {active_jobs.describe(run, each)}" for each in training)
@@ -56,6 +59,18 @@ def check(run: Path, stages: Collection[str], console: Console) -> None:
     if shared:
         for each in (each for each, does in active.items() if does & shared):
             warn(console, f"the run is already submitted; units are shared with {active_jobs.describe(run, each)}")
+
+
+def take_over(run: Path, console: Console) -> None:
+    """Free the lock of a run folder from a holder of whom it is unknown whether it runs; see `lock.take_over`.
+
+    Raises:
+        UserError: the holder runs, or has given a sign of life lately.
+    """
+    if is_rank() and of_environment().rank != 0:
+        return
+    if (before := lock.take_over(run)) is not None:
+        warn(console, f"the run is taken over from {before}; if that still runs, its next save fails and it ends")
 
 
 def _is_in_job(sent: Collection[Job], environment: Mapping[str, str]) -> bool:

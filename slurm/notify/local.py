@@ -18,7 +18,7 @@ from pipeline.common.errors import (
     exit_code,
 )
 from pipeline.config import Config
-from pipeline.train.run.folder import last_attempt
+from pipeline.train.run.lock import last_attempt
 from slurm.job.srun_task import LOGS
 from slurm.notify.notices import Notices, end_of, harmless
 from slurm.notify.trust import refuse_commands_of_others

@@ -90,6 +90,8 @@ class RunSnapshot:
         self.exit_state: dict[str, Any] = self.read(RunFiles.exit, self.files.read_exit, {})
         self.lost: set[tuple[str, int, int]] = set()
         """Launches without an end that are over, by what the scheduler says."""
+        self.hidden: str | None = None
+        """Job that holds the run's lock, where the scheduler does not show it to this user."""
         self.cancelled = jobs.cancelled(run)
         self.holder = self.read(RunFiles.lock, lambda: holder(run), None)
         self.config = self._config(config)

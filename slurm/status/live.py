@@ -6,7 +6,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm import jobs, scheduler
+from slurm import jobs
+from slurm.job import active_jobs
 from slurm.job.active_jobs import ActiveJob, is_here
 from slurm.job.launch_log import LAST, launches
 from slurm.jobs import Job
@@ -15,7 +16,7 @@ from slurm.scheduler import JobState, SchedulerError
 
 @dataclass(frozen=True)
 class LiveJobs:
-    """Jobs of a run that wait or run."""
+    """Jobs of a run that wait or run, or may, since the scheduler does not show them to this user."""
 
     active: list[ActiveJob]
     elsewhere: list[Job]
@@ -44,7 +45,7 @@ def live_jobs(run: Path) -> LiveJobs:
     unknown: SchedulerError | None = None
     known: dict[str, JobState] = {}
     try:
-        known = scheduler.jobs([job.job for job in queued])
+        known = active_jobs.states_of(run, queued)
     except SchedulerError as error:
         unknown = error
     found: list[ActiveJob] = []

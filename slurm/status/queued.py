@@ -11,13 +11,11 @@ from pipeline.common.errors import EXIT_OK
 from slurm import jobs
 from slurm.job.launch_log import Launch, is_all
 from slurm.jobs import Backend, Job, Stage
-from slurm.scheduler import Accounted, JobState
+from slurm.scheduler import UNKNOWN, Accounted, JobState
 from slurm.status.files import RunSnapshot
 
 _SKEW = 60.0
 """Seconds that the clocks of a node and the controller may differ."""
-UNKNOWN = "UNKNOWN"
-"""State of a job of which the scheduler says nothing, and that the files do not know to have ended."""
 _HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
@@ -31,6 +29,16 @@ class SchedulerSnapshot:
     """Accounting of jobs that it no longer knows."""
     problem: str | None = None
     """Reason why it did not answer, or accounting did not."""
+
+    def has_ended(self, job: Job, number: str) -> bool:
+        """True if a job, or a task of an array, of which there is no state is known to have ended.
+
+        The controller shows all jobs to their user, so that one of this user is forgotten. Others may be hidden
+        (PrivateData): then accounting has to know their end.
+        """
+        if number in self.accounted and self.accounted[number].over:
+            return True
+        return self.states is not None and job.user == jobs.user()
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,8 @@ def _queued(facts: RunSnapshot, job: Job, snapshot: SchedulerSnapshot) -> Queued
         unknown = True
     else:
         states = [snapshot.states[number] for number in job.numbers if number in snapshot.states]
+        hidden = [number for number in job.numbers if number not in snapshot.states]
+        unknown = not states and not all(snapshot.has_ended(job, number) for number in hidden)
         states = [state for state in states if state.active]
     if not states and not unknown:
         return None
@@ -171,8 +181,9 @@ def _is_lost(facts: RunSnapshot, launch: Launch, snapshot: SchedulerSnapshot, wa
     if snapshot.states is None:
         return False
     state = snapshot.states.get(launch.job)
-    again = state is not None and state.start is not None and state.start > launch.time + _SKEW
-    return state is None or not state.runs or again
+    if state is None:
+        return snapshot.has_ended(job, launch.job)
+    return not state.runs or (state.start is not None and state.start > launch.time + _SKEW)
 
 
 def is_of(launch: Launch, job: QueuedJob) -> bool:

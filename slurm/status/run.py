@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.common.errors import EXIT_OK
 from pipeline.common.format import listed
 from pipeline.common.run_files import RunFiles
+from pipeline.common.slurm_commands import JobAnswer, JobIdentity
 from pipeline.config.run import LaunchConfig
 from pipeline.train.checkpoint.committed import COMMIT
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -248,15 +249,19 @@ def _holds(facts: RunSnapshot, snapshot: SchedulerSnapshot, beats: Mapping[int, 
         if last is not None and last.key in facts.lost:
             return False
 
-    def job_state(number: str) -> str | None:
-        if snapshot.states is None:
-            return None
-        state = snapshot.states.get(number)
-        if state is None:  # it is over, or this scheduler does not tell us of others' jobs
-            return None if _is_fresh(facts, beats, launch) else ""
-        return state.state if state.runs else ""
+    def answer(job: JobIdentity) -> JobAnswer:
+        state = None if snapshot.states is None else snapshot.states.get(job.number)
+        if state is not None:
+            return JobAnswer("running" if state.runs else "ended", f"job {job.number} is {state.state}")
+        accounted = snapshot.accounted.get(job.number)
+        known = (accounted is not None and accounted.over) or (snapshot.states is not None and job.is_own)
+        if known and not _is_fresh(facts, beats, launch):
+            return JobAnswer("ended", f"job {job.number} has ended")
+        if snapshot.states is not None:
+            facts.hidden = job.number
+        return JobAnswer("unknown", f"the scheduler does not show job {job.number} to this user")
 
-    return is_held(facts.run, job_state)
+    return is_held(facts.run, answer)
 
 
 def _is_fresh(facts: RunSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:

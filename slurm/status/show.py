@@ -15,7 +15,8 @@ from pipeline.common.console import say
 from pipeline.common.format import counted, duration, percent
 from pipeline.data.work.progress import WIDE
 from pipeline.train.monitor.goodput import Goodput
-from slurm.status.queued import UNKNOWN, QueuedJob
+from slurm.scheduler import UNKNOWN
+from slurm.status.queued import QueuedJob
 from slurm.status.run import AttemptRow, RunStatus
 
 _SHOWN = 10

@@ -15,21 +15,25 @@ from pipeline.common.errors import (
     EXIT_OK,
     EXIT_REFUSED,
     EXIT_STOPPED,
+    EXIT_SUPERSEDED,
     EXIT_UNSAVED,
 )
 from pipeline.common.format import counted, duration, listed, when
 from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
+from slurm import jobs
 from slurm.job.launch_log import Launch, Next
 from slurm.jobs import ARRAYS, Cancelled, Job, Stage
+from slurm.scheduler import UNKNOWN
 from slurm.status.files import RunSnapshot
-from slurm.status.queued import UNKNOWN, QueuedJob, SchedulerSnapshot, in_question, is_of
+from slurm.status.queued import QueuedJob, SchedulerSnapshot, in_question, is_of
 from slurm.submit.job_plan import resources_key, stage_name
 
 # fmt: off
 State = Literal[
     "nothing known", "pending", "held", "running", "stalled", "suspended", "requeued", "preprocessing", "evaluating",
-    "curating", "stopped", "cancelled", "failed", "refused", "hung", "diverged", "unsaved", "chain exhausted", "done",
+    "curating", "stopped", "cancelled", "failed", "refused", "hung", "diverged", "unsaved", "superseded",
+    "chain exhausted", "done", "unknown",
 ]
 # fmt: on
 _OF_CODE: dict[int | None, State] = {
@@ -39,6 +43,7 @@ _OF_CODE: dict[int | None, State] = {
     EXIT_HANG: "hung",
     EXIT_NUMERICAL: "diverged",
     EXIT_UNSAVED: "unsaved",
+    EXIT_SUPERSEDED: "superseded",
     EXIT_INTERRUPTED: "stopped",
 }
 LOST = "its end was not recorded, as when its node is lost"
@@ -147,6 +152,8 @@ def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], p
     if not alive:
         silent = facts.now - since > patience
         text = "no process has given a sign of life yet" if not beats else "its processes have left the training"
+        if silent and facts.hidden is not None:
+            return RunVerdict("unknown", "train", "; ".join([*notes, text, _hidden(facts.hidden)]))
         return RunVerdict("stalled" if silent and not beats else "running", "train", "; ".join([*notes, text]))
     oldest = min(alive.values(), key=lambda beat: beat.time)
     least, most = facts.now - max(beat.time for beat in alive.values()), facts.now - oldest.time
@@ -154,10 +161,16 @@ def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], p
         words = f"no sign of life for {duration(least)}"
         if len(alive) > 1:
             words += f"; the oldest is of {_who(facts, oldest)}, {duration(most)} ago"
+        if facts.hidden is not None:
+            return RunVerdict("unknown", "train", "; ".join([*notes, words, _hidden(facts.hidden)]))
         return RunVerdict("stalled", "train", "; ".join([*notes, words]))
     if most > patience:
         notes.append(f"{_who(facts, oldest)} has given no sign of life for {duration(most)}")
     return RunVerdict("running", "train", "; ".join(notes))
+
+
+def _hidden(job: str) -> str:
+    return f"the scheduler does not show job {job} to {jobs.user()}: ask its user whether it runs"
 
 
 def _who(facts: RunSnapshot, beat: Beat) -> str:

@@ -40,6 +40,7 @@ _REFUSED = {
     "SBATCH_MEM_PER_NODE": "mem_gb",
     "SBATCH_RESERVATION": "options.reservation",
     "SBATCH_WCKEY": "wckey",
+    "SLURM_CLUSTERS": None,
 }
 """Variables that change what jobs get or cost, and the key for it. None: there is no key."""
 _WARNED = {

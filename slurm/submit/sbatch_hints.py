@@ -34,9 +34,6 @@ _HINTS = {
     "invalid node name": "exclude, or nodelist of options, has a node that `sinfo --Node` does not show",
     "reservation is invalid": "options has a reservation that `scontrol show reservation` does not show",
     "unrecognized option": "options has an option that this SLURM does not know: `sbatch --help`",
-    "unable to contact slurm controller": "The controller does not answer: wait and try again",
-    "socket timed out": "The controller took too long, and may have accepted the job: look at `squeue --me` before "
-    "you try again",
 }
 """By words of sbatch, in lower case; the first of these that it says counts."""
 

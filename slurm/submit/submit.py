@@ -20,8 +20,8 @@ from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.work.units import cut_units, find_source_files
+from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable
-from pipeline.train.run.lock import refusal
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
 from slurm.jobs import Backend, Job
@@ -43,6 +43,7 @@ def submit(
     *,
     dry_run: bool = False,
     step: int | None = None,
+    take_over: bool = False,
 ) -> list[Job]:
     """Send stages of a run, unless they wait or run already.
 
@@ -53,6 +54,7 @@ def submit(
         console: for what is told.
         dry_run: show what would be sent, and write nothing.
         step: of the checkpoint, for an evaluation alone.
+        take_over: jobs and processes of whom it is unknown whether they run are taken to be gone.
 
     Returns:
         The jobs, those that were there already if there are any.
@@ -75,7 +77,7 @@ def submit(
         submitit_backend.refuse_derived_options(job, site)
     run = config.run.dir
     submitit_backend.refuse_path(run)
-    if not dry_run and (found := active_jobs.find(run, planned)):
+    if not dry_run and (found := _find(run, planned, take_over=take_over)):
         return active_jobs.attach(config, planned, found, console)
     from slurm.submit import preflight
 
@@ -88,9 +90,11 @@ def submit(
     permissions.apply_permissions(config)
     make_writable(run)
     with one_at_a_time(run):
-        if found := active_jobs.find(run, planned):  # another command was faster
+        if found := _find(run, planned, take_over=take_over):  # another command was faster
             return active_jobs.attach(config, planned, found, console)
-        _clear_the_way(run, planned, console)
+        _clear_the_way(run, planned, console, take_over=take_over)
+        if backend == "slurm" and (unknown := submitit_backend.cancel_unknown(run)):
+            say(console, f"cancelled {', '.join(unknown)}, which sbatch got no answer about when they were sent")
         with naming(RunFiles(run).slurm):  # a full disk names no file
             code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
             sent = send_all(run, config, site, planned, backend, code)
@@ -294,7 +298,25 @@ def one_at_a_time(run: Path) -> AbstractContextManager[None]:
     return exclusive(folder / "submit.lock", _SUBMIT_SECONDS)
 
 
-def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -> None:
+def _find(run: Path, planned: Sequence[PlannedJob] | None, *, take_over: bool) -> list[active_jobs.ActiveJob]:
+    """Jobs of a run that wait or run, of those that do the same as one of these.
+
+    Raises:
+        UserError: the scheduler does not show one of another user, which may run: another one beside it would train the
+            same run.
+    """
+    found = active_jobs.find(run, planned)
+    hidden = [each for each in found if active_jobs.is_hidden(each)]
+    if hidden and not take_over:
+        listed = "\n".join(f"  {active_jobs.describe(run, each)}" for each in hidden)
+        raise UserError(
+            f"the run is already submitted, so nothing was sent:\n{listed}\nAsk {hidden[0].job.user}; if you know that "
+            "it has ended, run the same command with --take-over"
+        )
+    return [each for each in found if each not in hidden]
+
+
+def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console, *, take_over: bool) -> None:
     """Nobody else trains, and what was asked of the jobs before is not asked of these.
 
     Raises:
@@ -302,7 +324,7 @@ def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -
     """
     trains = any(job.stage == "train" for job in planned)
     if by := jobs.cancelled(run):
-        if ending := active_jobs.find(run):
+        if ending := _find(run, None, take_over=take_over):
             raise UserError(
                 f"{by.by} has cancelled the run, and {active_jobs.describe(run, ending[0])} has not ended yet; wait "
                 f"for it (`pipeline status {run}`), then submit again"
@@ -311,7 +333,9 @@ def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console) -
         say(console, f"the run was cancelled by {by.by}; it may start again now")
     if not trains:
         return
-    if why_not := refusal(run):
+    if take_over and (before := lock.take_over(run)) is not None:
+        warn(console, f"the run is taken over from {before}; if that still runs, its next save fails and it ends")
+    if why_not := lock.refusal(run):
         raise UserError(why_not)
     stop = RunFiles(run).stop
     if stop.exists():

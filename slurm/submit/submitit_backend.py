@@ -7,25 +7,25 @@ the job does is in `slurm.job.batch_entry`; signals, requeues and chains are tho
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from submitit.core.core import Job
-from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
+from pipeline.common.slurm_commands import is_slurm_variable
 from pipeline.config import Config
 from pipeline.config.base import single_line
 from pipeline.config.slurm import SiteConfig
@@ -38,12 +38,14 @@ from slurm.submit.submission import read_submission
 
 _FOREVER = 10 * 365 * 24 * 60
 """Minutes of a local job: nothing ends it but itself and `pipeline cancel`."""
-_JOB_VARIABLES = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "PMI", "TORCHELASTIC_")
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *("PIPELINE_LAUNCHER", "PIPELINE_LOGS", "PIPELINE_NODE_ERRORS", "PIPELINE_STORE"),
 )
+_SCRIPT = ".submission_file_"
+"""Start of the name of a script, by which jobs are known to the scheduler until their numbers are known."""
+_UNANSWERED = "The job may have been accepted all the same; submit again, which cancels it first"
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _MODULE = [
     # The shell of a job is not a login shell, so that `module`, a function, need not be there.
@@ -139,14 +141,29 @@ def send(
             raise scheduler.SchedulerError(["sbatch"], f"{program} is not on the path", sbatch_hints.NO_SLURM)
     before = set(folder.iterdir())
     try:
-        # submitit prints what sbatch says of an error; it is told once, below.
-        with _environment(), redirect_stderr(io.StringIO()):
+        with _environment():
             to_slurm = _SlurmExecutor(folder)
             to_slurm.update_parameters(**values)
             return str(to_slurm.send(command, planned.tasks).job_id)
-    except (FailedJobError, FailedSubmissionError) as error:
-        refused, output = _remove_refused(folder, before, planned.name), str(error)
-        raise scheduler.SchedulerError(["sbatch", *refused], output, sbatch_hints.hint(output)) from None
+    except scheduler.SchedulerError as error:
+        if error.away:  # it may have been accepted: `cancel_unknown` finds it by its script
+            raise scheduler.SchedulerError(["sbatch"], f"{error.output}\n{_UNANSWERED}") from None
+        refused = _remove_refused(folder, before, planned.name)
+        raise scheduler.SchedulerError(["sbatch", *refused], error.output, sbatch_hints.hint(error.output)) from None
+
+
+def cancel_unknown(run: Path) -> list[str]:
+    """Cancel jobs of which no command knows, since sbatch got no answer when they were sent; returns their numbers.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    scripts = [file for file in jobs.jobs_folder(run).glob(f"{_SCRIPT}*.sh") if not file.is_symlink()]
+    found = [number for script in scripts for number in scheduler.sent_with(script)]
+    scheduler.cancel(found)
+    for script in scripts:
+        script.unlink(missing_ok=True)
+    return found
 
 
 def script(
@@ -234,6 +251,15 @@ class _SlurmExecutor(SlurmExecutor):
         if tasks > 1:
             self.parameters["map_count"] = tasks
         return self._submit_command(command)
+
+    def _submit_command(self, command: str) -> Job[Any]:
+        # As that of submitit, which takes any error of sbatch for a refusal.
+        script = self.folder / f"{_SCRIPT}{uuid.uuid4().hex}.sh"
+        script.write_text(self._make_submission_file_text(command, ""))
+        number = scheduler.send(script)
+        job = self.job_class(folder=self.folder, job_id=number, tasks=[0])
+        job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        return job
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         given = {**self.parameters, **self.parameters["additional_parameters"], "folder": str(self.folder)}
@@ -399,7 +425,7 @@ def _environment(*, rank_only: bool = False) -> Iterator[None]:
     """
     before = dict(os.environ)
     for name in before:
-        of_job = name.startswith(_JOB_VARIABLES) and name != "SLURM_CONF"
+        of_job = is_slurm_variable(name) or name.startswith("PMI")
         of_rank = name in _RANK_VARIABLES or name.startswith(("SUBMITIT_", "TORCHELASTIC_"))
         if of_rank or (not rank_only and (of_job or name in _DEVICES)):
             del os.environ[name]
@@ -417,6 +443,6 @@ def _remove_refused(folder: Path, before: set[Path], name: str) -> list[str]:
     for file in set(folder.iterdir()) - before:
         with suppress(OSError):
             data = b"" if file.is_symlink() else file.read_bytes()
-            if file.name.startswith(".submission_file_") and f"--job-name={shlex.quote(name)}\n".encode() in data:
+            if file.name.startswith(_SCRIPT) and f"--job-name={shlex.quote(name)}\n".encode() in data:
                 kept.append(str(file.replace(folder / f"refused-{name}.sh")))
     return kept

@@ -216,7 +216,7 @@ def test_nothing_prints_past_it() -> None:
         ("pipeline/common/console.py", "print"),
         ("pipeline/common/console.py", "Console"),
         # A protocol between two of our processes, on a pipe.
-        ("pipeline/data/tokenization/engine_check.py", "sys.stdout.buffer.write"),
+        ("pipeline/common/limited_child.py", "sys.stdout.buffer.write"),
         ("slurm/notify/webhook.py", "sys.stdout.write"),
         # Sanitized by `visible_log`.
         ("slurm/logs/follow.py", "console.file.write"),

@@ -250,6 +250,9 @@ def _curated(root: Path, against: list[str]) -> Config:
     settings["language"] = {"model": str(model), "keep": ["en"]}
     settings["by_source"]["a"] = {"gopher_repetition": {"max_top_4_grams": None}}
     settings["classifiers"] = [{"name": "quality", "model": str(model), "label": "__label__fr", "max_score": 0.9}]
+    settings["duplicates"] |= {"paragraphs": {"min_count": 20, "max_share": 0.9}}
+    (root / "list.txt").write_text("s1.org\n")
+    settings["url_lists"] = {"lists": [str(root / "list.txt")]}
     settings["mode"] = "observe" if against else "apply"
     settings["against"] = [str(root.parent / name / "run" / "data" / "c" / "curate") for name in against]
     return curate_config(root, corpus, settings)

@@ -156,6 +156,7 @@ CLASSES = {
     "pipeline.data.preprocess.report": (),  # Counts
     "pipeline.data.work.receipt_totals": ("Counts",),
     "pipeline.data.preprocess.run_tokenizer": (),  # TokenizerTrainConfig
+    "pipeline.data.tokenization.coverage": ("RoundTrip",),
     "pipeline.data.tokenization.engine_check": ("Proof",),
     "pipeline.data.provenance.document_to_steps": ("Occurrence", "Gap", "Without"),
     "pipeline.eval.perplexity": ("EvalReport", "Score"),

@@ -23,6 +23,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from pipeline.common import storage
 from pipeline.data.datasets.dataset import Dataset
 from slurm.submit.submission import read_submission
 from tests.formats import keys, make
@@ -170,9 +171,16 @@ def test_preprocessing_resumes_from_receipts(root: Path, call: Call) -> None:
     assert done == {"sea": 2, "land": 1}
     kept = {file: file.read_bytes() for file in (root / "half").glob("*/receipts/[0-9]*/0*.json")}
     call("preprocess", "run.yaml", "run.dir=runs/half", "data.dir=half")
-    assert datasets(root / "half") == datasets(root / "data")
+    assert {file: hashed(file, data) for file, data in datasets(root / "half").items()} == datasets(root / "data")
     assert {file: file.read_bytes() for file in kept} == kept
     assert not list((root / "half").glob("*/leases/*/*.json"))
+
+
+def hashed(file: str, data: bytes) -> bytes:
+    """A file of a dataset without the hashes that manifests of version 0.1 do not have."""
+    if not file.endswith("manifest.json"):
+        return data
+    return storage.json_bytes({key: value for key, value in orjson.loads(data).items() if key not in ("files", "seal")})
 
 
 @pytest.mark.usefixtures("whole_corpus")

@@ -66,7 +66,7 @@ def test_what_is_refused_is_not_asked_for_without_end(scontrol: Path, hours: lis
 
 def test_a_list_of_nodes_that_the_site_changes_is_not_asked_for_without_end(scontrol: Path, hours: list[float]) -> None:
     told: list[str] = []
-    scontrol.write_text('#!/bin/sh\n[ "$2" = job ] && echo ExcNodeList=n7 || echo n7\n')
+    scontrol.write_text('#!/bin/sh\n[ "$2" = job ] && echo JobState=PENDING ExcNodeList=n7 || echo n7\n')
     assert not Allocation("7", [], told.append).keep_from("7", ["n1"], 1000.0)
     assert told == ["warning: job 7 still excludes n7, despite a request"] and len(hours) < 5
 

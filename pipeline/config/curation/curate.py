@@ -81,6 +81,30 @@ class LinesConfig(Section):
     """Occurrence that stays."""
 
 
+class ParagraphsConfig(Section):
+    """Paragraphs that occur in many documents: lines up to a blank one. All are compared exactly, by 64-bit hashes."""
+
+    min_bytes: int = Field(default=100, ge=1)
+    """Shorter paragraphs stay, measured without whitespace at both ends of their lines."""
+    min_words: int = Field(default=0, ge=0)
+    """Paragraphs of fewer words stay; words are separated by whitespace."""
+    min_count: int = Field(default=2, ge=2)
+    """Fewest occurrences in documents of the scope that the rules keep."""
+    keep: Literal["first", "none"] = "first"
+    """Occurrence that stays."""
+    edit: bool = True
+    """Remove the other occurrences from the documents that stay."""
+    max_share: float | None = Field(default=None, gt=0, le=1)
+    """Largest share of the bytes of a document that is kept in such paragraphs, those that stay elsewhere. Without it,
+    a document is removed when nothing is left of it."""
+
+    @model_validator(mode="after")
+    def _does_something(self) -> ParagraphsConfig:
+        if not self.edit and self.max_share is None:
+            raise ValueError("edit: false without max_share removes nothing; set max_share, or leave edit out")
+        return self
+
+
 class NearConfig(Section):
     """Near duplicates by MinHash."""
 
@@ -105,6 +129,8 @@ class DuplicatesConfig(Section):
     """Near duplicates."""
     lines: LinesConfig | None = None
     """Lines that occur in many documents."""
+    paragraphs: ParagraphsConfig | None = None
+    """Paragraphs that occur in many documents."""
     keep: list[str] = Field(default_factory=lambda: ["source", "longest"])
     """Which document of several is kept; the next entry decides where the one before is equal. `source`: the first in
     the scope's list. `longest`, `shortest`. `newest:KEY`, `oldest:KEY`: by a date in `metadata`. Then a keyed hash."""
@@ -117,6 +143,20 @@ class DuplicatesConfig(Section):
             if not (key if order in ("newest", "oldest") else order in ("source", "longest", "shortest") and not colon):
                 raise ValueError(f"{each!r} is not source, longest, shortest, newest:KEY or oldest:KEY")
         return keep
+
+
+class UrlListsConfig(Section):
+    """Lists of addresses whose documents are removed. The rule that removed one has the name of the list."""
+
+    lists: list[AbsPath] = Field(min_length=1)
+    """Folders with a folder per category that has files `domains` and `urls`, as UT1's, and files with a domain or the
+    beginning of an address per line. They may be compressed (`.gz`). A domain stands for those below it, too."""
+    categories: list[str] = Field(default_factory=list)
+    """Categories of the folders, like `adult`; by default all."""
+    key: str = "url"
+    """Key of `metadata` with the address."""
+    sources: list[str] = Field(default_factory=list)
+    """Sources whose addresses are looked at; by default all."""
 
 
 class DecontaminateConfig(Section):
@@ -153,6 +193,8 @@ class CurateConfig(Section):
     """Folders of finished curations (`DATA_DIR/SOURCE/curate`) whose kept documents always win over equal ones here."""
     clean: CleanConfig = CleanConfig()
     """Edits of the text."""
+    url_lists: UrlListsConfig | None = None
+    """Lists of addresses whose documents are removed."""
     language: LanguageConfig | None = None
     """Language of a document."""
     rules: RulesConfig = RulesConfig()

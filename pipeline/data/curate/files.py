@@ -25,6 +25,9 @@ CURATE = "curate"
 CURATION_FILE = "curation.json"
 MEASURES = "measures"
 """Name of the table of measures of a chunk: a record per row of the unit."""
+IDS = "ids"
+"""Name of the file of a chunk with the xxh3 of the id of each row, u64; `NOBODY` for a record without one. By it
+`data why` finds documents. It decides nothing, and measures of earlier versions do not have it."""
 VERDICT = np.dtype(
     [
         ("rule", "<u2"),  # 0: kept; else the number of the rule that removed it, from 1, in `curation.json`
@@ -46,6 +49,14 @@ NOBODY = 2**64 - 1
 def curate_folder(source: Path) -> Path:
     """Folder of the curation of a source, by the source's folder."""
     return source / CURATE
+
+
+def portable(path: Path, data_dir: Path) -> str:
+    """Name of a path in files of a data folder: relative if the path is inside, so that the folder may be moved.
+
+    `data_dir / name` is the path again, whichever the name is.
+    """
+    return str(path.relative_to(data_dir) if path.is_relative_to(data_dir) else path)
 
 
 def measured_file(curation: Path, unit: int, chunk: int, name: str) -> Path:

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import orjson
+import xxhash
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.curate.batch import BATCH_BYTES, Measurer, TextBatch
 from pipeline.data.curate.chunk_writer import BAD_RECORD, EMPTY_DOCUMENT, ChunkWriter
 from pipeline.data.curate.cleaning.clean import Cleaner
-from pipeline.data.curate.files import measured_file
+from pipeline.data.curate.files import IDS, NOBODY, measured_file
 from pipeline.data.curate.measurers import table_type
 from pipeline.data.datasets.files import receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
@@ -116,13 +117,19 @@ class _Rows:
     edited: list[bool] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     size: int = 0
 
-    def add_record(self, state: int) -> None:
+    def add_record(self, document: Document, state: int) -> None:
+        self._add_id(document)
         self.states.append(state)
+
+    def _add_id(self, document: Document) -> None:
+        self.ids.append(xxhash.xxh3_64_intdigest(document.id.encode()) if document.id else NOBODY)
 
     def add(self, document: Document, text: str, raw: bytes, edited: bool) -> None:
         self.places.append(len(self.states))
+        self._add_id(document)
         self.states.append(0)
         self.documents.append(document)
         self.texts.append(text)
@@ -190,7 +197,7 @@ class _MeasuredUnit(ChunkedUnit):
                     rejected[document.reason] += 1
                     source.check_on_error(unit, document)
                     rejects.write(orjson.dumps(rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
-                    rows.add_record(BAD_RECORD)
+                    rows.add_record(document, BAD_RECORD)
                 else:
                     self._add(rows, document, raw)
                 if rows.is_full:
@@ -228,7 +235,7 @@ class _MeasuredUnit(ChunkedUnit):
             return
         text = self._cleaner.clean(document.text)
         if not text:
-            rows.add_record(EMPTY_DOCUMENT)
+            rows.add_record(document, EMPTY_DOCUMENT)
             return
         edited = text != document.text
         rows.add(document, text, text.encode() if edited else raw, edited)
@@ -247,6 +254,7 @@ class _MeasuredUnit(ChunkedUnit):
         block[places] = table
         block["state"] = rows.states
         writer.table(block)
+        writer.append(IDS, np.array(rows.ids, np.uint64))
         return first + len(rows.states)
 
     def _refuse_other_result(self, receipt: dict[str, Any]) -> None:
@@ -257,7 +265,9 @@ class _MeasuredUnit(ChunkedUnit):
             return
         same = all(other[key] == receipt[key] for key in ("config_hash", "start", "dropped"))
         same = same and other["input"]["hash"] == receipt["input"]["hash"]
-        if same and other.get("files") != receipt["files"]:
+        before = other.get("files", {})
+        files = {name: about for name, about in receipt["files"].items() if name != IDS or name in before}
+        if same and before != files:
             path = receipt_path(self._source.folder, unit, chunk)
             raise UserError(
                 f"{self._unit} gave other measures than when {path} was written ({other['engine']} then, "

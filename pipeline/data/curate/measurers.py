@@ -32,6 +32,8 @@ from pipeline.data.curate.models.measure import (
     score_column,
 )
 from pipeline.data.curate.report.domains import DOMAIN_COLUMNS, DomainMeasurer, address_key
+from pipeline.data.curate.url_lists import KEY as URL_LISTS
+from pipeline.data.curate.url_lists import URL_LIST_COLUMNS, UrlListMeasurer, UrlLists, url_list_settings
 from pipeline.data.work.leases import LeaseWatch
 
 EngineKind = Literal["numba", "python"]
@@ -92,18 +94,22 @@ def measure_settings(
         settings[CONTAMINATION] = index_settings(curate.decontaminate, items_folder(config) / INDEX_FILE)
     if (key := address_key(source.metadata, curate.duplicates.url)) is not None:
         settings[DOMAIN] = key
+    if (lists := curate.url_lists) is not None and source.name in (lists.sources or [source.name]):
+        settings[URL_LISTS] = before.get(URL_LISTS) or url_list_settings(lists)
     return settings
 
 
 def _check_metadata(config: CurateConfig, source: InputConfig) -> None:
     """Refuse keys of metadata that the source does not keep."""
-    wanted = [("keep", key) for key in date_keys(config.duplicates)]
+    wanted = [("duplicates.keep", key) for key in date_keys(config.duplicates)]
     if config.duplicates.url is not None:
-        wanted.append(("url", config.duplicates.url))
+        wanted.append(("duplicates.url", config.duplicates.url))
+    if (lists := config.url_lists) is not None and source.name in (lists.sources or [source.name]):
+        wanted.append(("url_lists.key", lists.key))
     for name, key in wanted:
         if key not in source.metadata:
             raise UserError(
-                f"data.curate.duplicates.{name}: source {source.name!r} keeps no key {key!r} of its records; add it to "
+                f"data.curate.{name}: source {source.name!r} keeps no key {key!r} of its records; add it to "
                 f"`metadata` of the source ({', '.join(source.metadata) or 'none now'})"
             )
 
@@ -193,9 +199,20 @@ class Measuring:
     def measurers(self, source: str) -> list[Measurer]:
         """Measures of a source, in the order of their columns."""
         if source not in self._measurers:
-            key = self._settings[source].get(DOMAIN)
-            self._measurers[source] = [*self._shared, *([] if key is None else [DomainMeasurer(key)])]
+            settings, found = self._settings[source], [*self._shared]
+            if (key := settings.get(DOMAIN)) is not None:
+                found.append(DomainMeasurer(key))
+            if (lists := settings.get(URL_LISTS)) is not None:
+                found.append(UrlListMeasurer(self._url_lists, lists["key"]))
+            self._measurers[source] = found
         return self._measurers[source]
+
+    @cached_property
+    def _url_lists(self) -> UrlLists:
+        """Lists of addresses, in memory; all sources have the same."""
+        assert self._curate.url_lists is not None, "the plan of a source has them"
+        expected = next(each[URL_LISTS] for each in self._settings.values() if URL_LISTS in each)
+        return UrlLists(self._curate.url_lists, expected)
 
     def table_type(self, source: str) -> np.dtype[Any]:
         """Type of the records of a source's table: that of its measurers, none of which is opened for it."""
@@ -203,7 +220,9 @@ class Measuring:
         columns = [*FIXED_COLUMNS, *model_columns(curate.language, curate.classifiers), *COUNTER_COLUMNS]
         columns += duplicate_columns(curate.duplicates)
         columns += [] if curate.decontaminate is None else CONTAMINATION_COLUMNS
-        return np.dtype([*columns, *([] if self._settings[source].get(DOMAIN) is None else DOMAIN_COLUMNS)])
+        settings = self._settings[source]
+        columns += [] if settings.get(DOMAIN) is None else DOMAIN_COLUMNS
+        return np.dtype([*columns, *([] if settings.get(URL_LISTS) is None else URL_LIST_COLUMNS)])
 
 
 def table_type(measurers: list[Measurer]) -> np.dtype[Any]:

@@ -78,3 +78,8 @@ class Scope:
     sources: tuple[str, ...]
     preference: tuple[str, ...]
     chunks: tuple[Chunk, ...]
+
+    @property
+    def data_dir(self) -> Path:
+        """The data folder."""
+        return self.folder.parent.parent

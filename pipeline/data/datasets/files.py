@@ -26,6 +26,8 @@ RECEIPT_KEYS = (
     "checked",
     "splits",
 )
+MORE_RECEIPT_KEYS = ("curated", "damaged", "dropped", "max_zstd_window", "salvage")
+"""Those that a receipt need not have."""
 
 
 def receipt_path(source: Path, unit: int, chunk: int = 0) -> Path:

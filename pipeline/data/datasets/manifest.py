@@ -13,8 +13,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import value_hash
+from pipeline.common.hashing import file_hash, value_hash
+from pipeline.common.sealed_json import put_sealed
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, TRAIN
+from pipeline.data.tokenization.coverage import Coverage, RoundTrip
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
@@ -79,6 +81,10 @@ class Manifest(_Entry):
 
     Attributes:
         text_bytes: UTF-8 bytes of the documents' texts.
+        unknown_tokens: those with the id that stands for text without a token. None where nobody has counted them: in
+            datasets of earlier versions, and adopted ones.
+        round_trip: what decoding gives back of a sample of the texts; None as for `unknown_tokens`.
+        salvaged_bytes: bytes of text of the source's files that no checksum holds for, or None.
         dtype: of the token ids, `uint16` or `int32`; an adopted dataset may have another integer type.
         inner_ends: end-of-document tokens inside of documents. Only an adopted dataset may have any.
         settings: of the run file that decided the content, by key, as in the plan.
@@ -86,6 +92,7 @@ class Manifest(_Entry):
         code_version: of the stage that wrote it.
         parts: number of parts.
         parts_hash: xxh3-128 of `parts.bin`.
+        files: xxh3-64 of the files of the tokenizer, by name; none in datasets of earlier versions.
         generations: earlier states of a dataset that has grown, oldest first. Its parts are appended, so each of these
             is the beginning of the next.
     """
@@ -96,6 +103,9 @@ class Manifest(_Entry):
     documents: int
     tokens: int
     text_bytes: int
+    unknown_tokens: int | None = None
+    round_trip: RoundTrip | None = None
+    salvaged_bytes: int | None = None
     dtype: Literal["uint8", "int8", "uint16", "int16", "int32", "int64"]
     inner_ends: int = 0
     tokenizer: TokenizerInfo
@@ -104,20 +114,28 @@ class Manifest(_Entry):
     code_version: str
     parts: int
     parts_hash: str
+    files: dict[str, str] = {}
     generations: list[Generation] = []
 
     @property
     def lineage(self) -> list[Manifest]:
         """The manifest of each generation, oldest first; the last one is this."""
+        uncounted = {"unknown_tokens": None, "round_trip": None}
         earlier = [
-            self.model_copy(update={**dict(state), "generations": self.generations[:number]})
+            self.model_copy(update=uncounted | {**dict(state), "generations": self.generations[:number]})
             for number, state in enumerate(self.generations)
         ]
         return [*earlier, self]
 
     def as_json(self) -> dict[str, Any]:
-        """JSON of the file; a dataset that has not grown has no `generations`."""
-        return self.model_dump(exclude=None if self.generations else {"generations"})
+        """JSON of the file without its seal. What there is not (`generations`, say) is left out."""
+        optional = ("generations", "unknown_tokens", "round_trip", "salvaged_bytes", "files")
+        return self.model_dump(exclude={name for name in optional if getattr(self, name) in (None, [], {})})
+
+    @property
+    def coverage(self) -> Coverage:
+        """Share of the text that the token ids stand for, as far as it was counted."""
+        return Coverage(self.tokens, self.unknown_tokens, self.round_trip)
 
     @property
     def has_weights(self) -> bool:
@@ -172,6 +190,7 @@ def write_dataset(
         tokenizer=info,
         parts=len(parts),
         parts_hash=xxhash.xxh3_128_hexdigest(data),
+        files={name: xxhash.xxh3_64_hexdigest(content) for name, content in tokenizer.files.items()},
         generations=[
             Generation(
                 documents=int(parts["documents"][:count].sum()),
@@ -189,16 +208,27 @@ def write_dataset(
         return result, False
     tokenizer.save(folder)
     storage.put(folder / PARTS_FILE, data)
-    storage.put_json(folder / MANIFEST_FILE, result.as_json())
+    put_sealed(folder / MANIFEST_FILE, result.as_json())
     return result, True
 
 
 def _is_written(folder: Path, manifest: Manifest, parts: bytes, tokenizer: Tokenizer) -> bool:
     try:
-        same = read_manifest(folder) == manifest and storage.read_bytes(folder / PARTS_FILE) == parts
+        found = read_manifest(folder)
+        # Another version of the library writes the same tokenizer in other bytes.
+        same = found == manifest.model_copy(update={"files": found.files})
+        same = same and storage.read_bytes(folder / PARTS_FILE) == parts and not changed_files(folder, found)
         return same and tokenizer.is_saved_in(folder)
     except (UserError, OSError, ValueError):
         return False
+
+
+def changed_files(folder: Path, manifest: Manifest) -> list[Path]:
+    """The files of `files` that are missing, or have other bytes."""
+    paths = {
+        folder / storage.plain_name(name, folder / MANIFEST_FILE): listed for name, listed in manifest.files.items()
+    }
+    return [path for path, listed in paths.items() if not path.is_file() or f"{file_hash(path):016x}" != listed]
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.common.hashing import CHUNK_BYTES, file_hash
-from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, RECEIPT_KEYS, receipt_path
+from pipeline.common.sealed_json import check_seal
+from pipeline.data.datasets.files import (
+    MANIFEST_FILE,
+    MORE_RECEIPT_KEYS,
+    PARTS_FILE,
+    PLAN_FILE,
+    RECEIPT_KEYS,
+    receipt_path,
+)
 from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, named_files, part_prefix
 from pipeline.data.datasets.manifest import (
     PLAN_KEYS,
@@ -24,6 +32,7 @@ from pipeline.data.datasets.manifest import (
     REPAIR_ADOPTED,
     REPAIR_DAMAGED,
     Manifest,
+    changed_files,
     datasets_below,
     finished_datasets,
     generations_of,
@@ -42,7 +51,8 @@ class Verification:
         problems: each naming the file; empty if everything is as it was written.
         adopted: folders among the datasets whose files were made by other programs.
         damaged: parts that differ from what was written, or are not there: (dataset, unit, chunk).
-        lost: receipts that are not there or cannot be read: (folder of the source, unit, chunk).
+        lost: receipts that are not there, cannot be read or were changed: (folder of the source, unit, chunk).
+        unsealed: files of earlier versions without a hash of their own.
     """
 
     datasets: int = 0
@@ -53,6 +63,12 @@ class Verification:
     adopted: list[Path] = field(default_factory=list)
     damaged: list[tuple[Path, int, int]] = field(default_factory=list)
     lost: list[tuple[Path, int, int]] = field(default_factory=list)
+    unsealed: list[Path] = field(default_factory=list)
+
+    def check_seal(self, path: Path, keys: Collection[str]) -> None:
+        """Check a JSON file against its own hash, or note that it has none; raises as `sealed_json.check_seal`."""
+        if not check_seal(path, storage.read_bytes(path), keys):
+            self.unsealed.append(path)
 
     @property
     def repairs(self) -> list[str]:
@@ -68,7 +84,10 @@ class Verification:
 def verify(folder: Path) -> Verification:
     """Check the datasets in a folder, all hashes and bounds, and the plans and receipts beside them.
 
-    Of plans and receipts, which nobody needs to read a dataset, it is checked that they are there and can be read.
+    A changed byte of a manifest, of `parts.bin`, of the tokenizer, of a part, a plan or a receipt is found; manifests,
+    plans and receipts of earlier versions have no hash of their own (`unsealed`), so of these only what disagrees with
+    other files. Not looked at are leases, reports and lists for people (`report.json`, `rejected.jsonl`,
+    `damaged.jsonl`, `failures.jsonl`) and the run's own copy of the tokenizer, which each use compares.
     Memory does not depend on the size of the datasets.
 
     Raises:
@@ -101,6 +120,7 @@ def _unfinished(plan: Path) -> list[str]:
 def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterator[str]:
     """The problems of a plan and its receipts."""
     try:
+        result.check_seal(plan, (*PLAN_KEYS, "generations"))
         found = storage.get_json(plan, *PLAN_KEYS)
         units = len(found["units"])
         for name in found["splits"]:
@@ -114,6 +134,7 @@ def _verify_records(plan: Path, result: Verification, finished: bool) -> Iterato
             path = receipt_path(plan.parent, unit, chunk)
             try:
                 receipt = storage.get_json(path, *RECEIPT_KEYS)
+                result.check_seal(path, (*RECEIPT_KEYS, *MORE_RECEIPT_KEYS))
                 for name in receipt["splits"]:
                     storage.plain_name(name, path)
             except (UserError, FileNotFoundError) as error:
@@ -145,6 +166,7 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
     """The problems of one dataset."""
     try:
         manifest = read_manifest(folder)
+        result.check_seal(folder / MANIFEST_FILE, Manifest.model_fields)
         parts = read_parts(folder, manifest)
     except UserError as error:
         yield str(error).removesuffix(f"; {REPAIR}")
@@ -162,6 +184,8 @@ def _verify_dataset(folder: Path, result: Verification) -> Iterator[str]:
             yield f"{folder / 'tokenizer.json'} is not the tokenizer of the token ids"
     except Exception as error:  # whatever the library cannot read
         yield f"{folder / 'tokenizer.json'}: {error}"
+    for path in changed_files(folder, manifest):
+        yield f"{path}: its bytes differ from those that were written (other xxh3)"
     inner_ends: Counter[Path] = Counter()
     for index in range(manifest.parts):
         result.parts += 1

@@ -34,6 +34,7 @@ from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_fil
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import NOT_BAD, Unit
+from pipeline.data.tokenization.coverage import Coverage, CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -80,6 +81,8 @@ class SourceSample:
     details: dict[str, str] = field(default_factory=dict)
     first_bad: str = ""
     damaged: list[DamagedFile] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
+    """Of the text that was encoded."""
 
     @property
     def bad(self) -> int:
@@ -152,9 +155,13 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
             refuses = settings.on_damaged_file == "fail"
             (problems if refuses else notes).append(str(damaged_error(found.source.name, damaged, found.bytes)))
         units = cut_units(found, settings.seed, settings.unit_bytes)
-        samples[found.source.name] = sample = take_sample(units, counting_job(found, config, _unknown(config)), engine)
+        samples[found.source.name] = sample = take_sample(
+            units, counting_job(found, config, _unknown(config)), tokenizer, engine
+        )
         if sample.bad and not sample.documents:
             problems.append(_problem(config, found, sample))
+        if sample.coverage.unknown_share > settings.max_unknown:
+            problems.append(sample.coverage.refusal(found.source.name, settings.max_unknown, so_far=True))
         scale = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
         workers = worker_count(config, max(len(units), 1))
         took = sample.seconds * scale / workers
@@ -182,6 +189,8 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         sample = samples[found.source.name]
         if sample.bad:
             say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
+        if line := sample.coverage.in_words:
+            say(console, f"{found.source.name}: {line}")
         for each in sample.damaged:
             say(console, f"{found.source.name}: {each}")
         if made := _made(config, whole, tokenizer, states[found.source.name]):
@@ -267,16 +276,21 @@ def _unknown(config: Config) -> Splits:
     return Splits(tuple(split_names(config.data)), (0,) * len(config.data.splits), config.data.split_by == "id")
 
 
-def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> SourceSample:
+def take_sample(
+    units: list[Unit], source: SourceJob, tokenizer: Tokenizer | None, engine: Engine | None
+) -> SourceSample:
     """Read from units in their keyed order until there is enough, and encode it in batches of bounded size.
 
     Args:
         units: of the source.
         source: what they have in common.
-        engine: what encodes; None if there is no tokenizer yet.
+        tokenizer: of the run, if there is one by now.
+        engine: what encodes with it.
     """
     sample = SourceSample()
-    batches = None if engine is None else _Batches(engine, min(source.max_document_bytes, engine.batch_bytes))
+    batches = None
+    if tokenizer is not None and engine is not None:
+        batches = _Batches(tokenizer, engine, min(source.max_document_bytes, engine.batch_bytes))
     is_enough, started = False, time.perf_counter()
     for unit in units:
         reader, before = UnitReader(unit, replace(source.reader, verify=False)), sample.disk_bytes
@@ -290,6 +304,7 @@ def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> 
                 sample.documents += 1
                 sample.text_bytes += len(raw)
                 if batches is not None:
+                    batches.coverage.offer(document.id, document.text)
                     batches.add(raw)
             sample.disk_bytes = before + reader.bytes_read
             is_full = sample.documents > 0 and max(sample.disk_bytes, sample.text_bytes) >= SAMPLE_BYTES
@@ -306,6 +321,7 @@ def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> 
         batches.flush()
         scale = sample.text_bytes / max(batches.bytes, 1)
         sample.tokens = round(batches.tokens * scale) + sample.documents
+        sample.coverage = Coverage(batches.tokens, batches.coverage.unknown_tokens, batches.coverage.round_trip)
         # What was skipped would have taken its time.
         sample.seconds = time.perf_counter() - started + batches.seconds * (scale - 1 if batches.bytes else 0)
     return sample
@@ -314,10 +330,12 @@ def take_sample(units: list[Unit], source: SourceJob, engine: Engine | None) -> 
 class _Batches:
     """Encodes documents as workers do: many short ones at a time, long ones in pieces. Not more than is needed."""
 
-    def __init__(self, engine: Engine, piece_bytes: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, engine: Engine, piece_bytes: int) -> None:
         self.bytes = self.tokens = 0
         """Bytes and tokens that were encoded."""
         self.seconds = 0.0
+        self.coverage = CoverageCounter(tokenizer)
+        self._unknown = tokenizer.unknown
         self._engine = engine
         self._piece_bytes = piece_bytes
         self._texts: list[str] = []
@@ -340,7 +358,9 @@ class _Batches:
         """Encode what has gathered."""
         if self._texts:
             started = time.perf_counter()
-            self.tokens += len(self._engine.encode(self._texts).ids)
+            encoded = self._engine.encode(self._texts)
+            self.tokens += len(encoded.ids)
+            self.coverage.unknown_tokens += sum(unknown_counts(*encoded, self._unknown).values())
             self.seconds += time.perf_counter() - started
             self.bytes += self._held
             self._texts, self._held = [], 0

@@ -19,7 +19,9 @@ from pipeline.data.datasets.manifest import CODE_VERSION, PART, WEIGHTED_PART, w
 from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
+from pipeline.data.sources.damage import in_words
 from pipeline.data.sources.records import EMPTY, NO_PAGE
+from pipeline.data.tokenization.coverage import Coverage, covered
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.bad_input import BadInput, put_changed, reasons_in_words
 from pipeline.data.work.receipt_totals import Counts
@@ -78,6 +80,7 @@ class Finalizer:
         curated: Counter[str] = Counter()
         engines: Counter[str] = Counter()
         report.splits = {name: Counts() for name in self._plan.splits.names}
+        report.coverage = {name: Coverage() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
         record = PART if self._plan.found.reader.weight_key is None else WEIGHTED_PART
@@ -94,6 +97,7 @@ class Finalizer:
             generations.append(bisect_right(ends, unit))
             for name, split in receipt["splits"].items():
                 hashes = (int(split["files"].get(f, {"xxh3": "0"})["xxh3"], 16) for f in names)
+                report.coverage[name].add(split)
                 rows[name].append((split["tokens"], split["documents"], unit, chunk, *hashes))
                 for count in ("documents", "tokens", "text_bytes"):
                     setattr(report.splits[name], count, getattr(report.splits[name], count) + split[count])
@@ -109,6 +113,7 @@ class Finalizer:
         bad.write()
         report.records, report.damaged, report.first_rejected = bad.records, bad.damaged, bad.first
         bad.check(self._config.data.preprocess)
+        covered(list(report.coverage.values())).check(report.name, self._config.data.preprocess.max_unknown)
         if self._plan.found.held_out:
             if not report.splits[HELD_OUT].documents:
                 raise self._nothing("to score", bad.rejected)
@@ -121,10 +126,14 @@ class Finalizer:
         self.report.is_first = not path.exists()
         # The training split last: what is new is used when all splits have it.
         for name, parts in reversed(self.parts.items()):
+            coverage = self.report.coverage[name]
             about = {
                 "source": self.report.name,
                 "split": name,
                 "text_bytes": self.report.splits[name].text_bytes,
+                "unknown_tokens": coverage.unknown_tokens,
+                "round_trip": coverage.round_trip,
+                "salvaged_bytes": sum(each.salvaged for each in self.report.damaged) or None,
                 "settings": self._plan.settings,
                 "config_hash": self._plan.config_hash,
                 "code_version": CODE_VERSION,
@@ -153,5 +162,8 @@ class Finalizer:
         ]
         what = " and ".join(f"{count} {'is' if count == 1 else 'are'} {kind}" for count, kind in kinds if count)
         found = f"of {counted(records, 'record')} {what}" if records else "its files hold no records"
+        if self.report.damaged:
+            found = f"{found if records else 'no record was read'}; {in_words(self.report.damaged, self.report.bytes)}"
         lower = f", or lower data.splits ({splits_in_words(self._config.data)})" if elsewhere else ""
-        return UserError(f"source {self.report.name!r} has no document {use}: {found}; add documents{lower}")
+        ways = ", or set data.preprocess.on_damaged_file: salvage" if self.report.damaged else ""
+        return UserError(f"source {self.report.name!r} has no document {use}: {found}; add documents{lower}{ways}")

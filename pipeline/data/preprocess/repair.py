@@ -21,6 +21,7 @@ from pipeline.common import storage
 from pipeline.common.console import alarm, byte_progress, echo
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
+from pipeline.common.sealed_json import put_sealed
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
 from pipeline.data.curate.files import curate_folder
@@ -193,7 +194,7 @@ class _Source:
                 if chunk not in chunks:
                     path = receipt_path(self._scratch, number, chunk)
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    storage.put_json(path, receipt)
+                    put_sealed(path, receipt)
         try:
             result = tokenize_unit(UnitJob(self._job(known), self._with_times(number)), self._context, advance)
         except (UserError, OSError) as error:
@@ -267,11 +268,13 @@ class _Source:
         assert self._scratch is not None
         settings = self._plan["settings"]
         dropped = {name: ("damaged", "") for receipt in receipts.values() for name in receipt.get("dropped", [])}
+        salvages = any(receipt.get("salvage") for receipt in receipts.values())
+        refused = [found for receipt in receipts.values() if (found := receipt.get("max_zstd_window"))]
         ends = tuple(settings["ends of splits"][name] for name in self._splits[1:])
         *earlier, (newest, _) = generations_of(self._plan)
         return SourceJob(
             folder=self._scratch,
-            reader=replace(self._reader, dropped=dropped),
+            reader=replace(self._reader, dropped=dropped, salvage=salvages, max_zstd_window=min([2**31, *refused])),
             seed=settings["data.preprocess.seed"],
             splits=Splits(tuple(self._splits), ends, settings["data.split_by"] == "id"),
             unit_bytes=settings["data.preprocess.unit_bytes"],
@@ -336,7 +339,13 @@ def _has_hash(path: Path, wanted: int) -> bool:
 
 
 def verify_all(
-    data: Path, overrides: Sequence[str], console: Console, *, repairs: bool = False, dry_run: bool = False
+    data: Path,
+    overrides: Sequence[str],
+    console: Console,
+    *,
+    repairs: bool = False,
+    dry_run: bool = False,
+    seals: bool = False,
 ) -> bool:
     """Check datasets, print what is wrong, and repair it if that is asked for; returns whether all is sound.
 
@@ -346,6 +355,7 @@ def verify_all(
         console: for the progress bar.
         repairs: make damaged parts again.
         dry_run: only say what would be made again.
+        seals: add the hashes that files of earlier versions lack, if all else is sound.
 
     Raises:
         UserError: there is no dataset.
@@ -364,11 +374,29 @@ def verify_all(
             f"{data} is a pair of .bin and .idx without a manifest, so nothing says what its bytes should be: verify "
             "the dataset that it was merged from, and merge that again (`pipeline data merge`); or adopt it"
         )
-    sound = [_verify_folder(folder, config, console, repairs, dry_run) for folder in folders]
+    sound = [_verify_folder(folder, config, console, repairs, dry_run, seals) for folder in folders]
     return all(sound)
 
 
-def _verify_folder(folder: Path, config: Config | None, console: Console, repairs: bool, dry_run: bool) -> bool:
+def _seal(found: Verification, seals: bool) -> None:
+    """Give sound files of earlier versions the hash of their own that they lack; or say that they lack it."""
+    if not found.unsealed:
+        return
+    if seals:
+        for path in found.unsealed:
+            put_sealed(path, storage.get_json(path))
+        echo(f"sealed: {len(found.unsealed):,} manifests, plans and receipts have a hash of their own now")
+    else:
+        echo(
+            f"note: {len(found.unsealed):,} manifests, plans and receipts of an earlier version have no hash of their "
+            f"own ({found.unsealed[0]}, say): a change that agrees with all other files is not seen in them. To add "
+            "the hashes, run the same command with --seal"
+        )
+
+
+def _verify_folder(
+    folder: Path, config: Config | None, console: Console, repairs: bool, dry_run: bool, seals: bool
+) -> bool:
     found = verify(folder)
     for problem in found.problems:
         alarm("bad:", problem)
@@ -379,7 +407,7 @@ def _verify_folder(folder: Path, config: Config | None, console: Console, repair
             alarm("to repair:", advice)
         return False
     if not found.problems:
-        return _verify_packs(folder, found)
+        return _verify_packs(folder, found, seals)
     result = repair(found, config, console, dry_run=dry_run)
     for line in result.done:
         echo(f"{'would be made again' if dry_run else 'made again'}: {line}")
@@ -392,10 +420,10 @@ def _verify_folder(folder: Path, config: Config | None, console: Console, repair
     left = verify(folder)
     for problem in left.problems:
         alarm("still bad:", problem)
-    return not left.problems and _verify_packs(folder, left)
+    return not left.problems and _verify_packs(folder, left, seals)
 
 
-def _verify_packs(folder: Path, datasets: Verification) -> bool:
+def _verify_packs(folder: Path, datasets: Verification, seals: bool) -> bool:
     """Check the packs of datasets that are sound, and print the result of both."""
     packs = verify_packs(folder)
     for problem in packs.problems:
@@ -403,5 +431,7 @@ def _verify_packs(folder: Path, datasets: Verification) -> bool:
     for advice in packs.repairs:
         alarm("to repair:", advice)
     if not packs.problems:
-        echo(f"{folder}: {', '.join(filter(None, map(str, (datasets, packs))))}: everything is as it was written")
+        what = "everything that has a hash" if datasets.unsealed else "everything"
+        echo(f"{folder}: {', '.join(filter(None, map(str, (datasets, packs))))}: {what} is as it was written")
+        _seal(datasets, seals)
     return not packs.problems

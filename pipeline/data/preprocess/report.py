@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.common.console import say
-from pipeline.common.format import counted, size
+from pipeline.common.format import counted, percent, size
 from pipeline.config.base import Share
 from pipeline.data.curate.files import CURATE
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.sources.damage import DAMAGED_FILE, DamagedFile, in_words
+from pipeline.data.tokenization.coverage import Coverage, covered
 from pipeline.data.work.receipt_totals import Counts
 
 
@@ -28,6 +29,8 @@ class SourceReport:
     units: int
     records: int = 0
     splits: dict[str, Counts] = field(default_factory=dict)
+    coverage: dict[str, Coverage] = field(default_factory=dict)
+    """Share of the text that tokens stand for, by split."""
     rejected: dict[str, int] = field(default_factory=dict)
     """Rejected records by reason."""
     curated: dict[str, int] = field(default_factory=dict)
@@ -56,9 +59,11 @@ class SourceReport:
 
     def as_json(self) -> dict[str, Any]:
         """Content of `report.json`."""
-        # Where nothing is curated, the report is what it was before there was curation.
-        curated = {"curated": self.curated} if self.curated else {}
-        return curated | {
+        # Where nothing is curated or counted, the report is what it was before there was that.
+        coverage = {name: each.as_json() for name, each in self.coverage.items() if each.round_trip is not None}
+        salvaged = sum(each.salvaged for each in self.damaged)
+        optional = {"curated": self.curated, "coverage": coverage, "salvaged_bytes": salvaged}
+        return {name: value for name, value in optional.items() if value} | {
             "checked": self.checked,
             "condemned": self.condemned,
             "damaged": {"files": len({each.file.name for each in self.damaged}), "bytes": self.lost},
@@ -119,6 +124,12 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
     has_damage = any(source.damaged for source in report.sources)
     if has_damage:
         table.add_column("unread")
+    has_unknown = any(each.unknown_share for source in report.sources for each in source.coverage.values())
+    if has_unknown:
+        table.add_column("unknown")
+    has_loss = any(each.lost_share for source in report.sources for each in source.coverage.values())
+    if has_loss:
+        table.add_column("lost")
     for column in table.columns[2:]:
         column.justify = "right"
     for source in report.sources:
@@ -133,12 +144,16 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
                 f"{sum(source.rejected.values()):,}" if not number else "",
                 *([f"{sum(source.curated.values()):,}" if not number else ""] if has_curation else []),
                 *([size(source.lost) if not number else ""] if has_damage else []),
+                *([percent(source.coverage[name].unknown_share)] if has_unknown else []),
+                *([percent(source.coverage[name].lost_share)] if has_loss else []),
             )
     if report.sources:
         console.print(table)
     for name, evidence in {name: e for source in report.sources for name, e in source.condemned.items()}.items():
         say(console, f"{name} is not used any more ({evidence}); its output was made again")
     for source in report.sources:
+        if line := covered(list(source.coverage.values())).in_words:
+            say(console, f"{source.name}: {line}")
         for name, wanted in splits.items():
             if TRAIN in source.splits and wanted.share and not source.splits[name].documents:
                 documents = counted(source.splits["train"].documents, "document")

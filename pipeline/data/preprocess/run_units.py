@@ -22,6 +22,7 @@ from pipeline.data.preprocess.tokenize_unit import (
     read_condemned,
 )
 from pipeline.data.sources.records import NOT_BAD
+from pipeline.data.tokenization.coverage import Coverage, covered
 from pipeline.data.tokenization.engine_choice import EngineChoice
 from pipeline.data.tokenization.engines import EngineDiffers
 from pipeline.data.work.job_run import Busy, JobRun
@@ -31,6 +32,8 @@ from pipeline.data.work.worker_count import worker_count
 from pipeline.data.work.worker_pool import Workers, can_fork
 
 _WARN_AFTER_RECORDS = 1000
+_REFUSE_AFTER_TOKENS = 100_000
+"""Of fewer, the share that is unknown is compared with the limit when all of the source is there."""
 
 
 @dataclass
@@ -106,10 +109,12 @@ class _Run(JobRun[UnitJob, UnitDone]):
         self._condemned = condemned
         self._engine = engine
         self._limit = config.data.preprocess.max_error_rate
+        self._max_unknown = config.data.preprocess.max_unknown
         self._outcome = Outcome()
         self._records: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
         self._warned: set[str] = set()
+        self._coverage: dict[str, Coverage] = {}
 
     def run(self, jobs: Sequence[UnitJob]) -> Outcome:
         try:
@@ -123,11 +128,12 @@ class _Run(JobRun[UnitJob, UnitDone]):
     def finished(self, job: UnitJob, result: UnitDone, advanced: int) -> bool:
         # Bytes that were only estimated, or skipped, count now.
         self._line.advance(job.unit.bytes - advanced)
-        self._line.unit_done(result.tokens)
+        self._line.unit_done(result.coverage.tokens)
         self._outcome.damaged |= bool(result.damaged)
         for damaged in result.damaged:
             warn(self._console, f"{job.unit.source}: {damaged}")
         self._watch_rejected(job, result)
+        self._watch_coverage(job.source.folder.name, result.coverage)
         return result.made > 0
 
     def failures(self, job: UnitJob) -> tuple[Path, dict[str, Any]]:
@@ -140,6 +146,12 @@ class _Run(JobRun[UnitJob, UnitDone]):
         storage.put_json(self._condemned, read_condemned(self._condemned) | {self._engine: evidence})
         self._outcome.condemned = self._engine
         say(self._console, f"{evidence}; all output of {self._engine} is made again with another engine")
+
+    def _watch_coverage(self, source: str, coverage: Coverage) -> None:
+        """Refuse a source of whose text too much has no token, while there is time: after its first units."""
+        found = self._coverage[source] = covered([self._coverage.get(source, Coverage()), coverage])
+        if found.tokens >= _REFUSE_AFTER_TOKENS:
+            found.check(source, self._max_unknown, so_far=True)
 
     def _watch_rejected(self, job: UnitJob, done: UnitDone) -> None:
         """Say once, while there is time to stop, that a source has more bad records than are allowed."""

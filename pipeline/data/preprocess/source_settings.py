@@ -48,8 +48,9 @@ def settings_of(source: InputConfig, config: Config) -> dict[str, Any]:
     }
     if preprocess.max_record_bytes != MAX_RECORD_BYTES:  # datasets of earlier versions do not name it
         settings["data.preprocess.max_record_bytes"] = preprocess.max_record_bytes
-    if preprocess.on_damaged_file == "drop" and documents_wanted(config.data) and not held_out:
-        settings["data.preprocess.on_damaged_file"] = "drop"  # splits with numbers of documents are counted without
+    if preprocess.on_damaged_file in ("drop", "salvage") and documents_wanted(config.data) and not held_out:
+        # Splits with numbers of documents are counted without these files, or with what is salvaged of them.
+        settings["data.preprocess.on_damaged_file"] = preprocess.on_damaged_file
     return settings | reader_of(source, config).plan_settings()
 
 

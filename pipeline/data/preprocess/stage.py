@@ -52,6 +52,7 @@ from pipeline.data.preprocess.tokenize_unit import (
 )
 from pipeline.data.sources.damage import damaged_error, look_at_ends
 from pipeline.data.sources.records import NOT_BAD, START, Unit
+from pipeline.data.tokenization.coverage import coverage_of
 from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.work.freezing import freeze_alone
@@ -303,6 +304,8 @@ class _Stage:
         receipts = [receipt for unit in plan.units for receipt in found.receipts.of(unit.index)]
         if any(receipt.get("damaged") or receipt["rejected"].keys() - NOT_BAD for receipt in receipts):
             return False  # whether so much may be, finishing tells
+        if coverage_of(receipts).unknown_share > self._config.data.preprocess.max_unknown:
+            return False  # as above
         source = replace(found.job, has_parts=not found.is_shuffled)
         if not all(_is_done(source, unit, found.receipts, condemned) for unit in plan.units):
             return False

@@ -16,6 +16,7 @@ import orjson
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key
+from pipeline.common.sealed_json import put_sealed
 from pipeline.data.curate.results.apply import AppliedCuration, UnitCuration
 from pipeline.data.datasets.files import MANIFEST_FILE, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix
@@ -25,7 +26,8 @@ from pipeline.data.preprocess.word_cache import FrequentWords
 from pipeline.data.sources.damage import DamagedFile, damaged_files
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Document, Position, Unit
-from pipeline.data.tokenization.engines import Check, Engine, EngineName, open_engine
+from pipeline.data.tokenization.coverage import CoverageCounter, unknown_counts
+from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.job_run import Busy
 from pipeline.data.work.leases import LeaseWatch
@@ -287,12 +289,13 @@ class _TokenizedUnit(ChunkedUnit):
                     name: writer.commit(
                         order_key(source.seed, unit), partial(self._refuse_other_result, chunk, earlier, name)
                     )
-                    for name, writer in zip(source.splits.names, writers, strict=True)
+                    | coverage.as_json()
+                    for name, writer, coverage in zip(source.splits.names, writers, batches.coverage, strict=True)
                 },
             }
             if rejects.size:
                 rejects.commit()
-            storage.put_json(receipt_path(source.folder, unit.index, chunk), receipt)
+            put_sealed(receipt_path(source.folder, unit.index, chunk), receipt)
         if last:
             self._remove_behind(chunk)
         return receipt
@@ -337,7 +340,11 @@ class _TokenizedUnit(ChunkedUnit):
 
 
 class _Batches:
-    """Documents of a chunk on their way to the writers, encoded many at a time."""
+    """Documents of a chunk on their way to the writers, encoded many at a time.
+
+    Attributes:
+        coverage: of the documents of each writer.
+    """
 
     def __init__(
         self,
@@ -355,20 +362,22 @@ class _Batches:
         self._check = check
         self._is_reference = which == "tokenizers"
         self._itemsize = tokenizer.dtype.itemsize
-        self._batch: list[tuple[Document, PartWriter]] = []
-        # Documents and the writers that get them.
+        self.coverage = [CoverageCounter(tokenizer) for _ in writers]
+        self._batch: list[tuple[Document, int]] = []
+        # Documents and the numbers of their splits.
         self._raw: list[bytes] = []
         self._bytes = 0
 
     def add(self, document: Document, raw: bytes) -> bool:
         """Take a document; returns whether this encoded what had gathered."""
         size = len(raw)
-        writer = self._writers[self._source.splits.of(raw, document.id)]
+        split = self._source.splits.of(raw, document.id)
+        self.coverage[split].offer(document.id, document.text)
         if size > self._source.max_document_bytes:
             self.flush()
-            writer.add_long(document, size, self._encode_long(document, raw))
+            self._writers[split].add_long(document, size, self._encode_long(document, split, raw))
             return True
-        self._batch.append((document, writer))
+        self._batch.append((document, split))
         self._raw.append(raw)
         self._bytes += size
         if self._bytes < self._engine.batch_bytes and len(self._batch) < self._engine.batch_documents:
@@ -382,11 +391,13 @@ class _Batches:
             return
         documents = [document for document, _ in self._batch]
         encoded = self._encode(documents, [document.text for document in documents], self._raw)
-        view = memoryview(encoded.ids).cast("B")
+        for number, count in unknown_counts(*encoded, self._tokenizer.unknown).items():
+            self.coverage[self._batch[number][1]].unknown_tokens += count
+        view = memoryview(encoded.ids.data).cast("B")
         ends = (np.cumsum(encoded.lengths) * self._itemsize).tolist()
         start = 0
-        for (document, writer), raw, end in zip(self._batch, self._raw, ends, strict=True):
-            writer.add(document, len(raw), view[start:end])
+        for (document, split), raw, end in zip(self._batch, self._raw, ends, strict=True):
+            self._writers[split].add(document, len(raw), view[start:end])
             start = end
         for writer in self._writers:
             writer.flush()
@@ -394,11 +405,13 @@ class _Batches:
         self._raw.clear()
         self._bytes = 0
 
-    def _encode_long(self, document: Document, raw: bytes) -> Iterator[memoryview]:
+    def _encode_long(self, document: Document, split: int, raw: bytes) -> Iterator[memoryview]:
         for text in cut_text(raw, self._source.max_document_bytes):
-            yield memoryview(self._encode([document], [text]).ids).cast("B")
+            encoded = self._encode([document], [text])
+            self.coverage[split].unknown_tokens += sum(unknown_counts(*encoded, self._tokenizer.unknown).values())
+            yield memoryview(encoded.ids.data).cast("B")
 
-    def _encode(self, documents: list[Document], texts: list[str], raw: list[bytes] | None = None) -> Any:
+    def _encode(self, documents: list[Document], texts: list[str], raw: list[bytes] | None = None) -> Encoded:
         encoded = self._engine.encode(texts, raw)
         forged = encoded.ids == self._tokenizer.end_of_document
         if forged.any():

@@ -11,9 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.data.curate.files import IDS, measured_file
+from pipeline.data.curate.table import read_array
+from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.indexed import PROVENANCE, part_files, part_prefix
-from pipeline.data.datasets.manifest import REPAIR_DAMAGED, Manifest, read_parts
+from pipeline.data.datasets.manifest import PLAN_KEYS, REPAIR_DAMAGED, Manifest, read_parts
+from pipeline.data.work.receipts import read_receipts
 
 _BLOCK_BYTES = 2**17 * PROVENANCE.itemsize
 _THREADS = max(2, min(8, os.cpu_count() or 1))
@@ -57,6 +62,32 @@ def documents_of_record(folder: Path, manifest: Manifest, unit: int, row: int) -
     # A part is a unit's, or a chunk's of it, unless all documents of the source were shuffled.
     is_shuffled = manifest.settings.get("data.preprocess.shuffle") == "global"
     return _find(folder, manifest, {"row": row, "unit": unit}, None if is_shuffled else unit)
+
+
+def records_with_id(curation: Path, id: str) -> list[tuple[int, int]] | None:
+    """(unit, row) of the records of a curated source whose ids have the hash of this one, ascending.
+
+    Args:
+        curation: folder of the curation of the source.
+        id: of the records.
+
+    Returns:
+        None if a chunk was measured by an earlier version, which did not store the hashes.
+
+    Raises:
+        DamagedResult: a file is not as it was written.
+    """
+    wanted, found = np.uint64(hash_of_id(id)), []
+    units = storage.get_json(curation / PLAN_FILE, *PLAN_KEYS)["units"]
+    for unit in range(len(units)):
+        for receipt in read_receipts(curation, unit):
+            about = receipt["files"].get(IDS)
+            if about is None:
+                return None
+            path = measured_file(curation, unit, receipt["link"], IDS)
+            hashes = read_array(path, np.dtype("<u8"), about["xxh3"], "measure", receipt["records"])
+            found += [(unit, receipt["start"][3] + row) for row in np.flatnonzero(hashes == wanted).tolist()]
+    return found
 
 
 def _find(folder: Path, manifest: Manifest, wanted: dict[str, int], unit: int | None = None) -> list[int]:

@@ -79,6 +79,8 @@ class ShardCounts:
     tokens: int
     inexact: int
     """Documents whose text, encoded again, gives other ids."""
+    without_id: int = 0
+    """Documents whose id is not known."""
 
 
 def export_dataset(
@@ -89,7 +91,7 @@ def export_dataset(
     *,
     documents: str | None = None,
     split: str | None = None,
-    ids: bool = False,
+    ids: bool | None = None,
     tokens: bool = False,
     shard_bytes: int | None = None,
     workers: int | None = None,
@@ -106,7 +108,8 @@ def export_dataset(
         console: for progress.
         documents: `A-B`, both ends included; all by default.
         split: of the source.
-        ids: read ids from the source files where they are stored nowhere else.
+        ids: read ids from the source files where they are stored nowhere else; by default unless these are on the hub,
+            or `shuffle: global` has spread the documents of each unit, so that each part would read all files again.
         tokens: also write the token ids.
         shard_bytes: text of a file, about.
         workers: processes; by default one per core.
@@ -116,6 +119,9 @@ def export_dataset(
     """
     folder = _dataset(data, split)
     dataset = Dataset.open(folder)
+    if ids is None:
+        settings = dataset.manifest.settings
+        ids = settings.get("data.preprocess.shuffle") != "global" and settings.get("type") != "hub"
     first, end = _range(documents, dataset)
     shard = shard_bytes or SHARD_BYTES
     step = max(1, shard * dataset.tokens // max(dataset.text_bytes, 1))
@@ -153,6 +159,9 @@ def export_dataset(
     lines.close()
     total, inexact = sum(each.documents for each in counts), sum(each.inexact for each in counts)
     say(console, f"{counted(total, 'document')} of {folder} in {counted(len(counts), 'file')} below {to}")
+    if nameless := sum(each.without_id for each in counts):
+        why = "their source files are gone or have changed" if ids else "they are in the source files: --ids reads them"
+        warn(console, f"the {'id' if nameless == 1 else 'ids'} of {counted(nameless, 'document')} are not known; {why}")
     if inexact:
         warn(
             console,
@@ -228,17 +237,18 @@ def export_shard(job: ShardJob, progress: Progress) -> ShardCounts:
         columns["weight"] = "float32"
     if job.tokens:
         columns["tokens"] = "list<int32>"
-    inexact = 0
+    inexact = without_id = 0
     with document_file(job.path, job.form, columns) as file:
         for low, high in shard.blocks():
             for record in shard.records(low, high):
                 inexact += not record["exact"]
+                without_id += record["id"] is None
                 if job.form == "parquet":
                     record["metadata"] = orjson.dumps(record["metadata"]).decode()
                 file.add(record)
             progress(shard.tokens(low, high) * dataset.dtype.itemsize)
         file.commit()
-    return ShardCounts(job.path.name, job.end - job.first, shard.tokens(job.first, job.end), inexact)
+    return ShardCounts(job.path.name, job.end - job.first, shard.tokens(job.first, job.end), inexact, without_id)
 
 
 class _Shard:

@@ -227,16 +227,22 @@ class Origins:
             return None
         return stretch.chunk, self._receipts(key[0])[stretch.chunk]["start"][3]
 
-    def find_id(self, id: str, *, report: Callable[[str], None] = lambda _: None) -> list[Key]:
+    def find_id(
+        self, id: str, among: Iterable[Key] | None = None, *, report: Callable[[str], None] = lambda _: None
+    ) -> list[Key]:
         """Records that have an id. Ids made of a file's name lead to the file; for others all files are read.
 
         Args:
             id: of the records.
+            among: records of which one may have it; None if all may.
             report: called with what is about to be read.
 
         Raises:
             UserError: a file has changed.
         """
+        if among is not None:
+            found = self.read(among, report=report)
+            return sorted(key for key, document in found.items() if document.id == id)
         names = {name: number for number, (name, _, _) in enumerate(self._plan["files"])}
         cut = max(id.rfind("@"), id.rfind("#"))
         file = names.get(id) if id in names else names.get(id[:cut]) if cut > 0 else None

@@ -25,6 +25,7 @@ from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import document as document_number
 from pipeline.data.curate.scope import place
 from pipeline.data.curate.verdicts import Curation, Verdict, read_curation
+from pipeline.data.provenance.document_search import records_with_id
 from pipeline.data.provenance.measured_again import Measured, Remeasurer
 from pipeline.data.provenance.run import Say
 from pipeline.data.provenance.source_location import Key, Origins
@@ -88,7 +89,7 @@ def removed_note(data_dir: Path, source: str, key: Key) -> str:
 
 
 def find_document(origins: Origins, text: str, say: Say) -> Key:
-    """A record by what a user calls it.
+    """A record of a curated source by what a user calls it.
 
     Raises:
         UserError: there is none, or several have the id.
@@ -107,7 +108,7 @@ def find_document(origins: Origins, text: str, say: Say) -> Key:
     except UserError as error:
         if "is not one of the files" not in str(error):
             raise UserError(str(error).replace("--row:", "--document:", 1)) from None
-    keys = origins.find_id(text, report=say)
+    keys = origins.find_id(text, records_with_id(origins.folder, text), report=say)
     if len(keys) == 1:
         return keys[0]
     if keys:
@@ -311,7 +312,7 @@ class CurationView:
 
     def _folder_of(self, name: str) -> Path:
         """Folder of the curation of a source of the scope, or of a finished one that it was compared with."""
-        return Path(name) if "/" in name else curate_folder(self._config.data_dir / name)
+        return self._config.data_dir / name if "/" in name else curate_folder(self._config.data_dir / name)
 
     def _members(self, key: Key, verdict: Verdict) -> Iterator[ClusterMember]:
         """Documents that were removed for the same one as this, or for this one."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from pipeline.common.format import counted, cut
 from pipeline.common.page.words import figure
-from pipeline.data.curate.rules.of_run import LINES_RULE
+from pipeline.data.curate.rules.of_run import LINES_RULE, PARAGRAPHS_RULE
+from pipeline.data.curate.url_lists import PREFIX as URL_LISTS_PREFIX
 from pipeline.data.provenance.source_location import Origin
 from pipeline.data.sources.records import Document, printable
 
@@ -47,6 +48,10 @@ class FiredRule:
     def __str__(self) -> str:
         if self.name == LINES_RULE:
             return f"{self.name}: all of its lines are in other documents ({self.key})"
+        if self.name.startswith(URL_LISTS_PREFIX):
+            return f"{self.name}: {self.about} ({self.key})"
+        if self.name == PARAGRAPHS_RULE:
+            return f"{self.name}: {self.about} {figure(self.value)}, of at most {figure(self.bound)} ({self.key})"
         if self.name.startswith("duplicates."):
             return f"{self.name}: similarity {self.value:.4g}"
         if self._is_within:
@@ -60,8 +65,12 @@ class FiredRule:
             return f"{self.key} at least {math.floor(self.value * 1e4 + 1) / 1e4:.4f}"
         if self.name == "duplicates.near":
             return f"{self.key.rpartition('.')[0]}: null"
+        if self.name == PARAGRAPHS_RULE and self.value < 1:
+            return f"{self.key} at least {_rounded(self.value, math.ceil)}"
         if self.name.startswith("duplicates."):
             return f"{self.key}: null"
+        if self.name.startswith(URL_LISTS_PREFIX):
+            return f"{self.key} without the entry, or without the list {self.name.removeprefix(URL_LISTS_PREFIX)}"
         if self.name == "clean.empty":
             return f"other edits ({self.key}): nothing is left of the text"
         if self._is_within:

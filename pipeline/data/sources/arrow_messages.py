@@ -19,6 +19,7 @@ from pipeline.data.sources.records import ROW_BYTES, Document, Piece
 from pipeline.data.sources.table_rows import (
     DAMAGED,
     HELD_BYTES,
+    TableColumns,
     check_schema,
     damaged_file,
     one_line,
@@ -120,7 +121,7 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
 class _Batches:
     """Record batches of a mapped file, with the columns asked for. Nothing is copied unless it is compressed."""
 
-    def __init__(self, data: mmap.mmap, schema: pa.Schema, columns: list[str]) -> None:
+    def __init__(self, data: mmap.mmap, schema: pa.Schema, columns: TableColumns) -> None:
         self._buffer = pa.py_buffer(data)
         self._schema = schema
         self._columns = columns
@@ -131,7 +132,7 @@ class _Batches:
     def see(self, message: _Message) -> None:
         """Take note of a message. If there are dictionaries, pyarrow has to read all that lies before a batch."""
         if message.kind == _DICTIONARY and self._stream is None:
-            wanted = [self._schema.get_field_index(name) for name in self._columns]
+            wanted = [self._schema.get_field_index(name) for name in self._columns.top]
             options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
             self._stream = pa.ipc.open_stream(pa.BufferReader(self._buffer.slice(self._begin)), options=options)
         self._seen += message.kind == _RECORDS
@@ -140,12 +141,12 @@ class _Batches:
         """The batch of the message that was seen last."""
         if self._stream is None:
             whole = self._buffer.slice(message.start, message.end - message.start)
-            return pa.ipc.read_record_batch(whole, self._schema).select(self._columns)
+            return self._columns.of_keys(pa.ipc.read_record_batch(whole, self._schema).select(self._columns.top))
         batch = None
         while self._taken < self._seen:
             self._taken += 1
             batch = self._stream.read_next_batch()
-        return batch
+        return batch and self._columns.of_keys(batch)
 
 
 def _messages(data: mmap.mmap) -> Iterator[_Message]:

@@ -12,7 +12,9 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+
+from pipeline.common.format import size
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -24,6 +26,9 @@ _HELD_BYTES = 2**23
 """A member that holds no more than this is decompressed once; a larger one twice, the first time for its checksum."""
 _BEAT_BYTES = 2**25
 """Bytes that are decompressed between two signs of life."""
+MAX_ZSTD_WINDOW = 2**27
+"""The window that `zstd -d` takes without `--long`: memory to decompress with."""
+LARGE_WINDOW = "zstd window above the limit"
 _XZ_MEMORY = 2**28
 """Memory that an .xz file may ask for; `xz -9` needs 65 MiB."""
 
@@ -39,13 +44,17 @@ class StreamError(Exception):
         reason: what to count it under, like `truncated gzip file`.
         detail: what was found, and where.
         sound: bytes of the compressed file that lie before the member that is damaged.
+        is_cut: whether the file ends in the middle of a member, all of which was right so far as anything tells.
+        salvaged: bytes of text that were given of that member without its checksum.
     """
 
-    def __init__(self, reason: str, detail: str, sound: int) -> None:
+    def __init__(self, reason: str, detail: str, sound: int, *, is_cut: bool = False, salvaged: int = 0) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
         self.sound = sound
+        self.is_cut = is_cut
+        self.salvaged = salvaged
 
 
 def compression_of(path: str) -> str | None:
@@ -53,17 +62,16 @@ def compression_of(path: str) -> str | None:
     return next((name for suffix, name in FORMATS.items() if path.lower().endswith(suffix)), None)
 
 
-def open_stream(path: str, *, verify: bool = True, beat: Callable[[], None] = lambda: None) -> io.BufferedReader:
+def open_stream(path: str, **options: Any) -> io.BufferedReader:
     """Open a file, plain or compressed, for reading what is in it.
 
     Args:
         path: of the file.
-        verify: as for `Decompressed`.
-        beat: as for `Decompressed`.
+        options: as for `Decompressed`.
     """
     if (name := compression_of(path)) is None:
         return open(path, "rb")
-    return io.BufferedReader(Decompressed(open(path, "rb", buffering=0), name, verify=verify, beat=beat), _OUTPUT_BYTES)
+    return io.BufferedReader(Decompressed(open(path, "rb", buffering=0), name, **options), _OUTPUT_BYTES)
 
 
 class Decompressed(io.RawIOBase):
@@ -75,15 +83,26 @@ class Decompressed(io.RawIOBase):
         verify: give nothing of a member before its end was read and its checksum held. Otherwise everything that can
             be decompressed comes at once: for samples of files that are too large to be read to the end.
         beat: called each time that `_BEAT_BYTES` were decompressed, given or not.
+        salvage: called before text is given of a member that the end of the file cuts. Without it none is given.
+        max_window: bytes of a zstd window; a frame with a larger one is refused.
     """
 
     def __init__(
-        self, file: BinaryIO | io.RawIOBase, name: str, *, verify: bool = True, beat: Callable[[], None] = lambda: None
+        self,
+        file: BinaryIO | io.RawIOBase,
+        name: str,
+        *,
+        verify: bool = True,
+        beat: Callable[[], None] = lambda: None,
+        salvage: Callable[[], None] | None = None,
+        max_window: int = MAX_ZSTD_WINDOW,
     ) -> None:
         self._file = file
         self._name = name
         self._input = _Input(file)
         self._beat = beat
+        self._salvage = salvage
+        self._max_window = max_window
         self._sound = self._seen = 0
         self._chunks = self._members(verify)
         self._rest = memoryview(b"")
@@ -136,7 +155,7 @@ class Decompressed(io.RawIOBase):
 
     def _truncated(self) -> StreamError:
         detail = f"it ends after {self._input.at} bytes, in the middle"
-        return StreamError(f"truncated {self._name} file", detail, self._sound)
+        return StreamError(f"truncated {self._name} file", detail, self._sound, is_cut=True)
 
     def _damaged(self, detail: str) -> StreamError:
         return StreamError(f"damaged {self._name} file", detail, self._sound)
@@ -149,19 +168,40 @@ class Decompressed(io.RawIOBase):
                 yield from self._decoded()
             else:
                 held: list[bytes] | None = []
-                size = 0
-                for out in self._decoded():
-                    size += len(out)
-                    if held is not None:
-                        held.append(out)
-                        if size > _HELD_BYTES:
-                            held = None
+                given = 0
+                cut: StreamError | None = None
+                try:
+                    for out in self._decoded():
+                        given += len(out)
+                        if held is not None:
+                            held.append(out)
+                            if given > _HELD_BYTES:
+                                held = None
+                except StreamError as error:
+                    if self._salvage is None or not error.is_cut:
+                        raise
+                    self._salvage()
+                    cut = error
                 if held is None:
                     self._input.seek(start)
-                    yield from self._decoded()
+                    yield from self._decoded() if cut is None else self._decoded_until(given)
                 else:
                     yield from held
+                if cut is not None:
+                    raise self._salvaged(cut, given)
             self._sound = self._input.at
+
+    def _salvaged(self, cut: StreamError, given: int) -> StreamError:
+        detail = f"{cut.detail}; {given:,} bytes of text before the break are used without a checksum"
+        return StreamError(cut.reason, detail, self._input.at, is_cut=True, salvaged=given)
+
+    def _decoded_until(self, end: int) -> Iterator[bytes]:
+        """The first `end` bytes of a member that is cut behind them."""
+        for out in self._decoded():
+            yield out
+            end -= len(out)
+            if not end:
+                return
 
     def _find_member(self) -> bool:
         """Go to where the next member begins; False at the end of the file."""
@@ -211,22 +251,39 @@ class Decompressed(io.RawIOBase):
         """Content of a frame of a zstd file."""
         import zstandard
 
+        self._check_window()
         frame = _Frame(self._input)
-        reader = zstandard.ZstdDecompressor().stream_reader(
+        reader = zstandard.ZstdDecompressor(max_window_size=self._max_window).stream_reader(
             cast(BinaryIO, frame), read_size=_INPUT_BYTES, closefd=False
         )
         while True:
             try:
                 out = reader.read1(_OUTPUT_BYTES)  # `read` would lose what it has before damage
             except zstandard.ZstdError as error:
-                advice = "; compress it again without --long" if "too much memory" in str(error) else ""
-                detail = f"{error}{advice}, before byte {self._input.at} of {self._file_bytes()}"
-                raise self._damaged(detail) from None
+                raise self._damaged(f"{error}, before byte {self._input.at} of {self._file_bytes()}") from None
             if not out:
                 break
             yield out
         if not frame.is_complete:  # the library takes this for an end
             raise self._truncated()
+
+    def _check_window(self) -> None:
+        """Refuse a frame whose window takes more memory than is allowed."""
+        import zstandard
+
+        head = self._input.read()
+        self._input.unread(head)
+        try:
+            window = zstandard.get_frame_parameters(head).window_size
+        except zstandard.ZstdError:  # cut or damaged, which decompressing it will say
+            return
+        if window > self._max_window:
+            detail = (
+                f"a frame of it was compressed with a window of {size(window)} (zstd --long or --ultra), above "
+                f"data.preprocess.max_zstd_window ({size(self._max_window)}); each worker that reads such a file takes "
+                "so much memory: raise that key where there is enough, or compress the file again without --long"
+            )
+            raise StreamError(LARGE_WINDOW, detail, self._sound)
 
     def _file_bytes(self) -> int:
         return self._file.seek(0, io.SEEK_END)

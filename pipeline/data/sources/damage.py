@@ -30,8 +30,12 @@ class DamagedFile(NamedTuple):
     detail: str
     lost: int
     """Bytes on disk whose text is missing."""
+    salvaged: int = 0
+    """Bytes of text that are used all the same, without a checksum."""
 
     def __str__(self) -> str:
+        if self.salvaged:
+            return f"{self.file.path}: {self.reason}: {self.detail}"
         lost = "all of it" if self.lost >= self.file.size else f"{size(self.lost)} of {size(self.file.size)}"
         return f"{self.file.path}: {self.reason}, {lost} is lost: {self.detail}"
 
@@ -39,7 +43,7 @@ class DamagedFile(NamedTuple):
 def damaged_files(unit: Unit, damage: Sequence[Damage]) -> list[DamagedFile]:
     """Damage of pieces of a unit, with their files."""
     return [
-        DamagedFile(unit.pieces[each.piece].file, each.reason, each.detail, each.lost)
+        DamagedFile(unit.pieces[each.piece].file, each.reason, each.detail, each.lost, each.salvaged)
         for each in damage
         if each.piece < len(unit.pieces)
     ]
@@ -58,9 +62,11 @@ def in_words(damaged: Sequence[DamagedFile], total: int) -> str:
         total: bytes of all files of the source.
     """
     files, lost = len({each.file.name for each in damaged}), sum(each.lost for each in damaged)
+    salvaged = sum(each.salvaged for each in damaged)
+    used = f"; {size(salvaged)} of text before a break are used without a checksum" if salvaged else ""
     return (
         f"{counted(files, 'file')} cannot be read to {'its' if files == 1 else 'their'} end; {size(lost)} of "
-        f"{size(total)} ({100 * lost / max(total, 1):.3g} %) {'is' if files == 1 else 'are'} lost"
+        f"{size(total)} ({100 * lost / max(total, 1):.3g} %) {'is' if files == 1 else 'are'} lost{used}"
     )
 
 
@@ -77,7 +83,9 @@ def damaged_error(source: str, damaged: Sequence[DamagedFile], total: int, ways:
     more = f"\n  and {len(damaged) - _SHOWN:,} more" if len(damaged) > _SHOWN else ""
     return UserError(
         f"source {source!r}: {in_words(damaged, total)}:\n{lines}{more}\n{ways}. Or set "
-        "data.preprocess.on_damaged_file: keep to use the text before the damage, drop to use nothing of these files"
+        "data.preprocess.on_damaged_file: keep to use the text before the damage as far as checksums hold (nothing of "
+        "a file of one gzip member or zstd frame), salvage to use also the unchecked text before the break of a cut "
+        "file, or drop to use nothing of these files"
     )
 
 

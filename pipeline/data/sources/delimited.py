@@ -115,7 +115,7 @@ class CsvReader(Reader):
                     cursor.offset = file.seek(header.end)
                 yield from self._documents(cursor, piece, file, header, piece.end, None)
             return
-        with open_stream(path, verify=self.verify, beat=cursor.beat) as stream:
+        with cursor.open_stream(path) as stream:
             source = stream.raw
             assert isinstance(source, Decompressed)
             try:
@@ -123,14 +123,11 @@ class CsvReader(Reader):
                     header = self._header(stream, path)
                     skip_read(stream, cursor, header.end)
                 else:
-                    with open_stream(path, verify=self.verify) as again:
+                    with cursor.open_stream(path) as again:
                         header = self._header(again, path)
                 yield from self._documents(cursor, piece, stream, header, 2**63, source)
             except StreamError as error:
-                cursor.ended = True
-                cursor.bytes_read += piece.file.size - error.sound
-                taken = f"{error.detail}; {cursor.line:,} lines before that are good"
-                cursor.damaged(error.reason, taken, piece.file.size - error.sound)
+                cursor.broken_stream(piece, error, f"{cursor.line:,} lines before that are good")
 
     def _has_header(self, file: File) -> bool:
         """Look for the columns of a file; False if it is damaged, which reading it will say."""
@@ -159,6 +156,7 @@ class CsvReader(Reader):
                     break
             if not end:
                 return _Header((), 0)
+        given = dict(self.record_keys(path).partitions)
         for key, wanted in (
             (self.text_config_key, self.text_keys),
             ("metadata", self.metadata),
@@ -167,7 +165,7 @@ class CsvReader(Reader):
             for name in wanted:
                 if names.count(name) > 1:
                     raise UserError(f"{path} has several columns named {name!r}; rename all but one")
-                if name not in names:
+                if name not in names and name not in given:
                     raise UserError(self._missing(path, key, name, names))
         return _Header(tuple(names), end)
 
@@ -190,7 +188,8 @@ class CsvReader(Reader):
         names, template, unit, prefix = header.names, self.template, cursor.unit.index, f"{piece.file.name}@"
         weight = None
         wanted = tuple(dict.fromkeys((*self.text_keys, *cursor.kept, *self.weight_keys)))
-        places = {name: names.index(name) for name in wanted} if names else {}
+        places = {name: names.index(name) for name in wanted if name in names}
+        given = dict(self.record_keys(piece.file.path).partitions)
         own_id = names.index(self.id_key) if names.count(self.id_key) == 1 else None
         cursor.offset = max(cursor.offset, 0)
         consumed = source.consumed if source else 0
@@ -220,10 +219,10 @@ class CsvReader(Reader):
             name = self.id_key
             try:
                 own = "" if own_id is None else fields[own_id].decode()
-                values = {}
+                values = dict(given)
                 for name, place in places.items():
                     values[name] = fields[place].decode()
-                text = values[self.text_key] if template is None else template.render(values)
+                text = values[self.text_key] or "" if template is None else template.render(values)
             except UnicodeDecodeError as error:
                 detail = f"byte 0x{error.object[error.start]:02x} at {error.start} of column {name!r}"
                 yield cursor.rejected(line, byte, NOT_UTF8, detail, record.head)
@@ -233,7 +232,7 @@ class CsvReader(Reader):
                 continue
             if self.weight_key is not None:
                 written = values[self.weight_key]
-                weight = loss_weight(_number(written))
+                weight = loss_weight(_number(written or ""))
                 if weight is None:
                     yield cursor.rejected(line, byte, BAD_WEIGHT, bad_weight(self.weight_key, written), record.head)
                     continue

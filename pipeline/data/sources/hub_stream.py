@@ -88,14 +88,15 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
     if cursor.reader.verify and os.path.isfile(piece.file.path) and compression_of(piece.file.path):
         try:
             # `datasets` would give what lies before damage.
-            with open_stream(piece.file.path, beat=cursor.beat) as whole:
+            with open_stream(piece.file.path, beat=cursor.beat, max_window=cursor.reader.max_zstd_window) as whole:
                 while whole.read1():
                     pass
         except StreamError as error:
             cursor.give_up(piece, error.reason, error.detail)
             return
     shard, count = int(found[1]), int(found[2])
-    stream = _stream(hub, (*reader.text_keys, reader.id_key, *reader.metadata, *reader.weight_keys))
+    wanted = (*reader.text_keys, reader.id_key, *reader.metadata, *reader.weight_keys)
+    stream = _stream(hub, (*wanted, *(key.partition(".")[0] for key in wanted)))
     if stream.num_shards != count:
         raise UserError(f"{hub.path} had {count} shards when the plan was made, and {stream.num_shards} now")
     if count > 1:
@@ -119,10 +120,10 @@ def read_shard(cursor: Cursor, piece: Piece, hub: Hub) -> Iterator[Document]:
         if table is None:
             break
         columns = check_schema(table.schema, reader, piece.file.path)
-        for batch in table.select(columns).combine_chunks().to_batches():
+        for batch in table.select(columns.top).combine_chunks().to_batches():
             # How much of the shard that is, nobody knows; it is at most all of it.
             bytes_read = min(base + span, max(cursor.bytes_read, base + cursor.input_bytes - begun))
-            yield from rows(cursor, piece, batch, first, (bytes_read, bytes_read))
+            yield from rows(cursor, piece, columns.of_keys(batch), first, (bytes_read, bytes_read))
             first += len(batch)
     cursor.bytes_read = base + span
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
 import orjson
 
-from pipeline.data.sources.compression import Decompressed, StreamError, compression_of, open_stream
+from pipeline.data.sources.compression import Decompressed, StreamError, compression_of
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import (
@@ -64,17 +64,14 @@ def _read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
             seek_line(file, piece, cursor)
             yield from _lines(cursor, piece, file, piece.end, None)
         return
-    with open_stream(path, verify=cursor.reader.verify, beat=cursor.beat) as stream:
+    with cursor.open_stream(path) as stream:
         source = stream.raw
         assert isinstance(source, Decompressed)
         try:
             skip_read(stream, cursor)
             yield from _lines(cursor, piece, stream, 2**63, source)
         except StreamError as error:
-            cursor.ended = True
-            cursor.bytes_read += piece.file.size - error.sound
-            taken = f"{error.detail}; {cursor.line:,} lines before that are good"
-            cursor.damaged(error.reason, taken, piece.file.size - error.sound)
+            cursor.broken_stream(piece, error, f"{cursor.line:,} lines before that are good")
 
 
 def seek_line(file: BinaryIO, piece: Piece, cursor: Cursor) -> None:
@@ -110,6 +107,8 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
     text_key, id_key, prefix, template = reader.text_key, reader.id_key, f"{piece.file.name}@", reader.template
     longest, weight_key = reader.max_record_bytes, reader.weight_key
     readline, update, loads = file.readline, cursor.digest.update, orjson.loads
+    more = reader.record_keys(piece.file.path)
+    complete = more.complete if more else None
     position, line = cursor.offset, cursor.line
     consumed = source.consumed if source else 0
     while position < end and (raw := readline(longest)):
@@ -145,7 +144,7 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
             if not raw or raw.isspace():
                 continue
             try:
-                record = _as_python_reads(raw, error, reader)
+                record = _as_python_reads(raw, error, reader, complete)
             except _Rejected as rejected:
                 reason, detail = rejected.args
                 if reason == CUT_FILE:
@@ -154,6 +153,8 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
                     continue
                 yield cursor.rejected(line - 1, byte, reason, detail, raw)
                 continue
+        if complete is not None and type(record) is dict:
+            complete(record)
         text = record.get(text_key) if type(record) is dict else None
         if template is not None and type(record) is dict:
             try:
@@ -190,7 +191,9 @@ class _Rejected(Exception):
     """A record cannot be used: (one of a few reasons, the detail)."""
 
 
-def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) -> Any:
+def _as_python_reads(
+    raw: bytes, error: orjson.JSONDecodeError, reader: Reader, complete: Callable[[dict[str, Any]], None] | None
+) -> Any:
     """The value of a line that orjson refuses, if Python's `json` takes it: NaN, infinities and lone surrogates.
 
     Raises:
@@ -206,6 +209,8 @@ def _as_python_reads(raw: bytes, error: orjson.JSONDecodeError, reader: Reader) 
             raise _Rejected(CUT_FILE, "") from None
         raise _Rejected(*_json_reason(raw, error)) from None
     if isinstance(record, dict):
+        if complete is not None:
+            complete(record)
         text, own = record.get(reader.text_key), record.get(reader.id_key)
         if reader.template is not None:
             with suppress(UnusableRecord):

@@ -20,6 +20,7 @@ from pipeline.data.sources.table_rows import (
     BATCH_ROWS,
     DAMAGED,
     HELD_BYTES,
+    TableColumns,
     check_schema,
     damaged_file,
     one_line,
@@ -55,7 +56,8 @@ def read_parquet(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     try:
         options = {"pre_buffer": False, "buffer_size": _READ_BYTES, "page_checksum_verification": True}
         file = pq.ParquetFile(path, **options)
-        columns = check_schema(file.schema_arrow, cursor.reader, path)
+        found = check_schema(file.schema_arrow, cursor.reader, path)
+        columns = found.leaves
         cursor.check_expansion(
             piece, file.metadata.num_rows * ROW_BYTES, f"{file.metadata.num_rows:,} rows, which take"
         )
@@ -73,7 +75,7 @@ def read_parquet(cursor: Cursor, piece: Piece) -> Iterator[Document]:
         for group in groups:
             if cursor.offset < group.row + group.rows:
                 ends = (base + span * before // total, base + span * (before + group.rows) // total)
-                yield from _read_group(cursor, piece, file, columns, group, ends)
+                yield from _read_group(cursor, piece, file, found, group, ends)
             before += group.rows
         cursor.bytes_read = base + span
 
@@ -104,17 +106,17 @@ def _groups(metadata: Any, piece: Piece, columns: list[str]) -> Iterator[_Group]
 
 
 def _read_group(
-    cursor: Cursor, piece: Piece, file: Any, columns: list[str], group: _Group, ends: tuple[int, int]
+    cursor: Cursor, piece: Piece, file: Any, found: TableColumns, group: _Group, ends: tuple[int, int]
 ) -> Iterator[Document]:
     """The rows of a row group that were not read yet. Batches lie equal wherever the reading begins."""
-    first, (low, high) = group.row, ends
+    first, (low, high), columns = group.row, ends, found.leaves
     try:
         with open(piece.file.path, "rb") as raw:
             batch_rows = min(group.batch_rows, _look_at_pages(cursor, piece, raw, file, columns, group))
         for batch in file.iter_batches(batch_rows, [group.number], columns=columns, use_threads=False):
             done, more = first - group.row, first + len(batch) - group.row
             bytes_read = (low + (high - low) * done // group.rows, low + (high - low) * more // group.rows)
-            yield from rows(cursor, piece, batch, first, bytes_read)
+            yield from rows(cursor, piece, found.of_keys(batch), first, bytes_read)
             first += len(batch)
         if first != group.row + group.rows:
             raise pa.ArrowInvalid(f"there are {first - group.row} rows instead of {group.rows}")

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -24,7 +25,7 @@ import xxhash
 from pipeline.common.errors import UserError
 from pipeline.common.storage import naming
 from pipeline.config.plugins import find_plugin, is_plugin
-from pipeline.data.sources.compression import Decompressed, compression_of
+from pipeline.data.sources.compression import MAX_ZSTD_WINDOW, Decompressed, StreamError, compression_of, open_stream
 from pipeline.data.sources.globs import File, find_files
 from pipeline.data.sources.records import (
     BAD_WEIGHT,
@@ -39,6 +40,7 @@ from pipeline.data.sources.records import (
     Numbering,
     Piece,
     Position,
+    RecordKeys,
     Unit,
     bad_weight,
     escaped,
@@ -56,17 +58,9 @@ if TYPE_CHECKING:
 
 OPTIONS, PLUGIN = "options", "plugin"
 """Keys of plans of sources that plug-ins read: values of `Options`, and the package with its version."""
-SMALLEST_UNIT = 16 * 2**20
-UNITS_AT_LEAST = 64
 COMPRESSED_EXPANSION = 4
 """Bytes of text that a byte on disk is expected to become. Units are cut by it; what they become does not depend on it
 being right."""
-
-
-def unit_size(total_bytes: int, unit_bytes: int) -> int:
-    """Size of a source's units: `unit_bytes`, but a small source is cut finer, so that it keeps all workers busy."""
-    count = max(-(-total_bytes // unit_bytes), min(UNITS_AT_LEAST, -(-total_bytes // SMALLEST_UNIT)), 1)
-    return max(1, -(-total_bytes // count))
 
 
 @dataclass(frozen=True)
@@ -97,6 +91,8 @@ class Reader(ABC):
         max_expansion: bytes of text that a byte of a table may become; see `Cursor.expand`.
         max_record_bytes: a longer file, line or value is rejected.
         verify: whether all of a compressed member is read before any of its text is given. Samples do without.
+        salvage: whether text before the break of a compressed member that is cut is given, though nothing checks it.
+        max_zstd_window: bytes; a zstd frame with a larger window is refused.
         dropped: damaged files of which nothing is taken, by name, with the reason and the detail.
         weight_key: key or column of the document's weight in the training loss, if it has one.
         template: puts the text together, in place of the value of `text_key`.
@@ -120,6 +116,8 @@ class Reader(ABC):
     max_expansion: int = MAX_EXPANSION
     max_record_bytes: int = MAX_RECORD_BYTES
     verify: bool = True
+    salvage: bool = False
+    max_zstd_window: int = MAX_ZSTD_WINDOW
     dropped: Mapping[str, tuple[str, str]] = field(default_factory=dict, hash=False)
     weight_key: str | None = None
     template: RecordTemplate | None = None
@@ -170,6 +168,12 @@ class Reader(ABC):
     def weight_keys(self) -> tuple[str, ...]:
         """The key or column of the weight, if there is one."""
         return () if self.weight_key is None else (self.weight_key,)
+
+    def record_keys(self, path: str) -> RecordKeys:
+        """Places of keys that the records of a file do not have themselves."""
+        wanted = (*self.text_keys, self.id_key, *self.metadata, *self.weight_keys)
+        of_text = self.text_keys if self.template else ()
+        return RecordKeys.of(path, wanted, (*of_text, *self.metadata))
 
     @property
     def text_config_key(self) -> str:
@@ -302,6 +306,7 @@ class Cursor:
         digest: of what `input_bytes` counts.
         damage: what could not be read since the start.
         beat: called now and then while a compressed file is read, much of which may give no document.
+        is_salvaged: whether documents may come from a compressed member that is cut, which nothing checks.
     """
 
     def __init__(self, unit: Unit, reader: Reader, start: Position = START) -> None:
@@ -314,6 +319,7 @@ class Cursor:
         self.digest = xxhash.xxh3_128()
         self.damage: list[Damage] = []
         self.beat: Callable[[], None] = lambda: None
+        self.is_salvaged = False
         self._start = start
         self._counts: dict[int, tuple[int, int]] = {}
         self._first: tuple[int, int] | None = None
@@ -398,9 +404,26 @@ class Cursor:
         self.digest.reset()
         self.damage = []
 
-    def damaged(self, reason: str, detail: str, lost: int) -> None:
+    def open_stream(self, path: str) -> BufferedReader:
+        """Open a file of the piece, plain or compressed, as the settings of the reader say."""
+        reader = self.reader
+        salvage = self._note_salvage if reader.salvage else None
+        window = reader.max_zstd_window
+        return open_stream(path, verify=reader.verify, beat=self.beat, salvage=salvage, max_window=window)
+
+    def _note_salvage(self) -> None:
+        self.is_salvaged = True
+
+    def damaged(self, reason: str, detail: str, lost: int, salvaged: int = 0) -> None:
         """Take note of what cannot be read of the piece. It is not a record, and has no row."""
-        self.damage.append(Damage(self.piece, reason, printable(detail), lost))
+        self.damage.append(Damage(self.piece, reason, printable(detail), lost, salvaged))
+
+    def broken_stream(self, piece: Piece, error: StreamError, before: str) -> None:
+        """Take note that the stream of a piece cannot be read on, and end it. `before`: what was read of it."""
+        lost = piece.file.size - error.sound
+        self.ended = True
+        self.bytes_read += lost
+        self.damaged(error.reason, f"{error.detail}; {before}", lost, error.salvaged)
 
     def give_up(self, piece: Piece, reason: str, detail: str) -> None:
         """Take note that all of the piece is lost, and end it."""
@@ -426,6 +449,9 @@ class Cursor:
             raw: the beginning of the record, for the list of rejected ones.
         """
         reader = self.reader
+        if more := reader.record_keys(self.unit.pieces[self.piece].file.path):
+            values = dict(values)
+            more.complete(values)
         try:
             text = reader.template.render(values) if reader.template else values.get(reader.text_key)
         except UnusableRecord as unusable:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import orjson
 
@@ -34,6 +36,9 @@ FREE_BYTES = 64 * 2**20
 """So much text a table may become however small it is."""
 ROW_BYTES = 64
 """Bytes that a row counts for besides its text: empty ones take time, too."""
+
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+"""Name that writers give to a partition without a value."""
 
 Position = tuple[int, int, int, int]
 """Position to resume reading at: (piece, offset in the piece's file, line in the piece, row in the unit).
@@ -145,12 +150,73 @@ class Damage:
         reason: one of a few, like `truncated gzip file`.
         detail: what was found, and where.
         lost: bytes on disk whose text is missing.
+        salvaged: bytes of text that are used all the same, without a checksum: those before the break of a member.
     """
 
     piece: int
     reason: str
     detail: str
     lost: int
+    salvaged: int = 0
+
+
+def partitions(path: str) -> dict[str, str | None]:
+    """Values of the partitions that the folders of a path name, as text; the innermost of several with one name.
+
+    Names and values are URL-decoded, as Hive, Spark and pyarrow encode them: `lang=de/part-0.parquet`.
+    """
+    found: dict[str, str | None] = {}
+    for folder in path.split("/")[:-1]:
+        key, sign, value = folder.partition("=")
+        if key and sign:
+            found[unquote(key)] = None if value == NO_VALUE else unquote(value)
+    return found
+
+
+@dataclass(frozen=True)
+class RecordKeys:
+    """Places of keys that the records of a file do not have themselves.
+
+    Attributes:
+        nested: (key, its parts) of keys with a dot.
+        partitions: (key, value) of the file.
+    """
+
+    nested: tuple[tuple[str, tuple[str, ...]], ...]
+    partitions: tuple[tuple[str, str | None], ...]
+
+    @classmethod
+    def of(cls, path: str, keys: Iterable[str], partition_keys: Iterable[str]) -> RecordKeys:
+        """Those of a file.
+
+        Args:
+            path: of the file.
+            keys: of the run file.
+            partition_keys: of these, keys that a partition may give.
+        """
+        nested = tuple((key, tuple(key.split("."))) for key in dict.fromkeys(keys) if "." in key)
+        named = partitions(path) if "=" in path else {}
+        given = tuple((key, named[key]) for key in dict.fromkeys(partition_keys) if key in named)
+        return cls(nested, given)
+
+    def __bool__(self) -> bool:
+        """True if there are any; else each key can only be one of the record itself."""
+        return bool(self.nested or self.partitions)
+
+    def complete(self, record: dict[str, Any]) -> None:
+        """Add the values that a record does not have under their whole keys. What it has stays, be it null."""
+        for key, parts in self.nested:
+            if key in record:
+                continue
+            value: Any = record
+            for part in parts:
+                if type(value) is not dict or part not in value:
+                    break
+                value = value[part]
+            else:
+                record[key] = value
+        for key, given in self.partitions:
+            record.setdefault(key, given)
 
 
 def loss_weight(value: Any) -> float | None:

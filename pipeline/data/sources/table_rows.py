@@ -6,7 +6,8 @@ This module imports pyarrow, which takes a third of a second: import it where it
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from pipeline.data.sources.records import (
     ROW_BYTES,
     Document,
     Piece,
+    RecordKeys,
     bad_weight,
     loss_weight,
     metadata_json,
@@ -41,18 +43,102 @@ DAMAGED = (
     *(OSError, UnicodeDecodeError),
 )
 """Errors of pyarrow about a file that is not what it should be."""
+_PARTITION = pa.dictionary(pa.int32(), pa.string())
 
 
-def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
+@dataclass(frozen=True)
+class TableColumns:
+    """Columns that are read of a table.
+
+    Attributes:
+        own: columns of the table itself.
+        nested: (key, its parts) of fields of structs.
+        partitions: (key, value) of the file.
+    """
+
+    own: tuple[str, ...]
+    nested: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    partitions: tuple[tuple[str, str | None], ...] = ()
+
+    @property
+    def leaves(self) -> list[str]:
+        """Names by which Parquet selects them: of a struct only the field that is wanted."""
+        return [*self.own, *(key for key, _ in self.nested)]
+
+    @property
+    def top(self) -> list[str]:
+        """Columns of the table that hold them."""
+        return list(dict.fromkeys([*self.own, *(parts[0] for _, parts in self.nested)]))
+
+    def of_keys(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """A batch with a column for each key, which has its name.
+
+        Raises:
+            pa.ArrowInvalid: a buffer of it is shorter than its rows take.
+        """
+        if not self.nested and not self.partitions:
+            return batch
+        batch.validate()
+        found = {name: batch.column(name) for name in self.own}
+        found |= {key: pc.struct_field(batch.column(parts[0]), list(parts[1:])) for key, parts in self.nested}
+        found |= {key: _constant(value, len(batch)) for key, value in self.partitions}
+        return pa.RecordBatch.from_arrays(list(found.values()), names=list(found))
+
+
+def columns_of(schema: pa.Schema, keys: Iterable[str], more: RecordKeys) -> tuple[TableColumns, dict[str, Any]]:
+    """The columns of a table for keys of the run file, and their types. A key that there is no column for is missing.
+
+    Args:
+        schema: of the table.
+        keys: of the run file.
+        more: other places of keys.
+    """
+    kinds: dict[str, Any] = {name: schema.field(name).type for name in keys if _is_once(schema, name)}
+    own = tuple(kinds)
+    nested = []
+    for key, parts in more.nested:
+        if key not in schema.names and (kind := _field_type(schema, parts)) is not None:
+            kinds[key] = kind
+            nested.append((key, parts))
+    given = tuple(each for each in more.partitions if each[0] not in schema.names and each[0] not in kinds)
+    kinds |= dict.fromkeys((key for key, _ in given), _PARTITION)
+    return TableColumns(own, tuple(nested), given), kinds
+
+
+def _is_once(schema: pa.Schema, name: str) -> bool:
+    return len(schema.get_all_field_indices(name)) == 1
+
+
+def _field_type(schema: pa.Schema, parts: tuple[str, ...]) -> Any:
+    """Type of a field inside of structs; None if there is none."""
+    if not _is_once(schema, parts[0]):
+        return None
+    kind = schema.field(parts[0]).type
+    for part in parts[1:]:
+        if not pa.types.is_struct(kind) or len(kind.get_all_field_indices(part)) != 1:
+            return None
+        kind = kind.field(part).type
+    return kind
+
+
+def _constant(value: str | None, rows: int) -> pa.Array:
+    if value is None:
+        return pa.nulls(rows, _PARTITION)
+    return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([value]))
+
+
+def check_schema(schema: pa.Schema, reader: Reader, path: str) -> TableColumns:
     """The columns to read.
 
     Raises:
         UserError: the text or a metadata column is missing, or the text column cannot hold text.
     """
     text_key, weights = reader.text_config_key, reader.weight_keys
+    wanted_keys = dict.fromkeys([*reader.text_keys, reader.id_key, *reader.metadata, *weights])
+    found, kinds = columns_of(schema, wanted_keys, reader.record_keys(path))
     for key, columns in ((text_key, reader.text_keys), ("metadata", reader.metadata), ("weight_key", weights)):
         for name in columns:
-            if name not in schema.names:
+            if name not in schema.names and name not in kinds:
                 there = ", ".join(map(repr, schema.names)) or "none"
                 raise UserError(
                     f"{path} has no column {name!r}; its columns are {there}: set {key} to one of them, or leave the "
@@ -61,7 +147,7 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
             if len(schema.get_all_field_indices(name)) > 1:
                 raise UserError(f"{path} has several columns named {name!r}; rename all but one")
     for name in reader.text_keys:
-        kind = schema.field(name).type
+        kind = kinds[name]
         if not _gives_text(kind, reader) and not pa.types.is_null(kind):
             nested = reader.template is not None and reader.template.nested
             what, wanted = ("lists of messages", "lists") if nested else ("text", "strings")
@@ -75,13 +161,12 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> list[str]:
         (text_key, reader.text_keys if reader.template else ()),
     ):
         for name in names:
-            if _shares(schema.field(name).type):
+            if _shares(kinds[name]):
                 raise UserError(
-                    f"{path}: column {name!r} is of type {schema.field(name).type}, which is not kept: its values "
+                    f"{path}: column {name!r} is of type {kinds[name]}, which is not kept: its values "
                     f"may share bytes, so their size is unknown. Leave it out of {key}, or write it as another type"
                 )
-    own_id = [reader.id_key] if len(schema.get_all_field_indices(reader.id_key)) == 1 else []
-    return list(dict.fromkeys([*reader.text_keys, *own_id, *reader.metadata, *weights]))
+    return found
 
 
 def _gives_text(kind: pa.DataType, reader: Reader) -> bool:

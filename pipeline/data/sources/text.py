@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from pipeline.data.sources.compression import StreamError, compression_of, open_stream
+from pipeline.data.sources.compression import StreamError, compression_of
 from pipeline.data.sources.reader import Cursor, Reader
-from pipeline.data.sources.records import BOM, EMPTY, NOT_UTF8, Document, Piece
+from pipeline.data.sources.records import BOM, EMPTY, NOT_UTF8, Document, Piece, metadata_json
 
 _CHUNK_BYTES = 2**18
 
@@ -23,7 +23,7 @@ class TextReader(Reader):
         """The document of a file."""
         path, longest = piece.file.path, self.max_record_bytes
         try:
-            with open_stream(path, verify=self.verify, beat=cursor.beat) as stream:
+            with cursor.open_stream(path) as stream:
                 # A plain file that is too long is not even begun to be held; of a compressed one nobody knows before.
                 limit = longest + 1 if compression_of(path) or piece.file.size <= longest else 0
                 raw = b"".join(_chunks(stream, limit))
@@ -55,7 +55,9 @@ class TextReader(Reader):
         row = cursor.row
         cursor.row += 1
         reason = None if text else EMPTY
-        metadata = b"{}" if cursor.kept else None
+        metadata = None
+        if cursor.kept:
+            metadata = metadata_json(dict(cursor.reader.record_keys(piece.file.path).partitions))
         yield Document(text, piece.file.name, cursor.unit.index, row, cursor.piece, None, 0, reason, "", metadata)
 
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import signal
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +20,13 @@ import tokenizers
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash, value_hash
-from pipeline.common.imports import module_command
-from pipeline.data.sources.records import printable
+from pipeline.common.limited_child import ChildLimits, run_limited
 from pipeline.data.tokenization import engines, hard_texts
+from pipeline.data.tokenization.definition import load_definition
 from pipeline.data.tokenization.engines import Encoded, Engine, EngineDiffers, EngineName, first_difference, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
-LIMIT_S = 120.0
+LIMITS = ChildLimits(cpu_s=120, wall_s=120.0)
 """An engine that takes longer for the long set, which is a matter of seconds, hangs."""
 _BATCH_CHARACTERS = 2**18
 
@@ -126,40 +123,23 @@ def _in_child(which: EngineName, tokenizer: Tokenizer) -> tuple[Proof, bool]:
         "special_tokens": list(tokenizer.special_tokens),
         "allow_special": tokenizer.allow_special,
     }
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    try:
-        done = subprocess.run(
-            module_command("pipeline.data.tokenization.engine_check"),
-            input=orjson.dumps(job),
-            capture_output=True,
-            env=environment,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Proof(0, f"took longer than {LIMIT_S:.0f} s for the hard texts"), False
-    except OSError as error:
-        return Proof(0, f"was not checked: no process could be started ({error})"), False
-    if done.returncode == 0:
-        with contextlib.suppress(ValueError, TypeError):
-            return Proof(**orjson.loads(done.stdout.splitlines()[-1])), True
-    code = done.returncode
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    last = printable(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])[:200]
-    return Proof(0, f"did not survive the hard texts: the process {how}" + (f" ({last})" if last else "")), False
+    end = run_limited(__name__, _prove_in_child.__name__, job, LIMITS)
+    if end.how == "result":
+        with contextlib.suppress(TypeError):
+            return Proof(**end.value), True
+    if end.how in ("signal", "code"):
+        return Proof(0, f"did not survive the hard texts: the process {end.detail}"), False
+    return Proof(0, f"{end.detail} for the hard texts"), False
 
 
-def _child() -> None:
-    job: dict[str, Any] = orjson.loads(sys.stdin.buffer.read())
+def _prove_in_child(job: dict[str, Any]) -> dict[str, Any]:
     tokenizer = Tokenizer(
-        tokenizers.Tokenizer.from_str(job["definition"]),
+        load_definition(job["definition"].encode(), "it"),
         job["end_of_document"],
         job["special_tokens"],
         job["allow_special"],
     )
-    proof = compare(open_engine(tokenizer, cast(EngineName, job["which"])), tokenizer, long=True)
-    # After whatever a library printed.
-    sys.stdout.buffer.write(b"\n" + orjson.dumps(proof._asdict()))
+    return compare(open_engine(tokenizer, cast(EngineName, job["which"])), tokenizer, long=True)._asdict()
 
 
 def _about(name: str, tokenizer: Tokenizer) -> dict[str, str]:
@@ -196,7 +176,3 @@ def _read(file: Path, about: dict[str, str]) -> Proof | None:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
-
-
-if __name__ == "__main__":
-    _child()

@@ -27,6 +27,8 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.paths import StrPath
+from pipeline.data.tokenization.definition import SPLIT, check_definition, is_panic, load_definition
+from pipeline.data.tokenization.probe import failing_regex, probe
 
 if TYPE_CHECKING:
     from pipeline.config.tokenizer import TokenizerConfig
@@ -41,13 +43,6 @@ _CACHED_WORDS = 10_000
 
 _KEPT = {str, int, float}
 """Types whose values are all kept by `_without_defaults`: `bool` is another."""
-
-# The split of Llama 3 (after tiktoken's cl100k): contractions, words with one leading mark, up to three digits,
-# punctuation with its line ends, line ends, spaces. Nothing is dropped, so decoding gives the text back.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -75,7 +70,9 @@ class Tokenizer:
         end_of_document: str,
         special_tokens: list[str],
         allow_special: Sequence[str] = (),
+        file: StrPath = "the tokenizer",
     ) -> None:
+        self._file = file
         engine.no_padding()
         engine.no_truncation()
         # A declared token that the file does not flag as special would be matched in text; flagging keeps its id.
@@ -85,7 +82,7 @@ class Tokenizer:
         if allow_special:
             # The library finds added tokens in a text that are not flagged as special, and offers no way to take the
             # flag away again.
-            engine = tokenizers.Tokenizer.from_str(_flagged(engine.to_str(), allow_special, special=False))
+            engine = load_definition(_flagged(engine.to_str(), allow_special, special=False).encode(), file)
         engine.encode_special_tokens = True
         self._engine = engine
         vocabulary = engine.get_vocab(with_added_tokens=True)
@@ -119,7 +116,7 @@ class Tokenizer:
         if not file.is_file():
             raise UserError(f"tokenizer.path: {file} does not exist; give a tokenizer.json or a folder that has one")
         try:
-            engine = _read(file)
+            engine = _open_file(file)
         except UserError as error:
             raise UserError(f"tokenizer.path: {error}") from None
         if getattr(engine.model, "dropout", None):
@@ -132,7 +129,7 @@ class Tokenizer:
         ]:
             if engine.token_to_id(token) is None:
                 raise UserError(f"tokenizer.{key}: {file} has no token {token!r}; {_candidates(engine, token)}")
-        return cls(engine, config.end_of_document, config.special_tokens, config.allow_special)
+        return cls(engine, config.end_of_document, config.special_tokens, config.allow_special, file)
 
     @classmethod
     def train(cls, texts: Iterator[str], config: TokenizerConfig) -> Tokenizer:
@@ -182,25 +179,26 @@ class Tokenizer:
             isinstance(token, str) for token in (end, *tokens, *allowed)
         ):
             raise UserError(f"{folder / SPECIAL_FILE} is damaged: its tokens are texts, and lists of texts")
-        return cls(_read(file), end, tokens, allowed)
+        return cls(_open_file(file), end, tokens, allowed, file)
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `special_tokens.json` into a folder, which is made if need be."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in self._files.items():
+        for name, data in self.files.items():
             storage.put(folder / name, data)
 
     def is_saved_in(self, folder: Path) -> bool:
         """Tell whether `save` has nothing to do: the files there are the same, or make the same tokenizer."""
         try:
-            if all(storage.read_bytes(folder / name) == data for name, data in self._files.items()):
+            if all(storage.read_bytes(folder / name) == data for name, data in self.files.items()):
                 return True
             return Tokenizer.open(folder).fingerprint == self.fingerprint
         except (UserError, OSError):
             return False
 
     @cached_property
-    def _files(self) -> dict[str, bytes]:
+    def files(self) -> dict[str, bytes]:
+        """The files that `save` writes, by name."""
         text = self._engine.to_str(pretty=True)
         special = {"end_of_document": self.end_of_document_token, "special_tokens": list(self.special_tokens)}
         if self.allow_special:
@@ -223,6 +221,33 @@ class Tokenizer:
         """A `tokenizer.json` where the added tokens without the flag `special` are those that texts can contain."""
         return str(self._engine.to_str())
 
+    @cached_property
+    def unknown(self) -> int | None:
+        """Id of text that the model has no token for; None if it has none: then it covers all text, or drops some."""
+        if isinstance(self._engine.model, models.Unigram):  # the library does not show it
+            found: int | None = orjson.loads(self.definition)["model"].get("unk_id")
+            return found
+        token = getattr(self._engine.model, "unk_token", None)
+        return None if token is None else self._engine.token_to_id(token)
+
+    @property
+    def decodes(self) -> bool:
+        """True if ids can be put together to text: there is a decoder, or tokens are words."""
+        words = models.WordLevel | models.WordPiece
+        return self._engine.decoder is not None or isinstance(self._engine.model, words)
+
+    def uncovered(self, text: str) -> int:
+        """Characters of a text, as the normalizer leaves it and without white space, that no known token stands for."""
+        normalizer = self._engine.normalizer
+        normalized = text if normalizer is None else normalizer.normalize_str(text)
+        with _readable_errors():
+            encoding = self._engine.encode(normalized, add_special_tokens=False)
+        known = bytearray(len(normalized))
+        for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if id != self.unknown:
+                known[start:end] = b"\1" * (end - start)
+        return sum(not is_known and not each.isspace() for each, is_known in zip(normalized, known, strict=True))
+
     @property
     def added_tokens(self) -> list[str]:
         """The added tokens, special or not, by id."""
@@ -233,7 +258,7 @@ class Tokenizer:
         # The library encodes a text that is alone in the calling thread, whose heap makes it a fifth slower (see
         # `_serve` in worker_pool.py), and others in threads of its own.
         batch = [*texts, ""] if len(texts) == 1 else texts
-        with _readable_errors():
+        with self._readable_errors(texts):
             encodings = self._engine.encode_batch_fast(batch, add_special_tokens=False)
         # From a list to memory in one pass, which is faster than any constructor of numpy.
         letter = self.dtype.char
@@ -255,7 +280,9 @@ class Tokenizer:
             return
         counts: Counter[str] = Counter()
         for text in texts:
-            counts.update([text[start:end] for _, (start, end) in pre_tokenizer.pre_tokenize_str(text)])
+            with self._readable_errors([text]):
+                pieces = pre_tokenizer.pre_tokenize_str(text)
+            counts.update([text[start:end] for _, (start, end) in pieces])
         model._clear_cache()
         words = [word for word, _ in counts.most_common(_CACHED_WORDS)]
         for first in range(0, len(words), 100):  # few at a time, so that what is cached lies close together in memory
@@ -271,38 +298,42 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text, without end of document."""
-        with _readable_errors():
+        with self._readable_errors([text]):
             ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Any) -> str:
         """Text of ids (a list or an array). Special tokens appear as their text; cut characters as U+FFFD."""
-        return self._engine.decode([int(i) for i in ids], skip_special_tokens=False)
+        with self._readable_errors([]):
+            text: str = self._engine.decode([int(i) for i in ids], skip_special_tokens=False)
+        return text
 
+    @contextmanager
+    def _readable_errors(self, texts: Sequence[str]) -> Iterator[None]:
+        """The library raises plain Exception for text that a model has no ids for, like a WordLevel without [UNK].
 
-def _read(file: Path) -> tokenizers.Tokenizer:
-    data = storage.read_bytes(file)
-    try:
-        return tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises plain Exception for whatever it cannot read
+        It panics if a regex takes too many steps, say, and a panic is not an Exception: it would pass all handlers.
+        """
         try:
-            value = orjson.loads(data)
-        except orjson.JSONDecodeError as bad:
-            raise UserError(f"{file} is not JSON ({bad})") from None
-        if not isinstance(value, dict) or not isinstance(value.get("model"), dict):
-            raise UserError(f"{file} has no model: it is not a tokenizer.json of the tokenizers library") from None
-        raise UserError(f"{file} is not a tokenizer.json of the tokenizers library: {error}") from None
+            yield
+        except BaseException as error:
+            if is_panic(error):
+                raise UserError(
+                    f"{self._file}: {failing_regex(self.definition, texts)} fails on a text: {error}; use another "
+                    "tokenizer, or change that part of its tokenizer.json"
+                ) from None
+            if isinstance(error, Exception) and not isinstance(error, MemoryError):
+                raise UserError(
+                    f"tokenizer: it cannot encode every text: {error}; use one with byte fallback or an unknown token"
+                ) from None
+            raise
 
 
-@contextmanager
-def _readable_errors() -> Iterator[None]:
-    """The library raises plain Exception for text that a model has no ids for, like a WordLevel without [UNK]."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(
-            f"tokenizer: it cannot encode every text: {error}; use one with byte fallback or an unknown token"
-        ) from None
+def _open_file(file: Path) -> tokenizers.Tokenizer:
+    """Open a `tokenizer.json` of anybody, after its bounds were checked and what they do not prove was probed."""
+    definition = check_definition(storage.read_bytes(file), file)
+    probe(definition, file)
+    return load_definition(definition.bytes, file)
 
 
 def _candidates(engine: tokenizers.Tokenizer, token: str) -> str:

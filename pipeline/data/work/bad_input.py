@@ -119,6 +119,7 @@ class BadInput:
                     "lost": each.lost,
                     "reason": each.reason,
                     "detail": each.detail,
+                    **({"salvaged": each.salvaged} if each.salvaged else {}),
                 },
                 option=orjson.OPT_APPEND_NEWLINE,
             )

@@ -18,6 +18,7 @@ from typing import Any
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
+from pipeline.common.sealed_json import put_sealed
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.sources.globs import File
@@ -90,11 +91,11 @@ class FrozenPlan(ABC):
         if there and not differences:
             return []
         if there and self.extends(folder):
-            storage.put_json(path, self._as_json())
+            put_sealed(path, self._as_json())
             return []
         if not there or withdraw(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            storage.put_json(path, self._as_json())
+            put_sealed(path, self._as_json())
             return differences
         raise self.refusal(folder, differences)
 

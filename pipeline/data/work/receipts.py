@@ -12,8 +12,10 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.common import storage
+from pipeline.common.sealed_json import is_broken
 from pipeline.data.datasets.files import RECEIPT_KEYS, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import named_files, part_prefix
+from pipeline.data.tokenization.coverage import RoundTrip
 
 _Count = Annotated[int, Field(ge=0)]
 _Place = Annotated[list[int], Field(min_length=4, max_length=4)]
@@ -42,6 +44,8 @@ class ReceiptSplit(_Strict):
     tokens: _Count
     text_bytes: _Count
     files: dict[str, _File]
+    unknown_tokens: _Count | None = None
+    round_trip: RoundTrip | None = None
 
 
 class _Damage(_Strict):
@@ -50,6 +54,7 @@ class _Damage(_Strict):
     reason: str
     detail: str
     lost: _Count
+    salvaged: _Count = 0
 
 
 class ReceiptCounts(_Strict):
@@ -77,16 +82,20 @@ class Receipt(ReceiptCounts):
     pieces: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Pair]
     checked: _Count
     dropped: list[str] = []
+    salvage: bool = False
+    """Damaged files were salvaged."""
+    max_zstd_window: _Count | None = None
+    """Where a file has a larger one."""
 
 
 def read_receipt(source: Path, unit: int, chunk: int = 0) -> Any:
-    """The receipt of a chunk; None if there is none that can be read."""
+    """The receipt of a chunk; None if there is none that can be read, or it was changed."""
     receipt = storage.find_json(receipt_path(source, unit, chunk), *RECEIPT_KEYS)
     try:
         Receipt.model_validate(receipt)
     except ValueError:
         return None
-    return receipt
+    return None if is_broken(receipt) else receipt
 
 
 def read_receipts(source: Path, unit: int) -> Iterator[Any]:

@@ -13,10 +13,13 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.sealed_json import put_sealed
 from pipeline.data.datasets.files import receipt_path
+from pipeline.data.sources.compression import LARGE_WINDOW
 from pipeline.data.sources.damage import DamagedFile, damage_in
-from pipeline.data.sources.reader import UnitReader
+from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import START, Document, Position, Unit
+from pipeline.data.tokenization.coverage import Coverage, coverage_of, covered
 from pipeline.data.work.job_run import Busy
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.receipts import read_receipt
@@ -31,10 +34,21 @@ class UnitDone:
 
     made: int
     """Chunks that were made, and not found."""
-    tokens: int
     records: int
     rejected: dict[str, int]
     damaged: list[DamagedFile]
+    coverage: Coverage
+    """Of the text of the chunks that were made."""
+
+
+def _how_read(settings: Reader, reader: UnitReader) -> dict[str, Any]:
+    """Keys of a receipt by which `damage_stands` tells whether damaged files are to be read again in another way."""
+    found: dict[str, Any] = {}
+    if settings.salvage and (reader.is_salvaged or reader.damage):
+        found["salvage"] = True
+    if any(damage.reason == LARGE_WINDOW for damage in reader.damage):
+        found["max_zstd_window"] = settings.max_zstd_window
+    return found
 
 
 def with_lease(
@@ -105,9 +119,10 @@ class ChunkedUnit(ABC):
             UserError: with `fail_on_error`, the first rejected record; or the input has changed.
             OSError: the disk is full, say; nothing half-written stays.
         """
-        position, chunk, made, tokens, records = START, 0, 0, 0, 0
+        position, chunk, made, records = START, 0, 0, 0
         rejected: Counter[str] = Counter()
         damaged: list[DamagedFile] = []
+        coverage = Coverage()
         reader: UnitReader | None = None
         while True:
             receipt = read_receipt(self._unit_source.folder, self._unit.index, chunk)
@@ -126,12 +141,12 @@ class ChunkedUnit(ABC):
                     reader.count_anew()
                 receipt = self._make(chunk, position, reader, documents)
                 made += 1
-                tokens += sum(split["tokens"] for split in receipt["splits"].values())
                 records += receipt["records"]
                 rejected.update(receipt["rejected"])
                 damaged += damage_in(self._unit, receipt)
+                coverage = covered([coverage, coverage_of([receipt])])
             if receipt["last"]:
-                return UnitDone(made, tokens, records, dict(rejected), damaged)
+                return UnitDone(made, records, dict(rejected), damaged, coverage)
             position, chunk = tuple(receipt["next"]), chunk + 1
 
     def _documents(self, reader: UnitReader) -> Iterator[Document]:
@@ -174,6 +189,7 @@ class ChunkedUnit(ABC):
             "rejected": dict(rejected),
             "damaged": [asdict(damage) for damage in reader.damage],
             "dropped": self._unit_source.dropped(self._unit),
+            **_how_read(self._unit_source.reader, reader),
         }
 
     def _check_same_input(self, receipt: dict[str, Any]) -> None:
@@ -191,4 +207,4 @@ class ChunkedUnit(ABC):
             )
         receipt["input"]["stat"] = self._stat
         with suppress(OSError):  # on a disk that cannot be written, the next run reads the input again
-            storage.put_json(receipt_path(folder, self._unit.index, receipt["link"]), receipt)
+            put_sealed(receipt_path(folder, self._unit.index, receipt["link"]), receipt)

@@ -96,6 +96,11 @@ def damage_stands(source: UnitSource, unit: Unit, receipt: Any) -> bool:
     # Another command that drops may have seen more damage by now.
     if dropped != wanted and not (source.drops_damaged and set(dropped) > set(wanted)):
         return False
+    salvaged = receipt.get("salvage", False)
+    if salvaged if not source.reader.salvage else receipt.get("damaged") and not salvaged:
+        return False
+    if receipt.get("max_zstd_window") not in (None, source.reader.max_zstd_window):
+        return False
     return not (dropped or receipt.get("damaged")) or bool(receipt["input"]["stat"] == input_stat(unit))
 
 

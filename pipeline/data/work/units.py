@@ -18,13 +18,22 @@ from pipeline.config.data import HeldOutSourceConfig, InputConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
+from pipeline.data.sources.compression import MAX_ZSTD_WINDOW
 from pipeline.data.sources.formats import source_format
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.reader import Reader, unit_size
+from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.records import Unit
 
+SMALLEST_UNIT = 16 * 2**20
+UNITS_AT_LEAST = 64
 CHUNK_RECORDS = 2**20
 """Most records of a chunk, however short they are: memory grows with their number."""
+
+
+def unit_size(total_bytes: int, unit_bytes: int) -> int:
+    """Size of a source's units: `unit_bytes`, but a small source is cut finer, so that it keeps all workers busy."""
+    count = max(-(-total_bytes // unit_bytes), min(UNITS_AT_LEAST, -(-total_bytes // SMALLEST_UNIT)), 1)
+    return max(1, -(-total_bytes // count))
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,10 @@ def reader_of(source: InputConfig, config: Config) -> Reader:
     """Reader of a source, by the run file."""
     preprocess = config.data.preprocess
     limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
+    if preprocess.on_damaged_file == "salvage":
+        limits["salvage"] = True
+    if preprocess.max_zstd_window != MAX_ZSTD_WINDOW:  # readers of other packages may not know it
+        limits["max_zstd_window"] = preprocess.max_zstd_window
     return source_format(source.type).from_config(source, **limits)
 
 

@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from pipeline import __version__
+from pipeline.common.errors import UserError
 from pipeline.config.eval import ServeConfig
 from pipeline.eval.server import megatron_api, openai_api
 from pipeline.eval.server.asking import Serving
@@ -69,6 +70,11 @@ def create_app(
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         message, field = problem(list(error.errors()))
         return _response(request, Refusal(422, message, field))
+
+    @app.exception_handler(UserError)
+    async def unusable(request: Request, error: UserError) -> Response:
+        # Of the tokenizer, for this text: it panicked when it decoded ids of the prompt, say.
+        return _response(request, Refusal(422, str(error)))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -22,6 +22,8 @@ Fingerprints = dict[str, Any]
 NUMERICS_VERSION = "0.1.0"
 """Release that last changed what a step computes from the same keys and data. Raised by hand, with a line in the
 changelog (CONTRIBUTING.md says when): runs of earlier releases resume then only with `resume.allow: [code]`."""
+_KDA_RATES = "0.3.0"
+"""Release that took the matrices of Kimi delta attention's decay from Muon and fp8."""
 
 _OF_SHAPES = ("model.layers", "model.dim", "model.mtp", "model.mtp.depth")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
@@ -51,8 +53,15 @@ def fingerprints(config: Config, datasets: Mapping[str, str | dict[str, str]], t
         "tokenizer": tokenizer,
         "objective": objective_fingerprint(config),
         "model": model_fingerprint(config),
-        "code": NUMERICS_VERSION,
+        "code": numerics_version(config),
     }
+
+
+def numerics_version(config: Config) -> str:
+    """The release that last changed what a step of this run computes: `NUMERICS_VERSION`, or a later one for some."""
+    of_rates = config.train.optimizer.type == "muon" or config.train.precision.fp8 is not None
+    mixers = {config.model.layer(kind).mixer for kind in config.model.layer_kinds}
+    return _KDA_RATES if of_rates and "kda" in mixers else NUMERICS_VERSION
 
 
 def model_fingerprint(config: Config) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class RankMatrix:
 def matrices_of(layer: LayerSpec, tp: int) -> list[RankMatrix]:
     """All matrices of a layer, in the order of the forward pass."""
     return [
-        RankMatrix(name, *matrix.on_rank(tp), matrix.elements, matrix.fp8 and not matrix.shared(tp))
+        RankMatrix(name, *matrix.on_rank(tp), matrix.elements, matrix.takes_fp8 and not matrix.shared(tp))
         for name, matrix in layer.matrices.items()
     ]
 

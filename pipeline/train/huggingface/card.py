@@ -12,7 +12,8 @@ from pipeline.common.format import percent
 from pipeline.common.hashing import value_hash
 from pipeline.common.markdown import table
 from pipeline.data.order.blend import UNIT
-from pipeline.data.tokenization.tokenizer import SPLIT, Tokenizer
+from pipeline.data.tokenization.definition import SPLIT
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.weight_source import WeightSource
 from pipeline.train.huggingface.family import Family
 

@@ -27,6 +27,10 @@ WITH_SOME_EXPERTS: tuple[Mapping[str, type[LayerPartSpec]], ...] = (
 )
 
 
+_DECIDE = ("mlp_layer_types", "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace")
+"""Keys that decide which layers have experts, by family."""
+
+
 def read_count(source: ConfigSource, *keys: str, default: int, least: int = 1) -> int:
     """Number of experts, or of something else, whose key has several names.
 
@@ -65,7 +69,8 @@ def read_experts(
     # A loss of training alone, and whether the forward pass computes it.
     source.get("router_aux_loss_coef"), source.get("output_router_logits")
     if not any(has):
-        source.refuse("num_hidden_layers", len(has), "no layer of these has experts")
+        key = next((each for each in _DECIDE if source.get(each)), "num_hidden_layers")
+        source.refuse(key, source.get(key), f"with it none of the {len(has)} layers has experts")
     names = [EXPERTS if each else DENSE for each in has]
     own: dict[str, Json] = {EXPERTS: {}, DENSE: {"mlp": "swiglu"}}
     if types is None or kinds is None:

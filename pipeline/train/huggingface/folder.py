@@ -65,6 +65,9 @@ class HuggingFaceFolder:
         if model.mtp is not None and not self._has_mtp(model.layers):
             self.missing_mtp = model.mtp.depth
             self.model = self.model.model_copy(update={"mtp": None})
+        if not model.tie_embeddings and self.values.get("tie_word_embeddings") is True and not self._has_head():
+            # Where a T5 may have either, config.json says the same of both, and the files tell.
+            self.model = self.model.model_copy(update={"tie_embeddings": True})
 
     @property
     def positions(self) -> int:
@@ -113,6 +116,9 @@ class HuggingFaceFolder:
         first = self.family.names.layer.replace(LAYER, str(layers)).removeprefix(self.family.prefix)
         return any(name.removeprefix(self.family.prefix).startswith(first) for name in self._found.tensors)
 
+    def _has_head(self) -> bool:
+        return self.family.names.head in self._found.tensors
+
     def _check_copies(self) -> None:
         """Files may have a tensor a second time: then both must be the same."""
         mapping = self.mapping
@@ -124,10 +130,9 @@ class HuggingFaceFolder:
                     "multi-token prediction has those of the model here; set num_nextn_predict_layers to 0 to leave it "
                     "out",
                 )
-        head = self.family.names.head
-        if head in self._found.tensors and head not in mapping.theirs:
+        if self._has_head() and self.family.names.head not in mapping.theirs:
             self._check_copy(
-                head,
+                self.family.names.head,
                 self._names[mapping.ours["embedding.weight"].theirs],
                 "config.json ties them; set tie_word_embeddings to false if the head has its own weights",
             )

@@ -155,12 +155,12 @@ def expert_parameters(layer: LayerSpec, ranks: int = 1) -> int:
 def muon_parameters(layer: LayerSpec, tp: int = 1) -> int:
     """Those of `layer_parameters` that Muon may have: in matrices, those of experts among them."""
     experts = sum(stack.elements for stack in layer.stacks.values()) // tp
-    return sum(matrix.parameters(tp) for matrix in layer.matrices.values() if matrix.muon) + experts
+    return sum(matrix.parameters(tp) for matrix in layer.matrices.values() if matrix.takes_muon) + experts
 
 
 def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
     """FLOPs of Newton-Schulz iterations, for each matrix of a layer that Muon may have, besides those of experts."""
-    matrices = (matrix for matrix in layer.matrices.values() if matrix.muon)
+    matrices = (matrix for matrix in layer.matrices.values() if matrix.takes_muon)
     return [_orthogonal_flops(matrix.rows, matrix.columns, steps) for matrix in matrices]
 
 

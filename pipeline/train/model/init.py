@@ -99,7 +99,7 @@ def is_layer_matrix(name: str, spec: DecoderSpec) -> bool:
 def takes_muon(name: str, spec: DecoderSpec) -> bool:
     """True for a matrix that Muon may have."""
     matrix = _matrix(name, spec)
-    return is_layer_matrix(name, spec) and (matrix is None or matrix.muon)
+    return is_layer_matrix(name, spec) and (matrix is None or matrix.takes_muon)
 
 
 def _matrix(name: str, spec: DecoderSpec) -> Matrix | None:

@@ -43,14 +43,28 @@ class Matrix:
     """Number of heads in the rows; several tp ranks may share one head. None: tp divides the rows."""
     to_residual: bool = False
     """Its result is added to the residual stream, and nothing else reads it."""
+    feeds_rate: bool = False
+    """Its result becomes a rate of a state: of decay, a step of time, or the share of an old value that is replaced.
+    An error of rounding there grows with each position, and its rows are no map between spaces, so neither fp8 nor Muon
+    has it."""
     fp8: bool = True
-    """The product may be in fp8."""
+    """The product may be in fp8; see `takes_fp8`."""
     of_whole: bool = False
     """Its input comes from a `whole` matrix, so that each rank keeps its part of the gradient of that."""
     of_encoder: bool = False
     """In a decoder's layer, it multiplies the encoder's positions."""
     muon: bool = True
-    """Muon may have it. False: its rows are rates or gates of some heads each, and no map between spaces."""
+    """Muon may have it; see `takes_muon`. False: its rows are of some heads each, and no map between spaces."""
+
+    @property
+    def takes_fp8(self) -> bool:
+        """True if the product may be in fp8."""
+        return self.fp8 and not self.feeds_rate
+
+    @property
+    def takes_muon(self) -> bool:
+        """True if Muon may have it."""
+        return self.muon and not self.feeds_rate
 
     @property
     def elements(self) -> int:

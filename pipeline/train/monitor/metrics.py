@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -26,14 +27,24 @@ def peak_flops(device: torch.device, compute: str) -> float | None:
     return None if known is None else known.flops[compute]
 
 
+_CHECK_SECONDS = 1.0
+"""Between two looks at whether the rows may still be written, each of which reads a small file."""
+
+
 class Metrics(AbstractContextManager["Metrics"]):
     """All loggers of a run, by name. A context manager: they are closed however the run ends.
 
     No logger ends the run: one that cannot be written to, on a full disk, is tried again later.
+
+    Args:
+        loggers: with their names.
+        check: refuses, by raising, to write in a run folder that another process has taken over.
     """
 
-    def __init__(self, loggers: Sequence[tuple[str, Logger]]) -> None:
+    def __init__(self, loggers: Sequence[tuple[str, Logger]], check: Callable[[], None] = lambda: None) -> None:
         self._loggers = [RetryingLogger(name, logger) for name, logger in loggers]
+        self._check = check
+        self._checked = time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -44,7 +55,15 @@ class Metrics(AbstractContextManager["Metrics"]):
             logger.wait()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Hand a row to every logger."""
+        """Hand a row to every logger.
+
+        Raises:
+            MachineError: another process has taken the run folder over.
+        """
+        if time.monotonic() - self._checked >= _CHECK_SECONDS:
+            self._checked = time.monotonic()
+            with suppress(OSError):  # a disk that cannot be read now says nothing of the run's lock
+                self._check()
         for logger in self._loggers:
             logger.write(row)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.common.errors import MachineError
+from pipeline.common.errors import SupersededError
 from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import naming, put
 from pipeline.config import Config
@@ -83,7 +83,7 @@ class LossWriter(Logger):
 
         Raises:
             OSError: it cannot be written now.
-            MachineError: a later attempt writes the file, which has taken over the run.
+            SupersededError: a later attempt writes the file, which has taken over the run.
         """
         first: int = row["first"]
         with naming(self._path):
@@ -92,7 +92,7 @@ class LossWriter(Logger):
             assert self._head is not None
             now = LossHead.read(self._file.fileno(), self._path)
             if now is not None and now.attempt > self.attempt:
-                raise MachineError(
+                raise SupersededError(
                     f"{self._path} is written by attempt {now.attempt}, which has taken over the run; this is attempt "
                     f"{self.attempt}, and it ends here"
                 )

@@ -23,12 +23,14 @@ from pipeline.common.errors import (
     EXIT_OK,
     EXIT_REFUSED,
     EXIT_STOPPED,
+    EXIT_SUPERSEDED,
     EXIT_UNSAVED,
     UserError,
 )
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.heartbeat import HUNG, read_beat
-from pipeline.train.run.lock import is_held, job
+from pipeline.train.run.lock import is_held
+from pipeline.train.run.lock_holder import job
 
 _BEGIN, _END = "attempt", "attempt end"
 _NEUTRAL_ENDS = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
@@ -79,6 +81,7 @@ class Attempt:
             EXIT_HANG: "hung",
             EXIT_NUMERICAL: "diverged",
             EXIT_UNSAVED: "unsaved",
+            EXIT_SUPERSEDED: "superseded",
             EXIT_INTERRUPTED: "interrupted",
         }
         return words.get(self.code, "failed")

@@ -19,6 +19,7 @@ from pipeline.common.errors import (
     EXIT_OK,
     EXIT_REFUSED,
     EXIT_STOPPED,
+    EXIT_SUPERSEDED,
     MachineError,
     RankFailed,
     Stopped,
@@ -32,7 +33,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.train.monitor.goodput import goodput
 from pipeline.train.run.attempts import RunningAttempt, correct_end, last_begun, record_missing_end
 from pipeline.train.run.heartbeat import read_beat
-from pipeline.train.run.lock import Lock
+from pipeline.train.run.lock import Lock, last_attempt, note_attempt
 
 _OF_A_JOB = ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID")
 """Environment variables of the processes of a job, of the scheduler or of this machine."""
@@ -75,7 +76,8 @@ class RunFolder:
             layout: processes by axis.
             config: hash of what it is started with.
         """
-        _count(self.path, self.attempt)
+        self.assert_mine()
+        note_attempt(self.path, self.attempt)
         self.running = RunningAttempt(self.path, self.attempt, first_step, layout, config)
 
     def next_attempt(self, *, write: bool) -> None:
@@ -84,8 +86,8 @@ class RunFolder:
             self.attempt += 1
             return
         self.assert_mine()
-        self.attempt = _next_attempt(self.path)
-        _count(self.path, self.attempt)
+        self.attempt += 1
+        note_attempt(self.path, self.attempt)
         if self.lock is not None:
             self.lock.note(self.attempt)
         if self.running is not None:
@@ -196,7 +198,9 @@ def open_run(path: Path) -> Iterator[RunFolder]:
         for tmp in path.glob(f".*{storage.TEMPORARY_SUFFIX}"):
             storage.remove_if_stale(tmp)  # of an attempt that was killed while it wrote a small file
         record_missing_end(path)
-        folder = RunFolder(path, _next_attempt(path), lock=lock, reserved=storage.Reserved(RunFiles(path).exit_room))
+        # The ledger counts, too: metrics of an attempt with a lower number than one before it would be skipped.
+        attempt = max(lock.attempt, last_begun(path) + 1)
+        folder = RunFolder(path, attempt, lock=lock, reserved=storage.Reserved(RunFiles(path).exit_room))
         lock.note(folder.attempt)
         folder.before = _take_exit(path)
         code, reason, agreed = EXIT_OK, "done", True
@@ -243,6 +247,8 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
         end: what ended it.
         start: when the command was started, in seconds since 1970.
     """
+    if exit_code(end) == EXIT_SUPERSEDED:
+        return  # the files are the later attempt's
     if not RunFiles(run).exit_state(since=start) and _leaves_end(RunFiles(run).exit_state(), exit_code(end)):
         return
     state = RunFiles(run).exit_state(since=start)
@@ -253,24 +259,6 @@ def note_end(run: Path, end: BaseException, start: float) -> None:
         how = {"code": code, "reason": reason, "agreed": isinstance(end, Stopped) and end.agreed}
         storage.put_json(RunFiles(run).exit, {"attempt": last_attempt(run), "step": step, **state, **how})
         correct_end(run, start, code, reason)
-
-
-def last_attempt(run: Path) -> int:
-    """Number of the newest attempt at a run, from 1; 0 before the first one."""
-    counter = RunFiles(run).attempt
-    text = storage.read_bytes(counter).decode(errors="replace") if counter.exists() else "0"
-    if not text.strip().isdecimal():
-        raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
-    return int(text)
-
-
-def _next_attempt(run: Path) -> int:
-    # The ledger counts, too: metrics of an attempt with a lower number than one before it would be skipped.
-    return max(last_attempt(run), last_begun(run)) + 1
-
-
-def _count(run: Path, attempt: int) -> None:
-    storage.put(RunFiles(run).attempt, f"{attempt}\n".encode())
 
 
 @contextmanager

@@ -1,7 +1,11 @@
 """The lock of a run folder: which process writes there, and when another one may take its place.
 
 The file `lock` names its holder. It is taken over when the holder is known to be gone, and refused when that cannot be
-known from here. Whoever lost it learns so at its next commit, which looks at the lock again and gives up.
+known from here, until a person says so (`take_over`). Whoever lost it learns so at its next commit, which looks at the
+lock again and gives up.
+
+The lock has fencing numbers that only grow: the attempt, and the generation within it. Where the lock is free the file
+`attempt` keeps the former. So who finds a higher attempt knows that it was replaced, also long after that one ended.
 
 The look at a lock and its replacement are one step under `flock` on a file beside it. Where the file system has no
 `flock`, or one for each node alone (Lustre without `-o flock`), hard links and renames, which no two processes can make
@@ -11,36 +15,19 @@ of the same name, still let only one win.
 from __future__ import annotations
 
 import os
-import subprocess
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import orjson
 
-from pipeline.common import process_identity, storage
-from pipeline.common.errors import MachineError, UserError
+from pipeline.common import storage
+from pipeline.common.errors import MachineError, SupersededError, UserError
 from pipeline.common.file_lock import exclusive
 from pipeline.common.format import when
 from pipeline.common.run_files import RunFiles
+from pipeline.common.slurm_commands import JobAnswer
 from pipeline.train.run.heartbeat import read_beat
-
-_SQUEUE_SECONDS = 20.0
-"""A scheduler that takes longer to answer is not waited for: then nothing is known of the job."""
-_NOT_RUNNING = frozenset(
-    {
-        *("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "BOOT_FAIL", "CANCELLED", "COMPLETED"),
-        *("DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
-    }
-)
-"""States of SLURM in which no process of a job is left. A job that is completing may have some."""
-_NO_SUCH_JOB = "Invalid job id"
-"""Message of squeue for a job that ended so long ago that the scheduler has forgotten it."""
-
-Holder = dict[str, Any]
-"""Content of the file: host, pid, start time of the process and so on."""
+from pipeline.train.run.lock_holder import AskForJob, Holder, identity, whether_holds, why_not_taken_over
 
 
 class Lock:
@@ -62,22 +49,34 @@ class Lock:
         Raises:
             UserError: another process holds it, or may.
         """
-        path, mine = RunFiles(run).lock, _identity()
+        path, mine = RunFiles(run).lock, identity()
         with _guard(path):
             before = _bytes(path)
-            if before is not None:
-                refuse = _why_not(_parse(path, before), mine)
-                if refuse:
-                    raise UserError(_in_use(run, _parse(path, before), refuse))
+            held = None if before is None else _parse(path, before)
+            if held is not None and (found := whether_holds(held, mine)).state != "ended":
+                raise UserError(_in_use(run, held, found))
+            mine |= {"attempt": _after(run, held), "generation": 0}
             if not _replace(path, before, orjson.dumps(mine)):
-                raise UserError(_in_use(run, holder(run) or {}, "it started at the same moment"))
+                raise UserError(_in_use(run, holder(run) or {}, JobAnswer("running", "it started just now")))
         return cls(path, mine)
 
+    @property
+    def attempt(self) -> int:
+        """The attempt that the lock is held for."""
+        return int(self._mine["attempt"])
+
     def note(self, attempt: int) -> None:
-        """Write down which attempt the holder makes."""
+        """Write down which attempt the holder makes from now on."""
+        self._rewrite({"attempt": attempt, "generation": 0})
+
+    def next_generation(self) -> None:
+        """Write down that the holder starts its ranks anew within the attempt, before any of them starts."""
+        self._rewrite({"generation": self._mine["generation"] + 1})
+
+    def _rewrite(self, values: Holder) -> None:
         with _guard(self._path):
             self.assert_mine()
-            self._mine = {**self._mine, "attempt": attempt}
+            self._mine = {**self._mine, **values}
             storage.put(self._path, orjson.dumps(self._mine))
 
     def is_mine(self) -> bool:
@@ -88,13 +87,25 @@ class Lock:
             return False
 
     def assert_mine(self) -> None:
-        """A `MachineError` if the lock is no longer this process's: whoever has it now must not be written over."""
+        """Refuse to go on if the lock is no longer this process's: whoever has it now must not be written over.
+
+        Raises:
+            SupersededError: a later attempt has begun or was allowed to; this one ends for good.
+            MachineError: the lock is another's, or gone.
+        """
         now = holder(self._path.parent)
-        if now != self._mine:
-            by = f"taken over by {_who(now)}" if now else "removed, and may be another process's"
-            raise MachineError(
-                f"{self._path} was {by}; nothing more is written here. What this process had committed before is kept"
+        if now == self._mine:
+            return
+        by = f"taken over by {_who(now)}" if now else "removed, and may be another process's"
+        newest = max(number_of(now), last_attempt(self._path.parent))
+        if newest > self.attempt:
+            raise SupersededError(
+                f"{self._path} was {by}: attempt {newest} takes the place of attempt {self.attempt}, which ends here "
+                "and is not started again. What it had committed before is kept"
             )
+        raise MachineError(
+            f"{self._path} was {by}; nothing more is written here. What this process had committed before is kept"
+        )
 
     def release(self) -> None:
         """Give it back, if it is still this process's."""
@@ -115,26 +126,50 @@ def holder(run: Path) -> Holder | None:
     return None if data is None else _parse(RunFiles(run).lock, data)
 
 
-def is_held(run: Path, job_state: Callable[[str], str | None] | None = None) -> bool:
+def is_held(run: Path, ask: AskForJob | None = None) -> bool:
     """True if a process trains in a run folder, or may; for reports.
 
     Args:
         run: folder.
-        job_state: what the scheduler says of a job, where it was asked already: a state in which some process of it may
-            run, "" if none can, None if it does not say. By default it is asked now.
+        ask: for what the scheduler says of a job, where it was asked already. By default it is asked now.
     """
     try:
         found = holder(run)
     except UserError:
         return True
-    return found is not None and _why_not(found, _identity(), job_state) is not None
+    return found is not None and whether_holds(found, identity(), ask).state != "ended"
 
 
 def refusal(run: Path) -> str | None:
     """The message with which `Lock.take` would refuse this process now; None if it would get the lock."""
-    found = holder(run)
-    why = None if found is None else _why_not(found, _identity())
-    return None if found is None or why is None else _in_use(run, found, why)
+    held = holder(run)
+    found = None if held is None else whether_holds(held, identity())
+    return None if held is None or found is None or found.state == "ended" else _in_use(run, held, found)
+
+
+def take_over(run: Path) -> str | None:
+    """Free the lock of a run folder from a holder of whom it is unknown whether it runs, since a person says that.
+
+    It is fenced: where it lives on after all, its next commit fails, and it is not started again.
+
+    Returns:
+        The holder, in words; None if the lock is free, or will be taken from a holder that is known to be gone.
+
+    Raises:
+        UserError: the holder runs, or has given a sign of life within `STALE_SECONDS`.
+    """
+    held = holder(run)
+    if held is None or (found := whether_holds(held, identity())).state == "ended":
+        return None
+    why = found.why if found.state == "running" else why_not_taken_over(run)
+    if why is not None:
+        raise UserError(_in_use(run, held, JobAnswer("running", why)))
+    with _guard(RunFiles(run).lock):
+        if (now := holder(run)) != held:
+            raise UserError(_in_use(run, now or {}, JobAnswer("running", "it came just now")))
+        note_attempt(run, _after(run, held))  # before the lock is free, so that its holder is fenced whoever comes next
+        RunFiles(run).lock.unlink()
+    return _who(held)
 
 
 def clear(run: Path, job: str) -> str | None:
@@ -147,12 +182,11 @@ def clear(run: Path, job: str) -> str | None:
     """
     try:
         with _guard(RunFiles(run).lock):
-            found = holder(run)
-            if found is None or "job" not in found:
+            held = holder(run)
+            if held is None or "job" not in held:
                 return None  # whether a process without a job lives training can find out itself
-            why = None if found["job"] == job else _why_not(found, _identity())
-            if why is not None:
-                return _in_use(run, found, why)
+            if held["job"] != job and (found := whether_holds(held, identity())).state != "ended":
+                return _in_use(run, held, found)
             RunFiles(run).lock.unlink()
     except FileNotFoundError:
         return None
@@ -161,89 +195,40 @@ def clear(run: Path, job: str) -> str | None:
     return None
 
 
-def job() -> dict[str, Any]:
-    """The job and step that this process is part of, how often the job was restarted, where; {} outside of SLURM."""
-    number = os.environ.get("SLURM_JOB_ID", "")
-    if not number:
-        return {}
-    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
-        number = f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"  # as people and commands name it
-    cluster = os.environ.get("SLURM_CLUSTER_NAME")
-    starts = {"restarts": _number("SLURM_RESTART_COUNT"), "step": _number("SLURM_STEP_ID")}
-    return {"job": number, **starts, "cluster": cluster}
+def last_attempt(run: Path) -> int:
+    """Number of the newest attempt at a run, from 1; 0 before the first one."""
+    counter = RunFiles(run).attempt
+    text = storage.read_bytes(counter).decode(errors="replace") if counter.exists() else "0"
+    if not text.strip().isdecimal():
+        raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
+    return int(text)
 
 
-def _number(variable: str) -> int:
-    """A number in the environment, 0 where it is not set."""
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else 0
+def note_attempt(run: Path, attempt: int) -> None:
+    """Write down the number of the newest attempt."""
+    storage.put(RunFiles(run).attempt, f"{attempt}\n".encode())
 
 
-def _identity() -> Holder:
-    """The identity of this process, which no other one has, also not a later one with the same pid."""
-    return {**process_identity.identity(), **job(), "since": time.time()}
+def number_of(held: Holder | None) -> int:
+    """The attempt of a holder, 0 where it has none yet."""
+    return int((held or {}).get("attempt", 0))
 
 
-def _why_not(held: Holder, mine: Holder, job_state: Callable[[str], str | None] | None = None) -> str | None:
-    """The reason why a lock may not be taken over by `mine`, in words; None if its holder is known to be gone."""
-    alive = _lives_here(held, mine)
-    if alive is not None:
-        return "it runs" if alive else None
-    number = held.get("job")
-    if number is None or held.get("cluster") != mine.get("cluster", held.get("cluster")):
-        return "this machine cannot tell whether it runs"
-    if number == mine.get("job"):
-        # A job starts again only when its last start is over, and its next step when the last one is. What lives on,
-        # on a node that was lost, finds out at its next commit.
-        if _start(held) < _start(mine):
-            return None
-        return f"job {number} is this process's own"
-    state = (job_state or _job_state)(str(number))
-    if state is None:
-        return f"the scheduler does not say whether job {number} runs"
-    return f"job {number} is {state}" if state else None
+def _after(run: Path, held: Holder | None) -> int:
+    """A number above all attempts that have begun, and above that of a holder that is replaced."""
+    return max(last_attempt(run), number_of(held)) + 1
 
 
-def _start(of: Holder) -> tuple[int, int]:
-    """Numbers that grow with each start of the training in a job."""
-    return of.get("restarts", 0), of.get("step", 0)
-
-
-def _lives_here(held: Holder, mine: Holder) -> bool | None:
-    """True if the holder runs, None if that cannot be looked up from here."""
-    if held["host"] != mine["host"]:
-        return None
-    boot, space = held.get("boot") or mine["boot"], held.get("namespace") or mine["namespace"]
-    if boot != mine["boot"]:
-        # The machine was started anew since; the scheduler knows better whether it is the same machine.
-        return None if "job" in held else False
-    if space != mine["namespace"]:
-        return None  # in another container, whose processes have other numbers
-    return bool(process_identity.start_time(held["pid"]) == held["started"])
-
-
-def _job_state(number: str) -> str | None:
-    """State of a job in which some process of it may run, "" if none can, None if the scheduler does not say."""
-    command = ["squeue", "--noheader", "--jobs", number, "--format", "%T"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SQUEUE_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode != 0:
-        return "" if _NO_SUCH_JOB in done.stderr else None
-    running = [state for state in done.stdout.split() if state not in _NOT_RUNNING]
-    return running[0] if running else ""
-
-
-def _in_use(run: Path, held: Holder, why: str) -> str:
-    text = f"run folder {run} is in use by {_who(held)} ({why})"
+def _in_use(run: Path, held: Holder, found: JobAnswer) -> str:
+    text = f"run folder {run} is in use by {_who(held)} ({found.why})"
     if since := held.get("since"):
         text += f", since {when(since)}"
     if beat := read_beat(run):
         place = "" if beat.step is None else f", at step {beat.step}"
         text += f"; its last sign of life was at {when(beat.time)}{place} (phase {beat.phase})"
-    stop, lock = RunFiles(run).stop, RunFiles(run).lock
-    return f"{text}; wait for it, stop it with `touch {stop}`, or, if you know that it is gone, remove {lock}"
+    text += f"; wait for it, or stop it with `touch {RunFiles(run).stop}`"
+    known = found.state == "running"
+    return text if known else f"{text}; if you know that it is gone, run the same command with --take-over"
 
 
 def _who(held: Holder) -> str:

@@ -34,11 +34,12 @@ def look(tmp_path):
         config = make_config(
             tmp_path, [{"name": "s", "paths": [paths]}], tokenizer={"path": str(path)}, preprocess=settings
         )
-        engine = Recording(open_engine(Tokenizer.load(path, config.tokenizer), "tokenizers"))
+        tokenizer = Tokenizer.load(path, config.tokenizer)
+        engine = Recording(open_engine(tokenizer, "tokenizers"))
         (found,) = find_source_files(config)
         units = cut_units(found, 7, config.data.preprocess.unit_bytes)
         source = counting_job(found, config, make_splits(config.data))
-        return take_sample(units, source, engine if with_engine else None), engine.batches
+        return take_sample(units, source, tokenizer, engine if with_engine else None), engine.batches
 
     return take
 

@@ -73,9 +73,9 @@ def check(config: Config, found: list[dict[str, Any]], ids: bool) -> None:
 @pytest.mark.parametrize("form", ["jsonl", pytest.param("parquet", marks=pytest.mark.guard)])
 def test_the_text_of_the_files_and_its_places(config: Config, tmp_path: Path, form: Any) -> None:
     source = config.data_dir / "web"
-    options: dict[str, Any] = {"tokens": True, "shard_bytes": 4000, "workers": 1, "ids": True}
+    options: dict[str, Any] = {"tokens": True, "shard_bytes": 4000, "workers": 1}
     counts = export_dataset(source, tmp_path / "to", form, QUIET, **options)
-    assert len(counts) > 3
+    assert len(counts) > 3 and not any(each.without_id for each in counts)
     assert sum(each.inexact for each in counts) == 0
     found = rows(tmp_path / "to")
     check(config, found, ids=True)
@@ -88,7 +88,7 @@ def test_the_text_of_the_files_and_its_places(config: Config, tmp_path: Path, fo
 
 def test_some_documents_without_ids(config: Config, tmp_path: Path) -> None:
     folder = config.data_dir / "web" / "train"
-    export_dataset(folder, tmp_path / "to", "jsonl", QUIET, documents="5-9", workers=1)
+    export_dataset(folder, tmp_path / "to", "jsonl", QUIET, documents="5-9", workers=1, ids=False)
     found = rows(tmp_path / "to")
     assert [row["document"] for row in found] == [5, 6, 7, 8, 9]
     assert all(row["id"] is None and "tokens" not in row for row in found)
@@ -96,9 +96,27 @@ def test_some_documents_without_ids(config: Config, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=match):
             export_dataset(folder, tmp_path / "other", "jsonl", QUIET, documents=documents)
     with pytest.raises(UserError, match="another folder"):
-        export_dataset(folder, tmp_path / "to", "jsonl", QUIET, documents="5-8")
+        export_dataset(folder, tmp_path / "to", "jsonl", QUIET, documents="5-8", ids=False)
     with pytest.raises(UserError, match="it has heldout, train"):
         export_dataset(config.data_dir / "web", tmp_path / "other", "jsonl", QUIET, split="test")
+
+
+@pytest.mark.parametrize("shuffle", ["unit", "global"])
+def test_ids_by_default(tmp_path: Path, shuffle: str) -> None:
+    corpus = write_jsonl(tmp_path / "corpus" / "a.jsonl", 12)
+    source = {"name": "web", "type": "jsonl", "paths": [str(corpus)]}
+    config = make_config(tmp_path, [source], preprocess={"shuffle": shuffle}, heldout=0)
+    preprocess(config)
+    folder = config.data_dir / "web"
+    (counts,) = export_dataset(folder, tmp_path / "to", "jsonl", QUIET, workers=1)
+    ids = {f"r{number}" for number in range(12)}
+    assert {row["id"] for row in rows(tmp_path / "to")} == (ids if shuffle == "unit" else {None})
+    assert counts.without_id == (0 if shuffle == "unit" else 12)
+    export_dataset(folder, tmp_path / "asked", "jsonl", QUIET, workers=1, ids=True)
+    assert {row["id"] for row in rows(tmp_path / "asked")} == ids
+    corpus.unlink()
+    (counts,) = export_dataset(folder, tmp_path / "gone", "jsonl", QUIET, workers=1, ids=True)
+    assert counts.without_id == 12 and {row["id"] for row in rows(tmp_path / "gone")} == {None}
 
 
 @pytest.mark.guard

@@ -17,8 +17,10 @@ from pipeline.config.load import load
 from pipeline.config.root import Config
 from pipeline.data.curate.stage import curate
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.provenance.document_search import records_with_id
 from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
+from pipeline.data.provenance.source_location import Origins
 from pipeline.data.provenance.why_removed import CurationView, removed_note, why
 from pipeline.data.provenance.why_show import Edits, FiredRule, Why
 from tests.data.provenance.curated import curated_config, records, records_with
@@ -54,6 +56,50 @@ def test_every_document_has_the_reason_that_it_was_made_for(curated: Config, rec
     assert found.state == ("kept" if expected is None else "removed")
     assert found.id == record and found.agrees and found.checks
     assert found.alone == (expected is not None and not found.others)
+
+
+def test_an_id_is_found_without_reading_all_files(curated: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    curation = curated.data_dir / "web" / "curate"
+    read: list[str] = []
+    original = Origins.read
+    monkeypatch.setattr(Origins, "read", lambda *args, **more: read.append(str(args[1])) or original(*args, **more))
+    said: list[str] = []
+    keys = {}
+    for record in records():
+        (key,) = records_with_id(curation, record["id"]) or []
+        keys[record["id"]] = key
+        assert CurationView(curated, "web", said.append).find(record["id"]) == key
+    assert len(set(keys.values())) == len(keys) == len(read) and not said
+    # A record that is no document has no id; the hash of another id finds nothing.
+    assert records_with_id(curation, "broken") == records_with_id(curation, "") == []
+    with pytest.raises(UserError, match="nor the id of one of its documents"):
+        CurationView(curated, "web", said.append).find("nobody")
+
+
+def test_measures_of_earlier_versions_have_no_ids(tmp_path: Path) -> None:
+    config = curated_config(tmp_path)
+    curate(config)
+    folder = config.data_dir / "web" / "curate"
+    for path in (folder / "receipts").rglob("*.json"):
+        receipt = orjson.loads(path.read_bytes())
+        del receipt["files"]["ids"]
+        path.write_bytes(orjson.dumps(receipt))
+    for path in (folder / "measured").rglob("*.ids"):
+        path.unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert records_with_id(folder, "short") is None
+    said: list[str] = []
+    assert why(config, "web", "short", say=said.append).id == "short"
+    assert any("ids are stored nowhere" in each for each in said)
+    # They stay valid; one that is damaged is made again, and has ids from then on.
+    curate(config)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    first = sorted((folder / "measured").rglob("*.measures"))[0]
+    first.unlink()
+    curate(config)
+    assert {path: path.read_bytes() for path in before if path.suffix != ".json" or "receipts" not in path.parts} == {
+        path: content for path, content in before.items() if path.suffix != ".json" or "receipts" not in path.parts
+    }
 
 
 def test_by_id_place_and_row_it_is_the_same(curated: Config, tmp_path: Path) -> None:

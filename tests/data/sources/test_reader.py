@@ -13,9 +13,10 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.data.sources.globs import find_files
 from pipeline.data.sources.jsonl import JsonlReader
-from pipeline.data.sources.reader import UnitReader, unit_size
+from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import EMPTY, MAX_RECORD_BYTES, Unit, line_of
 from pipeline.data.sources.text import TextReader
+from pipeline.data.work.units import unit_size
 from tests.data.reading import damage
 
 TEXT = TextReader("text", "id")

@@ -8,6 +8,7 @@ import unicodedata
 import pytest
 
 from pipeline.common.errors import UserError
+from pipeline.common.limited_child import ChildLimits
 from pipeline.data.tokenization import engine_check
 from pipeline.data.tokenization.engine_check import compare, prove
 from pipeline.data.tokenization.engine_choice import choose_engine
@@ -140,7 +141,7 @@ class TestChild:
     def test_engines_that_take_a_process_with_them(self, ours, tmp_path, monkeypatch, fault, said):
         broken_engine.install(tmp_path / "path", monkeypatch, fault)
         if fault == "hangs":
-            monkeypatch.setattr(engine_check, "LIMIT_S", 1.0)
+            monkeypatch.setattr(engine_check, "LIMITS", ChildLimits(cpu_s=60, wall_s=1.0))
         with pytest.raises(UserError, match=rf"data.preprocess.engine: gigatoken 9.9 {said}.*use engine: auto or tok"):
             choose_engine("gigatoken", ours, tmp_path / "cache", set())
         kept = list((tmp_path / "cache").glob("*.json"))

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tokenizers import Regex, decoders, pre_tokenizers
 
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.data.tokenization.definition import load_definition
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.server import asking, connection, serve, worker
 from pipeline.eval.server.bodies import Completion, Generate
@@ -258,6 +260,22 @@ def test_a_long_prompt_is_refused_before_it_is_tokens(server: Running, monkeypat
             assert "at most 127 are allowed (serve.max_length is 128" in refused.text
     refused = server.post("/v1/completions", {"prompt": "é" * (127 * longest // 2)})
     assert f"prompt: has {127 * longest // 2 * 2} tokens; at most 127" in refused.text
+
+
+def test_a_tokenizer_that_panics_is_an_error_of_the_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = server.server._serving.served.tokenizer
+    engine = load_definition(tokenizer.definition.encode(), "tokenizer.json")
+    engine.pre_tokenizer = pre_tokenizers.Split(Regex("(?:a|aa)+$"), "isolated")
+    engine.decoder = decoders.Strip("a", 0, 10**6)
+    ids = tokenizer.encode("aa")
+    monkeypatch.setattr(tokenizer, "_engine", engine)
+    monkeypatch.setitem(tokenizer.__dict__, "definition", engine.to_str())
+    for prompt, said in (("a" * 45 + "b", "(?:a|aa)+$"), (ids, "fails on a text")):
+        answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1})
+        assert answer.status_code == 422, answer.text
+        assert said in answer.json()["error"]["message"]
+    monkeypatch.undo()
+    assert server.post("/v1/completions", {"prompt": "the sea", "max_tokens": 1}).status_code == 200
 
 
 def test_a_full_queue_is_said_before_a_prompt_is_tokens(single: Running) -> None:

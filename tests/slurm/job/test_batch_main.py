@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,13 @@ import pytest
 
 from pipeline.common import storage
 from pipeline.common.console import Console
+from pipeline.common.errors import EXIT_OTHER, EXIT_SUPERSEDED
 from slurm.doctor.node import space
 from slurm.doctor.report import NodeCheck, Report, failed
+from slurm.job import launch_log
 from slurm.job.batch_main import JobStart
 from slurm.job.ending import Ending, exit_state, read_exit_file
+from slurm.job.launch_log import LaunchEnd
 from slurm.job.srun_step import SrunStep, rendezvous_env
 
 
@@ -28,6 +32,31 @@ def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     what = {"run": run, "stage": "train", "where": "local", "every_checkpoint": False}
     submission: Any = SimpleNamespace(**what, run_file=run / "run.yaml", site=site)
     return JobStart(submission, 1, Console(file=io.StringIO()))
+
+
+def test_a_job_whose_run_a_later_attempt_has_taken_over_starts_nothing_when_it_is_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = made(tmp_path, monkeypatch)
+
+    def launched(job: str, code: int) -> None:
+        more: dict[str, Any] = {
+            "restarts": 0,
+            "number": 1,
+            "link": 1,
+            "nodes": (),
+            "processes_per_node": 1,
+            "logs": "",
+            "checkpoint": 0,
+        }
+        launch = launch_log.begin(tmp_path, "train", job, **more)
+        launch_log.end(tmp_path, launch, LaunchEnd(code, "why", "end", 0, time.time()))
+
+    launched("5", EXIT_SUPERSEDED)
+    assert link._why_over() is None, "another job's: this one may have taken its place"
+    launched("7", EXIT_SUPERSEDED)
+    launched("5", EXIT_OTHER)
+    assert "later attempt" in str(link._why_over())
 
 
 def test_processes_of_several_nodes_meet_at_the_first_over_the_network_that_is_named() -> None:

@@ -43,6 +43,8 @@ WELL = Situation(
         ({"code": 2}, "end"),
         ({"code": 77}, "end"),
         ({"code": 79, "crashes": 1}, "end"),
+        ({"code": 80, "crashes": 1}, "end"),
+        ({"code": 80, "crashes": 1, "chain": "requeue", "nodes": 1}, "end"),
         ({"code": 130}, "end"),
         ({"code": 1, "crashes": 1}, "relaunch"),
         ({"code": 76, "crashes": 2}, "relaunch"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.common import slurm_commands
 from pipeline.common.errors import EXIT_OTHER, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
@@ -248,9 +249,12 @@ def test_jobs_that_are_cancelled_when_they_are_preempted(
     }
     monkeypatch.setattr(scheduler, "here", lambda: True)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(
-        scheduler, "ask", lambda words, *_: next(answers[key] for key in answers if " ".join(words).startswith(key))
-    )
+    for module in (scheduler, slurm_commands):
+        monkeypatch.setattr(
+            module,
+            "ask",
+            lambda words, *_, **__: next(answers[key] for key in answers if " ".join(words).startswith(key)),
+        )
     warnings, message = found(load(run, keys.split()), backend="slurm")
     assert not message
     assert [line.partition(": ")[2].startswith(warned) and "slurm.chain=afterany" in line for line in warnings] == (

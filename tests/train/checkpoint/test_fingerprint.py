@@ -14,11 +14,13 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.objective import OBJECTIVE_KEYS, ObjectiveConfig
 from pipeline.train.checkpoint.fingerprint import (
     LATER_KEYS,
+    NUMERICS_VERSION,
     compare,
     computing_differences,
     computing_keys,
     differences,
     model_fingerprint,
+    numerics_version,
     objective_fingerprint,
 )
 from pipeline.train.model.config import decoder_spec
@@ -154,3 +156,15 @@ def test_an_objective_is_compared_by_the_keys_that_it_reads(tmp_path: Path) -> N
     assert objective_fingerprint(load(file, ["train.objective.rate=0.9"])) == {"type": "causal"}
     fim = objective_fingerprint(load(file, ["train.objective.type=fim", "train.objective.rate=0.9"]))
     assert fim.keys() == {"type", "rate", "spm_rate", "sentinels"} and fim["rate"] == 0.9
+
+
+def test_a_change_of_some_runs_alone_refuses_no_others(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    kimi = [
+        "model.pattern=[kimi, full]",
+        "model.kinds={kimi: {mixer: kda, delta: {key_heads: 2, key_dim: 8, value_dim: 8}}, full: {}}",
+    ]
+    muon = "train.optimizer.type=muon"
+    assert numerics_version(load(file, [muon])) == numerics_version(load(file, kimi)) == NUMERICS_VERSION
+    assert numerics_version(load(file, [*kimi, muon])) == "0.3.0"
+    assert numerics_version(load(file, [*kimi, "train.precision={compute: bf16, fp8: {emulate: true}}"])) == "0.3.0"

@@ -182,7 +182,7 @@ def config_of(name: str, **more: Any) -> dict[str, Any]:
         ("deepseek-v3", {"rope_interleave": False}, "rope_interleave: False"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func: 'softmax'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq: 2"),
-        ("deepseek-v3", {"first_k_dense_replace": 3}, "no layer of these has experts"),
+        ("deepseek-v3", {"first_k_dense_replace": 3}, "none of the . layers has experts"),
         ("deepseek-v3", {"first_k_dense_replace": -1}, "first_k_dense_replace: -1"),
         ("deepseek-v3", {"n_group": 1, "topk_group": 2}, "topk_group: 2 .*n_group is 1"),
         ("deepseek-v3", {"auto_map": {"AutoModel": "modeling_other.Model"}}, "auto_map: 'modeling_other.Model'"),

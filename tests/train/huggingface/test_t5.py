@@ -121,6 +121,31 @@ def test_conversion(pair: Pair, tmp_path: Path) -> None:
     close(found, wanted, "logits")
 
 
+def test_a_tied_head_without_a_factor(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A T5 1.1 that version 5 of transformers made itself: its config.json is that of one with a head of its own."""
+    theirs = T5ForConditionalGeneration(
+        T5Config(**{"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 0, **ROWS["1.1"].values})
+    ).eval()
+    randomize(theirs, seed=3, gain=0.7)
+    assert theirs.lm_head.weight is theirs.shared.weight
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokenizer.save(tmp_path / "theirs")
+    storage.put_json(tmp_path / "theirs/tokenizer_config.json", {"eos_token": tokenizer.end_of_document_token})
+    found = HuggingFaceFolder(tmp_path / "theirs")
+    assert found.model.tie_embeddings and found.model.logit_scale == 1.0
+    ours = Decoder(found.spec)
+    ours.load_state_dict(found.read(found.tensors))
+    from_hf(tmp_path / "theirs", tmp_path / "ours", console=QUIET)
+    to_hf(tmp_path / "ours", tmp_path / "again", console=QUIET)
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again", attn_implementation="eager").eval()
+    encoder, decoder = draw(2, 13), draw(2, 7, seed=5)
+    with torch.no_grad():
+        wanted = theirs(input_ids=encoder, decoder_input_ids=decoder).logits
+        close(again(input_ids=encoder, decoder_input_ids=decoder).logits, wanted, "logits of the export")
+        inputs = torch.cat((encoder, decoder), 1)
+        close(ours(inputs, Context(encoder=encoder.shape[1]))[..., :VOCAB], wanted, "logits")
+
+
 def test_config(pair: Pair) -> None:
     """config.json there and back, every key is read, and what is not computed is refused by its name."""
     parity.check_keys(pair.row)

@@ -150,6 +150,33 @@ def test_the_layer_is_the_sum_over_the_chosen_experts(keys: dict[str, Any]) -> N
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("more", [{}, {"bias": True, "activation": "clamped_swiglu"}], ids=str)
+def test_double_precision_has_the_gradients_of_differences(more: dict[str, Any]) -> None:
+    """Of a weight, in a direction; the router computes in fp32, so only what is behind it moves."""
+    layer = filled(Experts(spec_of(**more))).double()
+    x_BSD = torch.randn(2, 9, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def total() -> Tensor:
+        out_BSD: Tensor = layer(x_BSD, CONTEXT)
+        assert out_BSD.dtype == torch.float64
+        return out_BSD.square().sum()
+
+    total().backward()
+    for name, parameter in layer.named_parameters():
+        if "router" in name:
+            continue
+        assert parameter.grad is not None
+        with torch.no_grad():
+            length = parameter.grad.norm()
+            step = 1e-5 * parameter.grad / length
+            parameter.add_(step)
+            up = total()
+            parameter.sub_(2 * step)
+            slope = (up - total()) / 2e-5
+            parameter.add_(step)
+        assert float(slope) == pytest.approx(float(length), rel=1e-6), name
+
+
 def test_rows_are_in_the_order_of_experts_and_counted_by_sample() -> None:
     ids_TK = torch.randint(0, 7, (30, 3), generator=torch.Generator().manual_seed(0))
     order = DispatchOrder.of(ids_TK, 5, 7)

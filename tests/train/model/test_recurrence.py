@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.kernels.recurrence import delta_rule, ssd
 from pipeline.train.model.mixers.recurrence import RecurrentState
+from pipeline.train.model.mixers.recurrent_spec import RecurrentSpec
 from pipeline.train.model.states import States
 from pipeline.train.parallel import compile
 from pipeline.train.parallel.compile import compile_layers
 from pipeline.train.parallel.parallelize import build_model
+from tests.train.model.decoders import uneven_decoder
 from tests.train.one_process import config_of, setup_of
 
 DELTA = {"key_heads": 2, "key_dim": 6, "value_dim": 8}
@@ -43,6 +46,48 @@ def no_group() -> Iterator[None]:
     destroy()
     yield
     destroy()
+
+
+RATES = {"ssd": (1,), "delta_rule": (3, 4)}
+"""By kernel the places of what sets the rates of a state: steps of time; logarithms of decays, and shares replaced."""
+
+
+def test_matrices_that_feed_a_rate_say_so_whatever_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd finds them; fp8 and Muon follow from the spec."""
+    config = ModelConfig.model_validate(MODEL)
+    model = uneven_decoder(config, 97, seed=0)
+    rates: list[list[Tensor]] = []
+    for module, name in ((ssd, "ssd"), (delta_rule, "delta_rule")):
+        monkeypatch.setattr(module, name, recording(getattr(module, name), RATES[name], rates))
+    model(torch.arange(40).view(2, 20), Context())
+    recurrent = [index for index, layer in enumerate(model.spec.layers) if isinstance(layer.mixer, RecurrentSpec)]
+    kinds = {type(model.spec.layers[index].mixer) for index in recurrent}
+    assert kinds == {spec for spec in subclasses(RecurrentSpec) if spec.__module__.startswith("pipeline.")}
+    for index, found in zip(recurrent, rates, strict=True):
+        mixer = model.spec.layers[index].mixer
+        assert mixer is not None
+        weights = [model.get_parameter(f"layers.{index}.mixer.{each.name}.weight") for each in mixer.matrices]
+        gradients = torch.autograd.grad(sum(each.sum() for each in found), weights, allow_unused=True)
+        feeding = {each.name for each, given in zip(mixer.matrices, gradients, strict=True) if given is not None}
+        assert feeding == {each.name for each in mixer.matrices if each.feeds_rate}
+        assert feeding == {each.name for each in mixer.matrices if not each.takes_fp8}
+        assert feeding.isdisjoint(each.name for each in mixer.matrices if each.takes_muon)
+
+
+def recording(kernel: Any, places: Sequence[int], into: list[list[Tensor]]) -> Any:
+    """A kernel that keeps its arguments at some places."""
+
+    def recorded(*given: Any) -> Any:
+        into.append([given[place] for place in places])
+        return kernel(*given)
+
+    return recorded
+
+
+def subclasses(of: type) -> set[type]:
+    """All classes below one that can be built."""
+    below = {each for direct in of.__subclasses__() for each in {direct, *subclasses(direct)}}
+    return {each for each in below if not inspect.isabstract(each)}
 
 
 @pytest.mark.usefixtures("no_group")

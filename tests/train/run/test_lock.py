@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ import pytest
 
 from pipeline.common import file_lock, process_identity, storage
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.slurm_commands import whether_runs
 from pipeline.train.run import lock as lock_module
+from pipeline.train.run import lock_holder
 from pipeline.train.run.folder import open_run
 from pipeline.train.run.heartbeat import beat_file
 from pipeline.train.run.lock import Lock, is_held
@@ -32,7 +35,7 @@ BEGIN = 'folder.begin(0, layout={}, config="")'
 
 @pytest.fixture(autouse=True)
 def outside_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME"):
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_UID", "SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -54,13 +57,14 @@ def may_open(run: Path) -> bool:
 
 @pytest.fixture
 def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a program of the name `squeue` first in PATH, with a given body."""
+    """Puts a program of the name `scontrol` first in PATH, with a given body for a question about a job."""
 
     def put(body: str) -> None:
         folder = tmp_path / "bin"
         folder.mkdir(exist_ok=True)
-        program = folder / "squeue"
-        program.write_text(f'#!/bin/sh\necho "$@" > {folder}/asked\n{body}\n')
+        program = folder / "scontrol"
+        config = "echo NEXT_JOB_ID = 100; exit 0"
+        program.write_text(f'#!/bin/sh\n[ "$2" = config ] && {{ {config}; }}\necho "$@" > {folder}/asked\n{body}\n')
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
@@ -156,7 +160,7 @@ def test_the_refusal_says_who_holds_it_since_when_and_its_last_sign_of_life(tmp_
         "since 2026-01-31 18:00:05",
         "last sign of life was at 2026-01-31 18:01:05, at step 57 (phase step)",
         f"touch {tmp_path / 'stop'}",
-        f"remove {tmp_path / 'lock'}",
+        "--take-over",
     ):
         assert part in text
     assert refused.value.exit_code == 2
@@ -203,24 +207,25 @@ def test_a_process_that_runs_here_holds_the_lock_though_its_job_was_started_agai
 @pytest.mark.parametrize(
     ("body", "free"),
     [
-        ("echo RUNNING", False),
-        ("echo COMPLETING", False),
-        ("echo SUSPENDED", False),
-        ("echo RUNNING; echo PENDING", False),
-        ("echo PENDING", True),
-        ("echo NODE_FAIL", True),
+        ("echo JobState=RUNNING", False),
+        ("echo JobState=COMPLETING", False),
+        ("echo JobState=SUSPENDED", False),
+        ("echo JobState=RUNNING; echo JobState=PENDING", False),
+        ("echo JobState=PENDING", True),
+        ("echo JobState=NODE_FAIL", True),
         ("exit 0", True),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", True),
         ("echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1", False),
-        pytest.param("sleep 5; echo COMPLETED", False, marks=pytest.mark.guard),
+        pytest.param("sleep 5; echo JobState=COMPLETED", False, marks=pytest.mark.guard),
     ],
 )
 def test_a_job_that_the_scheduler_no_longer_runs_does_not_hold_the_lock(
     tmp_path: Path, scheduler: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, body: str, free: bool
 ) -> None:
-    monkeypatch.setattr(lock_module, "_SQUEUE_SECONDS", 2.0)
+    monkeypatch.setattr(lock_holder, "whether_runs", partial(whether_runs, seconds=2.0))
     scheduler(body)
-    assert may_open(held_by(tmp_path / "run", job="77", restarts=0, cluster=None)) is free
+    run = held_by(tmp_path / "run", job="77", restarts=0, cluster=None, uid=os.getuid())
+    assert may_open(run) is free
     assert "77" in (tmp_path / "bin" / "asked").read_text().split()
 
 
@@ -237,7 +242,7 @@ def test_the_scheduler_of_another_cluster_is_not_asked(
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     assert not may_open(held_by(tmp_path / "run", job="77", restarts=0, cluster="there"))
     assert not (tmp_path / "bin" / "asked").exists()
-    assert may_open(held_by(tmp_path / "run", job="77", restarts=0, cluster="here"))
+    assert may_open(held_by(tmp_path / "run", job="77", restarts=0, cluster="here", uid=os.getuid()))
 
 
 def test_a_machine_that_was_started_anew_holds_nothing_and_another_container_may(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.run.attempts import attempts
-from pipeline.train.run.folder import last_attempt, no_trace_if_refused, note_end
+from pipeline.train.run.folder import no_trace_if_refused, note_end
+from pipeline.train.run.lock import last_attempt
 from slurm.local import stages
 from slurm.local.stage_ledger import Ledger
 from slurm.status.command import status

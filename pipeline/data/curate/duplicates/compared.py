@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
-from pipeline.data.curate.files import measured_file
+from pipeline.data.curate.files import measured_file, portable
 from pipeline.data.curate.scope import Chunk, document, documents
 from pipeline.data.work.sorted_runs import DamagedResult
 
@@ -131,9 +131,14 @@ class Compared:
 
 
 def write_compared(folder: Path, names: Sequence[str], own: int, chunks: Sequence[ComparedChunk]) -> Path:
-    """Write a list of chunks; its name is its hash."""
+    """Write a list of chunks below `DATA_DIR/curate/SCOPE`; its name is its hash."""
+    data_dir = _data_dir(folder)
     rows = [
-        {**asdict(each.chunk), "curation": str(each.chunk.curation), "verdicts": each.verdicts and str(each.verdicts)}
+        {
+            **asdict(each.chunk),
+            "curation": portable(each.chunk.curation, data_dir),
+            "verdicts": each.verdicts and portable(each.verdicts, data_dir),
+        }
         for each in chunks
     ]
     value = {"names": list(names), "own": own, "chunks": rows}
@@ -142,6 +147,11 @@ def write_compared(folder: Path, names: Sequence[str], own: int, chunks: Sequenc
         folder.mkdir(parents=True, exist_ok=True)
         storage.put_json(path, value)
     return path
+
+
+def _data_dir(folder: Path) -> Path:
+    """The data folder, by that of the lists of a scope."""
+    return folder.parents[2]
 
 
 @functools.lru_cache(maxsize=4)
@@ -154,9 +164,9 @@ def read_compared(path: Path) -> Compared:
     value = storage.find_json(path, "names", "own", "chunks")
     if value is None or value_hash(value) != path.stem:
         raise DamagedResult(path, "match", "it is missing, or not as it was written")
-    chunks = []
+    chunks, data_dir = [], _data_dir(path.parent)
     for row in value["chunks"]:
         verdicts = row.pop("verdicts")
-        chunk = Chunk(**{**row, "curation": Path(row["curation"])})
-        chunks.append(ComparedChunk(chunk, verdicts and Path(verdicts)))
+        chunk = Chunk(**{**row, "curation": data_dir / row["curation"]})
+        chunks.append(ComparedChunk(chunk, verdicts and data_dir / verdicts))
     return Compared(tuple(value["names"]), value["own"], tuple(chunks))

@@ -1,14 +1,16 @@
-"""Lines of a text: one way to number them, for what finds repeated lines and what removes them."""
+"""Lines and paragraphs of a text: one way to number them, for what finds repeated ones and what removes them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 LINES_VERSION = 1
+PARAGRAPHS_VERSION = 1
 _FENCES = (b"```", b"~~~")
 
 
@@ -30,6 +32,52 @@ def hashed_lines(raw: bytes, min_bytes: int) -> tuple[list[int], list[int]]:
             hashes.append(xxhash.xxh3_64_intdigest(bare))
             numbers.append(number)
     return hashes, numbers
+
+
+class Paragraph(NamedTuple):
+    """A paragraph that may be removed.
+
+    Attributes:
+        hash: of its lines, each without whitespace at both ends.
+        line: number of its first line.
+        lines: number of its lines.
+        blank: blank lines behind it, which go with it.
+        bytes: of all these lines with their line ends.
+    """
+
+    hash: int
+    line: int
+    lines: int
+    blank: int
+    bytes: int
+
+
+def hashed_paragraphs(raw: bytes, min_bytes: int, min_words: int) -> list[Paragraph]:
+    """Paragraphs that may be removed: lines up to a blank one. Those with fenced code in them stay.
+
+    Args:
+        raw: UTF-8 of the text.
+        min_bytes: shorter ones are left out.
+        min_words: those of fewer words are, too.
+    """
+    lines = raw.split(b"\n")
+    code = _in_code(lines) if any(fence in raw for fence in _FENCES) else None
+    bare = [line.strip() for line in lines]
+    found, first = [], 0
+    while first < len(lines):
+        end = first
+        while end < len(lines) and bare[end]:
+            end += 1
+        behind = end
+        while behind < len(lines) and not bare[behind]:
+            behind += 1
+        text = b"\n".join(bare[first:end])
+        is_long = len(text) >= min_bytes and (not min_words or len(text.split()) >= min_words)
+        if is_long and not (code is not None and code[first:end].any()):
+            size = sum(map(len, lines[first:behind])) + behind - first - (behind == len(lines))
+            found.append(Paragraph(xxhash.xxh3_64_intdigest(text), first, end - first, behind - end, size))
+        first = behind
+    return found
 
 
 def _in_code(lines: list[bytes]) -> npt.NDArray[np.bool_]:

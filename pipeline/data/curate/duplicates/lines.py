@@ -1,4 +1,4 @@
-"""Pass `lines`: lines that occur in many kept documents. A job is a range of hashes of lines."""
+"""Passes `lines` and `paragraphs`: pieces that occur in many kept documents. A job is a range of their hashes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.hashing import value_hash
-from pipeline.config.curation.curate import LinesConfig
+from pipeline.config.curation.curate import LinesConfig, ParagraphsConfig
 from pipeline.data.curate.duplicates.compared import Compared, read_compared
 from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.curate.duplicates.kept import read_kept
-from pipeline.data.curate.duplicates.kinds import RUN_TYPES
+from pipeline.data.curate.duplicates.kinds import RUN_TYPES, RepeatedKind
 from pipeline.data.curate.duplicates.match import MAX_SHOWN, ROW_BYTES
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.work.sorted_runs import RunFile, bucket_count, bucket_range, write_sections
@@ -24,25 +24,59 @@ from pipeline.data.work.worker_pool import Progress
 LINES_PASS_VERSION = 1
 LINE = np.dtype([("row", "<u4"), ("line", "<u4")])
 """A line that goes: the row of its document in the chunk, and its number in the text, from 0."""
+PARAGRAPH = np.dtype([("row", "<u4"), ("line", "<u4"), ("lines", "<u4"), ("blank", "<u4"), ("bytes", "<u4")])
+"""A paragraph that goes: the row of its document, and the fields of `line_text.Paragraph`."""
+PIECES: dict[RepeatedKind, np.dtype[Any]] = {"lines": LINE, "paragraphs": PARAGRAPH}
+"""Records of what the passes write."""
+
+
+def lines_of(paragraphs: npt.NDArray[Any], *, blank: bool) -> npt.NDArray[Any]:
+    """All lines of paragraphs, in the same order.
+
+    Args:
+        paragraphs: of type `PARAGRAPH`.
+        blank: also the blank ones behind them.
+    """
+    counts = paragraphs["lines"].astype(np.int64) + (paragraphs["blank"] if blank else 0)
+    found = np.zeros(int(counts.sum()), LINE)
+    found["row"] = np.repeat(paragraphs["row"], counts)
+    ends = np.cumsum(counts)
+    found["line"] = np.arange(len(found)) - np.repeat(ends - counts, counts) + np.repeat(paragraphs["line"], counts)
+    return found
+
+
+def united_lines(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Lines that are in one of two arrays, each once, ascending."""
+    keys = np.unique(np.concatenate([_line_keys(one), _line_keys(other)]))
+    found = np.zeros(len(keys), LINE)
+    found["row"], found["line"] = keys >> np.uint64(32), keys & np.uint64(2**32 - 1)
+    return found
+
+
+def _line_keys(lines: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    keys: npt.NDArray[np.uint64] = lines["row"].astype(np.uint64) << np.uint64(32) | lines["line"]
+    return keys
 
 
 def sorted_lines(lines: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Lines in order."""
-    return lines[np.argsort(lines["row"].astype(np.uint64) << np.uint64(32) | lines["line"], kind="stable")]
+    """Lines or paragraphs in order."""
+    return lines[np.argsort(_line_keys(lines), kind="stable")]
 
 
 @dataclass(frozen=True)
-class LinesJob(CurationJob):
-    """A range of hashes of lines.
+class RepeatedJob(CurationJob):
+    """A range of hashes of lines or paragraphs.
 
     Attributes:
+        kind: of the pieces.
         bucket: number.
         buckets: of all.
         chunks: of `write_compared`.
-        min_count: fewest occurrences of a line that goes.
+        min_count: fewest occurrences of a piece that goes.
         keep_first: whether its first occurrence stays.
     """
 
+    kind: RepeatedKind
     bucket: int
     buckets: int
     chunks: Path
@@ -56,10 +90,10 @@ class LinesJob(CurationJob):
     @property
     def file(self) -> str:
         """Name of its file in `folder`: in sections, one per chunk."""
-        return f"lines/{self.bucket:05d}"
+        return f"{self.kind}/{self.bucket:05d}"
 
     def run(self, progress: Progress) -> dict[str, Any]:
-        """Write the lines that go.
+        """Write the pieces that go.
 
         Raises:
             DamagedResult: a file is not as it was written.
@@ -97,19 +131,21 @@ class LinesJob(CurationJob):
     def _gather(
         self, compared: Compared, first: int, end: int, progress: Progress
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Lines of kept documents: (hashes, of type `LINE`, places where those of each chunk begin)."""
-        hashes, lines, counts = [np.zeros(0, np.uint64)], [np.zeros(0, LINE)], [0]
+        """Pieces of kept documents: (hashes, records of `PIECES`, places where those of each chunk begin)."""
+        kind = PIECES[self.kind]
+        hashes, pieces, counts = [np.zeros(0, np.uint64)], [np.zeros(0, kind)], [0]
         for place, each in enumerate(compared.chunks[: compared.own_chunks]):
-            with RunFile(each.path("lines"), RUN_TYPES["lines"], "measure") as run:
+            with RunFile(each.path(self.kind), RUN_TYPES[self.kind], "measure") as run:
                 records = run.read_range(first, end)
             records = records[read_kept(self.folder, place, each.chunk.records)[records["row"]]]
-            found = np.zeros(len(records), LINE)
-            found["row"], found["line"] = records["row"], records["line"]
+            found = np.zeros(len(records), kind)
+            for name in kind.names or ():
+                found[name] = records[name]
             hashes.append(np.ascontiguousarray(records["hash"]))
-            lines.append(found)
+            pieces.append(found)
             counts.append(len(records))
             progress(0)  # a sign of life
-        return np.concatenate(hashes), np.concatenate(lines), np.cumsum(counts)
+        return np.concatenate(hashes), np.concatenate(pieces), np.cumsum(counts)
 
     def _first(
         self, compared: Compared, bounds: npt.NDArray[np.int64], lines: npt.NDArray[Any], place: int
@@ -119,32 +155,39 @@ class LinesJob(CurationJob):
         return chunk.base + int(lines[place]["row"]), int(lines[place]["line"])
 
 
-def line_jobs(
-    folder: Path, chunks: Path, settings: LinesConfig, kept: list[dict[str, Any]], bucket_bytes: int
+def repeated_jobs(
+    kind: RepeatedKind,
+    folder: Path,
+    chunks: Path,
+    settings: LinesConfig | ParagraphsConfig,
+    kept: list[dict[str, Any]],
+    bucket_bytes: int,
 ) -> list[CurationJob]:
-    """Jobs of the pass.
+    """Jobs of a pass.
 
     Args:
+        kind: of the pieces.
         folder: of the choices.
         chunks: of `write_compared`.
-        settings: `data.curate.duplicates.lines`.
+        settings: `data.curate.duplicates.lines` or `paragraphs`.
         kept: receipts of `kept`.
         bucket_bytes: memory of a bucket.
     """
     compared = read_compared(chunks)
     own = compared.chunks[: compared.own_chunks]
-    size = sum(each.size("lines") for each in own)
-    buckets = bucket_count(size // RUN_TYPES["lines"].itemsize, ROW_BYTES["lines"], bucket_bytes)
+    size = sum(each.size(kind) for each in own)
+    buckets = bucket_count(size // RUN_TYPES[kind].itemsize, ROW_BYTES[kind], bucket_bytes)
     hashes = [about["xxh3"] for receipt in kept for about in receipt["files"].values()]
     keep_first = settings.keep == "first"
-    values = [LINES_PASS_VERSION, buckets, settings.min_count, keep_first, compared.hashes("lines"), hashes]
+    values = [LINES_PASS_VERSION, buckets, settings.min_count, keep_first, compared.hashes(kind), hashes]
     inputs = value_hash(values)
     return [
-        LinesJob(
+        RepeatedJob(
             folder,
-            f"lines-{bucket:05d}",
+            f"{kind}-{bucket:05d}",
             inputs,
             size // buckets,
+            kind,
             bucket,
             buckets,
             chunks,

@@ -22,7 +22,7 @@ MATCH_VERSION = 1
 GIANT = 10**5
 """A group of more documents is reported: a text or a piece of it that is boilerplate."""
 MAX_SHOWN = 20
-ROW_BYTES: dict[Kind, int] = {"exact": 56, "url": 56, "bands": 48, "lines": 48}
+ROW_BYTES: dict[Kind, int] = {"exact": 56, "url": 56, "bands": 48, "lines": 48, "paragraphs": 76}
 """Memory of a row while a bucket is sorted: a little more than the most that was seen."""
 
 

@@ -10,11 +10,16 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from pipeline.config.curation.curate import DuplicatesConfig
+from pipeline.config.curation.curate import DuplicatesConfig, ParagraphsConfig
 from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 from pipeline.data.curate.duplicates.dates import DATE_VERSION, seconds
 from pipeline.data.curate.duplicates.kinds import CHECK_COLUMN, RUN_TYPES, SIGNATURES, Kind, date_column, date_keys
-from pipeline.data.curate.duplicates.line_text import LINES_VERSION, hashed_lines
+from pipeline.data.curate.duplicates.line_text import (
+    LINES_VERSION,
+    PARAGRAPHS_VERSION,
+    hashed_lines,
+    hashed_paragraphs,
+)
 from pipeline.data.curate.duplicates.normalize import NORMALIZATION_VERSION, normalized
 from pipeline.data.curate.duplicates.signature import (
     SIGNATURE_VERSION,
@@ -42,6 +47,8 @@ def duplicate_settings(settings: DuplicatesConfig) -> dict[str, Any]:
         found["near"] = [near.words, near.bands, near.rows, SIGNATURE_VERSION, NORMALIZATION_VERSION]
     if settings.lines is not None:
         found["lines"] = [settings.lines.min_bytes, LINES_VERSION]
+    if (paragraphs := settings.paragraphs) is not None:
+        found["paragraphs"] = [paragraphs.min_bytes, paragraphs.min_words, PARAGRAPHS_VERSION]
     if dates := date_keys(settings):
         found["dates"] = [*dates, DATE_VERSION]
     return found
@@ -83,6 +90,8 @@ class DuplicateMeasurer(Measurer):
             self._metadata(batch, table, output)
         if self._settings.lines is not None:
             _add_lines(batch, self._settings.lines.min_bytes, output)
+        if self._settings.paragraphs is not None:
+            _add_paragraphs(batch, self._settings.paragraphs, output)
 
     def _near(self, signer: Signer, bands: int, batch: TextBatch, table: npt.NDArray[Any], output: ChunkOutput) -> None:
         signatures = signer.sign(batch)
@@ -147,3 +156,12 @@ def _add_lines(batch: TextBatch, min_bytes: int, output: ChunkOutput) -> None:
     records["row"] = np.repeat(batch.rows, counts)
     records["line"] = numbers
     output.add_run("lines", records)
+
+
+def _add_paragraphs(batch: TextBatch, settings: ParagraphsConfig, output: ChunkOutput) -> None:
+    kind = RUN_TYPES["paragraphs"]
+    parts = [np.zeros(0, kind)]
+    for row, raw in zip(batch.rows.tolist(), _texts(batch), strict=True):
+        found = hashed_paragraphs(raw, settings.min_bytes, settings.min_words)
+        parts.append(np.array([(each.hash, row, *each[1:]) for each in found], kind))
+    output.add_run("paragraphs", np.concatenate(parts))

@@ -5,11 +5,13 @@
         run(passes.jobs(name))        # any order, any workers; skip those with `job.find()`
     passes.chosen(chunk)              # what goes of a chunk as a duplicate
     passes.removed_lines(chunk)       # which lines of its kept documents go
+    passes.removed_paragraphs(chunk)  # which paragraphs of these do
 
 `match` compares hashes: a job for each kind and range of hashes. `join` brings documents together that may be compared:
 one job. With `near`, `shingles` reads the texts of those that share a band: a job per chunk. `rank` orders documents by
 what `keep` reads and whether a rule removes them: a job per chunk. `choose` finds which document is removed for which
-kept one: a job per range of what `join` wrote. With `lines`, `kept` and `lines` follow.
+kept one: a job per range of what `join` wrote. With `lines` or `paragraphs`, `kept` and
+these follow.
 
 Files of `match`, `join` and `shingles` lie in `scope.folder` and depend on measures alone; those of the other passes
 lie in `choices`, whose name is the hash of the bounds.
@@ -33,13 +35,14 @@ from pipeline.data.curate.duplicates.compared import ComparedChunk, read_compare
 from pipeline.data.curate.duplicates.files import DECISION, MEMBER, ResultFile, finished, result_files
 from pipeline.data.curate.duplicates.join import CANDIDATES, join_job
 from pipeline.data.curate.duplicates.kept import kept_jobs, read_section
-from pipeline.data.curate.duplicates.kinds import PassName, kinds_of, pass_names
+from pipeline.data.curate.duplicates.kinds import PassName, RepeatedKind, kinds_of, pass_names
 from pipeline.data.curate.duplicates.leaders.leader_choice import EXACT, NEAR, URL
-from pipeline.data.curate.duplicates.lines import LINE, line_jobs, sorted_lines
+from pipeline.data.curate.duplicates.lines import PIECES, repeated_jobs, sorted_lines
 from pipeline.data.curate.duplicates.match import MatchJob, match_bucket_jobs
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.rank import OpenTable, rank_jobs
 from pipeline.data.curate.duplicates.shingles import shingle_jobs
+from pipeline.data.curate.files import portable
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import Chunk, Scope
@@ -85,7 +88,7 @@ class DuplicatePasses:
     @property
     def source_names(self) -> tuple[str, ...]:
         """Names by the number that documents have in `kept`: sources of the scope, then folders of `against`."""
-        return (*self.scope.sources, *(str(each.folder) for each in self.against))
+        return (*self.scope.sources, *(portable(each.folder, self.scope.data_dir) for each in self.against))
 
     def jobs(self, name: PassName) -> list[CurationJob]:
         """Jobs of a pass. Those of the passes before it must be done, but for `match` and `rank`.
@@ -109,9 +112,12 @@ class DuplicatePasses:
             return self._choose_jobs()
         chosen = self._receipts("choose") if "choose" in self.names else []
         kept = kept_jobs(self.choices, self._chunks, keep, self._receipts("rank"), chosen)
-        if name == "kept" or self.settings.lines is None:
+        pieces = {"lines": self.settings.lines, "paragraphs": self.settings.paragraphs}.get(name)
+        if name == "kept" or pieces is None:
             return kept
-        return line_jobs(self.choices, self._chunks, self.settings.lines, finished(kept, "kept"), self.bucket_bytes)
+        kind: RepeatedKind = "lines" if name == "lines" else "paragraphs"
+        done = finished(kept, "kept")
+        return repeated_jobs(kind, self.choices, self._chunks, pieces, done, self.bucket_bytes)
 
     def chosen(self, chunk: Chunk) -> npt.NDArray[Any]:
         """Duplicates among the documents of a chunk that go, of type `CHOSEN`, ascending by row; after `choose`.
@@ -139,10 +145,21 @@ class DuplicatePasses:
         Raises:
             DamagedResult: a file of `lines` is not as it was written.
         """
-        if "lines" not in self.names or not chunk.records:
-            return np.zeros(0, LINE)
+        return self._removed("lines", chunk)
+
+    def removed_paragraphs(self, chunk: Chunk) -> npt.NDArray[Any]:
+        """Paragraphs of kept documents of a chunk that go, of type `PARAGRAPH`, ascending; after `paragraphs`.
+
+        Raises:
+            DamagedResult: a file of `paragraphs` is not as it was written.
+        """
+        return self._removed("paragraphs", chunk)
+
+    def _removed(self, kind: RepeatedKind, chunk: Chunk) -> npt.NDArray[Any]:
+        if kind not in self.names or not chunk.records:
+            return np.zeros(0, PIECES[kind])
         place = read_compared(self._chunks).place(chunk)
-        return sorted_lines(read_section(self.choices, self._names("lines"), LINE, "lines", place))
+        return sorted_lines(read_section(self.choices, self._names(kind), PIECES[kind], kind, place))
 
     def counts(self, name: PassName) -> list[dict[str, Any]]:
         """Counts of each job of a pass that is done."""

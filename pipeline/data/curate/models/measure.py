@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.curation.curate import ClassifierConfig, LanguageConfig
 from pipeline.data.curate.batch import ChunkOutput, Measurer, TextBatch
 from pipeline.data.curate.models.fasttext_file import ModelFile, read_model_file
-from pipeline.data.curate.models.predict import Predictor, fasttext_version
+from pipeline.data.curate.models.predict import Predictor, fasttext_version, try_model
 
 LABEL_PREFIX = "__label__"
 LANGUAGE_KEY = "data.curate.language"
@@ -59,7 +60,7 @@ def language_settings(config: LanguageConfig) -> dict[str, Any]:
     Raises:
         UserError: the model cannot be used, or has none of the labels to keep.
     """
-    model = read_model_file(config.model, f"{LANGUAGE_KEY}.model")
+    model = _tried(config.model, f"{LANGUAGE_KEY}.model")
     labels = [plain_label(label) for label in model.labels]
     for label in config.keep:
         if label not in labels:
@@ -77,8 +78,15 @@ def classifier_settings(config: ClassifierConfig, number: int) -> dict[str, Any]
     Raises:
         UserError: the model cannot be used, or does not have the label.
     """
-    model = read_model_file(config.model, f"{classifier_key(number)}.model")
+    model = _tried(config.model, f"{classifier_key(number)}.model")
     return {**_settings(model, config.characters), "name": config.name, "label": _label(model, config, number)}
+
+
+def _tried(path: Path, key: str) -> ModelFile:
+    """A model that predicts: here, before worker processes load it."""
+    model = read_model_file(path, key)
+    try_model(model, key)
+    return model
 
 
 def _settings(model: ModelFile, characters: int | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import orjson
 
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.chunk_writer import BAD_RECORD
-from pipeline.data.curate.duplicates.lines import LINE
+from pipeline.data.curate.duplicates.lines import LINE, PARAGRAPH, lines_of, united_lines
 from pipeline.data.curate.duplicates.passes import RULE_NAMES
 from pipeline.data.curate.files import EDITED, FIRES_ALONE, NOBODY, REJECTED, VERDICT, verdicts_file
 from pipeline.data.curate.passes.excerpts import StoredExcerpts
@@ -23,7 +23,7 @@ from pipeline.data.curate.report.examples import is_early
 from pipeline.data.curate.report.statistics import Groups, JudgedChunk, chunk_statistics
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.evaluate import evaluate, fires_alone, first_fires, first_values
-from pipeline.data.curate.rules.of_run import LINES_RULE
+from pipeline.data.curate.rules.of_run import LINES_RULE, PARAGRAPHS_RULE
 from pipeline.data.curate.scope import Chunk
 from pipeline.data.curate.table import chunk_path, read_array
 from pipeline.data.curate.verdicts import LINES_SUFFIX, STATISTICS_SUFFIX
@@ -40,6 +40,9 @@ class Comparison(Protocol):
     def removed_lines(self, chunk: Chunk) -> npt.NDArray[Any]:
         """Lines of kept documents of a chunk that go, of type `LINE`, ascending."""
 
+    def removed_paragraphs(self, chunk: Chunk) -> npt.NDArray[Any]:
+        """Paragraphs of kept documents of a chunk that go, of type `PARAGRAPH`, ascending."""
+
 
 @dataclass(frozen=True)
 class Decider:
@@ -54,6 +57,7 @@ class Decider:
         seed: of examples.
         chunks: of the source.
         excerpts: of the source; None if none are kept.
+        edits_paragraphs: whether repeated paragraphs are removed from documents that stay.
     """
 
     local: tuple[DocumentRule, ...]
@@ -64,6 +68,7 @@ class Decider:
     seed: int = 0
     chunks: int = 1
     excerpts: StoredExcerpts | None = None
+    edits_paragraphs: bool = True
 
     @property
     def names(self) -> list[str]:
@@ -109,11 +114,13 @@ class Decided(NamedTuple):
         verdicts: `VERDICT` of each row.
         lines: `LINE` of each removed line of a kept document.
         fires: of shape (rules, rows): whether each rule fires.
+        paragraphs: repeated ones in kept documents.
     """
 
     verdicts: npt.NDArray[Any]
     lines: npt.NDArray[Any]
     fires: npt.NDArray[np.bool_]
+    paragraphs: int = 0
 
 
 def decide(table: npt.NDArray[Any], decider: Decider, chunk: Chunk) -> Decided:
@@ -123,7 +130,7 @@ def decide(table: npt.NDArray[Any], decider: Decider, chunk: Chunk) -> Decided:
     fires[: len(decider.local)] = evaluate(decider.local, table)
     values = np.zeros(len(table), np.float32)
     kept = np.full(len(table), NOBODY, np.uint64)
-    lines = np.zeros(0, LINE)
+    lines, paragraphs = np.zeros(0, LINE), np.zeros(0, PARAGRAPH)
     if decider.comparison is not None:
         chosen = decider.comparison.chosen(chunk)
         for code, name in RULE_NAMES.items():
@@ -137,6 +144,15 @@ def decide(table: npt.NDArray[Any], decider: Decider, chunk: Chunk) -> Decided:
             removed = np.bincount(lines["row"], minlength=len(table))
             fires[names.index(LINES_RULE)] = (removed > 0) & (removed >= table["lines"])
             values = np.where(fires[names.index(LINES_RULE)] & (kept == NOBODY), np.float32(1), values)
+        if PARAGRAPHS_RULE in names:
+            place = names.index(PARAGRAPHS_RULE)
+            bound = decider.compared[place - len(decider.local)].bound
+            paragraphs = decider.comparison.removed_paragraphs(chunk)
+            fires[place], shares = _by_paragraphs(paragraphs, lines, table, bound)
+            others = fires[:place].any(axis=0)
+            values = np.where(fires[place] & ~others, shares, values)
+            if decider.edits_paragraphs and len(paragraphs):
+                lines = united_lines(lines, lines_of(paragraphs, blank=True))
     first = first_fires(fires)
     is_local = (first > 0) & (first <= len(decider.local))
     verdicts = np.zeros(len(table), VERDICT)
@@ -149,7 +165,22 @@ def decide(table: npt.NDArray[Any], decider: Decider, chunk: Chunk) -> Decided:
     edited[lines["row"]] = True
     edited &= (first == 0) & ~bad
     verdicts["flags"] = REJECTED * bad + EDITED * edited + FIRES_ALONE * fires_alone(fires)
-    return Decided(verdicts, lines, fires)
+    return Decided(verdicts, lines, fires, int((first[paragraphs["row"]] == 0).sum()))
+
+
+def _by_paragraphs(
+    paragraphs: npt.NDArray[Any], lines: npt.NDArray[Any], table: npt.NDArray[Any], bound: float
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
+    """Documents that go by their repeated paragraphs, and the share of bytes in these of each.
+
+    A document of which these and the repeated lines leave nothing goes whatever the bound is.
+    """
+    size = np.bincount(paragraphs["row"], paragraphs["bytes"], len(table))
+    shares = size / np.maximum(table["bytes"], 1)
+    gone = united_lines(lines, lines_of(paragraphs, blank=False))
+    left = table["lines"].astype(np.int64) - np.bincount(gone["row"], minlength=len(table))
+    fires = (size > 0) & ((shares > bound) | (left <= 0))
+    return fires, shares.astype(np.float32)
 
 
 def counts_of(table: npt.NDArray[Any], decided: Decided, decider: Decider) -> dict[str, Any]:
@@ -164,6 +195,7 @@ def counts_of(table: npt.NDArray[Any], decided: Decided, decider: Decider) -> di
         "kept": int(by_rule[0]) - bad,
         "removed": {name: int(count) for name, count in zip(names, by_rule[1:], strict=True)},
         "lines": len(decided.lines),
+        **({"paragraphs": decided.paragraphs} if PARAGRAPHS_RULE in names else {}),
     }
 
 

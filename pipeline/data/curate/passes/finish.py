@@ -32,6 +32,8 @@ class SourceCuration:
     kept: int = 0
     lines: int = 0
     """Removed lines of kept documents."""
+    paragraphs: int = 0
+    """Repeated paragraphs of kept documents; their lines are among `lines` if they are removed."""
     removed: dict[str, int] = field(default_factory=dict)
     """Documents by the rule that removed them."""
     is_new: bool = False
@@ -66,6 +68,7 @@ def finish_source(passes: ScopePasses, number: int, mode: str, *, activate: bool
     statistics: dict[str, str] = {}
     for receipt in receipts:
         totals.update({name: receipt["counts"][name] for name in _TOTALS})
+        totals["paragraphs"] += receipt["counts"].get("paragraphs", 0)
         removed.update(receipt["counts"]["removed"])
         hashes = {name: about["xxh3"] for name, about in receipt["files"].items()}
         verdicts |= {name: each for name, each in hashes.items() if not name.endswith(STATISTICS_SUFFIX)}
@@ -86,6 +89,8 @@ def finish_source(passes: ScopePasses, number: int, mode: str, *, activate: bool
         "removed": {rule.name: removed[rule.name] for rule in rules},
         "verdicts": verdicts,
     }
+    if passes.plan.curate.duplicates.paragraphs is not None:
+        about["paragraphs"] = totals["paragraphs"]
     if passes.contamination is not None:
         about["contamination"] = passes.contamination.counts.name  # `data why` tells common n-grams by it
     content = storage.json_bytes(about)
@@ -103,7 +108,7 @@ def finish_source(passes: ScopePasses, number: int, mode: str, *, activate: bool
             excerpts=(lambda _: {}) if excerpts is None else excerpts.of,
         )
     is_new = activate and put_changed(plan.folder / CURATION_FILE, content)
-    counts: dict[str, Any] = {name: totals[name] for name in _TOTALS}
+    counts: dict[str, Any] = {name: totals[name] for name in (*_TOTALS, "paragraphs")}
     return SourceCuration(plan.name, Curation(plan.folder, about), **counts, removed=about["removed"], is_new=is_new)
 
 

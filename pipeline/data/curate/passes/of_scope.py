@@ -20,7 +20,7 @@ from pipeline.data.curate.duplicates.files import finished
 from pipeline.data.curate.duplicates.kinds import COUNTED, NEAR_SIMILARITY, PassName
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
-from pipeline.data.curate.files import CURATE, decisions_folder
+from pipeline.data.curate.files import CURATE, IDS, decisions_folder, portable
 from pipeline.data.curate.measurers import LANGUAGE, Measuring, items_folder
 from pipeline.data.curate.passes.contamination import (
     ContaminationJob,
@@ -97,7 +97,7 @@ class ScopePlan:
             "rules": [[rule.name, rule.bound, rule.keeps] for rule in rules],
             "languages": [] if curate.language is None else sorted(curate.language.keep),
             "sources": {plan.name: plan.config_hash for plan in self.plans},
-            "data.curate.duplicates": curate.duplicates.model_dump(mode="json"),
+            "data.curate.duplicates": _without_unset(curate.duplicates.model_dump(mode="json"), "paragraphs"),
             "duplicates": duplicate_settings(curate.duplicates),
             "data.curate.seed": curate.seed,
         }
@@ -114,7 +114,7 @@ class ScopePlan:
                 "preference": list(self.preference),
                 # Which documents lose against equal ones depends on the rules of all sources.
                 "rules": [[[rule.name, rule.bound, rule.keeps] for rule in each] for each in self.rules],
-                "against": against_hashes(curate),
+                "against": against_hashes(curate, self.config.data_dir),
             }
         return settings
 
@@ -127,9 +127,14 @@ class ScopePlan:
         return decisions_folder(self.plans[number].folder, self.decide_hash(number))
 
 
-def against_hashes(curate: CurateConfig) -> dict[str, str]:
+def _without_unset(values: dict[str, Any], *later: str) -> dict[str, Any]:
+    """Values without keys that earlier versions did not have, where they are not set: decisions stay the same."""
+    return {key: value for key, value in values.items() if key not in later or value is not None}
+
+
+def against_hashes(curate: CurateConfig, data_dir: Path) -> dict[str, str]:
     """Hashes of finished curations that `against` names."""
-    return {str(path): value_hash(read_curation(path).about) for path in map(Path, curate.against)}
+    return {portable(path, data_dir): value_hash(read_curation(path).about) for path in map(Path, curate.against)}
 
 
 def check_against(curate: CurateConfig) -> None:
@@ -269,6 +274,7 @@ class ScopePasses:
 
     def _decider(self, number: int) -> Decider:
         labels = self.plan.plans[number].settings.get(LANGUAGE, {}).get("labels", [])
+        paragraphs = self.plan.curate.duplicates.paragraphs
         return Decider(
             self.plan.rules[number],
             self.plan.compared,
@@ -278,6 +284,7 @@ class ScopePasses:
             self.plan.curate.seed,
             sum(chunk.source == number for chunk in self.chunks),
             self.excerpts(number),
+            edits_paragraphs=paragraphs is None or paragraphs.edit,
         )
 
 
@@ -303,7 +310,8 @@ def finished_chunks(curation: Path) -> list[Chunk]:
 
 
 def _chunk(curation: Path, number: int, receipt: Mapping[str, Any]) -> Chunk:
-    files = receipt["files"]
+    # Ids decide nothing, and measures of earlier versions do not have them.
+    files = {name: about for name, about in receipt["files"].items() if name != IDS}
     return Chunk(
         curation,
         number,

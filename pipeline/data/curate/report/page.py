@@ -21,7 +21,7 @@ _TITLES = {
     "inside": "Just kept: nearest to the bound",
     "beyond": "Just removed: nearest to the bound, and by no other rule",
 }
-_UNBOUND = ("clean.", "duplicates.")
+_UNBOUND = ("clean.", "duplicates.", "url_lists.")
 """Rules that remove or keep, without a value that is compared."""
 _ID = 120
 _LANGUAGES = 50

@@ -34,8 +34,10 @@ def print_summary(console: Console, sources: Sequence[SourceCuration], mode: str
             if count:
                 share = percent(count / max(each.documents, 1), 2)
                 say(console, f"{each.name}: {count:,} ({share}) removed by {rule}")
+        if each.paragraphs:
+            say(console, f"{each.name}: {counted(each.paragraphs, 'paragraph')} of kept documents stay in other ones")
         if each.lines:
-            say(console, f"{each.name}: {counted(each.lines, 'line')} removed from kept documents by duplicates.lines")
+            say(console, f"{each.name}: {counted(each.lines, 'line')} removed from kept documents as repeated ones")
         if each.estimated is not None:
             folder, changed = each.estimated
             say(

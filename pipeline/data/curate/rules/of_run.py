@@ -14,8 +14,11 @@ from pipeline.data.curate.decontamination.rule import contamination_rules
 from pipeline.data.curate.models.rules import classifier_rules, language_rules
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.presets import empty_rule, preset_rules
+from pipeline.data.curate.url_lists import KEY as URL_LISTS_KEY
+from pipeline.data.curate.url_lists import url_list_rules
 
 LINES_RULE = "duplicates.lines"
+PARAGRAPHS_RULE = "duplicates.paragraphs"
 _KEY = "data.curate.duplicates"
 
 
@@ -46,6 +49,11 @@ def compared_rules(duplicates: DuplicatesConfig) -> tuple[DocumentRule, ...]:
     if duplicates.lines is not None:
         about = "share of lines that occur in other documents; all of them"
         rules.append(ComparedRule(LINES_RULE, f"{_KEY}.lines", 0, "max", about))
+    if duplicates.paragraphs is not None:
+        about = "share of bytes in paragraphs that stay in other documents"
+        most = duplicates.paragraphs.max_share
+        key = f"{_KEY}.paragraphs{'' if most is None else '.max_share'}"
+        rules.append(ComparedRule(PARAGRAPHS_RULE, key, 1 if most is None else most, "max", about))
     return tuple(rules)
 
 
@@ -62,6 +70,7 @@ def local_rules(config: CurateConfig, source: str, settings: Mapping[str, Any]) 
     labels = settings.get("data.curate.language", {}).get("labels", [])
     return (
         empty_rule("data.curate.clean"),
+        *url_list_rules(settings.get(URL_LISTS_KEY)),
         *language_rules(config.language, labels),
         *preset_rules(config.rules if own is None else own, key),
         *classifier_rules(config.classifiers),

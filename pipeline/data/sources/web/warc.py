@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from pipeline.common.errors import UserError
-from pipeline.data.sources.compression import Decompressed, StreamError, open_stream
+from pipeline.data.sources.compression import Decompressed, StreamError
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import EMPTY, NO_PAGE, NOT_UTF8, Document, Piece, Unit, metadata_json
@@ -85,16 +85,14 @@ class WarcReader(Reader):
 
     def read(self, cursor: Cursor, piece: Piece) -> Iterator[Document]:
         """The pages of a file. Of one that is damaged, those before the damage are given."""
-        with open_stream(piece.file.path, verify=self.verify, beat=cursor.beat) as stream:
+        with cursor.open_stream(piece.file.path) as stream:
             place = _Place(stream)
             try:
                 yield from self._documents(cursor, piece, stream, place)
             except (BrokenWarcError, StreamError) as error:
-                cursor.ended = True
-                lost = piece.file.size - (error.sound if isinstance(error, StreamError) else place.before)
-                cursor.bytes_read += lost
-                detail = f"{error.detail}; {cursor.offset:,} pages before that are good"
-                cursor.damaged(error.reason, detail, lost)
+                if isinstance(error, BrokenWarcError):
+                    error = StreamError(error.reason, error.detail, place.before)
+                cursor.broken_stream(piece, error, f"{cursor.offset:,} pages before that are good")
 
     def _documents(self, cursor: Cursor, piece: Piece, stream: BinaryIO, place: _Place) -> Iterator[Document]:
         done, number = max(cursor.offset, 0), 0

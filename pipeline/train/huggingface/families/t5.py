@@ -107,6 +107,7 @@ def _read(source: ConfigSource) -> Json:
             "max_distance": source.get("relative_attention_max_distance", 128),
         },
         "attention_scale": 1.0,
+        # Version 5 writes tied embeddings of all; those without a factor are tied only if the files have no head.
         "tie_embeddings": tied and scaled,
         "logit_scale": dim**-0.5 if scaled else 1.0,
         "vocab_size": source.need("vocab_size"),
@@ -129,14 +130,14 @@ def _write(model: ModelConfig, positions: int) -> Json:
         "feed_forward_proj": form,
         "layer_norm_epsilon": model.norm_eps,
         "dropout_rate": model.dropout,
-        "scale_decoder_outputs": model.tie_embeddings,
+        "scale_decoder_outputs": model.logit_scale != 1.0,
         "is_encoder_decoder": True,
         "n_positions": positions,
     }
 
 
 def _scale_fits(scale: Any, model: ModelConfig) -> bool:
-    return math.isclose(scale, model.dim**-0.5 if model.tie_embeddings else 1.0, rel_tol=1e-9)
+    return scale == 1.0 or (model.tie_embeddings and math.isclose(scale, model.dim**-0.5, rel_tol=1e-9))
 
 
 T5 = Family(
@@ -159,7 +160,7 @@ T5 = Family(
         "mlp": only(*_MLPS.values()),
         "kv_heads": where(lambda model: model.kv_heads in (None, model.heads), "as many kv_heads as heads"),
         "head_dim": anything(),
-        "logit_scale": Need(_scale_fits, "logit_scale dim ** -0.5 with tie_embeddings, and none without"),
+        "logit_scale": Need(_scale_fits, "logit_scale dim ** -0.5 with tie_embeddings, or none"),
         "rope_theta": anything(),  # there is no rope
     },
     names=Names(

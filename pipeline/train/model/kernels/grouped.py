@@ -33,6 +33,9 @@ def grouped_products(rows_ND: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Te
         ends_E: int32, number of rows up to the end of each group; the last is N.
     """
     weights_EDF = weights_EFD.transpose(-2, -1)
+    if rows_ND.dtype == torch.float64:  # which torch's operation does not have
+        groups = torch.split(rows_ND, _counts(ends_E).tolist())
+        return torch.cat([rows @ matrix for rows, matrix in zip(groups, weights_EDF, strict=True)])
     if torch.compiler.is_compiling() or (rows_ND.dtype != torch.bfloat16 and _without_data(rows_ND)):
         return cast(Tensor, _multiply(rows_ND, weights_EDF, ends_E))
     out_NF = F.grouped_mm(rows_ND, weights_EDF, offs=ends_E)
@@ -40,6 +43,11 @@ def grouped_products(rows_ND: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Te
         # The kernels cannot read a gradient that is one number, expanded.
         out_NF.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
     return out_NF
+
+
+def _counts(ends_E: Tensor) -> Tensor:
+    """Rows of each group."""
+    return torch.diff(ends_E, prepend=ends_E.new_zeros(1))
 
 
 def _without_data(x: Tensor) -> bool:
@@ -84,6 +92,8 @@ def rows_of_groups(vectors_EF: Tensor, ends_E: Tensor, rows: int) -> Tensor:
         ends_E: See `grouped_products`.
         rows: N.
     """
+    if vectors_EF.dtype == torch.float64:
+        return vectors_EF.repeat_interleave(_counts(ends_E), dim=0, output_size=rows)
     return cast(Tensor, _RowsOfGroups.apply(vectors_EF, ends_E, rows))  # type: ignore[no-untyped-call]
 
 
@@ -93,8 +103,7 @@ class _RowsOfGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vectors_EF: Tensor, ends_E: Tensor, rows: int) -> Tensor:
         ctx.save_for_backward(ends_E)
-        counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-        return vectors_EF.repeat_interleave(counts_E, dim=0, output_size=rows)
+        return vectors_EF.repeat_interleave(_counts(ends_E), dim=0, output_size=rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

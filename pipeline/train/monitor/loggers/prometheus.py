@@ -24,7 +24,7 @@ from pipeline.common import storage
 from pipeline.common.console import warn
 from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.run.folder import RunFolder
-from pipeline.train.run.lock import job
+from pipeline.train.run.lock_holder import job
 from pipeline.train.run.unsaved import Saves
 
 _LEAVING = 5.0

@@ -14,8 +14,8 @@ from pipeline.train.parallel.rules.base import Rule, spec_of
 def _muon(config: Config, _: Layout) -> Iterator[str]:
     if config.train.optimizer.type == "muon" and config.model.init.scheme == "mup":
         yield (
-            "train.optimizer.type=muon with model.init.scheme=mup: muP scales learning rates for Adam, whose updates "
-            "grow differently with the width: set model.init.scheme=depth_scaled, or train.optimizer.type=adamw"
+            "train.optimizer.type=muon with model.init.scheme=mup: muP's factors are derived for Adam; Muon's updates "
+            "grow otherwise with the width: set model.init.scheme=depth_scaled, or train.optimizer.type=adamw"
         )
 
 

@@ -64,7 +64,7 @@ def results(products: Products, sizes: list[int], dtype: torch.dtype, device: st
     return out.detach(), rows.grad, weights.grad
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=str)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_products_and_gradients_are_those_of_a_loop(sizes: list[int], dtype: torch.dtype) -> None:
     for found, expected in zip(results(grouped_products, sizes, dtype), results(looped, sizes, dtype), strict=True):

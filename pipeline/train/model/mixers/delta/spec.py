@@ -86,7 +86,7 @@ class DeltaSpec(RecurrentSpec):
         """See `LayerPartSpec`."""
         return (
             *self._of_rule,
-            Matrix("wa", self.value_heads, self.dim, "rows", fp8=False, muon=False),
+            Matrix("wa", self.value_heads, self.dim, "rows", feeds_rate=True),
             Matrix("wz", self.values_dim, self.dim, "rows"),
             self._last,
         )
@@ -97,7 +97,7 @@ class DeltaSpec(RecurrentSpec):
             Matrix("wq", self.keys_dim, self.dim, "rows"),
             Matrix("wk", self.keys_dim, self.dim, "rows"),
             Matrix("wv", self.values_dim, self.dim, "rows"),
-            Matrix("wb", self.value_heads, self.dim, "rows", fp8=False, muon=False),
+            Matrix("wb", self.value_heads, self.dim, "rows", feeds_rate=True),
         )
 
     @property
@@ -231,8 +231,8 @@ class KdaSpec(DeltaSpec):
         """See `LayerPartSpec`."""
         return (
             *self._of_rule,
-            Matrix("waa", self.rank, self.dim, "whole"),
-            Matrix("wab", self.decays, self.rank, "rows", of_whole=True),
+            Matrix("waa", self.rank, self.dim, "whole", feeds_rate=True),
+            Matrix("wab", self.decays, self.rank, "rows", of_whole=True, feeds_rate=True),
             Matrix("wza", self.rank, self.dim, "whole"),
             Matrix("wzb", self.values_dim, self.rank, "rows", of_whole=True),
             self._last,

@@ -87,7 +87,7 @@ class Mamba2Spec(RecurrentSpec):
             Matrix("wz", inner, self.dim, "rows"),
             Matrix("wx", inner, self.dim, "rows"),
             *(Matrix(name, of_groups, self.dim, "rows", heads=self.groups, muon=False) for name in ("wb", "wc")),
-            Matrix("wdt", self.heads, self.dim, "rows", fp8=False, muon=False),
+            Matrix("wdt", self.heads, self.dim, "rows", feeds_rate=True),
             Matrix("wo", self.dim, inner, "columns", to_residual=True),
         )
 

@@ -147,4 +147,5 @@ def _sum(rows_ND: Tensor, order: DispatchOrder) -> Tensor:
         # The same bits in a sixth of the time: rows are added as they are gathered. In bf16 it rounds in between.
         return F.embedding_bag(order.inverse_N.view(tokens, order.top_k), rows_ND, mode="sum")
     by_token_TKD = rows_ND.index_select(0, order.inverse_N).view(tokens, order.top_k, rows_ND.shape[1])
-    return by_token_TKD.sum(1, dtype=torch.float32).to(rows_ND.dtype)
+    wide = torch.promote_types(rows_ND.dtype, torch.float32)
+    return by_token_TKD.sum(1, dtype=wide).to(rows_ND.dtype)
