@@ -140,13 +140,22 @@ class _Opened:
         return self._table
 
 
-def ours(batches: list[TextBatch], work: Path, engine: Any) -> dict[str, Any]:
-    """Text to removals: CPU seconds of both parts, and removed documents."""
+class _Texts:
+    """Reads texts again; from memory, as both sides read them."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+
+    def __call__(self, chunk: Chunk, rows: Any, progress: Any) -> Iterator[str]:
+        return (self._texts[row] for row in rows.tolist())
+
+
+def measured_passes(batches: list[TextBatch], work: Path, engine: Any) -> tuple[DuplicatePasses, Chunk]:
+    """Measure texts as one chunk; the passes that compare them."""
     shutil.rmtree(work, ignore_errors=True)
     curation = work / "source" / "curate"
     measured_file(curation, 0, 0, "x").parent.mkdir(parents=True)
     measurer = DuplicateMeasurer(SETTINGS, engine)
-    start = time.process_time()
     output = _Output(curation)
     kind = np.dtype([*FIXED, *measurer.columns])
     tables = []
@@ -162,15 +171,22 @@ def ours(batches: list[TextBatch], work: Path, engine: Any) -> dict[str, Any]:
     for run in output.runs.values():
         with run:
             run.finish().commit()
-    signed = time.process_time()
     names = [*files, *output.runs]
     paths = {name: measured_file(curation, 0, 0, name) for name in names}
     hashes = {name: f"{file_hash(path):016x}" for name, path in paths.items()}
     sizes = {name: path.stat().st_size for name, path in paths.items()}
     chunk = Chunk(curation, 0, 0, 0, 0, len(table), hashes, sizes)
     scope = Scope("scope", work / "curate" / "scope", ("source",), ("source",), (chunk,))
+    texts = _Texts([text for batch in batches for text in batch.texts])
     choices = scope.folder / "choices"
-    passes = DuplicatePasses(scope, SETTINGS, ((),), _Opened(table), choices, 0, 2**29, engine)
+    return DuplicatePasses(scope, SETTINGS, ((),), _Opened(table), choices, 0, 2**29, engine, (), texts), chunk
+
+
+def ours(batches: list[TextBatch], work: Path, engine: Any) -> dict[str, Any]:
+    """Text to removals: CPU seconds of both parts, and removed documents."""
+    start = time.process_time()
+    passes, chunk = measured_passes(batches, work, engine)
+    signed = time.process_time()
     for name in passes.names:
         for job in passes.jobs(name):
             job.run(lambda amount: None)
@@ -178,7 +194,8 @@ def ours(batches: list[TextBatch], work: Path, engine: Any) -> dict[str, Any]:
     return {"signatures_s": signed - start, "clusters_s": time.process_time() - signed, "removed": removed}
 
 
-def _batches(texts: list[str]) -> list[TextBatch]:
+def batches_of(texts: list[str]) -> list[TextBatch]:
+    """Texts in batches of one chunk."""
     found, row = [], 0
     for start in range(0, len(texts), 300):
         batch = text_batch(texts[start : start + 300])
@@ -192,7 +209,7 @@ def compare(options: argparse.Namespace) -> None:
     """Run both alternately."""
     options.work.mkdir(parents=True, exist_ok=True)
     texts = corpus(int(options.mb * 1e6), read_texts(options.texts))
-    batches = _batches(texts)
+    batches = batches_of(texts)
     size = sum(int(batch.starts[-1]) for batch in batches) / 1e6
     file, script = options.work / "texts.json", options.work / "peer.py"
     file.write_text(json.dumps(texts))
@@ -224,7 +241,7 @@ def compare(options: argparse.Namespace) -> None:
 
 def speed(options: argparse.Namespace) -> None:
     """Rates of ours alone."""
-    batches = _batches(corpus(int(options.mb * 1e6), pieces()))
+    batches = batches_of(corpus(int(options.mb * 1e6), pieces()))
     size = sum(int(batch.starts[-1]) for batch in batches) / 1e6
     documents = sum(len(batch.rows) for batch in batches)
     for engine in ("numba", "python"):

@@ -115,7 +115,7 @@ class NearConfig(Section):
     rows: int = Field(default=8, ge=1, le=64)
     """Values of a band."""
     min_similarity: float = Field(default=0.7, ge=0, le=1)
-    """Share of equal values, an estimate of Jaccard similarity, from which on a document goes for a kept one."""
+    """Jaccard similarity of the sets of shingles, counted, from which on a document is removed for a kept one."""
 
 
 class DuplicatesConfig(Section):

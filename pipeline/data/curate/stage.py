@@ -30,7 +30,9 @@ from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.names import MEASURE
 from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, check_against, make_scopes
 from pipeline.data.curate.passes.run import JobOutcome, run_jobs
+from pipeline.data.curate.results.differences import estimated_before, find_differences
 from pipeline.data.curate.results.summary import print_summary
+from pipeline.data.curate.verdicts import find_curation
 from pipeline.data.work.bad_input import BadInput
 from pipeline.data.work.freezing import freeze_alone, make_data_dir
 from pipeline.data.work.leases import LEASES, sweep
@@ -189,8 +191,13 @@ class CurationStage:
     def _finish(self, *, activate: bool) -> list[SourceCuration]:
         found = []
         for passes in self._passes():
-            for number in range(len(passes.plan.plans)):
-                found.append(finish_source(passes, number, self._curate.mode, activate=activate))
+            for number, plan in enumerate(passes.plan.plans):
+                before = find_curation(plan.folder) if activate else None
+                source = finish_source(passes, number, self._curate.mode, activate=activate)
+                if before is not None and estimated_before(before, source.curation):
+                    changed = find_differences(before, source.curation, 0).changed
+                    source.estimated = (before.decisions, changed)
+                found.append(source)
         return sorted(found, key=lambda each: each.name)
 
     def _remove(self, error: DamagedResult) -> _Step:

@@ -133,6 +133,14 @@ class Remeasurer:
         left, right = (set(shingle_hashes(text, near.words)) for text in (one, other))
         return len(left & right) / len(left | right) if left or right else None
 
+    def estimate(self, measured: Measured, other: Document) -> float | None:
+        """Share of equal values of the signatures of a measured document and another one; None without `near`."""
+        signatures = [measured.signatures, self.measure([other]).signatures]
+        if any(each is None or not len(each) for each in signatures):
+            return None
+        one, two = (each[0] for each in signatures if each is not None)
+        return float((one == two).mean())
+
     def measure(self, documents: Sequence[Document]) -> Measured:
         """Measure documents."""
         texts = [self.clean(each.text) for each in documents]

@@ -21,12 +21,12 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.data.datasets.files import PLAN_FILE, rejected_path
-from pipeline.data.datasets.manifest import PLAN_KEYS, REPAIR, Manifest, generations_of
-from pipeline.data.sources.formats import planned_reader
+from pipeline.data.datasets.files import rejected_path
+from pipeline.data.datasets.manifest import REPAIR, Manifest, generations_of
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader, UnitReader
-from pipeline.data.sources.records import ANY_EXPANSION, MAX_RECORD_BYTES, Document, Numbering, Piece, Position, Unit
+from pipeline.data.sources.records import Document, Numbering, Position
+from pipeline.data.work.planned_units import PlannedUnits
 from pipeline.data.work.receipts import read_receipts
 
 Key = tuple[int, int]
@@ -87,11 +87,12 @@ class Origins:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._planned = PlannedUnits(folder)
         self._receipts = lru_cache(maxsize=None)(self._receipts_of)
         self._stretches = lru_cache(maxsize=None)(self._stretches_of)
         self._places = lru_cache(maxsize=None)(self._places_of)
         # A unit of small files has many pieces, and each of its files is a stretch.
-        self._unit = lru_cache(maxsize=2)(self._unit_of)
+        self._unit = lru_cache(maxsize=2)(self._planned.unit)
 
     def file_of(self, unit: int, row: int) -> str | None:
         """Path of the file that a document is from, of which nothing is read; None where its receipt is missing."""
@@ -267,18 +268,13 @@ class Origins:
         """True if the plan, or an earlier generation of it, is the one that a dataset was made by."""
         return manifest.config_hash in [config_hash for config_hash, _ in generations_of(self._plan)]
 
-    @cached_property
+    @property
     def _plan(self) -> Any:
-        return storage.get_json(self.folder / PLAN_FILE, *PLAN_KEYS)
+        return self._planned.plan
 
-    @cached_property
+    @property
     def _reader(self) -> Reader:
-        settings = self._plan["settings"]
-        longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
-        # What is in the dataset was sound when it was read.
-        limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}
-        limits["max_zstd_window"] = 2**31
-        return planned_reader(self.folder / PLAN_FILE, settings, **limits)
+        return self._planned.reader
 
     @property
     def _kind(self) -> Numbering:
@@ -310,8 +306,7 @@ class Origins:
         return ends[0], files[ends[0]][1]
 
     def _file(self, number: int) -> File:
-        name, path, size = self._plan["files"][number]
-        return File(name, path, size, 0)
+        return self._planned.file(number)
 
     def _file_of(self, stretch: _Stretch) -> int:
         file: int = self._plan["units"][stretch.unit][stretch.piece][0]
@@ -398,12 +393,6 @@ class Origins:
         if not self._reader.is_remote and (now := os.stat(file.path).st_size) != file.size:
             raise UserError(f"{file.path} has changed: it had {file.size:,} bytes when it was read first, now {now:,}")
         yield from itertools.islice(UnitReader(self._unit(stretch.unit), self._reader, stretch.start), stretch.records)
-
-    def _unit_of(self, number: int) -> Unit:
-        """A unit as the plan cuts it."""
-        cut = self._plan["units"][number]
-        pieces = tuple(Piece(self._file(file), start, end) for file, start, end in cut)
-        return Unit(number, self._plan["settings"]["name"], pieces)
 
     def _read(self, stretch: _Stretch, rows: set[int]) -> dict[int, Document]:
         """Records of a stretch by row, without their texts."""

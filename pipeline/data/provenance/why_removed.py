@@ -17,6 +17,7 @@ from pipeline.common.format import counted
 from pipeline.config.root import Config
 from pipeline.data.curate.decontamination.measure import CONTAMINATED
 from pipeline.data.curate.decontamination.rule import RULE as CONTAMINATION_RULE
+from pipeline.data.curate.duplicates.kinds import COUNTED, NEAR_SIMILARITY
 from pipeline.data.curate.files import CURATE, FIRES_ALONE, NOBODY, curate_folder, verdicts_file
 from pipeline.data.curate.passes.contamination import common_of
 from pipeline.data.curate.report.clusters import VerdictFile, members_of
@@ -293,9 +294,10 @@ class CurationView:
         origins = Origins(self._folder_of(name))
         document = self._read(origins, (unit, row))
         edited = None if document is None else self._again.clean(document.text)
-        jaccard = None
-        if measured is not None and edited is not None:
+        jaccard = estimate = None
+        if measured is not None and document is not None and edited is not None:
             jaccard = self._again.jaccard(measured.texts[0], edited)
+            estimate = self._again.estimate(measured, document)
         return KeptDocument(
             source=name,
             unit=unit,
@@ -305,6 +307,7 @@ class CurationView:
             document=document,
             text=edited if text else None,
             jaccard=jaccard,
+            estimate=estimate,
         )
 
     def _folder_of(self, name: str) -> Path:
@@ -359,21 +362,21 @@ class CurationView:
             again_value = float(np.float32(rule.values(measured.table)[0]))
             yield Recheck(rule.name, f"{verdict.value:.6g}", f"{again_value:.6g}", _near(verdict.value, again_value))
         if kept is not None and kept.document is not None:
-            yield from self._similarity(verdict, document, kept.document)
+            yield from self._similarity(verdict, document, kept)
 
-    def _similarity(self, verdict: Verdict, document: Document, kept: Document) -> Iterator[Recheck]:
-        both = self._again.measure([document, kept])
-        if verdict.rule == "duplicates.exact":
+    def _similarity(self, verdict: Verdict, document: Document, kept: KeptDocument) -> Iterator[Recheck]:
+        if verdict.rule == "duplicates.exact" and kept.document is not None:
+            both = self._again.measure([document, kept.document])
             hashes = np.concatenate(both.output.runs["exact"])
             same = (
                 len(hashes) == 2 and hashes["hash"][0] == hashes["hash"][1] and hashes["rest"][0] == hashes["rest"][1]
             )
             same = bool(same)
             yield Recheck(verdict.rule, "equal", "equal" if same else "different", same)
-        signatures = both.signatures
-        if verdict.rule == "duplicates.near" and signatures is not None and len(signatures) == 2:
-            estimate = float(np.float32((signatures[0] == signatures[1]).mean()))
-            yield Recheck(verdict.rule, f"{verdict.value:.4f}", f"{estimate:.4f}", _near(verdict.value, estimate))
+        is_counted = self._curation.about["settings"].get(NEAR_SIMILARITY) == COUNTED
+        again = kept.jaccard if is_counted else kept.estimate
+        if verdict.rule == "duplicates.near" and again is not None:
+            yield Recheck(verdict.rule, f"{verdict.value:.4f}", f"{again:.4f}", _near(verdict.value, again))
 
 
 def verdict_files(curation: Curation) -> Iterator[VerdictFile]:

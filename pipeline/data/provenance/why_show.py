@@ -100,6 +100,7 @@ class KeptDocument:
         document: None if it could not be read.
         text: as it was measured; None if it was not asked for.
         jaccard: similarity to the removed one, counted from both texts; None if it was not asked for.
+        estimate: the same estimated, by the share of equal values of their signatures.
     """
 
     source: str
@@ -110,6 +111,7 @@ class KeptDocument:
     document: Document | None
     text: str | None
     jaccard: float | None
+    estimate: float | None
 
     def __str__(self) -> str:
         id = f", id {printable(self.id)}" if self.id is not None else ""
@@ -119,7 +121,7 @@ class KeptDocument:
     def json(self) -> dict[str, Any]:
         """For programs."""
         about = {"source": self.source, "unit": self.unit, "row": self.row, "id": self.id, "text": self.text}
-        about["jaccard"] = self.jaccard
+        about["jaccard"], about["estimate"] = self.jaccard, self.estimate
         return about | _place(self.origin)
 
 
@@ -318,7 +320,9 @@ class Why:
         if self.kept is not None:
             yield f"kept instead: {self.kept}"
             if self.kept.jaccard is not None:
-                yield f"  Jaccard similarity to it, counted from both texts: {self.kept.jaccard:.4f}"
+                estimate = self.kept.estimate
+                beside = "" if estimate is None else f"; estimated from signatures {estimate:.4f}"
+                yield f"  Jaccard similarity to it, counted from both texts: {self.kept.jaccard:.4f}{beside}"
         if self.members is not None:
             yield f"cluster: {counted(len(self.members), 'document')} removed for the kept one"
             yield from (f"  {line}" for line in _some([str(each) for each in self.members]))

@@ -258,6 +258,14 @@ class SectionFile:
         Raises:
             DamagedResult: they are not as they were written.
         """
+        return self.read_ragged(first, end)[0]
+
+    def read_ragged(self, first: int, end: int) -> tuple[npt.NDArray[Any], list[int]]:
+        """Records of sections [first, end), and where each section begins among them, with the end of the last.
+
+        Raises:
+            DamagedResult: they are not as they were written.
+        """
         entries = self._pread((end - first + 1) * _ENTRY.itemsize, self._directory + first * _ENTRY.itemsize)
         directory = np.frombuffer(entries, _ENTRY)
         places = directory["first"].tolist()
@@ -270,7 +278,7 @@ class SectionFile:
             low, high = ((place - places[0]) * width for place in places[section : section + 2])
             if xxhash.xxh3_64_intdigest(data[low:high]) != xxh3:
                 raise self._damaged(f"section {first + section} is not as it was written")
-        return np.frombuffer(data, self._dtype)
+        return np.frombuffer(data, self._dtype), [place - places[0] for place in places]
 
     def __enter__(self) -> Self:
         return self

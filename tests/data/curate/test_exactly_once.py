@@ -25,6 +25,7 @@ PASSES = {
     "contamination": "/contamination/",
     "match": "/edges/",
     "join": "/members/",
+    "shingles": "/shingles/",
     "rank": "/rank/",
     "choose": "/chosen/",
     "kept": "/kept/",

@@ -19,9 +19,14 @@ from pipeline.data.work.sorted_runs import DamagedResult
 
 EDGE = np.dtype([("document", "<u8"), ("first", "<u8")])
 """A document, and the first of a group that it is in; what `match` writes."""
-MEMBER = np.dtype([("root", "<u8"), ("document", "<u8"), ("exact", "<u8"), ("url", "<u8")])
+MEMBER = np.dtype([("root", "<u8"), ("document", "<u8"), ("exact", "<u8"), ("url", "<u8"), ("shingles", "<u4")])
 """A document that may be compared with others of the same root; `exact` and `url` name the first document that equals
-it. What `join` writes."""
+it; `shingles` is the section of the document `exact` in the file that the pass `shingles` writes of its chunk. What
+`join` writes."""
+NO_SHINGLES = 2**32 - 1
+"""In `MEMBER`: the document shares a band with none but equal ones."""
+CANDIDATE = np.dtype([("document", "<u8")])
+"""A document whose shingles are compared; what `join` writes in sections, one per chunk."""
 DECISION = np.dtype([("document", "<u8"), ("kept", "<u8"), ("rule", "<u2"), ("value", "<f4")])
 """A document that goes for another; what `choose` writes."""
 _WRITE_RECORDS = 2**18

@@ -13,13 +13,17 @@ import numpy.typing as npt
 
 from pipeline.common.errors import MachineError
 from pipeline.common.hashing import value_hash
+from pipeline.data.curate.duplicates.compared import read_compared
 from pipeline.data.curate.duplicates.components.vectorized import make_components
-from pipeline.data.curate.duplicates.files import EDGE, MEMBER, ResultFile, write_blocks
+from pipeline.data.curate.duplicates.files import CANDIDATE, EDGE, MEMBER, NO_SHINGLES, ResultFile, write_blocks
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.datasets.indexed import HashedFile
+from pipeline.data.work.sorted_runs import write_sections
 from pipeline.data.work.worker_pool import Progress
 
-JOIN_VERSION = 1
+JOIN_VERSION = 2
+CANDIDATES = "candidates"
+"""File of the documents whose shingles are compared, in sections, one per chunk."""
 _BLOCK = 2**22
 _WRITE = 2**16
 _MAX_VERTICES = 2**32 - 1
@@ -33,11 +37,13 @@ class JoinJob(CurationJob):
     Memory for each document that has an edge: `vertex_bytes`, and twice 8 bytes while their numbers are gathered.
 
     Attributes:
-        edges: files of edges by kind.
+        chunks: of `write_compared`.
+        edges: files of edges by kind, `exact` first.
         members: documents of a file, unless one component has more.
         engine: of the components.
     """
 
+    chunks: Path
     edges: tuple[tuple[str, ResultFile], ...]
     members: int
     engine: Literal["numba", "python"]
@@ -61,6 +67,7 @@ class JoinJob(CurationJob):
             )
         components = make_components(self.engine, len(vertices))
         equal: dict[str, npt.NDArray[np.uint32]] = {}
+        is_candidate = np.zeros(len(vertices), np.bool_)
         for kind, file in self.edges:
             edges = file.read(EDGE)
             for start in range(0, len(edges), _BLOCK):
@@ -72,10 +79,14 @@ class JoinJob(CurationJob):
                     if kind not in equal:
                         equal[kind] = np.arange(len(vertices), dtype=np.uint32)
                     equal[kind][ones] = firsts
+                else:
+                    _mark_candidates(is_candidate, ones, firsts, equal.get("exact"))
+                progress(0)  # a sign of life
             progress(file.size // 2)
         keys = components.roots().astype(np.uint64)
         del components
-        return self._write(vertices, keys, equal)
+        progress(0)
+        return self._write(vertices, keys, equal, is_candidate, progress)
 
     def _vertices(self, progress: Progress) -> Numbers:
         """Documents that have an edge, sorted. Pairs of lists of about one length are merged, so each is few times."""
@@ -91,7 +102,14 @@ class JoinJob(CurationJob):
             stack.append(_distinct([stack.pop(), stack.pop()]))
         return stack[0] if stack else np.zeros(0, np.uint64)
 
-    def _write(self, vertices: Numbers, keys: Numbers, equal: dict[str, npt.NDArray[np.uint32]]) -> dict[str, Any]:
+    def _write(
+        self,
+        vertices: Numbers,
+        keys: Numbers,
+        equal: dict[str, npt.NDArray[np.uint32]],
+        is_candidate: npt.NDArray[np.bool_],
+        progress: Progress,
+    ) -> dict[str, Any]:
         """Sort by (root, document), in place, and write; `keys` are the roots."""
         keys <<= np.uint64(32)
         for start in range(0, len(keys), _BLOCK):
@@ -101,11 +119,16 @@ class JoinJob(CurationJob):
         sizes = _sizes(keys)
         files: dict[str, HashedFile] = {}
         try:
+            sections = np.zeros(0, np.uint32)
+            if any(kind == "bands" for kind, _ in self.edges):
+                files[CANDIDATES], sections = self._candidates(vertices, is_candidate)
             for number, (low, high) in enumerate(_cuts(sizes, self.members)):
                 name = f"members/{number:05d}"
-                files[name] = write_blocks(self.folder, name, _members(vertices, keys[low:high], equal))
+                blocks = _members(vertices, keys[low:high], equal, sections, progress)
+                files[name] = write_blocks(self.folder, name, blocks)
             counts = {
                 "documents": len(vertices),
+                "candidates": int(is_candidate.sum()),
                 "clusters": len(sizes),
                 "sizes": _size_histogram(sizes),
                 "largest": int(sizes.max(initial=0)),
@@ -115,8 +138,42 @@ class JoinJob(CurationJob):
             for file in files.values():
                 file.__exit__(None, None, None)
 
+    def _candidates(
+        self, vertices: Numbers, is_candidate: npt.NDArray[np.bool_]
+    ) -> tuple[HashedFile, npt.NDArray[np.uint32]]:
+        """The file of candidates, and of each vertex the section of its shingles in the file of its chunk."""
+        compared = read_compared(self.chunks)
+        places = np.flatnonzero(is_candidate)
+        candidates = np.zeros(len(places), CANDIDATE)
+        candidates["document"] = vertices[places]
+        chunks = compared.places(vertices[places])
+        bounds = np.searchsorted(chunks, np.arange(len(compared.chunks) + 1))
+        sections = np.full(len(vertices), NO_SHINGLES, np.uint32)
+        sections[places] = np.arange(len(places)) - bounds[chunks]
+        return write_sections(self.folder / CANDIDATES, candidates, bounds), sections
 
-def _members(vertices: Numbers, keys: Numbers, equal: dict[str, npt.NDArray[np.uint32]]) -> Iterator[npt.NDArray[Any]]:
+
+def _mark_candidates(
+    is_candidate: npt.NDArray[np.bool_],
+    ones: npt.NDArray[np.uint32],
+    firsts: npt.NDArray[np.uint32],
+    exact: npt.NDArray[np.uint32] | None,
+) -> None:
+    """Mark documents that share a band with one that is not equal; of equal ones the first."""
+    if exact is not None:
+        ones, firsts = exact[ones], exact[firsts]
+    differ = ones != firsts
+    is_candidate[ones[differ]] = True
+    is_candidate[firsts[differ]] = True
+
+
+def _members(
+    vertices: Numbers,
+    keys: Numbers,
+    equal: dict[str, npt.NDArray[np.uint32]],
+    sections: npt.NDArray[np.uint32],
+    progress: Progress,
+) -> Iterator[npt.NDArray[Any]]:
     """Records of sorted keys, in blocks: one component may have most of the documents."""
     for start in range(0, len(keys), _WRITE):
         block = keys[start : start + _WRITE]
@@ -126,6 +183,9 @@ def _members(vertices: Numbers, keys: Numbers, equal: dict[str, npt.NDArray[np.u
         members["document"] = vertices[places]
         for kind in ("exact", "url"):
             members[kind] = vertices[equal[kind][places]] if kind in equal else members["document"]
+        firsts = equal["exact"][places] if "exact" in equal else places
+        members["shingles"] = sections[firsts] if len(sections) else NO_SHINGLES
+        progress(0)  # a sign of life
         yield members
 
 
@@ -175,20 +235,26 @@ def _size_histogram(sizes: npt.NDArray[np.int64]) -> list[int]:
 
 
 def vertex_bytes(kinds: Iterable[str]) -> int:
-    """Memory of the job for each document with an edge: its number, its key in the order of components, and groups."""
-    return 16 + 4 * len({"exact", "url"} & set(kinds))
+    """Memory of the job for each document with an edge: number, key in the order of components, groups, section."""
+    return 16 + 4 * len({"exact", "url"} & set(kinds)) + 5 * ("bands" in kinds)
 
 
 def join_job(
-    folder: Path, edges: list[tuple[str, ResultFile]], members: int, engine: Literal["numba", "python"]
+    folder: Path,
+    chunks: Path,
+    edges: list[tuple[str, ResultFile]],
+    members: int,
+    engine: Literal["numba", "python"],
 ) -> JoinJob:
     """The job of the pass.
 
     Args:
         folder: of the scope.
-        edges: files of `match` by kind.
+        chunks: of `write_compared`.
+        edges: files of `match` by kind, `exact` first.
         members: documents of a file.
         engine: of the components.
     """
-    inputs = value_hash([JOIN_VERSION, members, [[kind, file.path.name, file.xxh3] for kind, file in edges]])
-    return JoinJob(folder, "join", inputs, sum(file.size for _, file in edges), tuple(edges), members, engine)
+    of_edges = [[kind, file.path.name, file.xxh3] for kind, file in edges]
+    inputs = value_hash([JOIN_VERSION, members, of_edges, read_compared(chunks).hashes()])
+    return JoinJob(folder, "join", inputs, sum(file.size for _, file in edges), chunks, tuple(edges), members, engine)

@@ -21,7 +21,10 @@ SIGNATURES = "signatures"
 """File of a chunk: uint32 of shape (records, bands * rows)."""
 CHECK_COLUMN = "signature_check"
 """Column of the table of measures: `signature_checks` of the document."""
-PassName = Literal["match", "join", "rank", "choose", "kept", "lines", "paragraphs"]
+NEAR_SIMILARITY, COUNTED = "near_similarity", "counted"
+"""Key of the settings of decisions, and its value: similarity is counted from sets of shingles. Decisions without the
+key, of 0.2.0 and earlier, are by its estimate from signatures."""
+PassName = Literal["match", "join", "shingles", "rank", "choose", "kept", "lines", "paragraphs"]
 RepeatedKind = Literal["lines", "paragraphs"]
 """Kinds of pieces of documents that are compared."""
 
@@ -46,7 +49,7 @@ def pass_names(settings: DuplicatesConfig) -> tuple[PassName, ...]:
     """Passes that are needed, in their order."""
     found: tuple[PassName, ...] = ()
     if kinds_of(settings):
-        found += ("match", "join", "rank", "choose")
+        found += ("match", "join", *(("shingles",) if settings.near is not None else ()), "rank", "choose")
     if repeated := repeated_kinds(settings):
         found += (*(() if found else ("rank",)), "kept", *repeated)
     return found

@@ -8,12 +8,13 @@
     passes.removed_paragraphs(chunk)  # which paragraphs of these do
 
 `match` compares hashes: a job for each kind and range of hashes. `join` brings documents together that may be compared:
-one job. `rank` orders documents by what `keep` reads and whether a rule removes them: a job per chunk. `choose` finds
-which document goes for which kept one: a job per range of what `join` wrote. With `lines` or `paragraphs`, `kept` and
+one job. With `near`, `shingles` reads the texts of those that share a band: a job per chunk. `rank` orders documents by
+what `keep` reads and whether a rule removes them: a job per chunk. `choose` finds which document is removed for which
+kept one: a job per range of what `join` wrote. With `lines` or `paragraphs`, `kept` and
 these follow.
 
-Files of `match` and `join` lie in `scope.folder` and depend on measures alone; those of the other passes lie in
-`choices`, whose name is the hash of the bounds.
+Files of `match`, `join` and `shingles` lie in `scope.folder` and depend on measures alone; those of the other passes
+lie in `choices`, whose name is the hash of the bounds.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.curation.curate import DuplicatesConfig
+from pipeline.data.curate.chunk_texts import ChunkTexts, read_chunk_texts
 from pipeline.data.curate.duplicates.against import FinishedCuration
 from pipeline.data.curate.duplicates.choose import ChooseSettings, choose_jobs
 from pipeline.data.curate.duplicates.compared import ComparedChunk, read_compared, write_compared
 from pipeline.data.curate.duplicates.files import DECISION, MEMBER, ResultFile, finished, result_files
-from pipeline.data.curate.duplicates.join import join_job
+from pipeline.data.curate.duplicates.join import CANDIDATES, join_job
 from pipeline.data.curate.duplicates.kept import kept_jobs, read_section
 from pipeline.data.curate.duplicates.kinds import PassName, RepeatedKind, kinds_of, pass_names
 from pipeline.data.curate.duplicates.leaders.leader_choice import EXACT, NEAR, URL
@@ -39,6 +41,7 @@ from pipeline.data.curate.duplicates.lines import PIECES, repeated_jobs, sorted_
 from pipeline.data.curate.duplicates.match import MatchJob, match_bucket_jobs
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.rank import OpenTable, rank_jobs
+from pipeline.data.curate.duplicates.shingles import shingle_jobs
 from pipeline.data.curate.files import portable
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.rules.base import DocumentRule
@@ -63,6 +66,7 @@ class DuplicatePasses:
         bucket_bytes: `data.curate.bucket_bytes`.
         engine: `numba` or `python`; results are the same.
         against: finished curations, of `against.read_curation`.
+        read_texts: reads texts of chunks again.
     """
 
     scope: Scope
@@ -74,6 +78,7 @@ class DuplicatePasses:
     bucket_bytes: int
     engine: Literal["numba", "python"] = "numba"
     against: tuple[FinishedCuration, ...] = ()
+    read_texts: ChunkTexts = read_chunk_texts
 
     @property
     def names(self) -> tuple[PassName, ...]:
@@ -97,17 +102,14 @@ class DuplicatePasses:
             folder, kinds = self.scope.folder, kinds_of(self.settings)
             return match_bucket_jobs(folder, self._chunks, kinds, measured, self.bucket_bytes)
         if name == "join":
-            return [
-                join_job(
-                    self.scope.folder, self._edges(), members_of_a_job(self.settings, self.bucket_bytes), self.engine
-                )
-            ]
+            members = members_of_a_job(self.settings, self.bucket_bytes)
+            return [join_job(self.scope.folder, self._chunks, self._edges(), members, self.engine)]
+        if name == "shingles":
+            return self._shingle_jobs()
         if name == "rank":
             return rank_jobs(self.choices, self._chunks, self.rules, self.open_table, keep)
         if name == "choose":
-            files = self._files("join")
-            settings = self._choose_settings
-            return choose_jobs(self.choices, self._chunks, files, self._receipts("rank"), settings, self.engine)
+            return self._choose_jobs()
         chosen = self._receipts("choose") if "choose" in self.names else []
         kept = kept_jobs(self.choices, self._chunks, keep, self._receipts("rank"), chosen)
         pieces = {"lines": self.settings.lines, "paragraphs": self.settings.paragraphs}.get(name)
@@ -171,6 +173,26 @@ class DuplicatePasses:
         for number, each in enumerate(self.against):
             chunks += each.numbered(own + number)
         return write_compared(self.scope.folder / "chunks", self.source_names, own, chunks)
+
+    def _shingle_jobs(self) -> list[CurationJob]:
+        near, scope = self.settings.near, self.scope.folder
+        assert near is not None, "the pass is one of near duplicates"
+        (candidates,) = (file for file in self._files("join") if file.path.name == CANDIDATES)
+        return shingle_jobs(scope, self._chunks, candidates, near.words, self.engine, self.read_texts)
+
+    def _choose_jobs(self) -> list[CurationJob]:
+        members = [file for file in self._files("join") if file.path.name != CANDIDATES]
+        shingles = self._receipts("shingles") if "shingles" in self.names else []
+        return choose_jobs(
+            self.choices,
+            self.scope.folder,
+            self._chunks,
+            members,
+            shingles,
+            self._receipts("rank"),
+            self._choose_settings,
+            self.engine,
+        )
 
     @property
     def _choose_settings(self) -> ChooseSettings:

@@ -116,8 +116,3 @@ def signature_checks(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint3
         total = (signatures[start : start + _BLOCK].astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
         found[start : start + _BLOCK] = (mix(total, _CHECK) >> np.uint64(32)).astype(np.uint32)
     return found
-
-
-def fewest_equal(min_similarity: float, values: int) -> int:
-    """Fewest equal values whose share is at least `min_similarity`."""
-    return next((equal for equal in range(values + 1) if values and equal / values >= min_similarity), values + 1)

@@ -38,6 +38,9 @@ class SourceCuration:
     """Documents by the rule that removed them."""
     is_new: bool = False
     """These decisions were not active before."""
+    estimated: tuple[Path, int] | None = None
+    """Folder of the decisions before, if those were by estimated similarity, and documents that only one of both
+    keeps."""
 
 
 _TOTALS = ("rows", "documents", "rejected", "kept", "lines")
@@ -105,7 +108,7 @@ def finish_source(passes: ScopePasses, number: int, mode: str, *, activate: bool
             excerpts=(lambda _: {}) if excerpts is None else excerpts.of,
         )
     is_new = activate and put_changed(plan.folder / CURATION_FILE, content)
-    counts = {name: totals[name] for name in (*_TOTALS, "paragraphs")}
+    counts: dict[str, Any] = {name: totals[name] for name in (*_TOTALS, "paragraphs")}
     return SourceCuration(plan.name, Curation(plan.folder, about), **counts, removed=about["removed"], is_new=is_new)
 
 

@@ -17,7 +17,7 @@ from pipeline.data.curate.curation_plan import CurationPlan, check_scope
 from pipeline.data.curate.decontamination.index import INDEX_FILE
 from pipeline.data.curate.duplicates import against
 from pipeline.data.curate.duplicates.files import finished
-from pipeline.data.curate.duplicates.kinds import PassName
+from pipeline.data.curate.duplicates.kinds import COUNTED, NEAR_SIMILARITY, PassName
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
 from pipeline.data.curate.files import CURATE, IDS, decisions_folder, portable
@@ -101,6 +101,8 @@ class ScopePlan:
             "duplicates": duplicate_settings(curate.duplicates),
             "data.curate.seed": curate.seed,
         }
+        if curate.duplicates.near is not None:
+            settings[NEAR_SIMILARITY] = COUNTED
         if contamination is not None:
             settings["data.curate.decontaminate"] = {
                 "action": contamination.action,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, mix
+from pipeline.data.curate.duplicates.kinds import COUNTED, NEAR_SIMILARITY
 from pipeline.data.curate.files import REJECTED
 from pipeline.data.curate.verdicts import Curation
 
@@ -87,6 +88,13 @@ def find_differences(first: Curation, second: Curation, seed: int) -> Difference
         drawn = sorted(drawn)[:EXAMPLES]
     found.examples = [changed for _, changed in drawn]
     return found
+
+
+def estimated_before(before: Curation, now: Curation) -> bool:
+    """True if near duplicates were removed by estimated similarity, and are by counted similarity of the same text."""
+    counted = [each.about["settings"].get(NEAR_SIMILARITY) == COUNTED for each in (before, now)]
+    had_near = "duplicates.near" in before.rules
+    return had_near and counted == [False, True] and before.about["measure_hash"] == now.about["measure_hash"]
 
 
 def all_changed(first: Curation, second: Curation) -> Iterator[Changed]:

@@ -38,6 +38,14 @@ def print_summary(console: Console, sources: Sequence[SourceCuration], mode: str
             say(console, f"{each.name}: {counted(each.paragraphs, 'paragraph')} of kept documents stay in other ones")
         if each.lines:
             say(console, f"{each.name}: {counted(each.lines, 'line')} removed from kept documents as repeated ones")
+        if each.estimated is not None:
+            folder, changed = each.estimated
+            say(
+                console,
+                f"{each.name}: similarity of near duplicates is counted now, and was estimated in {folder}: "
+                f"{counted(changed, 'document')} kept by only one of both; "
+                f"`pipeline curate RUN.yaml --compare {folder} --list` lists them",
+            )
         for warning in _warnings(each):
             warn(console, warning)
         state = "wrote" if each.is_new else "nothing to do: these decisions were active before:"

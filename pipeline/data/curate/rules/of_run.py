@@ -44,7 +44,7 @@ def compared_rules(duplicates: DuplicatesConfig) -> tuple[DocumentRule, ...]:
         rules.append(ComparedRule("duplicates.url", f"{_KEY}.url", 0, "max", "address of a kept document"))
     if duplicates.near is not None:
         bound = duplicates.near.min_similarity
-        about = "estimated similarity to a kept document"
+        about = "similarity to a kept document"
         rules.append(ComparedRule("duplicates.near", f"{_KEY}.near.min_similarity", bound, "max", about))
     if duplicates.lines is not None:
         about = "share of lines that occur in other documents; all of them"

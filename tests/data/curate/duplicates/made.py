@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,11 @@ from pipeline.data.curate.files import MEASURES, measured_file
 from pipeline.data.curate.rules.base import DocumentRule, Ratio
 from pipeline.data.curate.scope import Chunk, Scope
 from pipeline.data.work.sorted_runs import RunWriter
+from pipeline.data.work.worker_pool import Progress
 
 FIXED = [("state", "u1"), ("edited", "u1"), ("bytes", "<u4")]
 NEAR = DuplicatesConfig(exact="text", near=NearConfig())
+TEXTS = "texts"
 Engine = Literal["numba", "python"]
 
 
@@ -122,11 +125,19 @@ def measure_chunk(
         for run in output.runs.values():
             stack.enter_context(run)
             run.finish().commit()
+    measured_file(curation, unit, number, TEXTS).write_text(json.dumps(texts))
     names = [*files, *output.runs]
     paths = {name: measured_file(curation, unit, number, name) for name in names}
     hashes = {name: f"{file_hash(path):016x}" for name, path in paths.items()}
     sizes = {name: path.stat().st_size for name, path in paths.items()}
     return Chunk(curation, source, unit, number, first, len(texts), hashes, sizes)
+
+
+def stored_texts(chunk: Chunk, rows: npt.NDArray[np.int64], progress: Progress) -> Iterator[str]:
+    """Texts of rows of a made chunk."""
+    texts = json.loads(measured_file(chunk.curation, chunk.unit, chunk.chunk, TEXTS).read_text())
+    for row in rows.tolist():
+        yield texts[row]
 
 
 def bad_rule() -> DocumentRule:
@@ -181,7 +192,7 @@ def make_passes(
     opened = Opened(columns(settings))
     choices = scope.folder / name
     choices.mkdir(parents=True, exist_ok=True)
-    return DuplicatePasses(scope, settings, rules, opened, choices, seed, bucket_bytes, engine, against)
+    return DuplicatePasses(scope, settings, rules, opened, choices, seed, bucket_bytes, engine, against, stored_texts)
 
 
 def run_all(passes: DuplicatePasses) -> int:

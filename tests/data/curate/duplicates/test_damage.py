@@ -44,12 +44,17 @@ def test_flipped_bytes_in_results(tmp_path: Path) -> None:
     run_all(passes)
     folder = tmp_path / "curate"
     right = without_receipts(folder)
-    assert {path.split("/")[1] for path in right if "choices" not in path} == {"edges", "members"}
+    assert {path.split("/")[1] for path in right if "choices" not in path} == {
+        "edges",
+        "members",
+        "candidates",
+        "shingles",
+    }
     rng = np.random.default_rng(0)
-    order: tuple[PassName, ...] = ("join", "choose", "kept", "lines")
+    order: tuple[PassName, ...] = ("join", "shingles", "choose", "kept", "lines")
     receipts = {each: [job.receipt for job in passes.jobs(each)] for each in order}
     # The first pass that reads what is in a folder.
-    readers = {"edges": 0, "members": 1, "rank": 1, "chosen": 2, "kept": 3, "lines": 4}
+    readers = {"edges": 0, "candidates": 1, "members": 2, "shingles": 2, "rank": 2, "chosen": 3, "kept": 4, "lines": 5}
     for name in sorted(right):
         path = folder / name
         if not path.stat().st_size:

@@ -1,4 +1,4 @@
-"""Leaders: small and large clusters, engines, and roles."""
+"""Leaders: engines, blocks and roles, against the definition over all pairs."""
 
 from __future__ import annotations
 
@@ -6,120 +6,101 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from pipeline.data.curate.duplicates import choose, match
-from pipeline.data.curate.duplicates.choose import choose_in_one, choose_small
+from pipeline.data.curate.duplicates.choose import make_leaders
 from pipeline.data.curate.duplicates.leaders.leader_choice import (
     CAN_LEAD,
     CANNOT_LEAD,
     EXACT,
     MUST_LEAD,
     NEAR,
-    LeaderChoice,
+    URL,
+    Frequencies,
     Members,
+    empty_choice,
 )
-from pipeline.data.curate.duplicates.signature import NO_VALUE
 from tests import tiers
 from tests.data.curate.duplicates.made import make_passes, make_scope, removed, run_all, without_receipts
 from tests.data.curate.duplicates.test_passes import SETTINGS, family_texts
 
-BANDS, ROWS = 4, 3
+BANDS = 3
 ENGINES: tuple[Literal["numba", "python"], ...] = ("numba", "python")
+Lists = tuple[list[int], list[int], list[float]]
 
 
 def _members(seed: int, count: int) -> Members:
-    """Documents in families: values of an original, changed here and there."""
+    """Documents of some templates with shingles of their own, in sets of many sizes; some have none."""
     rng = np.random.default_rng(seed)
-    originals = rng.integers(0, 2**32 - 1, (max(count // 8, 1), BANDS * ROWS), np.uint32)
-    signatures = originals[rng.integers(0, len(originals), count)]
-    change = rng.random(signatures.shape) < rng.random((count, 1)) * 0.4
-    signatures[change] = rng.integers(0, 50, int(change.sum()), np.uint32)
-    signatures[rng.random(count) < 0.1] = NO_VALUE
-    signed = (signatures != NO_VALUE).any(axis=1)
-    roles = rng.choice([CAN_LEAD, CANNOT_LEAD, MUST_LEAD], count, p=[0.7, 0.2, 0.1]).astype(np.uint8)
-    exact = rng.integers(0, count, count, np.uint64)
-    url = rng.integers(0, 4 * count, count, np.uint64)
-    return Members(signatures, signed, exact, url, roles)
+    sets: list[npt.NDArray[np.uint32]] = []
+    for _ in range(count):
+        template = int(rng.integers(0, 4))
+        shared = np.arange(template * 1000, template * 1000 + 40 * template + 9)
+        some = shared[rng.random(len(shared)) < rng.choice([1, 0.95, 0.7])]
+        own = rng.integers(10**6, 10**6 + rng.choice([50, 10**8]), int(rng.integers(0, 12)))
+        sets.append(np.unique(np.concatenate([some, own])).astype(np.uint32) if rng.random() < 0.95 else some[:0])
+    starts = np.append(0, np.cumsum([len(each) for each in sets])).astype(np.int64)
+    return Members(
+        np.concatenate(sets).astype(np.uint32),
+        starts,
+        rng.integers(0, 3, (count, BANDS)).astype(np.uint64),
+        rng.integers(0, count, count),
+        np.where(rng.random(count) < 0.1, rng.integers(0, count, count), np.arange(count)),
+        rng.choice([CAN_LEAD, CANNOT_LEAD, MUST_LEAD], count, p=[0.8, 0.1, 0.1]).astype(np.uint8),
+    )
 
 
-def _lists(choice: LeaderChoice) -> list[list[int]]:
-    return [choice.leader.tolist(), choice.rule.tolist(), choice.equal.tolist()]
+def _all_pairs(members: Members, bound: float) -> Lists:
+    """The definition: each document is compared with every earlier kept one."""
+    choice = empty_choice(len(members))
+    sets = [set(members.part(place, place + 1).shingles.tolist()) for place in range(len(members))]
+    kept: list[int] = []
+    for place, role in enumerate(members.roles.tolist()):
+        found = [(EXACT, other, 1.0) for other in kept if members.exact[other] == members.exact[place]]
+        found += [(URL, other, 1.0) for other in kept if members.url[other] == members.url[place]]
+        for other in kept if sets[place] else ():
+            similarity = len(sets[place] & sets[other]) / len(sets[place] | sets[other])
+            # With a common band there is a common shingle; these bands are random.
+            if similarity and similarity >= bound and (members.bands[place] == members.bands[other]).any():
+                found.append((NEAR, other, similarity))
+        if found and role != MUST_LEAD:
+            choice.rule[place], choice.leader[place], choice.similarity[place] = found[0]
+        elif role != CANNOT_LEAD:
+            kept.append(place)
+    return choice.leader.tolist(), choice.rule.tolist(), choice.similarity.tolist()
 
 
-def _part(members: Members, low: int, high: int) -> Members:
-    return Members(*(getattr(members, name)[low:high] for name in ("signatures", "signed", "exact", "url", "roles")))
+def _choose(members: Members, engine: Literal["numba", "python"], bound: float, block: int) -> Lists:
+    frequencies = Frequencies(len(members.shingles))
+    frequencies.add(members.shingles, members.starts)
+    leaders = make_leaders(engine, bound, frequencies, BANDS, len(members))
+    cuts = range(0, len(members), block)
+    parts = [leaders.add(members.part(low, min(low + block, len(members)))) for low in cuts]
+    names = ("leader", "rule", "similarity")
+    leader, rule, similarity = (np.concatenate([getattr(part, name) for part in parts]).tolist() for name in names)
+    return leader, rule, similarity
 
 
-@pytest.mark.parametrize("seed", tiers.first(2, range(5), rest="guard"))
-def test_ways_to_choose_agree(seed: int) -> None:
+@pytest.mark.parametrize("seed", tiers.first(1, range(12), rest="guard"))
+@pytest.mark.parametrize("bound", [0.7, 0.85, 1.0, 0.3, 0.0])
+def test_choices_are_those_of_all_pairs(seed: int, bound: float) -> None:
     pytest.importorskip("numba")
-    members = _members(seed, 300)
-    bounds = np.array([0, 1, 5, 105, 300])
-    found = choose_small("python")(members, bounds, BANDS, 8)
-    assert {EXACT, NEAR} < set(found.rule.tolist())
-    assert _lists(choose_small("numba")(members, bounds, BANDS, 8)) == _lists(found)
-    for block in (1, 7, 1000):
-        for low, high in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
-            blocks = [_part(members, start, min(start + block, high)) for start in range(low, high, block)]
-            for engine in ENGINES:
-                part = choose_in_one(engine)(blocks, BANDS, 8)
-                leader = np.where(part.leader < 0, -1, part.leader + low)
-                assert leader.tolist() == found.leader[low:high].tolist()
-                assert part.rule.tolist() == found.rule[low:high].tolist()
-                assert part.equal.tolist() == found.equal[low:high].tolist()
-    assert (found.leader[members.roles == MUST_LEAD] < 0).all()
-    leaders = found.leader[found.leader >= 0]
-    assert (found.leader[leaders] < 0).all()
-    assert (members.roles[leaders] != CANNOT_LEAD).all()
-
-
-@pytest.mark.parametrize(("bands", "rows"), [(14, 8), (8, 8), (26, 11), (3, 20)])
-def test_documents_that_share_a_band_and_differ_by_about_the_bound(bands: int, rows: int) -> None:
-    pytest.importorskip("numba")
-    rng, values = np.random.default_rng(bands), bands * rows
-    signatures = rng.integers(0, 2**32 - 1, (300, values), np.uint32)
-    same = rng.random(signatures.shape) < rng.uniform(0.6, 0.95, (300, 1))
-    signatures = np.where(same, signatures[0], signatures)
-    signatures[:, :rows] = signatures[0, :rows]
-    ids = np.arange(300, dtype=np.uint64)
-    members = Members(signatures, np.ones(300, np.bool_), ids, ids, np.zeros(300, np.uint8))
-    fewest = round(0.7 * values)
-    found = choose_in_one("python")([members], bands, fewest)
-    assert _lists(choose_in_one("numba")([members], bands, fewest)) == _lists(found)
-    assert 20 < (found.rule == NEAR).sum() < 300
-
-
-def test_without_signatures() -> None:
-    pytest.importorskip("numba")
-    members = _members(0, 50)
-    bare = Members(np.zeros((50, 0), np.uint32), np.zeros(50, np.bool_), members.exact, members.url, members.roles)
-    bounds = np.array([0, 50])
-    found = choose_small("python")(bare, bounds, 0, 1)
-    assert NEAR not in found.rule.tolist()
-    assert _lists(choose_small("numba")(bare, bounds, 0, 1)) == _lists(found)
+    members = _members(seed, 180)
+    expected = _all_pairs(members, bound)
+    assert {EXACT, URL} < set(expected[1])
+    assert NEAR in expected[1] or bound == 1
     for engine in ENGINES:
-        assert _lists(choose_in_one(engine)([bare], 0, 1)) == _lists(found)
-
-
-def test_tables_of_a_large_cluster_grow() -> None:
-    pytest.importorskip("numba")
-    members = _members(7, 6000)
-    # Few share a band, so most lead, and the tables of bands have to grow some times.
-    rng = np.random.default_rng(1)
-    members.signatures[members.signed] = rng.integers(0, 2**32 - 1, (int(members.signed.sum()), BANDS * ROWS))
-    members.signatures[3000:4000] = members.signatures[:1000]
-    blocks = [_part(members, low, low + 700) for low in range(0, 6000, 700)]
-    found = choose_in_one("python")(blocks, BANDS, 8)
-    assert _lists(choose_in_one("numba")(blocks, BANDS, 8)) == _lists(found)
-    assert (found.rule == NEAR).sum() > 100
+        for block in (7, 180):
+            assert _choose(members, engine, bound, block) == expected
 
 
 def test_large_clusters_give_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = {"web": family_texts(6, 30)}
-    for name, large, block in (("small", 4096, 2**16), ("large", 1, 3)):
-        monkeypatch.setattr(choose, "LARGE", large)
-        monkeypatch.setattr(choose, "_BLOCK", block)
+    for name, block, room in (("small", 2**13, 2**25), ("large", 3, 200)):
+        monkeypatch.setattr(choose, "BLOCK", block)
+        monkeypatch.setattr(choose, "ROOM", room)
         run_all(make_passes(make_scope(tmp_path / name, texts, SETTINGS), SETTINGS))
     assert without_receipts(tmp_path / "small") == without_receipts(tmp_path / "large")
 

@@ -1,27 +1,34 @@
-"""Leaders: of documents in rank order, a document goes if a kept one before it equals or resembles it, else it stays.
+"""Leaders: in rank order, a document is removed if an earlier kept document is equal or similar, else it is kept.
 
-A kept document resembles another one if they share a band, all of whose values are equal, and the share of equal values
-of their signatures is at least `min_similarity`. What becomes of a document depends on its pairs with those before it
-alone, never on which others are in its cluster.
+Two documents are similar if they share a band of their signatures and the Jaccard similarity of their sets of shingles,
+counted, is at least `min_similarity`. Whether a document is removed depends on its pairs with earlier ones alone, never
+on which others are in its cluster.
+
+Pages of one template share bands with each other by the thousands, and must not be compared in all pairs. So a
+document is only compared with leaders that have one of its rare shingles (prefix filter, as in Chaudhuri, Ganti and
+Kaushik 2006 and PPJoin, Xiao et al. 2008). Put the shingles of every set into the same order, the rarest first. If sets
+of a and b shingles have similarity t, they share at least o = t / (1 + t) * (a + b) shingles, so the first a - o + 1 of
+the one and the first b - o + 1 of the other have one in common. In pages of a template these first ones occur in no
+other page. The filter loses no pair: the result is that of comparing all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.curate.duplicates.signature import band_hashes
-
 EXACT, URL, NEAR = 1, 2, 3
 CAN_LEAD, CANNOT_LEAD, MUST_LEAD = 0, 1, 2
 """Roles: a document; one that a rule removes, which keeps nothing out; one of a finished curation, which never goes."""
-LARGE = 4096
-"""Clusters of more documents are compared by a table of bands; the result is the same."""
-Signatures = npt.NDArray[np.uint32]
+_SLACK = 1e-6
+"""Products of a bound and a size are rounded so that an error of their last bits keeps a pair."""
+_COUNTERS = 28
+"""Most bits of the number of counters of shingles."""
+Hashes = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]
 
 
@@ -30,21 +37,35 @@ class Members:
     """Documents of clusters in rank order.
 
     Attributes:
-        signatures: uint32 of shape (documents, values).
-        signed: bool of shape (documents,): those that have a signature.
-        exact: uint64 of shape (documents,): equal for equal texts.
+        shingles: uint32 of shape (shingles,): the set of each document, ascending, one behind the other.
+        starts: int64 of shape (documents + 1,): where each set begins; empty if the document is similar to none.
+        bands: uint64 of shape (documents, bands): hashes of the bands of signatures.
+        exact: int64 of shape (documents,): equal for equal texts, at least 0.
         url: the same for addresses.
         roles: uint8 of shape (documents,).
     """
 
-    signatures: Signatures
-    signed: npt.NDArray[np.bool_]
-    exact: npt.NDArray[np.uint64]
-    url: npt.NDArray[np.uint64]
+    shingles: Hashes
+    starts: Places
+    bands: npt.NDArray[np.uint64]
+    exact: Places
+    url: Places
     roles: npt.NDArray[np.uint8]
 
     def __len__(self) -> int:
         return len(self.roles)
+
+    def part(self, low: int, high: int) -> Members:
+        """Documents [low, high)."""
+        first, end = int(self.starts[low]), int(self.starts[high])
+        return Members(
+            self.shingles[first:end],
+            self.starts[low : high + 1] - first,
+            self.bands[low:high],
+            self.exact[low:high],
+            self.url[low:high],
+            self.roles[low:high],
+        )
 
 
 @dataclass(frozen=True)
@@ -52,163 +73,76 @@ class LeaderChoice:
     """Outcome for each document.
 
     Attributes:
-        leader: int64 of shape (documents,): place of the kept one that it goes for; -1 if it stays.
-        rule: uint8: `EXACT`, `URL` or `NEAR`; 0 if it stays.
-        equal: uint16: equal values of the signatures, for `NEAR`.
+        leader: int64 of shape (documents,): place of the kept document that it is removed for; -1 if it is kept.
+        rule: uint8: `EXACT`, `URL` or `NEAR`; 0 if it is kept.
+        similarity: float64: Jaccard similarity to that document, for `NEAR`; 1 for other rules.
     """
 
     leader: Places
     rule: npt.NDArray[np.uint8]
-    equal: npt.NDArray[np.uint16]
+    similarity: npt.NDArray[np.float64]
 
 
-class ChooseLarge(Protocol):
-    """Chooses in one cluster."""
+class Leaders(Protocol):
+    """Kept documents of some clusters."""
 
-    def __call__(self, blocks: Iterable[Members], bands: int, fewest: int) -> LeaderChoice:
-        """Choose; see `choose_large`."""
+    def add(self, block: Members) -> LeaderChoice:
+        """Choose among the next documents; places of leaders count from the first document of the first block."""
 
 
 def empty_choice(documents: int) -> LeaderChoice:
-    """All stay."""
-    return LeaderChoice(np.full(documents, -1, np.int64), np.zeros(documents, np.uint8), np.zeros(documents, np.uint16))
+    """All are kept."""
+    return LeaderChoice(np.full(documents, -1, np.int64), np.zeros(documents, np.uint8), np.ones(documents))
 
 
-class ChooseSmall(Protocol):
-    """Chooses in many clusters."""
-
-    def __call__(self, members: Members, bounds: Places, bands: int, fewest: int) -> LeaderChoice:
-        """Choose.
-
-        Args:
-            members: of all clusters.
-            bounds: int64 of shape (clusters + 1,): where each cluster begins.
-            bands: number; 0 without signatures.
-            fewest: equal values from which on documents resemble each other.
-        """
-
-
-def choose_numpy(members: Members, bounds: Places, bands: int, fewest: int) -> LeaderChoice:
-    """Compare each document with all kept ones of its cluster."""
-    choice = empty_choice(len(members))
-    for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        kept: list[int] = []
-        for place in range(low, high):
-            if members.roles[place] != MUST_LEAD:
-                _decide(members, place, np.array(kept, np.int64), bands, fewest, choice)
-            if choice.leader[place] < 0 and members.roles[place] != CANNOT_LEAD:
-                kept.append(place)
-    return choice
-
-
-def _decide(members: Members, place: int, kept: Places, bands: int, fewest: int, choice: LeaderChoice) -> None:
-    for rule, ids in ((EXACT, members.exact), (URL, members.url)):
-        same = np.flatnonzero(ids[kept] == ids[place])
-        if len(same):
-            choice.leader[place], choice.rule[place] = kept[same[0]], rule
-            return
-    if bands and members.signed[place]:
-        found = first_similar(members.signatures[kept], members.signatures[place], bands, fewest, members.signed[kept])
-        if found is not None:
-            choice.leader[place], choice.rule[place], choice.equal[place] = kept[found[0]], NEAR, found[1]
-
-
-def first_similar(
-    others: Signatures, one: Signatures, bands: int, fewest: int, signed: npt.NDArray[np.bool_]
-) -> tuple[int, int] | None:
-    """(place, equal values) of the first of some signatures that resembles one."""
-    same = others == one
-    equal = same.sum(axis=1)
-    near = np.flatnonzero((equal >= fewest) & signed)
-    for place in near.tolist():
-        if same[place].reshape(bands, -1).all(axis=1).any():
-            return place, int(equal[place])
-    return None
-
-
-@dataclass
-class LargeCluster:
-    """Leaders of a cluster whose documents come in blocks, in rank order.
-
-    Memory: a signature, its bands and some bytes for each leader.
-
-    Attributes:
-        bands: number; 0 without signatures.
-        fewest: equal values from which on documents resemble each other.
-    """
-
-    bands: int
-    fewest: int
-    _before: int = 0
-    _exact: dict[int, int] = field(default_factory=dict)
-    _url: dict[int, int] = field(default_factory=dict)
-    _by_band: dict[int, list[int]] = field(default_factory=dict)
-    _leaders: list[int] = field(default_factory=list)
-    _signatures: Signatures = field(default_factory=lambda: np.zeros((0, 0), np.uint32))
-
-    def add(self, block: Members) -> LeaderChoice:
-        """Choose among the next documents; places of leaders are those in the whole cluster."""
-        choice = empty_choice(len(block))
-        hashes = band_hashes(block.signatures, self.bands).tolist() if self.bands else []
-        exact, url = block.exact.tolist(), block.url.tolist()
-        for place, role in enumerate(block.roles.tolist()):
-            bands = hashes[place] if self.bands and block.signed[place] else []
-            goes = role != MUST_LEAD and self._goes(block, place, exact[place], url[place], bands, choice)
-            if not goes and role != CANNOT_LEAD:
-                self._lead(block, place, exact[place], url[place], bands)
-        self._before += len(block)
-        return choice
-
-    def _goes(self, block: Members, place: int, exact: int, url: int, bands: list[int], choice: LeaderChoice) -> bool:
-        for rule, value, table in ((EXACT, exact, self._exact), (URL, url, self._url)):
-            if value in table:
-                choice.leader[place], choice.rule[place] = table[value], rule
-                return True
-        # Many share all bands with one leader; it is mostly the first.
-        slots = sorted({slot for band in bands for slot in self._by_band.get(band, ())})
-        for start in range(0, len(slots), 64):
-            some = slots[start : start + 64]
-            signed = np.ones(len(some), np.bool_)
-            found = first_similar(self._signatures[some], block.signatures[place], self.bands, self.fewest, signed)
-            if found is not None:
-                choice.leader[place] = self._leaders[some[found[0]]]
-                choice.rule[place], choice.equal[place] = NEAR, found[1]
-                return True
-        return False
-
-    def _lead(self, block: Members, place: int, exact: int, url: int, bands: list[int]) -> None:
-        number = self._before + place
-        self._exact.setdefault(exact, number)
-        self._url.setdefault(url, number)
-        if not bands:
-            return
-        slot = len(self._leaders)
-        if slot >= len(self._signatures):
-            grown = np.zeros((max(2 * slot, 1024), block.signatures.shape[1]), np.uint32)
-            grown[:slot] = self._signatures[:slot] if slot else 0
-            self._signatures = grown
-        self._signatures[slot] = block.signatures[place]
-        self._leaders.append(number)
-        for band in bands:
-            self._by_band.setdefault(band, []).append(slot)
-
-
-def choose_large(blocks: Iterable[Members], bands: int, fewest: int) -> LeaderChoice:
-    """Choose in one cluster.
+class Frequencies:
+    """Number of documents that have a shingle, by which shingles are ordered. Some share a counter; that is harmless.
 
     Args:
-        blocks: of its documents in rank order.
-        bands: number; 0 without signatures.
-        fewest: equal values from which on documents resemble each other.
+        shingles: of all documents, about.
     """
-    cluster = LargeCluster(bands, fewest)
-    return join_choices([cluster.add(block) for block in blocks])
+
+    def __init__(self, shingles: int) -> None:
+        self.counts = np.zeros(2 ** min(max(shingles, 1).bit_length() + 1, _COUNTERS), np.uint32)
+        self.longest = 0
+        """Shingles of the largest set."""
+
+    def add(self, shingles: Hashes, starts: Places) -> None:
+        """Count the shingles of sets."""
+        np.add.at(self.counts, shingles & np.uint32(len(self.counts) - 1), np.uint32(1))
+        self.longest = max(self.longest, int(np.diff(starts).max(initial=0)))
+
+    def order(self, shingles: Hashes) -> npt.NDArray[np.uint64]:
+        """Sort shingles, the rarest first: uint64 of frequency * 2^32 + hash."""
+        counts = self.counts[shingles & np.uint32(len(self.counts) - 1)].astype(np.uint64)
+        return np.sort(counts << np.uint64(32) | shingles)
 
 
-def join_choices(parts: Sequence[LeaderChoice]) -> LeaderChoice:
-    """Outcome of all blocks."""
-    return LeaderChoice(
-        np.concatenate([part.leader for part in parts]),
-        np.concatenate([part.rule for part in parts]),
-        np.concatenate([part.equal for part in parts]),
-    )
+def fewest_common(one: int, other: int, bound: float) -> int:
+    """Fewest common shingles of sets of these sizes whose similarity may reach the bound."""
+    return max(1, math.ceil(bound / (1 + bound) * (one + other) - _SLACK))
+
+
+def prefix_size(size: int, bound: float) -> int:
+    """Shingles of a set that are looked at: the shortest set that can be similar has bound * size shingles."""
+    return size - max(1, math.ceil(bound * size - _SLACK)) + 1
+
+
+def largest_other(size: int, place: int, bound: float, longest: int) -> int:
+    """Largest set that may be similar if the first common shingle is at a place of a set of a size.
+
+    Args:
+        size: of the set.
+        place: in its order, from 0.
+        bound: of the similarity.
+        longest: there is no larger set.
+    """
+    if bound <= 0:
+        return longest
+    return min(longest, math.floor((size - place) * (1 + bound) / bound - size + _SLACK))
+
+
+def size_class(size: int) -> int:
+    """Class of sets of about one size: 32 for each power of two, ascending."""
+    shift = max(size.bit_length() - 6, 0)
+    return shift * 32 + (size >> shift)

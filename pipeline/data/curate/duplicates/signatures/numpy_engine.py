@@ -48,6 +48,15 @@ class NumpySigner:
             self._minima(shingles, starts, found[first:end])
         return found
 
+    def shingles(self, batch: TextBatch) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """Hashes of the shingles of all documents, and where those of each begin, shape (documents + 1,)."""
+        found, counts = [np.zeros(0, np.uint32)], [np.zeros(0, np.int64)]
+        for first, end in _blocks(batch.starts):
+            shingles, starts = self._shingles(batch.texts[first:end])
+            found.append(shingles)
+            counts.append(np.diff(starts))
+        return np.concatenate(found), np.append(0, np.cumsum(np.concatenate(counts)))
+
     def _shingles(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
         """Hashes of the shingles of all texts, and where those of each text begin, shape (texts + 1,)."""
         hashes, before = self._words(texts)

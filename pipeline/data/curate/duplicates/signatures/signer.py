@@ -30,6 +30,9 @@ class Signer(Protocol):
     def sign(self, batch: TextBatch) -> npt.NDArray[np.uint32]:
         """Signatures, uint32 of shape (documents, values); those of a text without words are all `NO_VALUE`."""
 
+    def shingles(self, batch: TextBatch) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """Hashes of the shingles of all documents, and where those of each begin, int64 of shape (documents + 1,)."""
+
 
 def make_signer(engine: Literal["numba", "python"], size: int, values: int) -> Signer:
     """Signer of an engine, which has been compared with the definition in this process.

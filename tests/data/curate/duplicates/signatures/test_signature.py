@@ -17,7 +17,6 @@ from pipeline.data.curate.duplicates.normalize import folding_table, normalized,
 from pipeline.data.curate.duplicates.signature import (
     NO_VALUE,
     band_hashes,
-    fewest_equal,
     has_signature,
     permutations,
     reference_signature,
@@ -161,10 +160,3 @@ def test_an_engine_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(signer, "NumpySigner", Wrong)
     with pytest.raises(MachineError, match=r"data\.curate\.engine"):
         make_signer("python", 5, 112)
-
-
-def test_fewest_equal() -> None:
-    assert fewest_equal(0.7, 112) == 79
-    assert fewest_equal(0.55, 100) == 55
-    assert fewest_equal(0, 10) == 0
-    assert fewest_equal(1, 10) == 10
