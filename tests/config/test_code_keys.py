@@ -25,6 +25,7 @@ from pipeline.config.parsing.task_files import files_of_folder, files_of_tasks
 from pipeline.config.slurm import SiteConfig
 from slurm.submit.site_profile import site_of
 from tests import tiny
+from tests.tiers import first
 
 OTHER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which only root may")
@@ -161,29 +162,33 @@ def test_each_key_of_a_profile_that_is_code_is_read_from_nobody_else(key: str, v
     config = load(tiny.write_run(tmp_path, {"slurm.profile": str(file)}))
     site_of(config)
     given(file)
-    with pytest.raises(UserError, match=r"slurm\.profile.*site\.yaml belongs to"):
+    with pytest.raises(UserError, match=r"slurm.profile .*site.yaml belongs to"):
         site_of(config)
 
 
-ATTACKS = {
-    "eval": ["eval.harness.tasks"],
-    "run": ["eval.harness.tasks", "notify.N.command"],
-    "train": ["notify.N.command"],
-    "train --check": ["notify.N.command"],
-    "train --local --dry-run": ["slurm.profile", "notify.N.command"],
-    "train --slurm": ["slurm.profile"],
-    "train --slurm --dry-run": ["slurm.profile", "slurm.train.options"],
-    "plan": ["slurm.profile"],
-    "doctor --notify": ["notify.N.command"],
-    "curate": ["data.curate.decontaminate.tasks"],
-    "curate --dry-run": ["data.curate.decontaminate.tasks", "eval.harness.include_path"],
-    "config show": ["slurm.profile", "eval.harness.include_path"],
-}
-"""Commands with keys of code that they would execute, or whose execution they are a preview of."""
+ATTACKS = [
+    ("eval", "eval.harness.tasks"),
+    ("train --slurm", "slurm.profile"),
+    ("train --slurm --dry-run", "slurm.profile"),
+    ("train", "notify.N.command"),
+    ("curate --dry-run", "data.curate.decontaminate.tasks"),
+    ("config show", "eval.harness.include_path"),
+    ("curate", "data.curate.decontaminate.tasks"),
+    ("curate --dry-run", "eval.harness.include_path"),
+    ("doctor --notify", "notify.N.command"),
+    ("plan", "slurm.profile"),
+    ("run", "eval.harness.tasks"),
+    ("run", "notify.N.command"),
+    ("train --check", "notify.N.command"),
+    ("train --local --dry-run", "notify.N.command"),
+    ("train --local --dry-run", "slurm.profile"),
+    ("train --slurm --dry-run", "slurm.train.options"),
+]
+"""Commands with a key of code that they would execute, or whose execution they are a preview of."""
 
 
 @as_root
-@pytest.mark.parametrize(("command", "key"), [(command, key) for command, found in ATTACKS.items() for key in found])
+@pytest.mark.parametrize(("command", "key"), first(6, ATTACKS, rest="guard"))
 def test_a_command_in_a_folder_of_another_user_executes_nothing(
     command: str,
     key: str,

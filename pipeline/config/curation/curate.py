@@ -149,14 +149,14 @@ class DuplicatesConfig(Section):
 class UrlListsConfig(Section):
     """Lists of addresses whose documents are removed. The rule that removed one has the name of the list."""
 
-    lists: list[AbsPath] = Field(min_length=1)
+    lists: list[DataPath] = Field(min_length=1)
     """Folders with a folder per category that has files `domains` and `urls`, as UT1's, and files with a domain or the
     beginning of an address per line. They may be compressed (`.gz`). A domain stands for those below it, too."""
-    categories: list[str] = Field(default_factory=list)
+    categories: list[Text] = Field(default_factory=list)
     """Categories of the folders, like `adult`; by default all."""
-    key: str = "url"
+    key: Text = "url"
     """Key of `metadata` with the address."""
-    sources: list[str] = Field(default_factory=list)
+    sources: list[Text] = Field(default_factory=list)
     """Sources whose addresses are looked at; by default all."""
 
 
