@@ -200,17 +200,17 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Mark of a key that is a text or a path: what becomes of its value. Each such key has one."""
+class KeyMark:
+    """KeyMark of a key that is a text or a path: what becomes of its value. Each such key has one."""
 
     kind: Literal["data", "code"]
     files: Callable[[Any], Iterable[Path]] | None = field(default=None, compare=False)
     """Of code that is in files: those that a value names. Without it the value itself is executed."""
 
 
-DATA = Mark("data")
+DATA = KeyMark("data")
 """Read, compared, printed or sent. It may choose among the code that is installed, and names no other."""
-CODE = Mark("code")
+CODE = KeyMark("code")
 """Executed as this user: `pipeline.config.parsing.code_keys` refuses it where somebody else may have written it."""
 
 Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=int | float | str)]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from pipeline.config.base import AbsPath, DataPath, Mark, Section, Text, parse_bytes
+from pipeline.config.base import AbsPath, DataPath, KeyMark, Section, Text, parse_bytes
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.parsing.task_files import files_of_folder, files_of_tasks
 
@@ -54,13 +54,13 @@ class HarnessConfig(Section):
     It needs the extra: `pip install 'pretraining-pipeline[eval]'`.
     """
 
-    tasks: Annotated[list[str], Mark("code", files_of_tasks)] = Field(min_length=1)
+    tasks: Annotated[list[str], KeyMark("code", files_of_tasks)] = Field(min_length=1)
     """Names of tasks, groups or tags, or paths of task files."""
     num_fewshot: int | None = Field(default=None, ge=0)
     """Examples before each question; by default what the task says."""
     limit: int | None = Field(default=None, ge=1)
     """Score only the first N documents of each task, to try something out; by default all."""
-    include_path: Annotated[AbsPath | None, Mark("code", files_of_folder)] = None
+    include_path: Annotated[AbsPath | None, KeyMark("code", files_of_folder)] = None
     """Folder with task files that the harness does not have. `pipeline eval prefetch` writes into its folder
     `prefetched` what tasks need where there is no network."""
     batch_size: int | None = Field(default=None, ge=1)

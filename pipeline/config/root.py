@@ -26,7 +26,7 @@ from pipeline.config.train import TrainConfig
 
 
 @dataclass(frozen=True)
-class Origins:
+class CodeOrigins:
     """Files that name values which are executed, by key. All are equal, as configs are compared by their keys alone."""
 
     files: Mapping[str, tuple[Path, ...]] = field(default_factory=dict, compare=False)
@@ -69,7 +69,7 @@ class Config(Section):
     notify: Notifications = Field(default_factory=list)
     """Messages about the end and the troubles of the run."""
 
-    _origins: Origins = PrivateAttr(default=Origins())
+    _origins: CodeOrigins = PrivateAttr(default=CodeOrigins())
 
     def origins(self, key: str) -> tuple[Path, ...]:
         """Files that name the value of a key that is executed; none where the command line or a program names it."""
@@ -77,7 +77,7 @@ class Config(Section):
 
     def note_origins(self, files: Mapping[str, tuple[Path, ...]]) -> None:
         """Keep them for whoever would execute the values."""
-        self._origins = Origins(files)
+        self._origins = CodeOrigins(files)
 
     @model_validator(mode="after")
     def _splits_exist(self) -> Config:

@@ -14,10 +14,10 @@ from pipeline.config.base import (
     CODE,
     DATA,
     AbsLinePath,
+    KeyMark,
     Line,
     LineByName,
     Lines,
-    Mark,
     Section,
     Text,
     TextLine,
@@ -167,7 +167,7 @@ class ArrayConfig(Section):
 class SlurmConfig(Section):
     """Jobs of a run on a cluster."""
 
-    profile: Annotated[Line, AfterValidator(_absolute_file), Mark("code", _profile_files)] = "generic"
+    profile: Annotated[Line, AfterValidator(_absolute_file), KeyMark("code", _profile_files)] = "generic"
     """Site profile: the name of one that ships, or a file (`./site.yaml`). A relative path of a run file is looked for
     in the working directory, then beside the run file."""
     nodes: int = Field(default=1, ge=1)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import Bytes, DataGlob, DataPath, Mark, Section, Text
+from pipeline.config.base import Bytes, DataGlob, DataPath, KeyMark, Section, Text
 from pipeline.config.curation.rules import RulesConfig
 from pipeline.config.parsing.task_files import files_of_tasks
 
@@ -163,7 +163,7 @@ class UrlListsConfig(Section):
 class DecontaminateConfig(Section):
     """Documents that contain items of evaluations."""
 
-    tasks: Annotated[list[str], Mark("code", files_of_tasks)] = Field(default_factory=list)
+    tasks: Annotated[list[str], KeyMark("code", files_of_tasks)] = Field(default_factory=list)
     """Tasks of `eval`, whose own files are read: `wikitext`, `lambada`, or tasks of lm-eval."""
     files: list[DataGlob] = Field(default_factory=list)
     """Files with an item per line (.txt), or JSON Lines of which every text is an item."""

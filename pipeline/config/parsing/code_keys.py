@@ -18,7 +18,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from pipeline.common.trust import refuse_untrusted
-from pipeline.config.base import Mark, Section
+from pipeline.config.base import KeyMark, Section
 from pipeline.config.parsing.document import ParsedFile, Place
 from pipeline.config.parsing.problems import place_of, show
 from pipeline.config.parsing.schema import KeyPath, dotted, mark_of, subsection, written_keys
@@ -36,7 +36,7 @@ class CodeValue:
 
     path: KeyPath
     value: Any
-    mark: Mark
+    mark: KeyMark
     without: str
     """Override that leaves it out."""
 
@@ -96,7 +96,7 @@ class _Entry:
 
     key: str
     name: str
-    mark: Mark | None
+    mark: KeyMark | None
     default: str | None
     """As an override has it; None of a required key and of sections."""
 

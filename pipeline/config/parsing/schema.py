@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pipeline.config.base import Mark, Section, Value
+from pipeline.config.base import KeyMark, Section, Value
 
 KeyPath = tuple[str | int, ...]
 
@@ -65,7 +65,7 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
             yield from keys(below, f"{path}.{entry}." if entry else f"{path}.")
 
 
-def mark_of(field: FieldInfo) -> Mark | None:
+def mark_of(field: FieldInfo) -> KeyMark | None:
     """The mark of a key; None of one that has none, such as a number.
 
     Raises:
@@ -77,9 +77,9 @@ def mark_of(field: FieldInfo) -> Mark | None:
     return marks.pop() if marks else None
 
 
-def _marks(parts: Iterable[Any]) -> Iterator[Mark]:
+def _marks(parts: Iterable[Any]) -> Iterator[KeyMark]:
     for part in parts:
-        if isinstance(part, Mark):
+        if isinstance(part, KeyMark):
             yield part
         yield from _marks(get_args(part))
 
