@@ -32,7 +32,6 @@ from pipeline.common.format import when
 from pipeline.common.process_identity import node_name
 from pipeline.common.run_files import RunFiles
 from pipeline.common.signals import ignore, stop_signals
-from pipeline.config.parsing.code_keys import vouch_for
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.lock import clear, last_attempt
 from pipeline.train.run.stop_requests import RESUME_ADVICE
@@ -140,8 +139,7 @@ class JobStart:
     def run(self) -> tuple[Next, int]:
         """Run to the end of this start; returns what follows, and the exit code of the job."""
         self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._chain_job}")
-        # What is executed was checked when it was sent, and is what was sent.
-        with vouch_for(self._submission.config()), self._listening():
+        with self._listening():
             self._notices.begin(self._submission.config(), self._chain_job, continues=not self._why_over())
             if why := self._why_unwanted():
                 return self._refuse_start(why)
