@@ -30,7 +30,7 @@ from rich.console import Console
 
 from pipeline import api
 from pipeline.common.errors import UserError
-from pipeline.common.markdown import table
+from pipeline.common.format import table
 from pipeline.config.load import load
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.train.checkpoint.committed import COMMIT

@@ -8,6 +8,14 @@ from typing import Annotated
 import typer
 
 from pipeline.common.errors import UserError
+from pipeline.common.trust import trust
+
+
+def _trust(names: list[str] | None) -> list[str] | None:
+    """Trust the files of users from here on."""
+    trust(names or ())
+    return names
+
 
 Overrides = Annotated[
     list[str] | None,
@@ -42,6 +50,17 @@ TakeOver = Annotated[
         "--take-over",
         help="Start although another process may train in the run folder, of which nobody can say whether it runs: you "
         "know that it is gone. Refused while it gives signs of life.",
+    ),
+]
+TrustFilesOf = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust-files-of",
+        metavar="USER",
+        help="Execute files and commands that this user (or group:NAME) may have written; may be repeated. "
+        "See SECURITY.md.",
+        callback=_trust,
+        show_default=False,
     ),
 ]
 Verbose = Annotated[

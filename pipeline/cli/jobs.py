@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder
+from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, TrustFilesOf
 from pipeline.common.console import Console
 
 RunsOrFolders = Annotated[
@@ -88,6 +88,7 @@ def doctor(
         bool, typer.Option("--image", help="In a container: also check what the image has, and what does not fit.")
     ] = False,
     as_json: AsJson = False,
+    trusted: TrustFilesOf = None,
 ) -> None:
     """Check this node: GPUs, a matrix product, disk, inodes, clock, versions. Exit code 78 if it is unfit."""
     if notify:
@@ -110,6 +111,7 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs; start nothing.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Show the results so far.")] = False,
     as_json: AsJson = False,
+    trusted: TrustFilesOf = None,
 ) -> None:
     """Train with each combination of values, each in its own run folder, and compare the results."""
     from slurm.sweep.command import sweep as run_sweep

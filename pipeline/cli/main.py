@@ -11,8 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline import DISTRIBUTION, __version__
-from pipeline.cli.arguments import AsJson, Local, Overrides, RunOrFolder, Slurm, Step, TakeOver, Verbose, WeightsFolder
+from pipeline.cli.arguments import (
+    AsJson,
+    Local,
+    Overrides,
+    RunOrFolder,
+    Slurm,
+    Step,
+    TakeOver,
+    TrustFilesOf,
+    Verbose,
+    WeightsFolder,
+)
 from pipeline.cli.checkpoint import checkpoint_app
+from pipeline.cli.config import config_app
 from pipeline.cli.convert import convert_app
 from pipeline.cli.curate import curate
 from pipeline.cli.data import data_app
@@ -35,7 +47,6 @@ app = typer.Typer(
     help="Pretrain a language model from a run file: curate, preprocess, train, eval, on this machine or on SLURM.",
     epilog=f"Pages named docs/... are in share/doc/{DISTRIBUTION} of the Python environment, or in the checkout.",
 )
-config_app = typer.Typer(no_args_is_help=True, help="Show run files and their keys.")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -76,6 +87,7 @@ def preprocess(
     grow: Annotated[
         bool, typer.Option("--grow", help="Append files that were added to sources to their datasets.")
     ] = False,
+    trusted: TrustFilesOf = None,
 ) -> None:
     """Tokenize documents into datasets (data.sources). Rerun to resume."""
     # NumPy's library of matrix products would start a thread for each core, and this command multiplies no matrices.
@@ -110,6 +122,7 @@ def train(
     dry_run: DryRun = False,
     take_over: TakeOver = False,
     verbose: Verbose = False,
+    trusted: TrustFilesOf = None,
 ) -> None:
     """Train the model, or resume from the latest checkpoint."""
     config = _load(run, overrides)
@@ -144,6 +157,7 @@ def plan(
         bool, typer.Option("--suggest", help="Also search for the fastest layouts that fit. May take minutes.")
     ] = False,
     as_json: AsJson = False,
+    trusted: TrustFilesOf = None,
 ) -> None:
     """Estimate memory, time and communication of a training run. Starts nothing. Exit code 2 if it does not fit."""
     config = _load(run, overrides)
@@ -187,6 +201,7 @@ def evaluate(
     slurm: Slurm = False,
     local: Local = False,
     dry_run: DryRun = False,
+    trusted: TrustFilesOf = None,
 ) -> None:
     """Evaluate a checkpoint, or weights in a folder: held-out loss, then the benchmarks of eval.tasks and eval.harness.
 
@@ -263,6 +278,7 @@ def run_all(
     dry_run: DryRun = False,
     take_over: TakeOver = False,
     verbose: Verbose = False,
+    trusted: TrustFilesOf = None,
 ) -> None:
     """Run preprocess, train and eval, and print a summary. Completed stages are skipped."""
     config = _load(run, overrides)
@@ -400,34 +416,6 @@ def init(
     echo(f"wrote {path}" + (f", of a run in the folder {run['dir']} (run.dir)" if run else ""))
     todo = "Fill in each ???" if "???" in text else "Edit it"
     echo(f"{todo}, then: pipeline run {shlex.quote(str(path))}")
-
-
-@config_app.command("show")
-def config_show(run: RunOrFolder, overrides: Overrides = None) -> None:
-    """Print a run file with its includes, overrides, interpolation and defaults resolved."""
-    from pipeline.config.load import dump
-
-    echo(dump(_load(run, overrides)), end="")
-
-
-@config_app.command("keys")
-def config_keys(
-    key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="Key, section, or words to search for; default: all sections.")
-    ] = None,
-) -> None:
-    """Print keys of run files with type, default and meaning."""
-    from pipeline.config.reference import key_lines
-
-    echo("\n".join(key_lines(key)))
-
-
-@config_app.command("schema")
-def config_schema() -> None:
-    """Print the JSON schema of run files, for editors."""
-    from pipeline.config.reference import json_schema
-
-    echo(json_schema(), end="")
 
 
 @app.command()

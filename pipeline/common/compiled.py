@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from pipeline.common.cache_dir import cache_folder
+from pipeline.common.paths import cache_folder
 
 
 def has_numba() -> bool:

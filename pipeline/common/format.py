@@ -1,13 +1,15 @@
-"""Times, sizes and counts, for people."""
+"""Times, sizes, counts and tables, for people."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+_END = "<!-- end -->"
+"""Line after a table in Markdown that `make docs` writes."""
 
 
 def duration(seconds: float) -> str:
@@ -122,3 +124,25 @@ def first_and_last(rows: Sequence[T], most: int) -> tuple[Sequence[T], str, Sequ
         return rows, "", ()
     end = most // 2
     return rows[:end], f"({len(rows) - 2 * end:,} more)", rows[-end:]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def with_tables(text: str, tables: Mapping[str, str]) -> str:
+    """A page with its tables replaced.
+
+    Args:
+        text: as it is now.
+        tables: by the name of their place.
+    """
+    for name, content in tables.items():
+        begin = f"<!-- {name}: written by `make docs` -->"
+        before, marker, rest = text.partition(begin)
+        _, end, after = rest.partition(_END)
+        assert marker and end, f"the page has no lines {begin} and {_END}"
+        text = f"{before}{begin}\n\n{content.rstrip()}\n\n{end}{after}"
+    return text

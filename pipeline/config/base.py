@@ -6,8 +6,9 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -198,6 +199,20 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
+@dataclass(frozen=True)
+class KeyMark:
+    """KeyMark of a key that is a text or a path: what becomes of its value. Each such key has one."""
+
+    kind: Literal["data", "code"]
+    files: Callable[[Any], Iterable[Path]] | None = field(default=None, compare=False)
+    """Of code that is in files: those that a value names. Without it the value itself is executed."""
+
+
+DATA = KeyMark("data")
+"""Read, compared, printed or sent. It may choose among the code that is installed, and names no other."""
+CODE = KeyMark("code")
+"""Executed as this user: `pipeline.config.parsing.code_keys` refuses it where somebody else may have written it."""
+
 Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=int | float | str)]
 """A whole number; `1e9`, `300B`, `2_000_000` are understood."""
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | float | str)]
@@ -216,6 +231,14 @@ Variables = Annotated[dict[str, Line], AfterValidator(_variables)]
 """Values of environment variables."""
 AbsGlob = Annotated[str, AfterValidator(absolute_glob)]
 """A path or glob, absolute after loading."""
+Text = Annotated[str, DATA]
+"""Text that is data."""
+TextLine = Annotated[Line, DATA]
+"""Text of one line that is data."""
+DataPath = Annotated[AbsPath, DATA]
+"""Path of data, absolute after loading."""
+DataGlob = Annotated[AbsGlob, DATA]
+"""Path or glob of data, absolute after loading."""
 
 _DURATION = re.compile(r"^(.+?)\s*(steps?|tokens?)$")
 

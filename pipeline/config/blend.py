@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pipeline.config.base import AbsPath, Duration, Section, Share, Value
+from pipeline.config.base import DataPath, Duration, Section, Share, Text, Value
 from pipeline.config.objective import MixedObjectiveConfig
 
 Packing = Literal["windows", "best_fit"]
@@ -101,14 +101,14 @@ LossWeight = Annotated[float, Field(ge=LEAST_LOSS_WEIGHT, le=MOST_LOSS_WEIGHT)]
 class PhaseConfig(Section):
     """A part of the run with weights, sources, sequence length or batch size of its own."""
 
-    name: str = ""
+    name: Text = ""
     """For tables and messages."""
     until: Duration | None = None
     """Its end, counted from the start of the run, in steps or target tokens: at the first step boundary at or
     after that. All phases but the last need it; the last one lasts to the end of the run."""
     weights: Literal["tokens"] | dict[str, float] | None = None
     """By source; or `tokens` for shares that are proportional to tokens. By default the sources' own."""
-    sources: list[str] | None = None
+    sources: list[Text] | None = None
     """The sources that take part; by default those of `weights`, or all."""
     temperature: float | None = Field(default=None, gt=0)
     """In place of blend.temperature."""
@@ -158,7 +158,7 @@ class SkipConfig(Section):
     """Steps to skip, numbered from 1 as in the metrics: their data is never used and the weights stay."""
     samples: Range | None = None
     """Global indices of samples, from 0, whose targets get no weight."""
-    source: str | None = None
+    source: Text | None = None
     """A source whose targets get no weight; with `documents`, only theirs."""
     documents: list[Range] = Field(default_factory=list)
     """Documents of `source`, numbered as `pipeline data where` and `when` do."""
@@ -217,5 +217,5 @@ class StageConfig(Section):
 
     data: Literal["shared", "local"] = "shared"
     """`local` copies the parts that the run needs to `dir`, checks their hashes, and reads them there."""
-    dir: AbsPath | None = None
+    dir: DataPath | None = None
     """Node-local folder for the copies, which stay for the next start; by default TMPDIR or /tmp."""

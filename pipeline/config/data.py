@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section, Share
+from pipeline.config.base import DATA, Bytes, DataGlob, DataPath, Section, Share, Text
 from pipeline.config.blend import LossWeight, Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.plugins import NamedPlugin, SourceOptions, find_plugin, is_plugin
@@ -21,15 +21,15 @@ HELD_OUT = "heldout"
 class HubConfig(Section):
     """A dataset of the Hugging Face hub, or a local folder that `datasets.load_dataset` can stream."""
 
-    path: str = Field(min_length=1)
+    path: Text = Field(min_length=1)
     """Id of the dataset, like `allenai/c4`, a local folder, or the name of a builder, like `json`."""
-    name: str | None = None
+    name: Text | None = None
     """Its configuration, like `en`."""
-    split: str = "train"
+    split: Text = "train"
     """Its split."""
-    revision: str | None = None
+    revision: Text | None = None
     """Commit, tag or branch; kept as a commit in the plan. Without it, the newest commit when the plan is made."""
-    data_files: list[str] = Field(default_factory=list)
+    data_files: list[Text] = Field(default_factory=list)
     """Files of it, as `load_dataset` takes them; by default those of the split."""
 
 
@@ -44,12 +44,12 @@ def _likely_type(path: str) -> str | None:
 class CsvConfig(Section):
     """Dialect of the files of a source with `type: csv` or `tsv`."""
 
-    delimiter: str | None = None
+    delimiter: Text | None = None
     """Character between fields; by default a comma, and a tab with `type: tsv`."""
     quoting: bool = True
     """Fields may stand in double quotes; quotes in them are doubled, and line ends belong to the field. `false`: a
     quote is a character like any other and each line is a record, so that large plain files are cut into units."""
-    columns: list[str] = Field(default_factory=list)
+    columns: list[Text] = Field(default_factory=list)
     """Names of the columns of files without a header; by default the first record of each file has them."""
 
     @field_validator("delimiter")
@@ -108,13 +108,13 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
 class MessagesConfig(Section):
     """Conversations: a list of messages, each with a role and a content, as one text."""
 
-    key: str = "messages"
+    key: Text = "messages"
     """Key or column of the list."""
-    role_key: str = "role"
+    role_key: Text = "role"
     """Key of a message's role."""
-    content_key: str = "content"
+    content_key: Text = "content"
     """Key of a message's text."""
-    roles: dict[str, str] = Field(min_length=1)
+    roles: dict[str, Text] = Field(min_length=1)
     """Text of a message by its role, with `{content}` in it. A conversation with another role is rejected."""
 
     @field_validator("roles")
@@ -129,10 +129,10 @@ class MessagesConfig(Section):
 class InputConfig(Section):
     """Documents by name: `paths` of files, a `hub` dataset, or a `dataset` made before."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
+    name: Text = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     """Name of the source. The order of its samples is keyed by this name, never by its place in the list."""
     type: Annotated[
-        Literal["text", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] | str, NamedPlugin("sources")
+        Literal["text", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] | str, NamedPlugin("sources"), DATA
     ] = "text"
     """`text`: one document per file (text or code). `jsonl`: one JSON object per line. `csv`, `tsv`: one record a
     document. `warc`: pages of a crawl (WARC) or their texts (WET). All these may be compressed (`.gz`, `.zst`, `.bz2`,
@@ -140,15 +140,15 @@ class InputConfig(Section):
     names, through `datasets` streaming. A name with a dot: an installed plug-in, see `docs/plugins.md`."""
     options: SourceOptions = None
     """Options of the plug-in that `type` names."""
-    paths: list[AbsGlob] = Field(default_factory=list)
+    paths: list[DataGlob] = Field(default_factory=list)
     """Files to read; globs with `**` are understood."""
-    exclude: list[str] = Field(default_factory=list)
+    exclude: list[Text] = Field(default_factory=list)
     """Globs of files to leave out."""
     hub: HubConfig | None = None
     """Dataset to stream, with `type: hub`."""
-    text_key: str = "text"
+    text_key: Text = "text"
     """Key or column of the document's text."""
-    text_template: str | None = None
+    text_template: Text | None = None
     """Text of a document from several keys or columns, as in `"{title}\\n\\n{text}"`, in place of `text_key`.
     `{title?}` is left out, with the text between it and the next key, where a record has no title."""
     messages: MessagesConfig | None = None
@@ -157,15 +157,15 @@ class InputConfig(Section):
     """Dialect of `csv` and `tsv` files."""
     warc: WarcConfig = WarcConfig()
     """Pages of `warc` files."""
-    id_key: str = "id"
+    id_key: Text = "id"
     """Key or column of the document's id; a record without it gets `FILE@BYTE`, where its line begins, or
     `FILE#ROW`."""
-    metadata: list[str] = Field(default_factory=list)
+    metadata: list[Text] = Field(default_factory=list)
     """Keys or columns that are kept beside the tokens, like `url`; `pipeline data inspect` shows them."""
-    skip_records: list[str] = Field(default_factory=list)
+    skip_records: list[Text] = Field(default_factory=list)
     """Records to leave out, by the names that an error gives them: `FILE@BYTE` (lines), `FILE#ROW` (tables, crawls) or
     `FILE` (text). For one that keeps a parser busy for hours or crashes it. A change begins the source anew."""
-    dataset: AbsPath | None = None
+    dataset: DataPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
 
     without_keys: ClassVar[tuple[str, ...]] = ("text", "warc")
@@ -229,7 +229,7 @@ class SourceConfig(InputConfig):
     loss_weight: LossWeight = 1.0
     """Weight of its tokens in the training loss, relative to the other sources; times those of `weight_key`. It moves
     no sample. `docs/blend.md` has the formula."""
-    weight_key: str | None = None
+    weight_key: Text | None = None
     """Key or column of a number from 0.000001 to 1,000,000: the weight of the document's tokens in the training loss.
     Kept with the tokens; a record without it, or with another value, is rejected. Of a `dataset`: the key that its
     weights were read from, to use them."""
@@ -256,7 +256,7 @@ class SourceConfig(InputConfig):
 class HeldOutSourceConfig(InputConfig):
     """One source that is never trained on; sets of `heldout_sets` name it."""
 
-    split: str = "heldout"
+    split: Text = "heldout"
     """Split of `dataset`, which is a folder in it. Documents of files all go to the split `heldout`."""
 
     @model_validator(mode="after")
@@ -333,7 +333,7 @@ class LoaderConfig(Section):
 class DataConfig(Section):
     """Sources, curation, preprocessing and splits."""
 
-    dir: AbsPath | None = None
+    dir: DataPath | None = None
     """Folder of the datasets; by default `data` in the run folder."""
     sources: list[SourceConfig] = Field(min_length=1)
     """Sources to read: a list, or sections by name, as the included files of corpora have them. Sections are merged

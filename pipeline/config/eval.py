@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from pipeline.config.base import AbsPath, Section, parse_bytes
+from pipeline.config.base import AbsPath, DataPath, KeyMark, Section, Text, parse_bytes
 from pipeline.config.parallel import ParallelConfig
+from pipeline.config.parsing.task_files import files_of_folder, files_of_tasks
 
 
 class TaskConfig(Section):
@@ -18,10 +19,10 @@ class TaskConfig(Section):
     """`wikitext`: perplexity a word of WikiText, as lm-evaluation-harness's task of this name has it. `lambada`: how
     often the model has the last word of a passage, and its perplexity, as in the harness's `lambada_openai`; all tokens
     of the word have to be right, which is Megatron-LM's `--strict-lambada`."""
-    path: AbsPath
+    path: DataPath
     """`wikitext`: the corpus' own text file (articles begin with a line like ` = Title = `), or a JSON object per
     line with an article as `page` or `text`. `lambada`: a JSON object per line with a passage as `text`."""
-    name: str | None = Field(default=None, min_length=1)
+    name: Text | None = Field(default=None, min_length=1)
     """Name of the results; by default the type."""
     stride: int | None = Field(default=None, ge=1)
     """`wikitext`: score windows that begin every `stride` tokens. Of each but the first of a text only the last
@@ -53,13 +54,13 @@ class HarnessConfig(Section):
     It needs the extra: `pip install 'pretraining-pipeline[eval]'`.
     """
 
-    tasks: list[str] = Field(min_length=1)
+    tasks: Annotated[list[str], KeyMark("code", files_of_tasks)] = Field(min_length=1)
     """Names of tasks, groups or tags, or paths of task files."""
     num_fewshot: int | None = Field(default=None, ge=0)
     """Examples before each question; by default what the task says."""
     limit: int | None = Field(default=None, ge=1)
     """Score only the first N documents of each task, to try something out; by default all."""
-    include_path: AbsPath | None = None
+    include_path: Annotated[AbsPath | None, KeyMark("code", files_of_folder)] = None
     """Folder with task files that the harness does not have. `pipeline eval prefetch` writes into its folder
     `prefetched` what tasks need where there is no network."""
     batch_size: int | None = Field(default=None, ge=1)
@@ -72,7 +73,7 @@ class ContinuationsConfig(Section):
     On several processes without a cache, so that any layout can do it, and only with `temperature: 0`.
     """
 
-    prompts: list[str] = Field(min_length=1, max_length=100)
+    prompts: list[Text] = Field(min_length=1, max_length=100)
     """Texts to continue; an empty one begins a document."""
     max_tokens: int = Field(default=64, ge=1, le=4096)
     """Tokens to add at most to each."""
@@ -85,7 +86,7 @@ class ContinuationsConfig(Section):
 class EvalConfig(Section):
     """Measurements on a checkpoint."""
 
-    split: str = "heldout"
+    split: Text = "heldout"
     """The split to evaluate, one of `data.splits`."""
     batch_size: int = Field(default=8, ge=1)
     """Windows of one forward pass on a process."""
@@ -131,7 +132,7 @@ class EvalConfig(Section):
 class GenerateConfig(Section):
     """Continuation of a prompt, by `pipeline generate` and as the sample at the end of `pipeline run`."""
 
-    prompt: str = "def "
+    prompt: Text = "def "
     """Text to continue."""
     max_tokens: int = Field(default=64, ge=1)
     """Tokens to add at most; generation ends earlier at the end of the document."""
@@ -146,7 +147,7 @@ class GenerateConfig(Section):
     repetition_penalty: float = Field(default=1, gt=0, le=1000)
     """Makes tokens that the prompt or the new text has less probable: divides their positive logits, multiplies the
     negative ones."""
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stop: list[Annotated[Text, Field(min_length=1)]] = Field(default_factory=list)
     """The text ends before the first of these."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the draws."""
@@ -155,7 +156,7 @@ class GenerateConfig(Section):
 class ServeConfig(Section):
     """Server of a checkpoint of the run (`pipeline serve`); `docs/serving.md` has the interfaces."""
 
-    host: str = Field(default="127.0.0.1", min_length=1)
+    host: Text = Field(default="127.0.0.1", min_length=1)
     """Address to listen on. One that other machines reach needs an API key (`--api-key-file`, or `PIPELINE_API_KEY` in
     the environment)."""
     port: int = Field(default=5000, ge=0, le=65535)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.config.base import Section
+from pipeline.config.base import Section, Text
 from pipeline.config.objective import ObjectiveConfig
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
@@ -29,9 +29,9 @@ class HeldOutSetConfig(Section):
     It comes besides the split that `train.validation` and `eval` name.
     """
 
-    sources: list[str] = Field(min_length=1)
+    sources: list[Text] = Field(min_length=1)
     """Sources of the set, by name: of `data.sources`, of which `split` is taken, and of `data.heldout_sources`."""
-    split: str = "heldout"
+    split: Text = "heldout"
     """Split of those of `data.sources`, one of `data.splits`."""
     sequence_length: int | None = Field(default=None, ge=1)
     """Tokens of a window; by default train.sequence_length."""

@@ -22,6 +22,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
+from pipeline.config.parsing.code_keys import note_origins
 from pipeline.config.parsing.document import PLACEHOLDER, ParsedFile, Place, Problem, parse, render
 from pipeline.config.parsing.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
 from pipeline.config.parsing.problems import misspelled, place_of, show, translate
@@ -111,7 +112,8 @@ def _validated(
         _overlay(places, document)
     for override in overrides:
         problems += _override(plain, places, override, failed)
-    problems += _interpolate(plain, places, failed)
+    interpolated: list[KeyPath] = []
+    problems += _interpolate(plain, places, failed, interpolated)
     _take_as_written(plain, places)
     by_name = isinstance(plain.get("data"), dict) and isinstance(plain["data"].get("sources"), dict)
     problems += _list_sources(plain, places, failed)
@@ -145,7 +147,7 @@ def _validated(
             lines = re.sub(r"\bdata\.sources\.(\d+)\b", lambda found: _named(plain, found), lines)
         raise UserError(f"{_shown(path)} has {count}:\n{lines}\nAll keys: `pipeline config keys`.")
     config.slurm.note_tried(beside)
-    config.note_written([path for document in documents if document.written])
+    note_origins(config, documents, places, interpolated)
     return config
 
 
@@ -457,8 +459,10 @@ def _profile_beside(plain: Any, places: Mapping[KeyPath, Place]) -> Path | None:
     return None
 
 
-def _interpolate(plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPath]) -> Iterator[Problem]:
-    """Replace every `${...}` in place."""
+def _interpolate(
+    plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPath], done: list[KeyPath]
+) -> Iterator[Problem]:
+    """Replace every `${...}` in place, and collect where there was one."""
     interpolation = Interpolation(plain, places)
     found: list[tuple[KeyPath, Any]] = []
     for path, value in _leaves(plain):
@@ -471,6 +475,7 @@ def _interpolate(plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPat
             yield Problem(place_of(path, places), f"{dotted(path)} = {show(value)}: {error}")
     for path, value in found:
         _assign(plain, path, value)
+        done.append(path)
 
 
 def _refuse_expressions(document: ParsedFile, failed: set[KeyPath]) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Section
+from pipeline.config.base import Section, Text
 from pipeline.config.layers.experts import EXPERT_MULTIPLE
 from pipeline.config.layers.layer import LayerConfig, LayerKindConfig
 from pipeline.config.layers.mixers import MAX_LAYERS, MAX_ROWS, MAX_WIDTH
@@ -73,7 +73,7 @@ class EncoderConfig(Section):
 
     layers: int = Field(ge=1, le=MAX_LAYERS)
     """Number of blocks of the encoder."""
-    pattern: list[str] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
+    pattern: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
     """Kinds of its layers, as `model.pattern`, which is the default."""
 
 
@@ -90,7 +90,7 @@ class ModelConfig(LayerConfig, _Size):
     direction: Literal["causal", "both"] = "causal"
     """Tokens that a token sees: `causal`, itself and those before it; `both`, those behind it too, in every layer. Such
     a model is an encoder (BERT), which learns to fill in masked tokens and does not write text."""
-    pattern: list[str] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
+    pattern: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
     """Kinds of the layers, by their names in `kinds`: repeated until there are `layers`, which need not be a multiple.
     By default all layers are equal."""
     kinds: dict[str, LayerKindConfig] = Field(default_factory=dict)

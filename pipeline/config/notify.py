@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.common.redaction import has_address
-from pipeline.config.base import Lines, Section
+from pipeline.config.base import CODE, Lines, Section, Text
 
 NotifyEvent = Literal["done", "failed", "stopped", "requeued", "stalled", "spike", "saves_failing"]
 
@@ -22,10 +22,10 @@ class NotifyConfig(Section):
     was interrupted and continues (`requeued`: in the queue, in the next job, or in the same job); it has `stalled`,
     without a sign of life; a step went wrong (`spike`: a spike or a value that is not finite, and what was done);
     `saves_failing`."""
-    command: Annotated[list[Lines], Field(min_length=1)] | None = None
+    command: Annotated[Annotated[list[Lines], Field(min_length=1)] | None, CODE] = None
     """Program and arguments. It gets the event as JSON on its standard input, and as variables like PIPELINE_EVENT and
     PIPELINE_REASON; what it prints is discarded."""
-    webhook_env: str | None = None
+    webhook_env: Text | None = None
     """Name of the environment variable with the address of a webhook, to which the event is sent by POST, as JSON with
     a `text` that Slack and others show. The address itself is a secret, which a run file must not have."""
     timeout_seconds: float = Field(default=30.0, gt=0, le=600)

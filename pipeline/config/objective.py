@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Section
+from pipeline.config.base import DATA, Section, Text
 from pipeline.config.plugins import NamedPlugin, ObjectiveOptions, find_plugin, is_plugin
 
 FIM_SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
@@ -25,7 +25,7 @@ class DenoiserConfig(Section):
     """Mean length of the spans. `null`: one span at the end of each document, a prefix language model."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the samples, relative to the other denoisers."""
-    mode: str | None = None
+    mode: Text | None = None
     """Special token with which the encoder's text of each document begins, by which a model is asked for what it has
     learned with this denoiser: `[NLU]`, `[NLG]`, `[S2S]`."""
 
@@ -33,9 +33,9 @@ class DenoiserConfig(Section):
 class ObjectiveConfig(Section):
     """Objective of the training."""
 
-    type: Annotated[Literal["causal", "fim", "masked", "prefix", "spans", "ul2"] | str, NamedPlugin("objectives")] = (
-        "causal"
-    )
+    type: Annotated[
+        Literal["causal", "fim", "masked", "prefix", "spans", "ul2"] | str, NamedPlugin("objectives"), DATA
+    ] = "causal"
     """`causal`: each token from those before it. `fim`: fill-in-the-middle, for code: documents are rearranged into
     prefix, suffix and middle (Bavarian et al. 2022). `masked`: masked tokens from all others (BERT). `prefix`: each
     token behind a prefix of its document, which is seen in both directions. `spans`: a decoder predicts spans that the
@@ -48,11 +48,11 @@ class ObjectiveConfig(Section):
     predicted, by default 0.15; up to 0.4 for masked ones (Wettig et al. 2023)."""
     spm_rate: float = Field(default=0.5, ge=0, le=1)
     """fim: share of those in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
-    sentinels: Annotated[str, Field(min_length=1)] | list[str] | None = None
+    sentinels: Annotated[Text, Field(min_length=1)] | list[Text] | None = None
     """Special tokens of the tokenizer. fim: those that announce prefix, suffix and middle; by default <|fim_prefix|>,
     <|fim_suffix|>, <|fim_middle|>. spans, ul2: those that stand for the first span of a document, the second one and so
     on, as a list, or as a pattern in which {} counts from 0; by default <extra_id_{}>."""
-    mask_token: str = "[MASK]"
+    mask_token: Text = "[MASK]"
     """masked: special token of the tokenizer in place of masked ones."""
     random_share: float = Field(default=0.1, ge=0, le=1)
     """masked: share of the masked tokens that become a random token in place of the mask token."""
@@ -63,7 +63,7 @@ class ObjectiveConfig(Section):
     tokens may be masked."""
     mean_span: float = Field(default=3.0, ge=1)
     """spans: mean length of the spans."""
-    start_token: str | None = None
+    start_token: Text | None = None
     """spans, ul2: special token that the decoder starts each document with; by default the end-of-document token."""
     denoisers: list[DenoiserConfig] = Field(default_factory=list)
     """ul2: the mixture, of which each window gets one; by default that of the paper: spans of mean 3 and 8 at a rate of

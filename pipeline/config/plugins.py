@@ -18,7 +18,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from pipeline.common.errors import UserError
-from pipeline.config.base import Section
+from pipeline.config.base import DATA, Section
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -278,13 +278,13 @@ def _kept(options: Section, name: str) -> Section:
     return options
 
 
-SourceOptions = Annotated[Any, PluginOptions("sources", "type")]
+SourceOptions = Annotated[Any, PluginOptions("sources", "type"), DATA]
 """Options of a source's plug-in."""
-ObjectiveOptions = Annotated[Any, PluginOptions("objectives", "type")]
+ObjectiveOptions = Annotated[Any, PluginOptions("objectives", "type"), DATA]
 """Options of an objective's plug-in."""
-LoggerOptions = Annotated[Any, PluginOptions("loggers", "type")]
+LoggerOptions = Annotated[Any, PluginOptions("loggers", "type"), DATA]
 """Options of a logger's plug-in."""
-MixerOptions = Annotated[Any, PluginOptions("mixers", "mixer")]
+MixerOptions = Annotated[Any, PluginOptions("mixers", "mixer"), DATA]
 """Options of a mixer's plug-in."""
-MlpOptions = Annotated[Any, PluginOptions("mlps", "mlp")]
+MlpOptions = Annotated[Any, PluginOptions("mlps", "mlp"), DATA]
 """Options of an mlp's plug-in."""

@@ -23,7 +23,7 @@ from pipeline.common.storage import put
 from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
 from pipeline.config.blend import Bound, Range
 from pipeline.config.parsing.document import render
-from pipeline.config.parsing.schema import Key, keys, keys_like, meaning, subsection, written_keys
+from pipeline.config.parsing.schema import Key, keys, keys_like, mark_of, meaning, subsection, written_keys
 from pipeline.config.plugins import KEYS, OPTION_KEYS, Kind, NamedPlugin, PluginOptions, find_plugin, installed
 from pipeline.config.root import Config
 from pipeline.config.slurm import parse_minutes
@@ -169,11 +169,12 @@ def table(section: type[Section]) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """The type of a key and the bounds of its value, in words."""
+    """The type of a key and the bounds of its value, in words; what is executed is `(code)`."""
     section, entry = subsection(field.annotation)
     if section is not None:
         return {"N": "list of sections", "NAME": "sections by name"}.get(entry, "section")
-    return _type(field.annotation, field.metadata)
+    mark = mark_of(field)
+    return _type(field.annotation, field.metadata) + (" (code)" if mark is not None and mark.kind == "code" else "")
 
 
 def default(field: FieldInfo) -> str:

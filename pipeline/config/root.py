@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,10 +26,10 @@ from pipeline.config.train import TrainConfig
 
 
 @dataclass(frozen=True)
-class WrittenFiles:
-    """Files of a config that a run has written. All are equal, as configs are compared by their keys alone."""
+class CodeOrigins:
+    """Files that name values which are executed, by key. All are equal, as configs are compared by their keys alone."""
 
-    files: tuple[Path, ...] = field(default=(), compare=False)
+    files: Mapping[str, tuple[Path, ...]] = field(default_factory=dict, compare=False)
 
 
 class Config(Section):
@@ -69,16 +69,15 @@ class Config(Section):
     notify: Notifications = Field(default_factory=list)
     """Messages about the end and the troubles of the run."""
 
-    _written: WrittenFiles = PrivateAttr(default=WrittenFiles())
+    _origins: CodeOrigins = PrivateAttr(default=CodeOrigins())
 
-    @property
-    def written(self) -> tuple[Path, ...]:
-        """The files of this config that a run has written, into a folder where others may be able to write."""
-        return self._written.files
+    def origins(self, key: str) -> tuple[Path, ...]:
+        """Files that name the value of a key that is executed; none where the command line or a program names it."""
+        return self._origins.files.get(key, ())
 
-    def note_written(self, files: Iterable[Path]) -> None:
-        """Keep them for whoever would execute what they name."""
-        self._written = WrittenFiles(tuple(files))
+    def note_origins(self, files: Mapping[str, tuple[Path, ...]]) -> None:
+        """Keep them for whoever would execute the values."""
+        self._origins = CodeOrigins(files)
 
     @model_validator(mode="after")
     def _splits_exist(self) -> Config:

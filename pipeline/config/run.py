@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.base import AbsLinePath, Section
+from pipeline.config.base import DATA, AbsLinePath, Section
 
 
 class RunConfig(Section):
     """Folder and seed of the run."""
 
-    dir: AbsLinePath
+    dir: Annotated[AbsLinePath, DATA]
     """Run folder: checkpoints, metrics, evaluations, the resolved config and, by default, the data."""
     seed: int = Field(default=1234, ge=0, lt=2**63)
     """Seed of the initial weights and of the order of the data."""

@@ -10,7 +10,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
-from pipeline.config.base import AbsLinePath, Line, LineByName, Lines, Section, Variables, absolute
+from pipeline.config.base import (
+    CODE,
+    DATA,
+    AbsLinePath,
+    KeyMark,
+    Line,
+    LineByName,
+    Lines,
+    Section,
+    Text,
+    TextLine,
+    Variables,
+    absolute,
+)
 
 _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?$")
 _UNITS = {"s": Fraction(1, 60), "m": Fraction(1), "min": Fraction(1), "h": Fraction(60), "d": Fraction(24 * 60)}
@@ -58,6 +71,11 @@ def _absolute_file(profile: str) -> str:
     return str(absolute(Path(profile))) if is_profile_file(profile) else profile
 
 
+def _profile_files(profile: str) -> list[Path]:
+    """The file of a profile; none of one that ships."""
+    return [Path(profile).expanduser()] if is_profile_file(profile) else []
+
+
 def _by_nodes(distribution: str) -> str:
     """Ranks are counted node by node, whatever happens inside of one."""
     if re.split("[:,]", distribution)[0] not in ("block", "*"):
@@ -68,15 +86,15 @@ def _by_nodes(distribution: str) -> str:
 class ResourcesConfig(Section):
     """Resources of a job. A key that is not set is taken from the profile's stage, then from its `defaults`."""
 
-    partition: Line | None = None
+    partition: TextLine | None = None
     """Partition, or several with commas."""
-    account: Line | None = None
+    account: TextLine | None = None
     """Account that pays."""
-    qos: Line | None = None
+    qos: TextLine | None = None
     """Quality of service."""
-    constraint: Line | None = None
+    constraint: TextLine | None = None
     """Features that nodes must have."""
-    exclude: Line | None = None
+    exclude: TextLine | None = None
     """Nodes that must not be used, like `n[17,42]`."""
     time: Minutes | None = Field(default=None, ge=1)
     """Time limit of a job. Training resumes in the next job after it (`slurm.chain`)."""
@@ -86,14 +104,14 @@ class ResourcesConfig(Section):
     """Memory of a node, in GB; 0: all that the node has. Without it the site's default holds."""
     exclusive: bool | None = None
     """Whole nodes."""
-    options: LineByName = Field(default_factory=dict)
+    options: Annotated[LineByName, CODE] = Field(default_factory=dict)
     """Further options of sbatch by their long names without dashes, like `{reservation: night}`."""
 
 
 class SiteConfig(Section):
     """A profile: what is the same for all runs at a site. Files of it are in `slurm/profiles/`."""
 
-    description: str = ""
+    description: Text = ""
     """The site that it is for."""
     defaults: ResourcesConfig = ResourcesConfig()
     """For all stages."""
@@ -107,35 +125,35 @@ class SiteConfig(Section):
     """GPUs of a node; training has a process for each. 0: nodes without any."""
     gpus_by: Literal["gres", "gpus-per-node"] = "gres"
     """Option that asks for GPUs."""
-    gpu_type: Line | None = None
+    gpu_type: TextLine | None = None
     """Their type, where the site wants it: `gres=gpu:TYPE:N`."""
-    modules: list[Line] = Field(default_factory=list)
+    modules: Annotated[list[Line], CODE] = Field(default_factory=list)
     """Modules to load, after `before_modules` and before `setup`."""
-    before_modules: list[Lines] = Field(default_factory=list)
+    before_modules: Annotated[list[Lines], CODE] = Field(default_factory=list)
     """Lines of shell in the job's script before anything else, like `module use /shared/modules`, or what defines
     `module` where that is not in one of the usual files."""
-    environment: Variables = Field(default_factory=dict)
+    environment: Annotated[Variables, CODE] = Field(default_factory=dict)
     """Variables for all processes. No secrets: they are written into the run folder."""
-    setup: list[Lines] = Field(default_factory=list)
+    setup: Annotated[list[Lines], CODE] = Field(default_factory=list)
     """Lines of shell in the job's script after the modules."""
-    container_prefix: Line = ""
+    container_prefix: Annotated[Line, CODE] = ""
     """Words before every `python` of a step, like `apptainer exec --nv /images/torch.sif`."""
-    python: Line | None = None
+    python: Annotated[Line | None, CODE] = None
     """The interpreter; by default the one that submits. In a container often `python3`."""
-    distribution: Annotated[Line, AfterValidator(_by_nodes)] | None = None
+    distribution: Annotated[TextLine, AfterValidator(_by_nodes)] | None = None
     """Distribution of the processes of a training by srun to nodes, sockets and cores (`--distribution`), like
     `block:cyclic`. The first word is `block`: ranks are counted node by node."""
-    cpu_bind: Line | None = None
+    cpu_bind: TextLine | None = None
     """Binding of the processes of a training by srun to cores (`--cpu-bind`), like `cores` or `rank_ldom`."""
-    srun_options: list[Line] = Field(default_factory=list)
+    srun_options: Annotated[list[Line], CODE] = Field(default_factory=list)
     """Further options of every srun, like `--container-image=...` or `--mpi=none`."""
-    network_interface: Line | None = None
+    network_interface: TextLine | None = None
     """For NCCL and gloo, like `ib0`."""
     has_sacct: bool = True
     """True if `sacct` works here."""
     has_requeue: bool = True
     """True if users may requeue their jobs (`JobRequeue` and the partition allow it)."""
-    wckey: Line | None = None
+    wckey: TextLine | None = None
     """Workload characterization key, where the site wants one."""
 
 
@@ -149,7 +167,7 @@ class ArrayConfig(Section):
 class SlurmConfig(Section):
     """Jobs of a run on a cluster."""
 
-    profile: Annotated[Line, AfterValidator(_absolute_file)] = "generic"
+    profile: Annotated[Line, AfterValidator(_absolute_file), KeyMark("code", _profile_files)] = "generic"
     """Site profile: the name of one that ships, or a file (`./site.yaml`). A relative path of a run file is looked for
     in the working directory, then beside the run file."""
     nodes: int = Field(default=1, ge=1)
@@ -170,12 +188,12 @@ class SlurmConfig(Section):
     checkpoint; then the chain ends."""
     doctor: bool = True
     """Check every node before training starts on it (`pipeline doctor`)."""
-    group: Line | None = None
+    group: TextLine | None = None
     """Unix group of the run folder, whose members may look after the run, too."""
-    private_dir: AbsLinePath | None = None
+    private_dir: Annotated[AbsLinePath, DATA] | None = None
     """Folder for what jobs execute, on a disk that all nodes share; nobody else may write to it or above it. By default
     the run folder; `~/.pipeline` where `group`, `umask` or the shell's umask lets others write there."""
-    umask: str | None = Field(default=None, pattern=r"^0?[0-7]{3}$")
+    umask: Text | None = Field(default=None, pattern=r"^0?[0-7]{3}$")
     """Permissions that new files do not get: `0002` lets the group write, and so cancel or resume. By default what
     the shell that submits has."""
     array: ArrayConfig = ArrayConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import AbsPath, Bytes, Section
+from pipeline.config.base import Bytes, DataPath, Section, Text
 
 
 class TokenizerTrainConfig(Section):
@@ -21,15 +21,15 @@ class TokenizerTrainConfig(Section):
 class TokenizerConfig(Section):
     """Exactly one of `path` and `train`."""
 
-    path: AbsPath | None = None
+    path: DataPath | None = None
     """A `tokenizer.json` of the `tokenizers` library, or a folder that has one."""
     train: TokenizerTrainConfig | None = None
     """Train a tokenizer instead of loading one."""
-    end_of_document: str = Field(default="<|endoftext|>", min_length=1)
+    end_of_document: Text = Field(default="<|endoftext|>", min_length=1)
     """The special token that closes every document. A loaded tokenizer must have it."""
-    special_tokens: list[str] = Field(default_factory=list)
+    special_tokens: list[Text] = Field(default_factory=list)
     """Further special tokens. A trained tokenizer gets them after `end_of_document`; a loaded one must have them."""
-    allow_special: list[str] = Field(default_factory=list)
+    allow_special: list[Text] = Field(default_factory=list)
     """Special tokens that the text of a document may contain as such. All others are ordinary characters in a text."""
 
     @model_validator(mode="after")

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from pipeline.common.redaction import masked
-from pipeline.config.base import Line, LineByName, Section
+from pipeline.config.base import DATA, LineByName, Section, TextLine
 from pipeline.config.plugins import LoggerOptions, NamedPlugin
 
-Name = Annotated[Line, Field(min_length=1, max_length=500)]
+Name = Annotated[TextLine, Field(min_length=1, max_length=500)]
 
 
 class WandbConfig(Section):
@@ -25,7 +25,7 @@ class WandbConfig(Section):
     """Name of the run. By default that of the run folder."""
     group: Name | None = None
     """Group of the run."""
-    tags: list[Annotated[Line, Field(min_length=1, max_length=64)]] = Field(default=[])
+    tags: list[Annotated[TextLine, Field(min_length=1, max_length=64)]] = Field(default=[])
     """Tags of the run."""
     mode: Literal["online", "offline"] = "online"
     """`offline` writes to the run folder only; `wandb sync` uploads it later."""
@@ -47,14 +47,14 @@ def _address(value: str) -> str:
 class MlflowConfig(Section):
     """MLflow. Users, passwords and tokens come from the environment, never from here."""
 
-    tracking_uri: Annotated[Line, AfterValidator(_address)] | None = None
+    tracking_uri: Annotated[TextLine, AfterValidator(_address)] | None = None
     """Address of the server (`https://HOST`) or of a database (`sqlite:////ABSOLUTE/FILE.db`). By default
     MLFLOW_TRACKING_URI of the environment, which may have a password in it."""
     experiment: Name
     """Experiment to log to; it is created if there is none."""
     name: Name | None = None
     """Name of the run. By default that of the run folder."""
-    tags: LineByName = Field(default={})
+    tags: Annotated[LineByName, DATA] = Field(default={})
     """Tags of the run, by name."""
 
     @field_validator("tags")
@@ -80,7 +80,7 @@ class TrackioConfig(Section):
 class LoggerConfig(Section):
     """A plug-in that gets each line of the metrics."""
 
-    type: Annotated[str, NamedPlugin("loggers")]
+    type: Annotated[str, NamedPlugin("loggers"), DATA]
     """Name of an installed plug-in, see `docs/plugins.md`."""
     options: LoggerOptions = None
     """Options of the plug-in."""

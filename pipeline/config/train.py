@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.config.base import AbsPath, Count, Duration, Section
+from pipeline.config.base import Count, DataPath, Duration, Section, Text
 from pipeline.config.objective import MixedObjectiveConfig
 from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
 
@@ -29,7 +29,7 @@ class MuonConfig(Section):
 class ParameterGroupConfig(Section):
     """Parameters with a learning rate or weight decay of their own."""
 
-    match: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
+    match: Annotated[Text, Field(min_length=1)] | Annotated[list[Text], Field(min_length=1)]
     """Names of parameters as in checkpoints, or patterns with `*`, `?` and `[...]`: `embedding.weight`, `*norm.weight`,
     `layers.*.mixer.w[qk].*`. `*` stands for dots, too."""
     lr_scale: float = Field(default=1.0, ge=0)
@@ -290,7 +290,7 @@ class RecomputeConfig(Section):
 class ValidationConfig(Section):
     """Loss on a fixed sample of a held-out split while training."""
 
-    split: str = "heldout"
+    split: Text = "heldout"
     """The split, one of `data.splits`."""
     every_steps: int = Field(default=500, ge=1)
     """Validate every N steps, and at the end."""
@@ -311,7 +311,7 @@ class CheckpointConfig(Section):
     """Keep for ever the checkpoints of every N steps; one is written at each of these steps."""
     keep_best: int | None = Field(default=None, ge=1)
     """Number of best checkpoints to keep besides: those with the lowest validation loss."""
-    best_of: str | None = None
+    best_of: Text | None = None
     """keep_best: the set of `heldout_sets` whose loss decides; by default the loss of `train.validation`."""
     async_save: bool = True
     """Write while training continues: a step waits only until model and optimizer are copied to the memory of the host,
@@ -354,10 +354,10 @@ class EmaConfig(Section):
 class InitFromConfig(Section):
     """Weights that a new run starts from. Nothing else is taken over: no moments, no steps, no place in the data."""
 
-    path: AbsPath | None = None
+    path: DataPath | None = None
     """A run folder, a checkpoint's folder, or one that `pipeline checkpoint export` or `average`, or `pipeline convert
     from-hf` wrote."""
-    hf: AbsPath | None = None
+    hf: DataPath | None = None
     """Instead of `path`: the folder of a downloaded Hugging Face model."""
     step: int | None = Field(default=None, ge=0)
     """Checkpoint of a run folder, by its step; by default the newest one."""
@@ -425,7 +425,7 @@ class MetricsConfig(Section):
     """Log to Trackio (needs the extra `trackio`)."""
     loggers: list[LoggerConfig] = Field(default_factory=list)
     """Log to what plug-ins write to."""
-    prometheus: Annotated[AbsPath, AfterValidator(_folder_of_files)] | None = None
+    prometheus: Annotated[DataPath, AfterValidator(_folder_of_files)] | None = None
     """Folder of the textfile collector of Prometheus's node_exporter on the node of rank 0, like
     `/var/lib/node_exporter/textfile`. A file with the state of the run is written there at each heartbeat
     (`launch.heartbeat_seconds`), and removed when training ends."""

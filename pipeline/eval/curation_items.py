@@ -66,7 +66,7 @@ def task_problems(config: Config) -> list[str]:
         from pipeline.eval.tasks.harness import check_harness_tasks
 
         try:
-            check_harness_tasks(_harness(config, name))
+            check_harness_tasks(config, _harness(config, name))
         except UserError as error:
             problems.append(_of_harness(config, error))
     return problems
@@ -128,7 +128,7 @@ def _harness_items(config: Config, name: str) -> Iterator[EvalItem]:
     from pipeline.eval.tasks.harness import load_harness_tasks
 
     try:
-        loaded = load_harness_tasks(_harness(config, name))
+        loaded = load_harness_tasks(config, _harness(config, name))
     except UserError as error:
         raise UserError(_of_harness(config, error)) from error
     for title, task in loaded.items():

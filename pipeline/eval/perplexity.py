@@ -17,6 +17,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import percent
 from pipeline.config import Config
 from pipeline.config.objective import mixed_values, objective_values
+from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
 from pipeline.data.datasets.open import has_split
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
@@ -175,6 +176,7 @@ def evaluate_everything(
     """`evaluate` of an engine that is opened by `load`, when the data has been looked at; with all its figures."""
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
     refuse_tasks(config)
+    refuse_code_of_others(config, *TASK_KEYS)
     refuse_continuations(config, ranks.world_size)
     with watched(config, ranks) as beat:
         init_rank(config, ranks)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline.common.markdown import table, with_tables
+from pipeline.common.format import table, with_tables
 from pipeline.common.storage import put
 from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig

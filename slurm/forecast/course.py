@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pipeline.common.disk_space import free_space
+from pipeline.common.capacity import free_space
 from pipeline.common.errors import UserError
 from pipeline.common.format import percent
 from pipeline.common.run_files import RunFiles

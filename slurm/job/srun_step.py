@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.common.console import VERBOSE
+from pipeline.config.parsing.code_keys import vouch_for
 from slurm.job.srun_task import LOGS
 from slurm.logs.rank_logs import log_file, srun_log
 from slurm.submit.submission import Submission
@@ -105,7 +106,10 @@ class SrunStep:
             on_poll: called again and again while it runs.
             on_start: is given the process.
         """
-        environment = {**os.environ, **self.environment, LOGS: str(self.logs), VERBOSE: "1", "PYTHONUNBUFFERED": "1"}
+        # What it executes was checked when the job was sent, and is what was sent.
+        with vouch_for(self.submission.config()):
+            inherited = dict(os.environ)
+        environment = {**inherited, **self.environment, LOGS: str(self.logs), VERBOSE: "1", "PYTHONUNBUFFERED": "1"}
         output = self.srun_output if self.nodes else log_file(self.logs, 0)
         with output.open("ab") as file:
             # Its own session: what ends this process by its group must not end the ranks, which save first.

@@ -38,6 +38,7 @@ from pipeline.common.run_files import LAUNCHER_LOG, RunFiles
 from pipeline.common.signals import stop_signals
 from pipeline.config import Config
 from pipeline.config.load import RUN_FILE, dump
+from pipeline.config.parsing.code_keys import TASK_KEYS, vouch_for
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION
 from pipeline.train.distributed.process_group import visible_gpus
 from pipeline.train.distributed.rank import LAUNCHER, NODE_ERRORS, STORE, read_error
@@ -115,7 +116,8 @@ def launch_evaluation(config: Config, of: int | Path, console: Console | None = 
     except OSError:
         logs = Path(tempfile.mkdtemp(prefix="pipeline-eval-"))
     option = WEIGHTS_OPTION if isinstance(of, Path) else "--step"
-    _launch_stage("eval", config, processes, logs, console or Console(), option, str(of))
+    with vouch_for(config, *TASK_KEYS):
+        _launch_stage("eval", config, processes, logs, console or Console(), option, str(of))
 
 
 def _launch_stage(

@@ -20,6 +20,7 @@ from pipeline.common.errors import MachineError, Stopped, UserError
 from pipeline.common.imports import heavy_imports
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.config import Config
+from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
 from slurm.local.stage_ledger import Ledger
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> Non
     from pipeline.data.curate.stage import curate as stage
     from pipeline.data.provenance.excerpts import ExcerptReader
 
+    if config.data.curate is not None and config.data.curate.decontaminate is not None:
+        refuse_code_of_others(config, *TASK_KEYS)
     if dry_run:
         stage(config, dry_run=True, problems=_task_problems(config))
         return
@@ -192,6 +195,7 @@ def check_layout(config: Config) -> None:
     from pipeline.train.layout_check import check
     from pipeline.train.planning.fit import check_memory, is_meant_for_this_machine
 
+    refuse_code_of_others(config, "notify")  # as the training would
     console = Console()
     processes = check(config, console).world_size
     if not is_meant_for_this_machine(config, processes):
@@ -211,10 +215,11 @@ def evaluate(config: Config, which: WeightsOf = None, console: Console | None = 
     """
     from pipeline.train.distributed import rank
 
+    refuse_code_of_others(config, *TASK_KEYS)  # what is refused leaves no trace in the run folder
     if isinstance(which, Path):
         from pipeline.train.checkpoint.exported import ExportedWeights
 
-        ExportedWeights.open(which)  # what is refused leaves no trace in the run folder
+        ExportedWeights.open(which)  # the same
     run_identity.refuse_lost(config.run.dir, run_identity.expected_id(config.run.dir))
     own = rank.LAUNCHER in os.environ  # which keeps the ledger
     ranks = rank.of_environment()
@@ -277,6 +282,7 @@ def run(config: Config, console: Console | None = None) -> None:
     from pipeline.train.parallel.rules.layout import check_evaluation_layout
 
     # What could not be trained or evaluated is refused before anything is tokenized, where that can be told.
+    refuse_code_of_others(config, "notify", *TASK_KEYS)
     check_evaluation_layout(config, config.eval.processes)
     refuse_short_duration(config.train.schedule, config.train.duration)
     if config.data.curate is not None:

@@ -18,10 +18,10 @@ from pipeline.common.errors import (
     exit_code,
 )
 from pipeline.config import Config
+from pipeline.config.parsing.code_keys import refuse_code_of_others
 from pipeline.train.run.lock import last_attempt
 from slurm.job.srun_task import LOGS
 from slurm.notify.notices import Notices, end_of, harmless
-from slurm.notify.trust import refuse_commands_of_others
 
 _LOOK = 10.0
 """Seconds between looks at the files of the run."""
@@ -33,7 +33,7 @@ def notified_training(config: Config, console: Console | None) -> Iterator[None]
     if not config.notify or LOGS in os.environ:  # of a job, which tells itself
         yield
         return
-    refuse_commands_of_others(config)
+    refuse_code_of_others(config, "notify")
     before, run = last_attempt(config.run.dir), config.run.dir
 
     def tell(text: str) -> None:

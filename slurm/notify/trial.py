@@ -8,9 +8,9 @@ from pathlib import Path
 from pipeline.common.console import Console, say
 from pipeline.common.errors import MachineError, UserError
 from pipeline.config.load import load_run
+from pipeline.config.parsing.code_keys import refuse_code_of_others
 from slurm.notify.notice import Notice
 from slurm.notify.outbox import deliver, describe
-from slurm.notify.trust import refuse_commands_of_others
 
 
 def try_notifications(run: Path | None, overrides: Sequence[str], console: Console) -> None:
@@ -22,7 +22,7 @@ def try_notifications(run: Path | None, overrides: Sequence[str], console: Conso
         console: for the results.
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or others may have written the commands.
         MachineError: one of them failed.
     """
     if run is None:
@@ -33,7 +33,7 @@ def try_notifications(run: Path | None, overrides: Sequence[str], console: Conso
             f"{run} has no notifications to try; add some (notify: [{{on: [failed], command: [...]}}]), see "
             "docs/monitoring.md"
         )
-    refuse_commands_of_others(config)
+    refuse_code_of_others(config, "notify")
     problems = []
     for number, entry in enumerate(config.notify):
         notice = Notice(entry.on[0], config.run.dir, "train", "a test message; nothing has happened", test=True)

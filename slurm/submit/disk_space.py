@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from pipeline.common.disk_space import room_of
+from pipeline.common.capacity import room_of
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import size
 from pipeline.config import Config

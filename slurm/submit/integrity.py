@@ -115,36 +115,3 @@ def check_lines(code: Path, digest: str, *, owned: bool) -> list[str]:
     lines = ["# What is run is what was submitted.", _REFUSES]
     lines += [f"pipeline_code={shlex.quote(str(code))}", f"pipeline_digest={digest}"]
     return [line for part in [*lines, _CHECK, _OWNED if owned else ""] for line in part.splitlines()]
-
-
-def refuse_replaceable(folder: Path, todo: str) -> None:
-    """Refuse a folder in whose place other users can put another one.
-
-    Args:
-        folder: which exists.
-        todo: what to do about it.
-
-    Raises:
-        UserError: it, or a folder above it, belongs to or may be written by somebody else.
-    """
-    absolute, real = folder.absolute(), folder.resolve()
-    for each in dict.fromkeys([absolute, *absolute.parents, real, *real.parents]):
-        found = each.stat()
-        if found.st_uid not in (0, os.geteuid()):
-            raise UserError(f"{folder}: {each} belongs to the user with id {found.st_uid}, who may replace it; {todo}")
-        sticky = found.st_mode & 0o1000 and each != folder
-        group = found.st_mode & 0o020 and not is_own_group(found.st_gid)
-        if (group or found.st_mode & 0o002) and not sticky:
-            raise UserError(f"{folder}: other users may write to {each}, and so replace what jobs run; {todo}")
-
-
-def is_own_group(number: int) -> bool:
-    """True if a group is the one that many systems make for each user alone."""
-    import grp
-    import pwd
-
-    try:
-        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
-    except KeyError:
-        return False
-    return user.pw_gid == number and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

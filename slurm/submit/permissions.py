@@ -7,7 +7,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from pipeline.common import storage
+from pipeline.common import storage, trust
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.run_files import RunFiles
@@ -58,7 +58,7 @@ def _others_will_write(config: Config, run: Path) -> bool:
         return True
     # Many systems give each user a group, and all of them the umask 0002.
     above = next(each for each in (run, *run.absolute().parents) if each.exists()).stat()
-    return not integrity.is_own_group(above.st_gid if above.st_mode & stat.S_ISGID else os.getegid())
+    return not trust.is_own_group(above.st_gid if above.st_mode & stat.S_ISGID else os.getegid())
 
 
 def make_private(config: Config, run: Path) -> Path | None:
@@ -79,7 +79,7 @@ def make_private(config: Config, run: Path) -> Path | None:
                 integrity.others_cannot_write(each)
     except OSError as error:
         raise UserError(f"slurm.private_dir: {folder} cannot be made ({error.strerror}); {todo}") from error
-    integrity.refuse_replaceable(folder, todo)
+    trust.refuse_replaceable(folder, todo)
     return folder
 
 

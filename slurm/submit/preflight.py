@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.common.disk_space import free_space, nearest
+from pipeline.common.capacity import free_space, nearest
 from pipeline.common.errors import UserError
 from pipeline.common.format import duration, minutes
 from pipeline.config import Config
+from pipeline.config.parsing.code_keys import refuse_code_of_others
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
@@ -33,7 +34,6 @@ from slurm.doctor.node import space
 from slurm.forecast.course import START_S, Forecast, forecast, job_seconds
 from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend
 from slurm.notify.outbox import describe, unusable
-from slurm.notify.trust import refuse_commands_of_others
 from slurm.submit import sbatch_env
 from slurm.submit.disk_space import checkpoints_room
 from slurm.submit.job_plan import PlannedJob, eval_job, gpus_key
@@ -76,7 +76,7 @@ def examine(
     found = PreflightReport()
     makes_data = any(job.stage in (*ARRAYS, *LAST_OF_ARRAYS) for job in planned)
     with found.collecting():
-        refuse_commands_of_others(config)
+        refuse_code_of_others(config)
     for number, entry in enumerate(config.notify):
         if problem := unusable(entry):
             found.warn(f"{describe(number, entry)}: {problem} here; jobs get the environment of this shell")

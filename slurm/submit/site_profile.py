@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.config.parsing.code_keys import refuse_code_of_others
 from pipeline.config.parsing.document import PLACEHOLDER, Problem, parse
 from pipeline.config.parsing.problems import translate
 from pipeline.config.parsing.schema import dotted
@@ -35,8 +36,9 @@ def site_of(config: Config, backend: Backend = "local", environment: Mapping[str
         environment: of the shell that submits, which may name account, partition and qos.
 
     Raises:
-        UserError: as for `load_site`.
+        UserError: as for `load_site`; or others may have written the profile, or options of jobs in the run file.
     """
+    refuse_code_of_others(config, "slurm")
     site = load_site(config.slurm.profile, config.slurm.tried)
     found = sbatch_env.resources(environment, site, config.slurm) if backend == "slurm" else {}
     defaults = site.defaults.model_copy(update=found)

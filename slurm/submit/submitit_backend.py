@@ -42,7 +42,7 @@ _FOREVER = 10 * 365 * 24 * 60
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    *("PIPELINE_LAUNCHER", "PIPELINE_LOGS", "PIPELINE_NODE_ERRORS", "PIPELINE_STORE"),
+    *("PIPELINE_CHECKED", "PIPELINE_LAUNCHER", "PIPELINE_LOGS", "PIPELINE_NODE_ERRORS", "PIPELINE_STORE"),
 )
 _SCRIPT = ".submission_file_"
 """Start of the name of a script, by which jobs are known to the scheduler until their numbers are known."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import AbsGlob, AbsPath, Bytes, Section
+from pipeline.config.base import Bytes, DataGlob, DataPath, KeyMark, Section, Text
 from pipeline.config.curation.rules import RulesConfig
+from pipeline.config.parsing.task_files import files_of_tasks
 
 
 class PiiConfig(Section):
@@ -37,9 +38,9 @@ class CleanConfig(Section):
 class LanguageConfig(Section):
     """Language of a document, by a fastText model."""
 
-    model: AbsPath
+    model: DataPath
     """Model file, like `lid.176.ftz`, `lid.176.bin` or GlotLID's."""
-    keep: list[str] = Field(default_factory=list)
+    keep: list[Text] = Field(default_factory=list)
     """Labels to keep, without `__label__`, like `en`. Without any, the language is measured only."""
     min_score: float = Field(default=0.65, ge=0, le=1)
     """Smallest score of the label."""
@@ -50,11 +51,11 @@ class LanguageConfig(Section):
 class ClassifierConfig(Section):
     """A fastText classifier, of quality say."""
 
-    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)
+    name: Text = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)
     """Name of the score."""
-    model: AbsPath
+    model: DataPath
     """Model file."""
-    label: str = Field(min_length=1)
+    label: Text = Field(min_length=1)
     """Label whose score is taken, like `__label__hq`."""
     min_score: float | None = Field(default=None, ge=0, le=1)
     """Smallest score of a document that is kept."""
@@ -123,7 +124,7 @@ class DuplicatesConfig(Section):
 
     exact: Literal["text", "normalized"] | None = None
     """Equal texts: byte by byte, or as words without case and punctuation."""
-    url: str | None = None
+    url: Text | None = None
     """Key of `metadata` with an address; documents with equal addresses are duplicates."""
     near: NearConfig | None = None
     """Near duplicates."""
@@ -131,7 +132,7 @@ class DuplicatesConfig(Section):
     """Lines that occur in many documents."""
     paragraphs: ParagraphsConfig | None = None
     """Paragraphs that occur in many documents."""
-    keep: list[str] = Field(default_factory=lambda: ["source", "longest"])
+    keep: list[Text] = Field(default_factory=lambda: ["source", "longest"])
     """Which document of several is kept; the next entry decides where the one before is equal. `source`: the first in
     the scope's list. `longest`, `shortest`. `newest:KEY`, `oldest:KEY`: by a date in `metadata`. Then a keyed hash."""
 
@@ -148,23 +149,23 @@ class DuplicatesConfig(Section):
 class UrlListsConfig(Section):
     """Lists of addresses whose documents are removed. The rule that removed one has the name of the list."""
 
-    lists: list[AbsPath] = Field(min_length=1)
+    lists: list[DataPath] = Field(min_length=1)
     """Folders with a folder per category that has files `domains` and `urls`, as UT1's, and files with a domain or the
     beginning of an address per line. They may be compressed (`.gz`). A domain stands for those below it, too."""
-    categories: list[str] = Field(default_factory=list)
+    categories: list[Text] = Field(default_factory=list)
     """Categories of the folders, like `adult`; by default all."""
-    key: str = "url"
+    key: Text = "url"
     """Key of `metadata` with the address."""
-    sources: list[str] = Field(default_factory=list)
+    sources: list[Text] = Field(default_factory=list)
     """Sources whose addresses are looked at; by default all."""
 
 
 class DecontaminateConfig(Section):
     """Documents that contain items of evaluations."""
 
-    tasks: list[str] = Field(default_factory=list)
+    tasks: Annotated[list[str], KeyMark("code", files_of_tasks)] = Field(default_factory=list)
     """Tasks of `eval`, whose own files are read: `wikitext`, `lambada`, or tasks of lm-eval."""
-    files: list[AbsGlob] = Field(default_factory=list)
+    files: list[DataGlob] = Field(default_factory=list)
     """Files with an item per line (.txt), or JSON Lines of which every text is an item."""
     words: int = Field(default=13, ge=5, le=32)
     """Words of an n-gram. Items that are shorter count as a whole, from 8 words on."""
@@ -187,9 +188,9 @@ class CurateConfig(Section):
 
     mode: Literal["observe", "apply"] = "observe"
     """`observe`: measure and report, remove nothing. `apply`: preprocess leaves out what was decided."""
-    scopes: dict[str, list[str]] = Field(default_factory=dict)
+    scopes: dict[str, list[Text]] = Field(default_factory=dict)
     """Sources that are compared with each other, by a name of the scope. Each other source is a scope of its own."""
-    against: list[AbsPath] = Field(default_factory=list)
+    against: list[DataPath] = Field(default_factory=list)
     """Folders of finished curations (`DATA_DIR/SOURCE/curate`) whose kept documents always win over equal ones here."""
     clean: CleanConfig = CleanConfig()
     """Edits of the text."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
-from pipeline.config.base import Section
+from pipeline.config.base import DATA, Section
 from pipeline.config.layers.experts import ExpertsConfig
 from pipeline.config.layers.mixers import MAX_ROWS, MAX_WIDTH, DeltaConfig, Mamba2Config, MlaConfig
 from pipeline.config.plugins import MixerOptions, MlpOptions, NamedPlugin, is_plugin
@@ -53,7 +53,7 @@ class LayerConfig(Section):
     ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
     """Hidden size of the mlp; by default 4 * dim without a gate and 8/3 * dim, rounded up to a multiple of 64, with."""
     mixer: Annotated[
-        Literal["attention", "mla", "mamba2", "gated_delta", "kda", "none"] | str, NamedPlugin("mixers")
+        Literal["attention", "mla", "mamba2", "gated_delta", "kda", "none"] | str, NamedPlugin("mixers"), DATA
     ] = "attention"
     """Part of a layer that moves information between positions. `attention`: with grouped queries. `mla`: keys and
     values are made of a small latent of each token, see `mla`. `mamba2`, `gated_delta`, `kda`: recurrences, with a
@@ -70,6 +70,7 @@ class LayerConfig(Section):
     mlp: Annotated[
         Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu", "relu2", "experts", "none"] | str,
         NamedPlugin("mlps"),
+        DATA,
     ] = "swiglu"
     """`swiglu`: silu(w1 x) * w3 x (Llama). `gelu`: the tanh approximation (GPT-2); `gelu_exact`: without it (Pythia).
     `geglu`, `geglu_exact`: gelu(w1 x) * w3 x (Gemma; ModernBERT). `relu`: relu(w1 x) (T5 1.0). `relu2`: relu(w1 x)^2

@@ -6,7 +6,7 @@ import ast
 import difflib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pipeline.config.base import Section, Value
+from pipeline.config.base import KeyMark, Section, Value
 
 KeyPath = tuple[str | int, ...]
 
@@ -63,6 +63,25 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
         below, entry = subsection(field.annotation)
         if below is not None:
             yield from keys(below, f"{path}.{entry}." if entry else f"{path}.")
+
+
+def mark_of(field: FieldInfo) -> KeyMark | None:
+    """The mark of a key; None of one that has none, such as a number.
+
+    Raises:
+        ValueError: It has two that differ.
+    """
+    marks = {*_marks(field.metadata), *_marks([field.annotation])}
+    if len(marks) > 1:
+        raise ValueError(f"a key is either data or code, and this one has both marks: {field}")
+    return marks.pop() if marks else None
+
+
+def _marks(parts: Iterable[Any]) -> Iterator[KeyMark]:
+    for part in parts:
+        if isinstance(part, KeyMark):
+            yield part
+        yield from _marks(get_args(part))
 
 
 def meaning(section: type[Section], name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.common.disk_space import free_space, room_of
+from pipeline.common.capacity import free_space, room_of
 from pipeline.common.format import size
 from pipeline.config import Config
 from pipeline.data.preprocess.status import read_state

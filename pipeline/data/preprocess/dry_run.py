@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.common.cache_dir import cache_folder
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, rounded, size
+from pipeline.common.paths import cache_folder
 from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import active_curation
 from pipeline.data.packing.pack_pass import PackPass

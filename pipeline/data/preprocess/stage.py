@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeline.common import storage
-from pipeline.common.cache_dir import cache_folder
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
+from pipeline.common.paths import cache_folder
 from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import applied_curations
 from pipeline.data.datasets.dataset import Dataset

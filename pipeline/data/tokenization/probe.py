@@ -18,11 +18,10 @@ import tokenizers
 import xxhash
 from tokenizers import Regex, pre_tokenizers
 
-from pipeline.common.cache_dir import check_once
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import file_hash, mix
 from pipeline.common.limited_child import ChildLimits, run_limited
-from pipeline.common.paths import StrPath
+from pipeline.common.paths import StrPath, check_once
 from pipeline.data.sources.records import printable
 from pipeline.data.tokenization import definition as bounds
 from pipeline.data.tokenization.definition import (

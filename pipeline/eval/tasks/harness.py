@@ -24,6 +24,7 @@ from pipeline.common.errors import UserError, install_extra
 from pipeline.common.hashing import value_hash
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
+from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
 from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.reports import benchmark_path, evaluated_by, kept_results
 from pipeline.eval.tasks.builtin import Row, made_with_weights, print_results, results_of
@@ -111,7 +112,7 @@ def prefetch(config: Config, console: Console) -> None:
     target = harness.include_path / PREFETCHED
     with _quiet(), storage.writing(f"eval.harness.include_path ({harness.include_path})"):
         target.mkdir(parents=True, exist_ok=True)
-        manager = _manager(harness)
+        manager = _manager(config, harness)
         for name, task in _load(manager, harness)["tasks"].items():
             entry = manager.task_index.get(name)
             if entry is not None and entry.yaml_path is not None and target in entry.yaml_path.parents:
@@ -121,7 +122,7 @@ def prefetch(config: Config, console: Console) -> None:
                 say(console, f"{name}: written to {target / name}")
 
 
-def load_harness_tasks(harness: HarnessConfig) -> dict[str, Any]:
+def load_harness_tasks(config: Config, harness: HarnessConfig) -> dict[str, Any]:
     """Tasks of the harness with their data, by name; groups as the tasks that they have.
 
     Raises:
@@ -129,11 +130,11 @@ def load_harness_tasks(harness: HarnessConfig) -> dict[str, Any]:
     """
     _require()
     with _quiet():
-        tasks: dict[str, Any] = _load(_manager(harness), harness)["tasks"]
+        tasks: dict[str, Any] = _load(_manager(config, harness), harness)["tasks"]
         return tasks
 
 
-def check_harness_tasks(harness: HarnessConfig) -> None:
+def check_harness_tasks(config: Config, harness: HarnessConfig) -> None:
     """Refuse names that the harness does not know. No data is loaded.
 
     Raises:
@@ -141,7 +142,7 @@ def check_harness_tasks(harness: HarnessConfig) -> None:
     """
     _require()
     with _quiet():
-        _check_names(_manager(harness), harness)
+        _check_names(_manager(config, harness), harness)
 
 
 def _write_task(folder: Path, name: str, task: Any, entry: Any) -> None:
@@ -196,7 +197,7 @@ def _evaluate(
         found = simple_evaluate(
             model=HarnessModel(engine, batch_size, lambda what, count: alive.progress(console, what, count)),
             tasks=_names(harness),
-            task_manager=_Tasks(_manager(harness), harness),
+            task_manager=_Tasks(_manager(engine.config, harness), harness),
             num_fewshot=harness.num_fewshot,
             limit=harness.limit,
             bootstrap_iters=_BOOTSTRAP if engine.is_first else 0,
@@ -230,8 +231,15 @@ class _Tasks:
         return loaded[0] if loaded else _load(self._manager, self._harness)
 
 
-def _manager(harness: HarnessConfig) -> Any:
-    """The task manager that knows all tasks of a run file; without those of the harness where these are not needed."""
+def _manager(config: Config, harness: HarnessConfig) -> Any:
+    """The task manager that knows all tasks of a run file; without those of the harness where these are not needed.
+
+    Whatever executes tasks of the harness asks for it.
+
+    Raises:
+        UserError: others may have written what tasks execute.
+    """
+    refuse_code_of_others(config, *TASK_KEYS)
     from lm_eval.tasks import TaskManager
 
     # What comes later takes the place of what came before.

@@ -8,9 +8,8 @@ from typing import Any
 
 import orjson
 
-from pipeline.common.format import percent
+from pipeline.common.format import percent, table
 from pipeline.common.hashing import value_hash
-from pipeline.common.markdown import table
 from pipeline.data.order.blend import UNIT
 from pipeline.data.tokenization.definition import SPLIT
 from pipeline.data.tokenization.tokenizer import Tokenizer

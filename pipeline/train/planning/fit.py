@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from pipeline.common.capacity import host_memory
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import gib
-from pipeline.common.host_memory import host_memory
 from pipeline.common.process_identity import node_name
 from pipeline.config import Config
 from pipeline.train.distributed.process_group import visible_gpus

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import Regex, models, pre_tokenizers
 
-from pipeline.common import cache_dir
+from pipeline.common import paths
 from pipeline.common.errors import UserError
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.tokenization import probe
@@ -290,11 +290,11 @@ class TestProbe:
         load(tmp_path, state)
         (kept,) = cache.iterdir()
         monkeypatch.setattr("sys.executable", str(tmp_path / "nothing"))
-        monkeypatch.setattr(cache_dir, "_PASSED", set())
+        monkeypatch.setattr(paths, "_PASSED", set())
         load(tmp_path, state)
         kept.unlink()
         load(tmp_path, state)  # of this process
-        monkeypatch.setattr(cache_dir, "_PASSED", set())
+        monkeypatch.setattr(paths, "_PASSED", set())
         with pytest.raises(UserError, match="no process could be started"):
             load(tmp_path, state)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import os
 import random
 import shutil
 import socket
@@ -21,6 +22,7 @@ import yaml
 from rich.console import Console
 
 from pipeline.common.errors import UserError
+from pipeline.common.trust import TRUSTED
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
 from pipeline.config.load import load
@@ -293,7 +295,7 @@ def test_tasks_that_are_none_for_this_model_are_named(tmp_path: Path) -> None:
         write_task(tmp_path, **keys)
         harness = HarnessConfig(tasks=["mine"], include_path=tmp_path)
         with pytest.raises(UserError, match=message):
-            _load(_manager(harness), harness)
+            _load(_manager(load(tiny.write_run(tmp_path)), harness), harness)
 
 
 @pytest.mark.guard
@@ -308,7 +310,7 @@ def test_what_is_beside_a_task_file_counts(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     relative = HarnessConfig(tasks=["tasks/mine.yaml"])
     assert sorted(_files(relative)) == after
-    assert list(_load(_manager(relative), relative)["tasks"]) == ["mine"]
+    assert list(_load(_manager(load(tiny.write_run(tmp_path)), relative), relative)["tasks"]) == ["mine"]
 
 
 @pytest.mark.slow
@@ -476,6 +478,26 @@ def test_git_is_not_asked_about_the_current_folder(
         evaluator.get_git_commit_hash()
     assert capfd.readouterr().err == ""
     assert evaluator.get_git_commit_hash is before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which only root may")
+def test_tasks_of_another_user_are_executed_by_consent_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRUSTED, raising=False)
+    folder = root / "theirs"
+    folder.mkdir()
+    leaves = f"open({str(folder / 'left')!r}, 'w').close()"
+    (folder / "helper.py").write_text(f"def text(doc):\n    {leaves}\n    return doc['text']\n")
+    task = {**yaml.safe_load((root / "tasks" / "local_choice.yaml").read_text()), "task": "theirs"}
+    del task["doc_to_text"]
+    (folder / "task.yaml").write_text(yaml.safe_dump(task) + "doc_to_text: !function helper.text\n")
+    os.chown(folder / "helper.py", 65534, -1)
+    engine = small.engine_alone(root / "run.yaml", [f"eval.harness={{tasks: ['{folder}/task.yaml'], limit: 2}}"])
+    with pytest.raises(UserError, match=r"eval\.harness\.tasks .*helper\.py belongs to .*--trust-files-of"):
+        run_harness(engine, Console(quiet=True), keep=False)
+    assert not (folder / "left").exists()
+    monkeypatch.setenv(TRUSTED, "65534")
+    assert set(run_harness(engine, Console(quiet=True), keep=False)["results"]) == {"theirs"}
+    assert (folder / "left").exists()
 
 
 def test_prefetch_has_to_know_where_and_what(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.common.capacity import free_space, nearest
 from pipeline.common.console import Console
-from pipeline.common.disk_space import free_space, nearest
 from pipeline.common.errors import EXIT_OTHER, MachineError
 from pipeline.config import Config
 from pipeline.config.load import load

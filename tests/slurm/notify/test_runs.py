@@ -13,8 +13,8 @@ from pipeline.cli.main import main
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import dump, load, load_run
+from pipeline.config.parsing.code_keys import refuse_code_of_others
 from slurm import scheduler
-from slurm.notify.trust import refuse_commands_of_others
 from tests import tiny
 from tests.slurm.notify.receivers import ALL, SECRET, entry, received, serving, to_file
 from tests.slurm.training import Run
@@ -132,24 +132,24 @@ def test_a_job_that_goes_back_into_the_queue(train: Run, tmp_path: Path) -> None
 
 
 def test_commands_from_a_run_folder_of_others_are_refused(tmp_path: Path) -> None:
-    """Of one's own run file they are one's own."""
+    """Overrides are the user's own."""
     config = load(tiny.write_run(tmp_path, {"notify": [to_file(tmp_path / "seen")]}))
-    refuse_commands_of_others(config)
+    refuse_code_of_others(config)
     run, file = config.run.dir, config.run.dir / "config.yaml"
     run.mkdir()
     file.write_text(dump(config))
-    refuse_commands_of_others(load_run(run))
+    refuse_code_of_others(load_run(run))
     for path, mode in ((file, 0o646), (run, 0o757), (run, 0o1777)):
         before = path.stat().st_mode
         path.chmod(mode)
         with pytest.raises(UserError, match=r"notify=\[\]"):
-            refuse_commands_of_others(load_run(run))
-        refuse_commands_of_others(load_run(run, ["notify=[]"]))
+            refuse_code_of_others(load_run(run))
+        refuse_code_of_others(load_run(run, ["notify=[]"]))
         path.chmod(before)
     moved = load_run(run, [f"run.dir={tmp_path / 'other'}"])
     file.chmod(0o646)
     with pytest.raises(UserError, match=r"notify=\[\]"):
-        refuse_commands_of_others(moved)
+        refuse_code_of_others(moved)
 
 
 def test_an_address_is_refused_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

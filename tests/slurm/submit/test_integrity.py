@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline.common import trust
 from pipeline.common.errors import EXIT_REFUSED, UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
@@ -216,7 +217,7 @@ def test_a_shell_that_lets_a_group_write_counts_as_the_key_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, keys: tuple[str, ...], own: bool, private: bool
 ) -> None:
     """A colleague could otherwise rename `RUN/slurm/code` after the check, before the next start of a rank."""
-    monkeypatch.setattr(integrity, "is_own_group", lambda number: own)
+    monkeypatch.setattr(trust, "is_own_group", lambda number: own)
     config = load(tiny.write_run(tmp_path), keys)
     before = os.umask(umask)
     try:
@@ -291,7 +292,7 @@ def test_a_private_folder_that_others_can_replace_is_refused(tmp_path: Path, ope
     folder.mkdir()
     (tmp_path / open_to).chmod(0o777)
     config = load(tiny.write_run(tmp_path, {"slurm.group": group, "slurm.private_dir": str(folder)}))
-    with pytest.raises(UserError, match=r"other users may write to .*set slurm.private_dir to a folder of yours"):
+    with pytest.raises(UserError, match=r"all users may write to .*set slurm.private_dir to a folder of yours"):
         permissions.make_private(config, config.run.dir)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.common.capacity import HostMemory
 from pipeline.common.console import Console
 from pipeline.common.errors import EXIT_REFUSED, MachineError, UserError
-from pipeline.common.host_memory import HostMemory
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.model.config import decoder_spec

@@ -8,10 +8,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline.common.cache_dir import check_once
 from pipeline.common.errors import MachineError, UserError, install_extra
 from pipeline.common.hashing import file_hash
 from pipeline.common.limited_child import ChildLimits, run_limited
+from pipeline.common.paths import check_once
 from pipeline.data.curate.models.fasttext_file import ModelFile
 from pipeline.data.sources.foreign_parser import parsing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.common.markdown import table
+from pipeline.common.format import table
 from pipeline.config.curation.rules import RulesConfig
 from pipeline.data.curate.measures.counters import COUNTERS
 from pipeline.data.curate.rules.presets import MEASURES, preset_rules

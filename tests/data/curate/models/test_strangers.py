@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.common import cache_dir
+from pipeline.common import paths
 from pipeline.common.errors import UserError
 from pipeline.data.curate.models import predict
 from pipeline.data.curate.models.fasttext_file import read_model_file
@@ -123,7 +123,7 @@ class TestChild:
     @pytest.fixture(autouse=True)
     def _cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr(cache_dir, "_PASSED", set())
+        monkeypatch.setattr(paths, "_PASSED", set())
 
     def test_a_library_that_crashes_is_an_error(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A file that the reader, had it a gap, would let through."""
@@ -141,10 +141,10 @@ class TestChild:
         assert Predictor(found, "key", None).best("good")[0] in LABELS
         (kept,) = (tmp_path / "cache" / "pretraining-pipeline" / "fasttext").iterdir()
         monkeypatch.setattr("sys.executable", str(tmp_path / "nothing"))
-        monkeypatch.setattr(cache_dir, "_PASSED", set())
+        monkeypatch.setattr(paths, "_PASSED", set())
         Predictor(found, "key", None)
         kept.unlink()
-        monkeypatch.setattr(cache_dir, "_PASSED", set())
+        monkeypatch.setattr(paths, "_PASSED", set())
         with pytest.raises(UserError, match="no process could be started"):
             Predictor(found, "key", None)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.common.host_memory import HostMemory, host_memory
+from pipeline.common.capacity import HostMemory, host_memory
 
 KIB, GIB = 2**10, 2**30
 MEMINFO = f"MemTotal: {64 * GIB // KIB} kB\nMemAvailable: {40 * GIB // KIB} kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
