@@ -44,7 +44,10 @@ def read_chunk_texts(chunk: Chunk, rows: npt.NDArray[np.int64], progress: Progre
         raise UserError(f"{path} is missing or damaged; run `pipeline curate` again, which measures its chunk again")
     dropped = dict.fromkeys(receipt.get("dropped", []), ("damaged", ""))
     unit = planned.unit(chunk.unit)
-    reader = UnitReader(unit, replace(planned.reader, dropped=dropped), tuple(receipt["start"]))
+    as_measured = {"dropped": dropped, "salvage": receipt.get("salvage", False)}
+    if refused := receipt.get("max_zstd_window"):
+        as_measured["max_zstd_window"] = refused
+    reader = UnitReader(unit, replace(planned.reader, **as_measured), tuple(receipt["start"]))
     reader.beat = lambda: progress(0)
     cleaner = cleaner_of(planned.plan["settings"].get(CLEAN, {}), chunk.curation)
     end = receipt["next"] and tuple(receipt["next"])

@@ -41,7 +41,7 @@ class PlannedUnits:
         longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
         # The records were sound when they were read before.
         limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}
-        limits["max_zstd_window"] = 2**31
+        limits |= {"salvage": True, "max_zstd_window": 2**31}
         return planned_reader(self._path, settings, **limits)
 
     def file(self, number: int) -> File:

@@ -1,6 +1,7 @@
 """Compressed files of one member that are cut: what is salvaged of them; and zstd windows above the limit."""
 
 import gzip
+import random
 import subprocess
 
 import orjson
@@ -9,10 +10,12 @@ import zstandard
 from rich.console import Console
 
 from pipeline.common.errors import UserError
+from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.manifest import read_manifest
 from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.provenance.why_removed import why
 from pipeline.data.sources import compression
 from tests.data.runs import datasets, make_config
 from tests.data.tokenization.test_tokenizer import byte_vocabulary, write
@@ -139,3 +142,30 @@ def test_a_large_window(tmp_path, run):
         assert word in str(error.value)
     preprocess(run("fail", max_zstd_window=2**28))
     assert documents(run("fail")) == len(LINES)
+
+
+@pytest.mark.guard
+def test_curation_compares_what_was_salvaged(tmp_path):
+    """It reads documents that may be similar a second time; the same documents from a whole file are decided alike."""
+    chance = random.Random(3)
+    words = [[str(chance.randrange(10**6)) for _ in range(60)] for _ in range(80)]
+    texts = [" ".join([*each, more]) for each in words for more in ("first", "second")]
+    lines = [orjson.dumps({"text": text}, option=orjson.OPT_APPEND_NEWLINE) for text in texts]
+    cut = gzip.compress(b"".join(lines))[:-9000]
+    kept = subprocess.run(["gzip", "-dc"], input=cut, capture_output=True, check=False).stdout.count(b"\n")
+    assert 40 < kept < len(lines)
+
+    def decided(name, file, content):
+        path = tmp_path / name / file
+        path.parent.mkdir()
+        path.write_bytes(content)
+        source = {"name": "s", "type": "jsonl", "paths": [str(path)]}
+        curation = {"duplicates": {"exact": None, "near": {"min_similarity": 0.7}}, "rules": {}}
+        config = make_config(
+            path.parent, [source], preprocess={"on_damaged_file": "salvage"}, curate=curation, dir=path.parent / "run"
+        )
+        (found,) = curate(config).sources
+        assert why(config, "s", f"{path}:{kept}", text=True, say=print).text == texts[kept - 1]
+        return found.kept, found.removed
+
+    assert decided("cut", "a.jsonl.gz", cut) == decided("whole", "a.jsonl", b"".join(lines[:kept]))
