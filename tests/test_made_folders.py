@@ -13,7 +13,7 @@ from pipeline.common import storage
 
 _ROOT = Path(__file__).parents[1]
 _ROOTS = {
-    "pipeline/common/cache_dir.py: check_once": "the cache of the user",
+    "pipeline/common/paths.py: check_once": "the cache of the user",
     "pipeline/config/starter.py: write_new": "a file that the user names, in a new folder",
     "pipeline/data/datasets/adopt.py: run": "--to of the command, which a person starts",
     "pipeline/data/datasets/merge.py: _output_paths": "the prefix that a person gives",

@@ -46,7 +46,7 @@ class ChildLimits:
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """How a child ended.
+    """End of a child.
 
     Attributes:
         how: kind of the end.

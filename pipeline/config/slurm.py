@@ -35,7 +35,7 @@ def parse_minutes(value: Any) -> Any:
     Other types are left to pydantic.
 
     Raises:
-        ValueError: it is no time, or none that a job can be planned with.
+        ValueError: it is not a time, or has no end.
     """
     if not isinstance(value, str):
         return value

@@ -89,7 +89,7 @@ class Coverage:
 
     @property
     def in_words(self) -> str:
-        """What is lost, with an example; empty if nothing is."""
+        """Sentence on the lost text, with an example; empty if nothing is lost."""
         parts = [f"the tokenizer has no token for {self._unknown_in_words}"] if self.unknown_share else []
         if self.round_trip is not None and self.lost_share:
             characters = f"{self.round_trip.characters:,} sampled characters"

@@ -79,8 +79,8 @@ _LISTS = {
 """Section of the file -> key of the list of a Sequence."""
 
 
-class Bound(NamedTuple):
-    """What a type of component may do to a text.
+class ComponentBound(NamedTuple):
+    """Bound of what a type of component may do to a text.
 
     Attributes:
         why: how it is bounded, in words.
@@ -158,34 +158,38 @@ def _length(state: Mapping[str, Any]) -> float:
     return 1.0
 
 
-_SPLITS = Bound("cannot grow: it cuts a text into pieces")
-_REGEX = Bound("cannot grow: it cuts a text into pieces; its regex is probed for time")
-_ADDS_NOTHING = Bound("cannot grow: special tokens are not added")
-_REPLACES = Bound("bounded by the bytes of content per byte of its pattern", _replace)
+_SPLITS = ComponentBound("cannot grow: it cuts a text into pieces")
+_REGEX = ComponentBound("cannot grow: it cuts a text into pieces; its regex is probed for time")
+_ADDS_NOTHING = ComponentBound("cannot grow: special tokens are not added")
+_REPLACES = ComponentBound("bounded by the bytes of content per byte of its pattern", _replace)
 
-COMPONENTS: dict[str, dict[str, Bound]] = {
+COMPONENTS: dict[str, dict[str, ComponentBound]] = {
     "normalizer": {
-        "BertNormalizer": Bound("bounded: spaces around ideographs, decomposition, lowercase", 5.0),
-        "ByteLevel": Bound("bounded: a byte becomes a character of at most two", 2.0),
-        "Lowercase": Bound("bounded by Unicode", 1.5),
-        "NFC": Bound("bounded by Unicode (UAX 15)", 3.0),
-        "NFD": Bound("bounded by Unicode (UAX 15)", 3.0),
-        "NFKC": Bound("bounded by Unicode (UAX 15)", 11.0),
-        "NFKD": Bound("bounded by Unicode (UAX 15)", 11.0),
-        "Nmt": Bound("cannot grow: it removes controls, or makes spaces of them"),
-        "Precompiled": Bound("bounded by the longest text of its charsmap", _charsmap),
-        "Prepend": Bound("bounded by its text per piece, which has a byte at least", _prepend),
+        "BertNormalizer": ComponentBound("bounded: spaces around ideographs, decomposition, lowercase", 5.0),
+        "ByteLevel": ComponentBound("bounded: a byte becomes a character of at most two", 2.0),
+        "Lowercase": ComponentBound("bounded by Unicode", 1.5),
+        "NFC": ComponentBound("bounded by Unicode (UAX 15)", 3.0),
+        "NFD": ComponentBound("bounded by Unicode (UAX 15)", 3.0),
+        "NFKC": ComponentBound("bounded by Unicode (UAX 15)", 11.0),
+        "NFKD": ComponentBound("bounded by Unicode (UAX 15)", 11.0),
+        "Nmt": ComponentBound("cannot grow: it removes controls, or makes spaces of them"),
+        "Precompiled": ComponentBound("bounded by the longest text of its charsmap", _charsmap),
+        "Prepend": ComponentBound("bounded by its text per piece, which has a byte at least", _prepend),
         "Replace": _REPLACES,
-        "Strip": Bound("cannot grow"),
-        "StripAccents": Bound("cannot grow"),
+        "Strip": ComponentBound("cannot grow"),
+        "StripAccents": ComponentBound("cannot grow"),
     },
     "pre_tokenizer": {
         "BertPreTokenizer": _SPLITS,
-        "ByteLevel": Bound("bounded: a byte becomes a character of at most two, after a space for each piece", 4.0),
+        "ByteLevel": ComponentBound(
+            "bounded: a byte becomes a character of at most two, after a space for each piece", 4.0
+        ),
         "CharDelimiterSplit": _SPLITS,
         "Digits": _SPLITS,
-        "FixedLength": Bound("cannot grow: it cuts a text into pieces of at least one character", _length),
-        "Metaspace": Bound("bounded: a space becomes a character of at most four bytes, after one for each piece", 8.0),
+        "FixedLength": ComponentBound("cannot grow: it cuts a text into pieces of at least one character", _length),
+        "Metaspace": ComponentBound(
+            "bounded: a space becomes a character of at most four bytes, after one for each piece", 8.0
+        ),
         "Punctuation": _SPLITS,
         "Split": _REGEX,
         "UnicodeScripts": _SPLITS,
@@ -194,26 +198,26 @@ COMPONENTS: dict[str, dict[str, Bound]] = {
     },
     "post_processor": {
         "BertProcessing": _ADDS_NOTHING,
-        "ByteLevel": Bound("cannot grow: it trims offsets"),
+        "ByteLevel": ComponentBound("cannot grow: it trims offsets"),
         "RobertaProcessing": _ADDS_NOTHING,
-        "TemplateProcessing": Bound("bounded: it names each text once, or is refused", _template),
+        "TemplateProcessing": ComponentBound("bounded: it names each text once, or is refused", _template),
     },
     "decoder": {
-        "BPEDecoder": Bound("bounded: a space in place of the suffix, or between any two characters", 2.0),
-        "ByteFallback": Bound("cannot grow: <0xFF> becomes a byte or a replacement character"),
-        "ByteLevel": Bound("bounded: a byte that is no text becomes a replacement character", 3.0),
-        "CTC": Bound("bounded: a space in place of a delimiter, or between any two characters", 2.0),
-        "Fuse": Bound("cannot grow"),
-        "Metaspace": Bound("cannot grow"),
+        "BPEDecoder": ComponentBound("bounded: a space in place of the suffix, or between any two characters", 2.0),
+        "ByteFallback": ComponentBound("cannot grow: <0xFF> becomes a byte or a replacement character"),
+        "ByteLevel": ComponentBound("bounded: a byte that is not text becomes a replacement character", 3.0),
+        "CTC": ComponentBound("bounded: a space in place of a delimiter, or between any two characters", 2.0),
+        "Fuse": ComponentBound("cannot grow"),
+        "Metaspace": ComponentBound("cannot grow"),
         "Replace": _REPLACES,
-        "Strip": Bound("cannot grow"),
-        "WordPiece": Bound("bounded: a space before each token", 2.0),
+        "Strip": ComponentBound("cannot grow"),
+        "WordPiece": ComponentBound("bounded: a space before each token", 2.0),
     },
     "model": {
-        "BPE": Bound("bounded: at most one id for each byte, by a queue of pairs"),
-        "Unigram": Bound("bounded: at most one id for each byte, by entries of bounded length"),
-        "WordLevel": Bound("bounded: one id for each word"),
-        "WordPiece": Bound("bounded: at most one id for each character, in words of bounded length"),
+        "BPE": ComponentBound("bounded: at most one id for each byte, by a queue of pairs"),
+        "Unigram": ComponentBound("bounded: at most one id for each byte, by entries of bounded length"),
+        "WordLevel": ComponentBound("bounded: one id for each word"),
+        "WordPiece": ComponentBound("bounded: at most one id for each character, in words of bounded length"),
     },
 }
 """Types by section of the file. A Sequence, which all sections but `model` have, is walked."""
@@ -331,7 +335,7 @@ def _steps(section: str, state: Any, where: str, depth: int) -> Iterator[tuple[s
             raise ValueError(f"{section} has more than {MAX_STEPS} steps")
 
 
-def _bound(section: str, where: str, state: Mapping[str, Any]) -> Bound:
+def _bound(section: str, where: str, state: Mapping[str, Any]) -> ComponentBound:
     try:
         return COMPONENTS[section][state["type"]]
     except KeyError:

@@ -59,7 +59,7 @@ class Parsed:
 
 
 class WorkerWatch:
-    """What is seen of a worker from outside.
+    """View of a worker from outside.
 
     Args:
         slot: shared with it.

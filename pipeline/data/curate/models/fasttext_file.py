@@ -86,7 +86,7 @@ def read_model_file(path: Path, key: str) -> ModelFile:
 
 
 class _Header(NamedTuple):
-    """What predictions depend on, by the names of fastText."""
+    """Numbers that predictions depend on, by the names of fastText."""
 
     version: int
     dim: int
