@@ -312,6 +312,7 @@ def run_file(cluster: DevCluster, tmp_path: Path) -> Iterator[Path]:
 def test_a_job_of_a_cluster_whose_files_were_changed_is_refused(run_file: Path, change: str) -> None:
     config = load(run_file)
     run, site = config.run.dir, load_site(config.slurm.profile)
+    run.mkdir()
     code = code_snapshot.take(run)
     planned = plan(config, site, ["preprocess"], "slurm", units=1)[:1]
     (job,) = send_all(run, config, site, planned, "slurm", code)

@@ -27,10 +27,11 @@ from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.scheduler import SchedulerError
 from slurm.submit import code_snapshot, job_plan, permissions, submitit_backend
+from slurm.submit import submit as submit_module
 from slurm.submit.site_profile import load_site
 from slurm.submit.stop_lead_time import signal_seconds
 from slurm.submit.submission import read_submission
-from slurm.submit.submit import send_all, submit
+from slurm.submit.submit import submit
 from tests import tiny
 from tests.waiting import until
 
@@ -334,6 +335,12 @@ def send(config: Config, stages: Sequence[job_plan.StageName], step: int | None 
     return found, console.file.getvalue()
 
 
+def send_all(run: Path, *more: Any) -> list[jobs.Job]:
+    """`slurm.submit.submit.send_all` with a run folder, as `submit` makes it before."""
+    run.mkdir(parents=True, exist_ok=True)
+    return submit_module.send_all(run, *more)
+
+
 def held(root: Path, changes: dict[str, Any] | None = None) -> Config:
     return config_of(root, changes, defaults={"partition": "train", "time": 10, **HELD})
 
@@ -497,6 +504,7 @@ def test_a_folder_with_blanks_quotes_and_signs(clean: Path) -> None:
         defaults={"partition": "train", "time": 10},
     )
     site = load_site(config.slurm.profile)
+    config.run.dir.mkdir(parents=True, exist_ok=True)
     code = code_snapshot.take(config.run.dir)
     job = send_all(
         config.run.dir, config, site, job_plan.plan(config, site, ["preprocess"], "slurm")[:1], "slurm", code
@@ -519,6 +527,7 @@ def test_a_job_can_be_submitted_from_inside_of_one(clean: Path, monkeypatch: pyt
     )
     site = load_site(config.slurm.profile)
     finish = job_plan.plan(config, site, ["preprocess"], "slurm")[0]
+    config.run.dir.mkdir(parents=True, exist_ok=True)
     code = code_snapshot.take(config.run.dir)
     (array,) = send_all(config.run.dir, config, site, [finish], "slurm", code)
     assert os.environ["RANK"] == "3" and os.environ["SLURM_NTASKS"] == "9"
