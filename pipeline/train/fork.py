@@ -117,7 +117,7 @@ _ANOTHER = "set run.dir to a new folder"
 _BEFORE_THE_FIRST_STEP = (
     *(RunFiles.checkpoints, RunFiles.data, RunFiles.ledger, RunFiles.lock, RunFiles.lock_guard, RunFiles.config),
     *(RunFiles.journal, RunFiles.attempt, RunFiles.exit, RunFiles.heartbeats, RunFiles.logs, RunFiles.tensorboard),
-    *(RunFiles.stop, RunFiles.save, RunFiles.evaluations),
+    *(RunFiles.stop, RunFiles.save, RunFiles.evaluations, RunFiles.folder_id),
 )
 """Files that `pipeline preprocess`, a fork that was killed, a start that was refused and an evaluation of weights in
 another folder (`--weights`) leave in a run folder."""

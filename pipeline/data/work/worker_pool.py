@@ -134,6 +134,17 @@ class Lost(Generic[J]):
         return self.is_hopeless or self.attempt == ATTEMPTS
 
 
+@dataclass
+class _LostJob(Generic[J]):
+    """A job that came to nothing before."""
+
+    job: J
+    """Kept, so that its id stays its own."""
+    attempts: int = 0
+    is_careful: bool = False
+    """Its worker was lost inside of a parser: its records are handed over one at a time."""
+
+
 Event = Advanced[J] | Done[J, R] | Failed[J] | Died[J] | Silent[J]
 
 
@@ -159,9 +170,8 @@ class Workers(Generic[J, R]):
         self._args = args
         self._processes: dict[Connection, BaseProcess] = {}
         self._waiting: deque[J] = deque()
-        self._attempts: Counter[J] = Counter()
-        self._careful: set[J] = set()
-        # Jobs whose worker was lost in a batch of records: their records are handed over one at a time.
+        self._lost: dict[int, _LostJob[J]] = {}
+        # By id: a job has no hash where the config in it holds lists.
         self._watches: dict[Connection, WorkerWatch] = {}
         try:
             with _interrupts_wait():
@@ -216,7 +226,8 @@ class Workers(Generic[J, R]):
                     holding[connection] = job = self._waiting.popleft()
                     heard[connection], limits[connection] = self._clock(), SILENT_S
                     with contextlib.suppress(ConnectionError):  # it is dead; reading its answer finds that out
-                        connection.send((job, job in self._careful))
+                        lost = self._lost.get(id(job))
+                        connection.send((job, lost is not None and lost.is_careful))
             if not holding:
                 return
             ready_ones = wait(list(holding), _LOOK_S)
@@ -267,21 +278,22 @@ class Workers(Generic[J, R]):
             if isinstance(event, Advanced | Done | Silent):
                 yield event
                 continue
+            known = self._lost.setdefault(id(event.job), _LostJob(event.job))
             hopeless = False
             if isinstance(event, Died):
                 how, details = event.how, ""
                 if event.parsed is not None:
-                    self._careful.add(event.job)
+                    known.is_careful = True
                     hopeless = event.killed and not event.parsed.is_batch
             elif passes(event.error):
                 how = f"{type(event.error).__name__}: {event.error}"
                 details = "\n".join(getattr(event.error, "__notes__", []))
             else:
                 raise event.error
-            self._attempts[event.job] += 1
-            lost = Lost(event.job, how, self._attempts[event.job], details, hopeless)
+            known.attempts += 1
+            lost = Lost(event.job, how, known.attempts, details, hopeless)
             if lost.is_last:
-                del self._attempts[event.job]
+                del self._lost[id(event.job)]
             else:
                 self.add(event.job)
             yield Advanced(event.job, -event.advanced)

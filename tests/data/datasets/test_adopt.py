@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import orjson
 import pytest
 import xxhash
 from tokenizers import Tokenizer as Library
@@ -14,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.sealed_json import put_sealed
 from pipeline.config.load import load
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.datasets import foreign as foreign_module
@@ -237,7 +239,7 @@ class TestEnds:
         assert "'<|endoftext|>' occurs inside of documents, 2 times" in str(report)
         is_sound(tmp_path / "s")
         manifest = tmp_path / "s" / "train" / "manifest.json"
-        manifest.write_text(manifest.read_text().replace('"inner_ends": 2', '"inner_ends": 3'))
+        put_sealed(manifest, orjson.loads(manifest.read_bytes()) | {"inner_ends": 3})
         (problem,) = verify(tmp_path / "s").problems
         assert "2 end-of-document tokens inside of documents, but 3 were adopted" in problem
         manifest.write_text(manifest.read_text().replace('"inner_ends": 3', '"inner_ends": 0'))

@@ -385,6 +385,7 @@ def test_finished(tmp_path):
 def test_the_tokenizer(tmp_path):
     config = config_of(tmp_path, "sea")
     folder = config.data_dir / "tokenizer"
+    folder.mkdir(parents=True)
     with take(folder, "train", LeaseWatch()):
         said = shown(config)
         assert f"tokenizer: being made by process {os.getpid()} on" in said
@@ -406,6 +407,7 @@ def test_a_tokenizer_that_is_given(tmp_path):
 def test_before_there_is_a_plan(tmp_path):
     """Documents are counted, say."""
     config = config_of(tmp_path, "sea", "land")
+    (config.data_dir / "sea").mkdir(parents=True)
     with take(config.data_dir / "sea", "counting", LeaseWatch()):
         assert [state.state for state in read_state(config)] == ["starting", "not begun"]
         said = shown(config)

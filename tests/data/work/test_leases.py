@@ -299,7 +299,7 @@ def test_without_links(tmp_path, monkeypatch):
     with take(tmp_path, 3, LeaseWatch()) as lease:
         assert isinstance(lease, Lease)
         assert isinstance(take(tmp_path, 3, LeaseWatch()), Holder)
-        assert not leases._create(lease.path, leases._new_record())
+        assert not leases._create(tmp_path, lease.path, leases._new_record())
         data = lease.path.read_bytes()
         leases._remove(lease.path, b"as it was before")
         assert lease.path.read_bytes() == data

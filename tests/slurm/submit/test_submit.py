@@ -102,7 +102,7 @@ def test_the_script_asks_for_what_run_file_and_profile_say(tmp_path: Path) -> No
         "export SRUN_CPUS_PER_TASK=6",
         "export PYTHONPATH=/snapshot${PYTHONPATH:+:$PYTHONPATH}",
     ]
-    command = lines[lines.index("# teardown") - 2]
+    (command,) = [line for line in lines if " -m slurm.job.batch_entry " in line]
     assert "srun" not in command and command.endswith(" -m slurm.job.batch_entry 1 TIME-train.json DIGEST")
 
 

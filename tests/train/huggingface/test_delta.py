@@ -96,7 +96,7 @@ def config_of(name: str, **more: Any) -> dict[str, Any]:
         ("qwen3-next", {"linear_value_head_dim": 2**40}, "value_dim"),
         ("qwen3-next", {"linear_conv_kernel_dim": 2**20}, "conv_size"),
         ("qwen3-next", {"num_hidden_layers": 2**40}, "num_hidden_layers"),
-        ("qwen3-next", {"mlp_only_layers": [0, 1, 2, 3]}, "no layer of these has experts"),
+        ("qwen3-next", {"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers: .*none of the 4 layers has experts"),
         ("qwen3.5-moe", {"norm_topk_prob": False}, "norm_topk_prob: False"),
         ("qwen3.5", {"model_type": "qwen3_5"}, "model_type: 'qwen3_5' .*qwen3_5_text"),
         ("olmo-hybrid", {"head_dim": 9}, "head_dim: 9"),
