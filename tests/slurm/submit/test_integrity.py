@@ -17,6 +17,8 @@ from pipeline.common import trust
 from pipeline.common.errors import EXIT_REFUSED, UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
+from pipeline.data.work.freezing import make_data_dir
+from pipeline.train.run.folder import make_writable
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.job.batch_main import run_submission
@@ -312,7 +314,8 @@ def run_file(cluster: DevCluster, tmp_path: Path) -> Iterator[Path]:
 def test_a_job_of_a_cluster_whose_files_were_changed_is_refused(run_file: Path, change: str) -> None:
     config = load(run_file)
     run, site = config.run.dir, load_site(config.slurm.profile)
-    run.mkdir()
+    make_writable(run)
+    make_data_dir(config)
     code = code_snapshot.take(run)
     planned = plan(config, site, ["preprocess"], "slurm", units=1)[:1]
     (job,) = send_all(run, config, site, planned, "slurm", code)

@@ -21,7 +21,9 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.work.freezing import make_data_dir
 from pipeline.data.work.leases import Lease, LeaseWatch, take
+from pipeline.train.run.folder import make_writable
 from pipeline.train.run.lock import Lock
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
@@ -335,10 +337,11 @@ def send(config: Config, stages: Sequence[job_plan.StageName], step: int | None 
     return found, console.file.getvalue()
 
 
-def send_all(run: Path, *more: Any) -> list[jobs.Job]:
-    """`slurm.submit.submit.send_all` with a run folder, as `submit` makes it before."""
-    run.mkdir(parents=True, exist_ok=True)
-    return submit_module.send_all(run, *more)
+def send_all(run: Path, config: Config, *more: Any) -> list[jobs.Job]:
+    """`slurm.submit.submit.send_all` with the folders that `submit` makes before."""
+    make_writable(run)
+    make_data_dir(config)
+    return submit_module.send_all(run, config, *more)
 
 
 def held(root: Path, changes: dict[str, Any] | None = None) -> Config:
