@@ -85,6 +85,11 @@ def resumed_from(out: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def warnings_of(out: str) -> list[str]:
+    """The lines of warnings, but for that of a processor which has no fast products in bf16."""
+    return [line for line in out.splitlines() if "warning" in line and "no fast products" not in line]
+
+
 def failed_saves(out: str) -> list[int]:
     """The steps whose saves a training gave up, by what it printed."""
     return [int(step) for step in re.findall(r"step (\d+) could not be saved", out)]

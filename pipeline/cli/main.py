@@ -33,6 +33,7 @@ from pipeline.cli.jobs import add_to
 from pipeline.cli.submitted import submitted
 from pipeline.common.console import VERBOSE, Console, echo, flush, spell_out_what_cannot_be_encoded
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_REFUSED, UserError
+from pipeline.common.signals import repeat_lost_interrupts
 from pipeline.train.distributed.rank import begin_rank, record_error
 
 if TYPE_CHECKING:
@@ -436,6 +437,7 @@ add_to(app)
 def main() -> None:
     """Entry point of the `pipeline` command and of `python -m pipeline`."""
     spell_out_what_cannot_be_encoded()
+    repeat_lost_interrupts()
     begin_rank()
     try:
         app(prog_name="pipeline")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
+
+_AGAIN_S = 0.1
+"""Seconds until an interrupt comes again; the callback that it came in has returned by then, or it comes once more."""
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -31,6 +36,23 @@ def ignore(*numbers: int) -> None:
             signal.signal(number, signal.SIG_IGN)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def repeat_lost_interrupts() -> None:
+    """Raise a Ctrl-C again that came inside a finalizer or a weak reference's callback: Python drops what those raise.
+
+    It does so in imports, too, which hold their locks by weak references.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            # Not from here: what a hook raises is dropped as well.
+            threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 class _AllButLateSignals:

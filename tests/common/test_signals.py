@@ -2,11 +2,12 @@
 
 import signal
 import sys
+import time
 from typing import Any
 
 import pytest
 
-from pipeline.common.signals import ignore
+from pipeline.common.signals import ignore, repeat_lost_interrupts
 
 
 def test_a_signal_that_comes_while_it_begins_to_be_ignored_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +47,17 @@ def test_a_signal_that_another_thread_has_taken_prints_nothing(monkeypatch: pyte
     for message in ("Signal 15 ignored due to race condition", "disk quota exceeded"):
         Leaves(message)
     assert seen == ["disk quota exceeded"]
+
+
+def test_an_interrupt_inside_a_finalizer_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    repeat_lost_interrupts()
+
+    class Interrupted:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Interrupted()
+        for _ in range(600):  # a minute, where it never comes
+            time.sleep(0.1)

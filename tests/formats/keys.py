@@ -1,8 +1,9 @@
 """Which keys the files have that the suite writes, and which fields the classes that are written by field name.
 
 `keys.json` lists both. `python -m tests.formats.keys` adds to it what is new in the files that are kept and in the code
-of today; it never takes anything away. What is to go is taken out by hand, by whoever has made sure that the files of
-before are read all the same.
+of today, and `python -m tests.formats.keys FOLDER` also what is new in a folder that `KEPT_ROOT=FOLDER python -m
+tests.formats.make` has made. It never takes anything away. What is to go is taken out by hand, by whoever has made sure
+that the files of before are read all the same.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ CLASSES = {
     "pipeline.train.checkpoint.fingerprint": (),  # ModelConfig and the objectives
     "pipeline.train.huggingface.convert": (),  # ModelConfig
     "pipeline.train.saving": (),  # Config
+    "slurm.job.folder_watch": ("LostFolderNote",),
     "slurm.jobs": ("Job", "Cancelled"),
     "slurm.job.launch_log": ("Launch", "LaunchEnd"),
     "slurm.notify.notice": ("Notice",),
@@ -193,6 +195,8 @@ WRITE_NOTHING = (
     "pipeline.data.curate.passes.of_scope",
     "pipeline.data.curate.results.apply",
     "pipeline.data.loading.batch",
+    "pipeline.config.parsing.code_keys",
+    "pipeline.data.sources.web.budget",  # keys of the run file
     "pipeline.data.sources.reader",  # options of plug-ins, whose names are theirs
     "pipeline.eval.report.facts",
     "pipeline.train.checkpoint.dcp_metadata",
@@ -326,7 +330,11 @@ def main() -> None:
     """Add what is new to the listing."""
     old = listing() if LISTING.exists() else {"files": {}, "fields": {}}
     with tempfile.TemporaryDirectory() as folder:
-        new = gathered(found_in(make.files(make.unpack(make.PACKED, Path(folder)))))
+        found = found_in(make.files(make.unpack(make.PACKED, Path(folder))))
+    for place in sys.argv[1:]:
+        for kind, objects in found_in(make.files(Path(place))).items():
+            found.setdefault(kind, []).extend(objects)
+    new = gathered(found)
     for kind, keys in old["files"].items():
         now = new.setdefault(kind, keys)
         union = {each for keys_of in (keys, now) for part in keys_of.values() for each in part}

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.sealed_json import put_sealed
 from pipeline.data.preprocess import stage
 from pipeline.data.preprocess import tokenize_unit as unit_module
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
@@ -42,7 +43,7 @@ def receipts(config):
 def pretend(config, engine):
     """As if another engine had made the tokens."""
     for path in receipts(config):
-        path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | {"engine": engine}))
+        put_sealed(path, orjson.loads(path.read_bytes()) | {"engine": engine})
 
 
 def condemn(config, engine):
@@ -153,7 +154,7 @@ def test_two_plans_at_once(tmp_path, corpus):
     tokenizer = run_tokenizer(config_of(tmp_path, corpus))
     refused = []
     for attempt in range(10):
-        data = tmp_path / str(attempt)
+        data = tmp_path / "run" / "data" / str(attempt)
         plans = []
         for seed in (1, 2):
             config = make_config(
@@ -165,9 +166,9 @@ def test_two_plans_at_once(tmp_path, corpus):
             plans.append(make_plan(find_source_files(config)[0], tokenizer, config, make_splits(config.data)))
         barrier = threading.Barrier(2)
 
-        def freeze(plan, folder=data, both=barrier):
+        def freeze(plan, config=config, folder=data, both=barrier):
             both.wait()
-            freeze_alone(plan, folder, Console(quiet=True))
+            freeze_alone(plan, config, folder, Console(quiet=True))
 
         threads = [threading.Thread(target=freeze, args=(plan,)) for plan in plans]
         for thread in threads:
@@ -192,6 +193,7 @@ def test_a_link_ends_after_so_many_records(tmp_path, corpus, monkeypatch):
     plan = make_plan(find_source_files(config)[0], run_tokenizer(config), config, make_splits(config.data))
     folder = tmp_path / "links"
     job = source_job(plan, config.model_copy(update={"data": config.data.model_copy(update={"dir": folder})}), "")
+    (folder / "s").mkdir(parents=True)
     plan.freeze(folder / "s")
     bench = WorkerContext(config.data_dir / "tokenizer", 0.0)
     assert tokenize_unit(UnitJob(job, plan.units[0]), bench, lambda _: None).made == 3

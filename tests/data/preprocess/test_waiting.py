@@ -10,7 +10,7 @@ from pipeline.data.preprocess.run_units import _Run
 
 def test_for_whom_and_how_long():
     now, text = 0.0, io.StringIO()
-    config = SimpleNamespace(data=SimpleNamespace(preprocess=SimpleNamespace(max_error_rate=0)))
+    config = SimpleNamespace(data=SimpleNamespace(preprocess=SimpleNamespace(max_error_rate=0, max_unknown=1)))
     run = _Run(config, Console(file=text, width=500), None, None, None, "e", waits=True, clock=lambda: now)
 
     def said(at, *units):

@@ -26,7 +26,7 @@ def planned(tmp_path: Path, duplicates: dict[str, Any], *stages: StageName, back
         ({}, ["measure", "excerpts", "decide"]),
         ({"exact": "text"}, ["measure", "match", "join", "rank", "choose", "excerpts", "decide"]),
         ({"lines": {}}, ["measure", "rank", "kept", "lines", "excerpts", "decide"]),
-        (ALL, ["measure", "match", "join", "rank", "choose", "kept", "lines", "excerpts", "decide"]),
+        (ALL, ["measure", "match", "join", "shingles", "rank", "choose", "kept", "lines", "excerpts", "decide"]),
     ],
 )
 def test_an_array_for_each_pass(tmp_path: Path, duplicates: dict[str, Any], passes: list[str]) -> None:

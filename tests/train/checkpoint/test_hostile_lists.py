@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.sealed_json import put_sealed
 from pipeline.common.storage import json_lines_backwards
 from pipeline.config.load import load_written
 from pipeline.data.datasets.verify import verify
@@ -68,13 +69,13 @@ def test_plans_and_receipts_name_splits_of_their_source(root: Path, tmp_path: Pa
     data = Path(shutil.copytree(root / "data", tmp_path / "data"))
     plan = data / "sea" / "plan.json"
     whole = orjson.loads(plan.read_bytes())
-    storage.put_json(plan, {**whole, "splits": [*whole["splits"], "../../elsewhere"]})
+    put_sealed(plan, {**whole, "splits": [*whole["splits"], "../../elsewhere"]})
     assert any(f"{plan} names '../../elsewhere'" in problem for problem in verify(data).problems)
-    storage.put_json(plan, whole)
+    put_sealed(plan, whole)
     file = data / "sea" / "receipts" / "00000" / "00000000.json"
     receipt = orjson.loads(file.read_bytes())
     receipt["splits"]["../../elsewhere"] = receipt["splits"]["train"]
-    storage.put_json(file, receipt)
+    put_sealed(file, receipt)
     assert any(f"{file} names '../../elsewhere'" in problem for problem in verify(data).problems)
     with pytest.raises(UserError, match=r"\.\./\.\./elsewhere"):
         files_are_there(data / "sea", receipt)
