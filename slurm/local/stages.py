@@ -39,7 +39,8 @@ def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> Non
     if config.data.curate is not None and config.data.curate.decontaminate is not None:
         refuse_code_of_others(config, *TASK_KEYS)
     if dry_run:
-        stage(config, dry_run=True, problems=_task_problems(config))
+        with _terminate_stops():
+            stage(config, dry_run=True, problems=_task_problems(config))
         return
     with _stage(config, "curate"), _terminate_stops():
         _write_task_items(config)
@@ -91,7 +92,8 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False, gr
     from pipeline.data.preprocess.stage import preprocess as stage
 
     if dry_run:
-        stage(config, dry_run=True, grow=grow)
+        with _terminate_stops():
+            stage(config, dry_run=True, grow=grow)
         return
     with _stage(config, "preprocess"), _terminate_stops():
         stage(config, units=units, grow=grow)
@@ -107,12 +109,16 @@ def _terminate_stops() -> Iterator[None]:
         name = signal.Signals(number).name
         raise Stopped(f"received {name}; what was committed is kept; run the same command again to resume")
 
+    from pipeline.data.sources.foreign_parser import ended_by
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    interrupt = () if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else (signal.SIGINT,)
     before = {each: signal.signal(each, stop) for each in stop_signals()}
     try:
-        yield
+        with ended_by(*before, *interrupt):
+            yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

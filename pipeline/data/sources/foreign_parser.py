@@ -6,7 +6,11 @@ signal. So the parent of a worker looks from outside (`pipeline.data.work.worker
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import signal
+import threading
+from collections.abc import Iterator
 
 FOREIGN_PARSERS = ("trafilatura", "ftfy", "fasttext", "tokenizers", "gigatoken", "fastokens")
 """Packages that texts of others are given to, record by record. Each call is inside of `parsing`."""
@@ -21,11 +25,25 @@ class _Here:
     memory: ctypes.Array[ctypes.c_char] | None = None
     record: tuple[str, ...] = ()
     careful = False
+    deadly: tuple[int, ...] = ()
 
 
 def share(memory: ctypes.Array[ctypes.c_char]) -> None:
     """Write to memory that the parent reads, `SLOT_BYTES` of it."""
-    _Here.memory = memory
+    _Here.memory, _Here.deadly = memory, ()
+
+
+@contextlib.contextmanager
+def ended_by(*numbers: int) -> Iterator[None]:
+    """Let signals end this process where they find it inside of a parser: a handler of Python would wait for its end.
+
+    That is for the process that starts workers, which reads samples itself. A worker is killed by that process.
+    """
+    _Here.deadly = numbers
+    try:
+        yield
+    finally:
+        _Here.deadly = ()
 
 
 def set_careful(careful: bool) -> None:
@@ -46,16 +64,21 @@ def working_on(*records: str) -> None:
 class parsing:
     """A call of a parser of another package, with the record that `working_on` has named."""
 
-    __slots__ = ("_parser",)
+    __slots__ = ("_handlers", "_parser")
 
     def __init__(self, parser: str) -> None:
         self._parser = parser
+        self._handlers: dict[int, object] = {}
 
     def __enter__(self) -> None:
         if _Here.memory is not None:
             text = "\n".join((self._parser, *_Here.record)).encode("utf-8", "backslashreplace")
             _Here.memory.value = text[: SLOT_BYTES - 1]
+        if _Here.deadly and threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, signal.SIG_DFL) for number in _Here.deadly}
 
     def __exit__(self, *_: object) -> None:
         if _Here.memory is not None:
             _Here.memory.value = b""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -164,7 +164,8 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        engine.train_from_iterator(short_words(texts), trainer)
+        with parsing("tokenizers"):  # it draws the texts in a thread of its own, while this one handles no signal
+            engine.train_from_iterator(short_words(texts), trainer)
         return cls(engine, config.end_of_document, config.special_tokens, config.allow_special)
 
     @classmethod

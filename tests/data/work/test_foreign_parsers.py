@@ -16,6 +16,12 @@ from pipeline.data.sources import foreign_parser
 from pipeline.data.sources.foreign_parser import FOREIGN_PARSERS, parsing, working_on
 from pipeline.data.work import worker_pool, worker_watch
 from pipeline.data.work.worker_pool import Done, Lost, Workers
+from pipeline.data.work.worker_watch import _usage
+from tests.data.preprocess.test_unknown import words_tokenizer
+from tests.data.runs import make_config
+from tests.data.sources.web.test_warc import Writer
+from tests.data.stage import children, write_run_file
+from tests.tiny import command
 from tests.waiting import until
 
 DATA = Path(worker_pool.__file__).parents[1]
@@ -105,6 +111,70 @@ def test_a_parser_above_its_bound_fails_the_job_once_the_record_is_known(monkeyp
     assert "ftfy with a@5 took" in str(lost["stuck"][0]) and "skip_records: ['a@5']" in str(lost["stuck"][0])
     assert [each.is_last for each in lost["batch"]] == [False, True]
     assert "the batch a@1 to a@9" in str(lost["batch"][0]) and "skip_records: ['a@5']" in str(lost["batch"][1])
+
+
+def make_greedy():
+    """A worker that a parser lets grow."""
+
+    def run(job, progress):
+        working_on("a@5")
+        with parsing("ftfy"):
+            kept = b"x" * 2**27
+            re.match("(a+)+$", "a" * 60 + "b")
+        return kept
+
+    return run
+
+
+@pytest.mark.guard
+def test_a_parser_that_takes_too_much_memory_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_watch, "MEMORY_BOUND", 2**26)
+    # The worker is looked at before it has grown: a bound is on what a record adds.
+    monkeypatch.setattr(worker_pool, "_LOOK_S", 0.001)
+    with Workers(make_greedy, (), 1) as workers:
+        (lost,) = [event for event in workers.insist(["job"]) if isinstance(event, Lost)]
+    assert lost.is_last and "ftfy with a@5 took" in str(lost) and "of memory, more than" in str(lost)
+
+
+STUCK = "<html><body><article><p>" + "<b>x</b> <i>y</i>" * 60_000 + "</p></article></body></html>"
+"""Takes half an hour."""
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize(
+    ("stage", "number", "in_worker"),
+    [
+        ("preprocess", signal.SIGTERM, True),
+        ("curate", signal.SIGKILL, True),
+        ("preprocess", signal.SIGINT, False),  # it reads the texts that the tokenizer is trained on itself
+    ],
+)
+def test_a_command_ends_though_it_is_inside_of_a_page(tmp_path: Path, stage: str, number: int, in_worker: bool) -> None:
+    pages = Writer()
+    pages.page(1, STUCK.encode())
+    file = pages.save(tmp_path / "a.warc.gz")
+    limits = {"max_tags": 10**7, "max_attributes": 10**7, "max_paragraph_work": 10**15}
+    source = {"name": "s", "type": "warc", "paths": [str(file)], "warc": {"html": "trafilatura", **limits}}
+    tokenizer = words_tokenizer(tmp_path / "tokenizer.json") if in_worker else {"train": {"vocab_size": 300}}
+    curate = {"duplicates": {"exact": "text"}} if stage == "curate" else None
+    run_file = write_run_file(
+        make_config(tmp_path, [source], tokenizer=tokenizer, curate=curate), tmp_path / "run.yaml"
+    )
+    process = subprocess.Popen(command(stage, run_file), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def busy() -> list[int]:
+        """Processes that have begun the page, by the CPU seconds that imports do not take."""
+        found = children(process.pid) if in_worker else [process.pid]
+        return [pid for pid in found if (_usage(pid) or (0, 0))[0] > (3 if in_worker else 8)]
+
+    try:
+        found = until(busy, process)
+        process.send_signal(number)
+        process.wait(60)
+        until(lambda: not any(map(_runs, found)))
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.guard

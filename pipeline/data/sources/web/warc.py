@@ -81,7 +81,8 @@ class WarcReader(Reader):
         """Read the first page of the first file, which says whether there is HTML, and a library to read it."""
         for file in files[:1]:
             piece = Piece(file, 0, file.size, chunked=True)
-            reader = dataclasses.replace(self, verify=False)
+            # Where HTML is expected, that page need not be parsed here: it may take long.
+            reader = dataclasses.replace(self, verify=False, html=self.html and "skip")
             next(reader.read(Cursor(Unit(0, "", (piece,)), reader), piece), None)
 
     def pieces(self, file: File, size: int) -> Iterator[Piece]:
