@@ -124,10 +124,11 @@ def test_it_learns_by_autograd(windows: Path) -> None:
     assert weight.grad is not None and all(each.grad is not None for each in model.parameters())
     with torch.no_grad():
         direction = weight.grad / weight.grad.norm()
-        weight += 1e-6 * direction
+        # Large enough that the last digits of the loss, which differ between processors, do not count.
+        weight += 1e-3 * direction
         up = loss()
-        weight -= 2e-6 * direction
-        assert float((up - loss()) / 2e-6) == pytest.approx(float(weight.grad.norm()), rel=1e-4)
+        weight -= 2e-3 * direction
+        assert float((up - loss()) / 2e-3) == pytest.approx(float(weight.grad.norm()), rel=1e-4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(4):
         optimizer.zero_grad()

@@ -90,6 +90,7 @@ def test_three_share_the_units_and_a_plain_one_finishes(run, done):
 
 def test_units_that_others_hold_are_left_to_them(run, done):
     config, file = run
+    (config.data_dir / "zst").mkdir(parents=True)
     with take(config.data_dir / "zst", 0, LeaseWatch()) as lease:
         assert isinstance(lease, Lease)
         said = finished(start(file, "--units"))

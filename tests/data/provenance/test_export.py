@@ -147,7 +147,13 @@ def test_texts_that_give_other_ids_are_flagged(tmp_path: Path) -> None:
     engine.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     engine.save(str(tmp_path / "tokenizer.json"))
     source = {"name": "web", "type": "jsonl", "paths": [str(corpus / "*.jsonl")]}
-    config = make_config(tmp_path, [source], tokenizer={"path": str(tmp_path / "tokenizer.json")}, heldout=0.0001)
+    config = make_config(
+        tmp_path,
+        [source],
+        tokenizer={"path": str(tmp_path / "tokenizer.json")},
+        heldout=0.0001,
+        preprocess={"max_unknown": 1},
+    )
     preprocess(config)
     (count,) = export_dataset(config.data_dir / "web", tmp_path / "to", "parquet", QUIET, workers=1)
     found = {row["text"]: row["exact"] for row in rows(tmp_path / "to")}
