@@ -39,7 +39,6 @@ from pipeline.data.work.leases import LEASES, sweep
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.sorted_runs import DamagedResult
 from pipeline.data.work.units import find_source_files, reading
-from pipeline.data.work.worker_pool import ATTEMPTS
 
 _ROUNDS = 10
 """Rounds in which jobs may be missing again, because a file was damaged or another command was at work."""
@@ -229,7 +228,7 @@ class CurationStage:
             failed = step.outcome.failed
             lines = "".join(f"  {job}: {how}\n" for job, how in failed)
             raise MachineError(
-                f"{counted(len(failed), 'job')} of {step.name} failed {ATTEMPTS} times:\n{lines}Without them nothing "
+                f"{counted(len(failed), 'job')} of {step.name} failed:\n{lines}Without them nothing "
                 "can be decided. Completed jobs are kept; fix the cause, and run the same command to resume"
             )
         return step

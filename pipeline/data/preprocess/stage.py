@@ -62,7 +62,6 @@ from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.unit_source import damage_stands, without_damaged
 from pipeline.data.work.units import SourceFiles, find_source_files, input_stat, reading
-from pipeline.data.work.worker_pool import ATTEMPTS
 
 _ROUNDS = 10
 """Rounds in which units may be missing again, because an engine was condemned or another command was at work."""
@@ -324,7 +323,7 @@ class _Stage:
         if not unfinished:
             return ""
         lines = "".join(f"  {job}: {how}\n" for job, how in failed)
-        what = f"{counted(len(failed), 'unit')} failed {ATTEMPTS} times:\n{lines}"
+        what = f"{counted(len(failed), 'unit')} failed:\n{lines}"
         if not failed:
             what = "units are made and removed repeatedly; is another command running with other settings?\n"
         return (

@@ -43,7 +43,7 @@ class JobRun(ABC, Generic[J, R]):
 
     Attributes:
         made: jobs that this run did.
-        failed: jobs that were given up, with how they failed last.
+        failed: jobs that were given up, with how they failed last, and after how many attempts.
         held: jobs that were left to other commands, which have them.
 
     Args:
@@ -160,4 +160,4 @@ class JobRun(ABC, Generic[J, R]):
         if event.is_last:
             if event.details:
                 verbatim(self._console, event.details)
-            self.failed.append((event.job, event.how))
+            self.failed.append((event.job, f"{event.how} ({counted(event.attempt, 'attempt')})"))

@@ -143,7 +143,7 @@ def test_a_unit_that_fails_again_and_again_is_told(run, done):
     process = start(file, "--units")
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 1, said
-    assert "failed 3 times" in said
+    assert "(3 attempts)" in said
     assert "text cannot be finished" in said.replace("\n", " ")
     (config.data_dir / "text" / "train").unlink()
     assert counts(finished(start(file, "--units")))[1] == 0
