@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.common.errors import EXIT_SUPERSEDED
 from pipeline.config.load import load
 from pipeline.data.order.windows import Windows
 from pipeline.data.preprocess.stage import preprocess
@@ -221,7 +222,7 @@ def test_a_full_disk_delays_a_record_and_a_later_attempt_ends_this_one(
 
     monkeypatch.setattr(os, "pwrite", taken_over)
     code, out = start(root, "taken", *keys)
-    assert code == 1 and "attempt 9, which has taken over the run" in out
+    assert code == EXIT_SUPERSEDED and "attempt 9, which has taken over the run" in out
 
 
 @pytest.fixture(scope="module")
