@@ -205,7 +205,7 @@ def bf16(root: Path) -> Path:
     return train(root, "bf16", *RUN)
 
 
-@pytest.mark.parametrize("kind", tiers.first(1, FP8, rest="guard"))
+@pytest.mark.parametrize("kind", tiers.first(1, FP8, rest="slow"))
 def test_a_run_is_near_one_in_bf16(root: Path, bf16: Path, kind: str) -> None:
     run = train(root, kind, *RUN, FP8[kind])
     assert column(run, "loss") != column(bf16, "loss")
@@ -214,7 +214,7 @@ def test_a_run_is_near_one_in_bf16(root: Path, bf16: Path, kind: str) -> None:
     assert column(run, "validation_loss")[-1] == pytest.approx(column(bf16, "validation_loss")[-1], rel=LOSS)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_muon(root: Path) -> None:
     runs = [train(root, f"muon{len(fp8)}", *RUN, "train.optimizer.type=muon", *fp8) for fp8 in ((), (FP8["gather"],))]
     assert column(runs[1], "loss") == pytest.approx(column(runs[0], "loss"), rel=LOSS)
@@ -245,7 +245,7 @@ def test_a_resumed_run_has_the_same_bits(root: Path, kind: str) -> None:
     assert weights_hash(parts) == weights_hash(whole)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_average_of_weights_that_are_sent_in_fp8(root: Path) -> None:
     keep = ("train.checkpoint.every_steps=1", "train.checkpoint.keep=99")
     run = train(root, "average", *RUN, FP8["gather"], "train.ema.decay=0.8", *keep)

@@ -334,7 +334,18 @@ ROWS = {
 DEEPSEEK = [name for name in ROWS if name.startswith("deepseek")]
 
 
-@pytest.fixture(scope="module", params=tiers.first(2, ROWS, rest="guard"))
+def _first_of_families() -> list[Any]:
+    """The rows: two quick ones, guard tests of the first one of each other family, and the rest, which is slow."""
+    seen, found = set[str](), []
+    for number, (name, row) in enumerate(ROWS.items()):
+        again = row.config.model_type in seen
+        seen.add(row.config.model_type)
+        mark = pytest.mark.slow if again else pytest.mark.guard
+        found.append(pytest.param(name, marks=[] if number < 2 else mark))
+    return found
+
+
+@pytest.fixture(scope="module", params=_first_of_families())
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pair:
     return parity.pair_of(ROWS[request.param], tmp_path_factory.mktemp(request.param), tokenizer)
 
@@ -398,7 +409,7 @@ def masked_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", tiers.first(0, encoder_rows.ROWS, rest="guard"))
+@pytest.mark.parametrize("name", tiers.first(0, encoder_rows.ROWS, rest="slow"))
 def test_twenty_masked_steps(masked_root: Path, name: str) -> None:
     parity.check_training(ROWS[name], masked_root, name)
 

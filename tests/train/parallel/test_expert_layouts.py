@@ -22,9 +22,8 @@ pytestmark = pytest.mark.parallel
 COVERING = ("fsdp2-reshard-ep2",)
 """Rows without a mark."""
 GUARD = (
-    *("tp2", "tp2-ep2", "tp2-no_sp-ep2", "reshard-cp2-all_gather-ep2", "reshard-cp2-ulysses-ep2"),
-    *("hsdp2x2-reshard-ep2", "fsdp2-keep-tp2-ep4", "pp2-1f1b", "pp2-zbv-fsdp2-keep-ep2"),
-    *("pp2-dualpipev-keep-cp2-all_gather-ep2", "fsdp2-reshard-ep2-full", "fsdp2-reshard-ep2-selective-compiled"),
+    *("tp2-no_sp-ep2", "reshard-cp2-all_gather-ep2", "hsdp2x2-reshard-ep2", "fsdp2-keep-tp2-ep4"),
+    *("pp2-zbv-fsdp2-keep-ep2", "fsdp2-reshard-ep2-full"),
 )
 """Those of guard tests. The rest are slow."""
 

@@ -45,14 +45,7 @@ LATENT = (
     *("tp2-full", "tp2-selective", "tp2-selective-compiled", "reshard-cp2-all_gather-selective"),
 )
 """Rows that latent attention is tried with besides."""
-LATENT_GUARD = (
-    "tp2",
-    "fsdp2-reshard-tp2",
-    "pp2-1f1b",
-    "reshard-cp2-all_gather",
-    "reshard-cp2-ulysses",
-    "tp2-selective",
-)
+LATENT_GUARD = ("fsdp2-reshard-tp2", "pp2-1f1b", "reshard-cp2-all_gather")
 """Those of them that are guard tests. The rest are slow."""
 
 
@@ -84,10 +77,8 @@ def test_a_layout_computes_what_one_process_does(
 
 _AHEAD = {
     "pp2-1f1b": "",
-    **dict.fromkeys(
-        ("pp2-zbv", "reshard-cp2-all_gather", "reshard-cp2-ulysses", "fsdp2-reshard-compiled"),
-        "guard",
-    ),
+    **dict.fromkeys(("pp2-zbv", "reshard-cp2-all_gather"), "guard"),
+    **dict.fromkeys(("reshard-cp2-ulysses", "fsdp2-reshard-compiled"), "slow"),
     **dict.fromkeys(("pp2-interleaved_zero_bubble", "tp2-no_sp", "fsdp2-reshard", "pp2-gpipe", "ddp2"), "slow"),
     **dict.fromkeys(("fsdp2-reshard-tp2", "pp2-1f1b-keep-cp2-all_gather", "pp2-zbv-keep-cp2-ulysses"), "slow"),
     **dict.fromkeys(("fsdp2-reshard-full", "pp2-zbv-full", "tp2-selective", "pp2-1f1b-fsdp2-keep-compiled"), "slow"),

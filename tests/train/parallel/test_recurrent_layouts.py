@@ -25,10 +25,7 @@ pytestmark = pytest.mark.parallel
 
 COVERING = ("reshard-cp2-all_gather",)
 """Rows without a mark."""
-GUARD = (
-    *("fsdp2-reshard", "tp2", "pp2-1f1b", "pp2-zbv", "reshard-cp2-ulysses", "reshard-cp2-all_gather-tp2"),
-    *("tp2-selective", "fsdp2-keep-tp2", "reshard-cp4-all_gather"),
-)
+GUARD = (*("tp2", "pp2-zbv", "reshard-cp2-ulysses", "fsdp2-keep-tp2", "reshard-cp4-all_gather"),)
 """Those of guard tests. The rest are slow."""
 
 
