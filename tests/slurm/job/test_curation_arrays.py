@@ -43,7 +43,7 @@ def send(config: Config, tmp_path: Path) -> list[Job]:
     said = tiny.pipeline("curate", file, *words, "--slurm")
     assert said.returncode == 0, said.stderr
     sent = jobs.sent(config.run.dir)
-    assert [job.stage for job in sent] == ["curate"] * 10 + ["decide"]
+    assert [job.stage for job in sent] == ["curate"] * 11 + ["decide"]
     return sent
 
 
