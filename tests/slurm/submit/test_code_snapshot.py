@@ -21,7 +21,9 @@ def run_python(code: Path, words: list[str], cwd: Path, **variables: str) -> str
 
 @pytest.mark.guard
 def test_code_that_is_edited_later_does_not_change_what_runs(tmp_path: Path) -> None:
-    checkout = code_snapshot.take(tmp_path / "checkout")
+    (tmp_path / "run").mkdir()
+    checkout = code_snapshot.take(tmp_path / "run")
+    (checkout / "RUN").mkdir()
     take = "from pathlib import Path; from slurm.submit import code_snapshot; print(code_snapshot.take(Path('RUN')))"
     taken = checkout / run_python(checkout, ["-c", take], checkout)
     assert taken == checkout / "RUN" / "slurm" / "code" / checkout.name
