@@ -71,10 +71,3 @@ def forked_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_pool, "can_fork", lambda: True)
         yield
-
-
-@pytest.fixture(autouse=True)
-def interrupts_are_not_ignored() -> None:
-    """A shell starts what it leaves in the background with SIGINT ignored, which processes of tests would inherit."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

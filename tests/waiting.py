@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,3 +34,11 @@ def until(
         assert time.monotonic() < end, why
         time.sleep(pause)
     return found
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended yet, be it that nobody has asked for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import signal
 import sys
 import threading
@@ -48,7 +47,8 @@ def repeat_lost_interrupts() -> None:
     def hook(unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             # Not from here: what a hook raises is dropped as well.
-            threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
+            main = threading.main_thread().ident
+            threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT)).start()
         else:
             before(unraisable)
 

@@ -17,7 +17,7 @@ import yaml
 
 from pipeline.config import Config
 from tests.tiny import command
-from tests.waiting import until
+from tests.waiting import runs, until
 
 
 def write_run_file(config: Config, path: Path) -> Path:
@@ -137,17 +137,6 @@ def workers(pid: int) -> list[int]:
     return found
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def gone(pids: list[int]) -> None:
     """Wait until processes that are not our children have ended."""
-    deadline = time.monotonic() + 30
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, f"{pids} are still there"
-        time.sleep(0.01)
+    until(lambda: not any(map(runs, pids)), why=f"{pids} are still there")

@@ -84,12 +84,12 @@ class WorkerWatch:
     def is_above(self, pid: int) -> str:
         """The bound that the call is above since it was first seen; empty for none."""
         text = self._slot.value
-        usage = _usage(pid) if text else None
-        if usage is None or text != self._seen:
-            self._seen = text if usage else b""
-            self._begin = usage or self._begin
+        used = usage(pid) if text else None
+        if used is None or text != self._seen:
+            self._seen = text if used else b""
+            self._begin = used or self._begin
             return ""
-        seconds, grown = usage[0] - self._begin[0], usage[1] - self._begin[1]
+        seconds, grown = used[0] - self._begin[0], used[1] - self._begin[1]
         if seconds > CPU_BOUND_S:
             return f"{seconds:.0f} s of CPU time, more than {CPU_BOUND_S:.0f} s"
         if grown > MEMORY_BOUND:
@@ -97,7 +97,7 @@ class WorkerWatch:
         return ""
 
 
-def _usage(pid: int) -> tuple[float, int] | None:
+def usage(pid: int) -> tuple[float, int] | None:
     """CPU seconds and resident bytes of a process; None where /proc does not tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -15,7 +15,6 @@ from pipeline.data.preprocess.stage import preprocess
 from tests.data import mixed
 from tests.data.runs import datasets, make_config
 from tests.data.stage import (
-    alive,
     children,
     gone,
     left_behind,
@@ -26,6 +25,7 @@ from tests.data.stage import (
     workers,
     write_run_file,
 )
+from tests.waiting import runs
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_a_worker_that_dies_is_replaced_and_its_unit_done(run, done):
     wait_for(lambda: receipts(config) >= 2, process)
     worker = workers(process.pid)[0]
     os.kill(worker, signal.SIGKILL)
-    wait_for(lambda: len([pid for pid in workers(process.pid) if alive(pid)]) == 2, process)
+    wait_for(lambda: len([pid for pid in workers(process.pid) if runs(pid)]) == 2, process)
     said = finished(process).replace("\n", " ")
     assert f"worker process {worker} died by SIGKILL (sent by the system when memory runs out" in said
     assert "while it held unit" in said

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,12 @@ from pipeline.data.sources import foreign_parser
 from pipeline.data.sources.foreign_parser import FOREIGN_PARSERS, parsing, working_on
 from pipeline.data.work import worker_pool, worker_watch
 from pipeline.data.work.worker_pool import Done, Lost, Workers
-from pipeline.data.work.worker_watch import _usage
 from tests.data.preprocess.test_unknown import words_tokenizer
 from tests.data.runs import make_config
 from tests.data.sources.web.test_warc import Writer
 from tests.data.stage import children, write_run_file
 from tests.tiny import command
-from tests.waiting import until
+from tests.waiting import runs, until
 
 DATA = Path(worker_pool.__file__).parents[1]
 OURS_OR_TRUSTED = {
@@ -114,25 +112,33 @@ def test_a_parser_above_its_bound_fails_the_job_once_the_record_is_known(monkeyp
     assert "the batch a@1 to a@9" in str(lost["batch"][0]) and "skip_records: ['a@5']" in str(lost["batch"][1])
 
 
-def make_greedy():
-    """A worker that a parser lets grow."""
+def make_greedy(looked: str):
+    """A worker that a parser lets grow, once the parent has looked at it."""
 
     def run(job, progress):
         working_on("a@5")
-        kept = []
         with parsing("ftfy"):
-            while True:
-                kept += [b"x" * 2**20] if len(kept) < 2000 else []
-                time.sleep(0.01)
+            until(Path(looked).exists)
+            _ = b"x" * 2**27
+            until(lambda: False)
 
     return run
 
 
 @pytest.mark.guard
-def test_a_parser_that_takes_too_much_memory_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parser_that_takes_too_much_memory_fails_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = tmp_path / "looked"
+    usage = worker_watch.usage
+
+    def noted(pid: int) -> tuple[float, int] | None:
+        found = usage(pid)
+        looked.touch()
+        return found
+
+    monkeypatch.setattr(worker_watch, "usage", noted)
     monkeypatch.setattr(worker_watch, "MEMORY_BOUND", 2**26)
     monkeypatch.setattr(worker_pool, "_LOOK_S", 0.05)
-    with Workers(make_greedy, (), 1) as workers:
+    with Workers(make_greedy, (str(looked),), 1) as workers:
         (lost,) = [event for event in workers.insist(["job"]) if isinstance(event, Lost)]
     assert lost.is_last and "ftfy with a@5 took" in str(lost) and "of memory, more than" in str(lost)
 
@@ -166,13 +172,13 @@ def test_a_command_ends_though_it_is_inside_of_a_page(tmp_path: Path, stage: str
     def busy() -> list[int]:
         """Processes that have begun the page, by the CPU seconds that imports do not take."""
         found = children(process.pid) if in_worker else [process.pid]
-        return [pid for pid in found if (_usage(pid) or (0, 0))[0] > (3 if in_worker else 8)]
+        return [pid for pid in found if (worker_watch.usage(pid) or (0, 0))[0] > (3 if in_worker else 8)]
 
     try:
         found = until(busy, process)
         process.send_signal(number)
         process.wait(60)
-        until(lambda: not any(map(_runs, found)))
+        until(lambda: not any(map(runs, found)))
     finally:
         process.kill()
         process.wait()
@@ -194,14 +200,7 @@ def test_no_worker_outlives_the_command_whatever_it_is_inside_of(tmp_path: Path,
         worker = int(note.read_text())
         process.send_signal(number)
         process.wait(60)  # it hung here for as long as the parser took: for ever
-        until(lambda: not _runs(worker))
+        until(lambda: not runs(worker))
     finally:
         process.kill()
         process.wait()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -21,7 +21,7 @@ from pipeline.train.run.heartbeat import read_beats
 from slurm.local import launcher
 from slurm.local.launcher import _quiet, _raise_failure, _Ranks, check_devices
 from tests.tiny import write_run
-from tests.waiting import until
+from tests.waiting import runs, until
 
 pytestmark = pytest.mark.parallel
 
@@ -77,14 +77,6 @@ class Launched:
         return [(line["event"], line.get("exit")) for line in lines]
 
 
-def gone(pid: int) -> bool:
-    """Ended, though nobody may have asked for its exit code."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     commands: list[Launched] = []
@@ -124,7 +116,7 @@ def test_a_rank_that_raises_ends_all_and_is_told(start: Callable[..., Launched])
     state = json.loads((launched.run / "exit.json").read_text())
     assert state["code"] == 1
     assert "KeyError" in state["reason"], "not that rank 0 lost its connection"
-    assert all(gone(int((launched.run / f"pid-{rank}").read_text())) for rank in range(3))
+    assert not any(runs(int((launched.run / f"pid-{rank}").read_text())) for rank in range(3))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +218,7 @@ def test_signal_before_the_ranks_listen(
     assert got == code
     assert err.count(message) == 1
     assert "Traceback" not in err
-    assert all(gone(pid) for pid in pids)
+    assert not any(map(runs, pids))
 
 
 @pytest.mark.slow
@@ -242,7 +234,7 @@ def test_second_interrupt_ends_all_at_once(start: Callable[..., Launched]) -> No
     assert code == 130
     assert "interrupted: " in err
     assert json.loads((launched.run / "exit.json").read_text())["code"] == 130
-    assert all(gone(pid) for pid in pids)
+    assert not any(map(runs, pids))
 
 
 @pytest.mark.guard
@@ -250,7 +242,7 @@ def test_no_rank_outlives_a_killed_launcher(start: Callable[..., Launched]) -> N
     launched = start("deaf")
     pids = launched.pids(folder="listening")
     launched.process.kill()
-    until(lambda: all(gone(pid) for pid in pids))
+    until(lambda: not any(map(runs, pids)))
 
 
 @pytest.mark.slow

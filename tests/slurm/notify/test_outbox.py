@@ -14,7 +14,7 @@ from slurm.notify.notice import Notice
 from slurm.notify.outbox import Outbox, deliver
 from slurm.notify.webhook import post
 from tests.slurm.notify.receivers import SECRET, entry, received, serving, to_file
-from tests.waiting import until
+from tests.waiting import runs, until
 
 NOTICE = Notice(
     "failed",
@@ -59,15 +59,7 @@ def test_a_command_that_hangs_ends_with_its_children(tmp_path: Path, monkeypatch
     assert "timeout_seconds (1)" in problem
     found = [int(line) for line in pids.read_text().split()]
     assert len(found) == 2
-    until(lambda: not any(alive(pid) for pid in found))
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    until(lambda: not any(map(runs, found)))
 
 
 def test_commands_that_fail_say_why_and_no_secrets(capfd: pytest.CaptureFixture[str]) -> None:

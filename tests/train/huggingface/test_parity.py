@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -334,18 +334,18 @@ ROWS = {
 DEEPSEEK = [name for name in ROWS if name.startswith("deepseek")]
 
 
-def _first_of_families() -> list[Any]:
-    """The rows: two quick ones, guard tests of the first one of each other family, and the rest, which is slow."""
+def rows(names: Iterable[str], quick: int = 0) -> list[Any]:
+    """Parameters: `quick` ones, guard tests of the first row of each other family, and slow tests of the others."""
     seen, found = set[str](), []
-    for number, (name, row) in enumerate(ROWS.items()):
-        again = row.config.model_type in seen
-        seen.add(row.config.model_type)
-        mark = pytest.mark.slow if again else pytest.mark.guard
-        found.append(pytest.param(name, marks=[] if number < 2 else mark))
+    for number, name in enumerate(names):
+        family = ROWS[name].config.model_type
+        mark = pytest.mark.slow if family in seen else pytest.mark.guard
+        found.append(pytest.param(name, marks=[] if number < quick else mark))
+        seen.add(family)
     return found
 
 
-@pytest.fixture(scope="module", params=_first_of_families())
+@pytest.fixture(scope="module", params=rows(ROWS, quick=2))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pair:
     return parity.pair_of(ROWS[request.param], tmp_path_factory.mktemp(request.param), tokenizer)
 
@@ -386,17 +386,10 @@ REPLAYED = [name for name in delta_rows.ROWS if "next" in name or "moe" in name 
 """With experts and decays: rounding soon chooses other experts."""
 
 
-TRAINED = {name: row.config.model_type for name, row in ROWS.items() if name not in (*REPLAYED, *encoder_rows.ROWS)}
-"""Rows -> their families."""
-FIRST_ROWS = {family: name for name, family in reversed(TRAINED.items())}
-"""Of each family the row that is a guard test. The others are slow."""
+TRAINED = [name for name in ROWS if name not in (*REPLAYED, *encoder_rows.ROWS)]
 
 
-@pytest.mark.guard
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if FIRST_ROWS[TRAINED[name]] == name else pytest.mark.slow) for name in TRAINED],
-)
+@pytest.mark.parametrize("name", rows(TRAINED))
 def test_twenty_steps(root: Path, name: str) -> None:
     parity.check_training(ROWS[name], root, name)
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parallel
 
 COVERING = ("reshard-cp2-all_gather",)
 """Rows without a mark."""
-GUARD = (*("tp2", "pp2-zbv", "reshard-cp2-ulysses", "fsdp2-keep-tp2", "reshard-cp4-all_gather"),)
+GUARD = ("tp2", "pp2-zbv", "reshard-cp2-ulysses", "fsdp2-keep-tp2", "reshard-cp4-all_gather")
 """Those of guard tests. The rest are slow."""
 
 

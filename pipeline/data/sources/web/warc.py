@@ -78,7 +78,7 @@ class WarcReader(Reader):
         return found, files
 
     def check_columns(self, files: Sequence[File], *, every: bool = False) -> None:
-        """Read the first page of the first file, which says whether there is HTML, and a library to read it."""
+        """Read the first page of the first file: HTML is refused where the run file does not say what to do with it."""
         for file in files[:1]:
             piece = Piece(file, 0, file.size, chunked=True)
             # Where HTML is expected, that page need not be parsed here: it may take long.
