@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -438,10 +438,14 @@ def check_training(row: Row, root: Path, name: str) -> None:
     settings = ("train.precision.compute=fp32", *steps, f"train.optimizer.lr={row.rate}")
     run = train(root, name, *settings, file=f"{name}.yaml")
     config = load(root / f"{name}.yaml", [f"run.dir={run}", *settings])
-    losses = _losses_of_transformers(folder, open_loader(config, open_datasets(config, "train")), count, row.rate)
-    ours = column(run, "loss")
+    theirs = partial(
+        _losses_of_transformers, folder, open_loader(config, open_datasets(config, "train")), count, row.rate
+    )
+    losses, ours = theirs(), column(run, "loss")
     assert len(ours) == count and (experts or row.rate < RATE or losses[-1] < losses[0] - 0.2)
-    assert max(abs(one - other) for one, other in zip(ours, losses, strict=True)) < 1e-5
+    # In some models rounding grows, by how much depends on the processor: weights that are rounded otherwise show it.
+    apart = _apart(ours, losses)
+    assert apart < 1e-5 or apart < 10 * _apart(theirs(rounding=1e-7), losses)
 
 
 def check_replayed_training(pair: Pair, count: int = 20) -> None:
@@ -481,10 +485,19 @@ def _replayed(choose: Callable[[Tensor], Tensor], router: Router, chosen: list[T
     return wanted_TK
 
 
-def _losses_of_transformers(folder: Path, loader: Any, count: int, rate: float) -> list[float]:
+def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+
+
+def _losses_of_transformers(folder: Path, loader: Any, count: int, rate: float, rounding: float = 0.0) -> list[float]:
+    """Losses of steps; `rounding` is the relative size of random changes of the weights before the first one."""
     masked = AutoConfig.from_pretrained(folder).model_type in ENCODERS
     auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     model = auto.from_pretrained(folder, attn_implementation="eager").train()
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(1 + rounding * torch.randn(value.shape, generator=noise))
     vectors = [value for name, value in model.named_parameters() if value.ndim == 1 or name.endswith("A_log")]
     matrices = [value for value in model.parameters() if not any(value is vector for vector in vectors)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
