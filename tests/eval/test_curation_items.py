@@ -116,7 +116,7 @@ def test_items_of_the_harness_are_prompts_answers_and_what_is_in_them(root: Path
     assert {int(row) for row in open_matcher(index, "auto").hits(texts_batch(texts))["row"]} == {0, 1}
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_unknown_tasks_are_named_with_what_there_is(root: Path, tmp_path: Path) -> None:
     message = r"data\.curate\.decontaminate\.tasks: .*no task 'quizz'; .*'quiz'.* eval.tasks: 'passages', 'wikitext'"
     with pytest.raises(UserError, match=message):

@@ -112,7 +112,7 @@ def cases() -> Iterator[Any]:
     for number, name in enumerate(LAYOUTS):
         for place, family in enumerate(EXPERT_FAMILIES):
             own = number % len(EXPERT_FAMILIES) == place
-            mark = pytest.mark.guard if own and name in ("fsdp2-ep2", "tp2-ep2") else pytest.mark.slow
+            mark = pytest.mark.guard if own and name == "tp2-ep2" else pytest.mark.slow
             yield pytest.param(name, family, id=f"{name}-{family}", marks=mark)
 
 

@@ -116,7 +116,7 @@ def nats_by_hand(config: Config, rows: list[list[int]], stride: int) -> list[lis
     "values",
     [
         {},
-        pytest.param({"stride": 12}, marks=pytest.mark.guard),
+        pytest.param({"stride": 12}, marks=pytest.mark.slow),
         pytest.param({"documents": True}, marks=pytest.mark.slow),
         {"documents": True, "stride": 20, "batch_size": 3},
     ],
@@ -146,8 +146,8 @@ def test_every_token_counts_once(config: Config, values: dict[str, object]) -> N
 @pytest.mark.parametrize(
     "values",
     [
-        pytest.param({}, marks=pytest.mark.guard),
-        pytest.param({"stride": 8}, marks=pytest.mark.guard),
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"stride": 8}, marks=pytest.mark.slow),
         {"stride": 8, "documents": True},
     ],
 )

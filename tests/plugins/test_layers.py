@@ -28,7 +28,7 @@ from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.tested import TESTED, WITHIN_LAYERS
 from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.plan import plan
-from tests import tiny
+from tests import tiers, tiny
 from tests.plugins.installed import installed
 from tests.train.distributed.ranks import Ranks, kept_ranks
 from tests.train.model.decoders import check_states, uneven_decoder
@@ -311,13 +311,15 @@ ROWS = {row.name: row for row in (*TESTED, *WITHIN_LAYERS)}
 
 @pytest.mark.guard
 @pytest.mark.parallel
-@pytest.mark.parametrize("name", ["fsdp2-reshard", "tp2", "tp2-no_sp", "pp2-1f1b", "tp2-selective"])
+@pytest.mark.parametrize(
+    "name", tiers.first(2, ["fsdp2-reshard", "tp2", "tp2-no_sp", "pp2-1f1b", "tp2-selective"], rest="slow")
+)
 def test_a_layout_computes_what_one_process_does(families: Path, processes: Callable[[int], Ranks], name: str) -> None:
     row = ROWS[name]
     assert layouts.compare(families, "plugins", row, processes(row.layout.world_size)) == []
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parallel
 def test_a_run_changes_its_layout(families: Path, processes: Callable[[int], Ranks]) -> None:
     chain = [(3, {"tp": 2}), (5, {"pp": 2}), (layouts.LAST_STEP, {"dp_shard": 2})]

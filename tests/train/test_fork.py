@@ -81,7 +81,7 @@ def test_a_cool_down_from_the_middle_of_a_run(root: Path, parent: Path) -> None:
     assert column(root / "cool", "loss")[-1] != column(parent, "loss")[9]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_another_blend_from_the_middle_of_a_run(root: Path, parent: Path) -> None:
     """Equal to a run that had the new blend as a phase from the beginning, which is planned without a fork."""
     phases = "blend.phases=[{until: 6 steps}, {name: land, weights: {sea: 1, land: 4}, batch_size: 3}]"

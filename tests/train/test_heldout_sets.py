@@ -38,7 +38,7 @@ def losses(run: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: row["validation"] for row in rows if "validation" in row}
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without_sets(folder: Path) -> None:
     plain = train(folder, "plain", "heldout_sets={}", "data.heldout_sources=[]")
     sets = train(folder, "with-sets")

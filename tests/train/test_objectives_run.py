@@ -14,7 +14,6 @@ from pipeline.config.load import load
 from pipeline.eval.perplexity import evaluate
 from slurm.local import stages
 from tests import tiny
-from tests.tiers import first
 
 SPECIAL = ["[MASK]", *(f"<extra_id_{number}>" for number in range(8))]
 RUNS: dict[str, dict[str, Any]] = {
@@ -33,7 +32,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in KEYS if key in line} for line in lines if "loss" in line or KEYS[-1] in line]
 
 
-@pytest.mark.parametrize("name", first(0, RUNS, rest="guard"))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.guard if name == "ul2" else pytest.mark.slow) for name in RUNS]
+)
 def test_a_resumed_run_is_the_straight_one(tmp_path: Path, name: str) -> None:
     quiet = Console(file=io.StringIO())
     changes = {"tokenizer.special_tokens": SPECIAL, "train.schedule.type": "constant", "train.optimizer": {"lr": 1e-3}}

@@ -161,7 +161,7 @@ def test_a_run_that_is_killed_equals_a_straight_one(packed: Path, straight: Path
     assert weights_hash(packed / "killed") == weights_hash(straight)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parallel
 def test_other_ranks_and_micro_batches_train_on_the_same(packed: Path, straight: Path) -> None:
     """Two processes share each step by the work of its documents, resume on one, and one goes on on two."""

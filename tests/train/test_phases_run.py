@@ -94,7 +94,7 @@ def test_steps_that_are_passed_over(root: Path, straight: Path) -> None:
     assert "steps 3 to 4 are skipped (blend.skip)\n" in out and "step 8 is skipped (blend.skip)\n" in out
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_checkpoint_before_the_first_trained_step_changes_nothing(root: Path) -> None:
     """The optimizer has no states then, and what is saved must not count as a step of it."""
     first = skips({"steps": "1-2"})
@@ -148,7 +148,7 @@ def test_a_source_that_ends_the_run(root: Path) -> None:
         assert reason in out
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_max_epochs_of_a_run_that_renormalizes_may_be_raised_until_it_is_reached(root: Path) -> None:
     run = train(root, "raised", *RESUMED, "train.duration=3 steps", "data.sources.0.max_epochs=0.04")
     train(root, "raised", *RESUMED, "train.duration=8 steps", "data.sources.0.max_epochs=0.05")
@@ -196,7 +196,7 @@ def test_a_phase_that_is_not_trained_on_yet_may_change_with_its_sources(root: Pa
     assert exact(run) == exact(whole)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_skip_list_may_change_on_resume(root: Path, straight: Path) -> None:
     run = train(root, "skips", CONSTANT, "train.duration=3 steps", skips({"source": "land"}))
     assert [set(row) for row in column(run, "loss_by_source")] == [{"sea"}] * 3
@@ -212,7 +212,7 @@ def test_a_skip_list_may_change_on_resume(root: Path, straight: Path) -> None:
     assert code == 2 and "step 2" in out, out
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_longer_windows_need_rows_of_a_learned_position_embedding(root: Path) -> None:
     """The model has as many as the longest windows, so they must be known when the run begins."""
     settings = (*RESUMED, "model.positions=learned")

@@ -159,7 +159,7 @@ def test_again_finds_nothing_to_do(done):
     assert [source.kept for source in again.sources] == [source.kept for source in report.sources]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_other_bounds_read_no_text(corpus, tmp_path, monkeypatch):
     config = curate_config(tmp_path, corpus)
     first = results_after(config)
@@ -258,7 +258,7 @@ def test_observe_changes_no_dataset(corpus, tmp_path):
     assert datasets(observed) == datasets(plain)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_splits_with_numbers_count_kept_documents(corpus, tmp_path):
     config = curate_config(tmp_path, corpus, splits={"heldout": "5 documents"})
     curate(config)
@@ -267,7 +267,7 @@ def test_splits_with_numbers_count_kept_documents(corpus, tmp_path):
     assert all(source.curated for source in report.sources)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_units_does_one_pass_at_a_time(corpus, tmp_path):
     config = curate_config(tmp_path, corpus)
     passes = 0

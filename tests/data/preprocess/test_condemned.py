@@ -71,6 +71,7 @@ def test_an_engine_that_errs_is_condemned_and_its_units_made_again(tmp_path, mar
     assert tree(config.data_dir) == before
 
 
+@pytest.mark.slow
 def test_units_of_an_earlier_run_are_made_again(tmp_path, marked, errs):
     """No sample found it when they were made; the one of a later run, which has some units left to do, does."""
     expected = mixed.config_of(tmp_path / "expected", marked, "tokenizers")

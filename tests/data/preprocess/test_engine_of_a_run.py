@@ -44,7 +44,7 @@ def test_the_same_bytes_with_any_engine(corpus, reference, tmp_path, setting, en
     assert f"engine: {mixed.own(engine)}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("engine", tiers.first(1, ["tokenizers", "gigatoken", "fastokens"], rest="guard"))
+@pytest.mark.parametrize("engine", tiers.first(1, ["tokenizers", "gigatoken", "fastokens"], rest="slow"))
 @pytest.mark.parametrize("allowed", [[], ["<|sep|>"]])
 def test_special_tokens_in_texts(tmp_path, engine, allowed):
     """The end of a document is never forged; what `allow_special` names is let through, and nothing else."""

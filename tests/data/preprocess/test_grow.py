@@ -168,7 +168,7 @@ def test_what_is_refused(tmp_path):
         preprocess(shuffled, grow=True)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_killed_at_any_instant(tmp_path):
     first_files(tmp_path)
     config = config_of(tmp_path)

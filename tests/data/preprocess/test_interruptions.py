@@ -156,7 +156,7 @@ def test_a_worker_that_dies_is_replaced_and_its_unit_done(run, done):
     check_finished(config, done)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_lease_of_a_worker_that_died_behind_its_receipt_goes(run, done):
     """All is done, so that nobody takes the lease any more."""
     config, file = run

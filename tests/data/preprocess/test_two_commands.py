@@ -85,6 +85,7 @@ def test_started_at_once(run, done, count):
 
 
 @pytest.mark.parametrize("done", ["unit"], indirect=True)
+@pytest.mark.slow
 def test_one_is_killed_and_the_other_does_its_units(run, done):
     config, file = run
     first, second = start(file), start(file)

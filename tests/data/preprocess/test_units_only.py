@@ -88,6 +88,7 @@ def test_three_share_the_units_and_a_plain_one_finishes(run, done):
     check_finished(config, done)
 
 
+@pytest.mark.slow
 def test_units_that_others_hold_are_left_to_them(run, done):
     config, file = run
     (config.data_dir / "zst").mkdir(parents=True)
@@ -117,6 +118,7 @@ def test_one_is_killed_and_another_takes_its_units(run, done):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_signal_ends_it_and_keeps_what_was_committed(run, done, number):
     config, file = run
     process = start(file, "--units")
@@ -135,6 +137,7 @@ def test_a_signal_ends_it_and_keeps_what_was_committed(run, done, number):
     check_finished(config, done)
 
 
+@pytest.mark.slow
 def test_a_unit_that_fails_again_and_again_is_told(run, done):
     """The units of the others are made; and what was in the way is mended before the end."""
     config, file = run

@@ -187,7 +187,7 @@ def test_a_full_disk_is_not_said_to_be_the_fault_of_the_source(root: Path, monke
         verify_all(root / "run" / "data", [], QUIET, repairs=True)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_documents_that_were_curated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"mode": "apply", "rules": {"gopher_quality": {"min_words": 5}}, "clean": {"pii": {"email": "mask"}}}
     config = curate_config(tmp_path, write_corpus(tmp_path / "corpus"), settings)

@@ -168,7 +168,7 @@ def _members(count, seed):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("shuffle", ["unit", "global"])
+@pytest.mark.parametrize("shuffle", [pytest.param("unit", marks=pytest.mark.slow), "global"])
 def test_dropped_afterwards_or_from_the_start_is_the_same(tmp_path, tokenizer, shuffle):
     cut = len(_corpus(tmp_path)["b.jsonl.zst"]) - 5
     _corpus(tmp_path, b=cut)

@@ -16,6 +16,7 @@ from tests.tiny import command, pipeline, write_run
 pytestmark = pytest.mark.guard
 
 
+@pytest.mark.slow
 def test_a_run_is_watched_from_before_its_start_to_its_end(
     browser: Chromium,  # noqa: F811
     tmp_path: Path,

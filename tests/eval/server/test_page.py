@@ -229,7 +229,7 @@ def test_long_texts_and_numbers_fit(browser: Chromium, server: Running, phone: b
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("phone", [False, True], ids=["desktop", "phone"])
+@pytest.mark.parametrize("phone", [pytest.param(False, marks=pytest.mark.slow), True], ids=["desktop", "phone"])
 def test_several_samples(browser: Chromium, server: Running, phone: bool) -> None:
     asked = {"max_tokens": 24, "temperature": 1.5, "seed": 5}
     expected = ask_all(server, prompt="the sea ", n=3, **asked)
@@ -397,7 +397,7 @@ def test_by_keyboard_alone(browser: Chromium, server: Running) -> None:
         opened.check_quiet()
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_stopped_and_continued_from_there(browser: Chromium, served: Running) -> None:
     with browser.open(served.url) as opened:
         page = opened.page

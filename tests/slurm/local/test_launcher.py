@@ -147,7 +147,7 @@ def test_a_network_that_fails_is_told_with_a_traceback(start: Callable[..., Laun
     assert err.count("Traceback") == 1
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_killed_rank_ends_all(start: Callable[..., Launched]) -> None:
     launched = start("killed")
     code, _, err = launched.result()
@@ -262,7 +262,7 @@ def test_a_hang_ends_all_with_76_and_the_stacks(start: Callable[..., Launched], 
     assert "this_is_where_it_hangs" in record["traceback"]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_one_process_alone_is_watched_too(start: Callable[..., Launched]) -> None:
     limits = ["launch.time_limits.step_seconds=1", "launch.time_limits.first_step_seconds=1"]
     launched = start("hang_alone", "launch.processes=1", *limits)
@@ -339,7 +339,7 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         check_devices("cuda", 8)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_layout_that_does_not_fit_starts_nothing(start: Callable[..., Launched]) -> None:
     launched = start("good", "parallel.tp=2")
     code, _, err = launched.result()

@@ -24,7 +24,7 @@ DIVERGES = {"train.optimizer.lr": 1e30, "train.faults.on_nonfinite": "stop", "tr
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("how", ["processes", "job"])
+@pytest.mark.parametrize("how", [pytest.param("processes", marks=pytest.mark.slow), "job"])
 def test_a_training_that_diverges(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In two processes of the launcher, and in a job of this machine; a webhook that is broken changes nothing."""
     seen, places = tmp_path / "seen", {"launch": {"threads": 1, "device": "cpu"}}

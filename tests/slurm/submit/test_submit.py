@@ -278,6 +278,7 @@ def test_without_slurm_one_message_says_what_to_do(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.guard
+@pytest.mark.usefixtures("hangup")
 def test_a_local_run_outlives_its_shell_and_is_not_started_twice(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path, {"launch.device": "cpu"})
     # It cannot be over before it is looked at.

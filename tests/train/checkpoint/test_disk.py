@@ -79,7 +79,7 @@ def test_on_a_full_disk_training_goes_on_and_only_the_last_save_ends_the_run(tmp
     assert [row["step"] for row in read_metrics(run)] == list(range(1, 9))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_disk_that_has_room_again_gets_checkpoints_and_metrics_again(
     tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

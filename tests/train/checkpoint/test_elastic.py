@@ -34,7 +34,7 @@ ALL_AT_ONCE: dict[str, Any] = {
 """A ramp, three phases, the last with longer windows, and a skip list. The sources are short: laps end on the way."""
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_plain_run(root: Path) -> None:
     file = tiny.write_run(root, {"train.precision": {"compute": "fp32"}, **PLAIN}, "plain.yaml")
     whole = train(root, "plain-whole", "train.micro_batch_size=4", file=file.name)

@@ -69,7 +69,7 @@ INSTANTS: dict[str, tuple[int, Instant]] = {
 SLOW = (
     *("in a step, of another rank", "before it writes its file", "between files", "before state.json"),
     *("after COMMIT, before the rename", "after latest, before retention", "while the state is copied"),
-    "in retention, before the removal",
+    *("in retention, before the removal", "in the middle of its file", "after the rename, before latest"),
 )
 """Much like one of the others."""
 
@@ -263,7 +263,7 @@ def wait_for_a_step(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param(name, marks=pytest.mark.slow if number > 2 else ()) for number, name in enumerate(FAILING)]
+    "where", [pytest.param(name, marks=pytest.mark.slow if number else ()) for number, name in enumerate(FAILING)]
 )
 def test_a_write_that_fails_once_is_tried_again(root: Path, whole: Path, where: str) -> None:
     rank, at = FAILING[where]
@@ -278,6 +278,7 @@ def test_a_write_that_fails_once_is_tried_again(root: Path, whole: Path, where: 
     assert weights_hash(run) == weights_hash(whole)
 
 
+@pytest.mark.slow
 def test_a_save_that_is_given_up_is_told_and_the_next_one_tried(root: Path, whole: Path) -> None:
     fault = Fault(Instant("open", r"\.distcp$", number=3, last=4), error=errno.ENOSPC)
     values = ["train.checkpoint.keep=9", "train.checkpoint.retries=0"]
@@ -305,6 +306,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=False)
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_disk_is_full(root: Path, long_whole: Path, small_disk: Path) -> None:
     run = small_disk / "run"
     values = [f"train.duration={MANY_STEPS} steps", "train.checkpoint.keep=99", "train.checkpoint.retries=0"]

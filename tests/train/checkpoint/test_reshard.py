@@ -181,7 +181,7 @@ def test_saved_under_one_layout_and_loaded_under_another(
                 assert row[key] == pytest.approx(other[key], rel=0, abs=tolerance), (row["step"], key)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "source", "target"), list(table((("tp2-dp2", "zbv"),))))
 def test_and_back_it_goes_on_as_if_it_had_never_been_away(
     root: Path, processes: Processes, family: str, source: str, target: str

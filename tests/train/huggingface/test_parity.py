@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -334,18 +334,17 @@ ROWS = {
 DEEPSEEK = [name for name in ROWS if name.startswith("deepseek")]
 
 
-def rows(names: Iterable[str], quick: int = 0) -> list[Any]:
-    """Parameters: `quick` ones, guard tests of the first row of each other family, and slow tests of the others."""
+def _first_of_families() -> list[Any]:
+    """The rows: two quick ones, guard tests of the first one of each other family, and the rest, which is slow."""
     seen, found = set[str](), []
-    for number, name in enumerate(names):
-        family = ROWS[name].config.model_type
-        mark = pytest.mark.slow if family in seen else pytest.mark.guard
-        found.append(pytest.param(name, marks=[] if number < quick else mark))
-        seen.add(family)
+    for number, (name, row) in enumerate(ROWS.items()):
+        mark = pytest.mark.slow if row.config.model_type in seen else pytest.mark.guard
+        found.append(pytest.param(name, marks=[] if number < 2 else mark))
+        seen.add(row.config.model_type)
     return found
 
 
-@pytest.fixture(scope="module", params=rows(ROWS, quick=2))
+@pytest.fixture(scope="module", params=_first_of_families())
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pair:
     return parity.pair_of(ROWS[request.param], tmp_path_factory.mktemp(request.param), tokenizer)
 
@@ -386,10 +385,12 @@ REPLAYED = [name for name in delta_rows.ROWS if "next" in name or "moe" in name 
 """With experts and decays: rounding soon chooses other experts."""
 
 
-TRAINED = [name for name in ROWS if name not in (*REPLAYED, *encoder_rows.ROWS)]
+TRAINED = ["llama", "gpt2", "gemma2", "mamba2", "qwen3.5", "nemotron-h"]
+TRAINED += [name for name in ROWS if name not in (*TRAINED, *REPLAYED, *encoder_rows.ROWS)]
 
 
-@pytest.mark.parametrize("name", rows(TRAINED))
+@pytest.mark.guard
+@pytest.mark.parametrize("name", tiers.first(6, TRAINED, rest="slow"))
 def test_twenty_steps(root: Path, name: str) -> None:
     parity.check_training(ROWS[name], root, name)
 
@@ -407,16 +408,10 @@ def test_twenty_masked_steps(masked_root: Path, name: str) -> None:
     parity.check_training(ROWS[name], masked_root, name)
 
 
+ROUTED = ("mixtral", "kimi-linear", "gpt-oss", "olmoe", "qwen3-moe-some-dense", "qwen2-moe", "glm4-moe-two-dense")
+
+
 @pytest.mark.guard
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mixtral", "gpt-oss", *DEEPSEEK[::2], *REPLAYED),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("olmoe", "qwen3-moe-some-dense", "qwen2-moe", "glm4-moe-two-dense")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", tiers.first(2, dict.fromkeys((*ROUTED, *DEEPSEEK[::2], *REPLAYED)), rest="slow"))
 def test_twenty_steps_with_the_same_experts(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
     parity.check_replayed_training(parity.pair_of(ROWS[name], tmp_path, tokenizer))

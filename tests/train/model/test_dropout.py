@@ -64,7 +64,7 @@ def test_the_bits_are_those_of_whole_numbers_in_python() -> None:
         assert found[row, position, channel] == wanted
 
 
-@pytest.mark.guard  # compiling takes most of a minute
+@pytest.mark.slow  # compiling takes most of a minute
 def test_compiled_code_has_the_same_bits() -> None:
     places = DropoutPlaces(["a", "b"]).draw(Dropout(0.2, 1, torch.tensor([3, FAR])), torch.arange(19))
     compiled = torch.compile(dropped, fullgraph=True, dynamic=False)

@@ -118,7 +118,7 @@ def test_after_a_rewind_the_run_is_as_if_the_steps_had_been_passed_over(
     assert [skip["steps"] for skip in journal["skips"]] == [[10, 14]]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_where_all_checkpoints_are_newer_than_wanted_the_oldest_is_taken(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +152,7 @@ def test_stop_ends_the_run_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert weights_hash(root / "stop") == weights_hash(passing_over(root, "14"))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_rewinds_are_counted_over_all_attempts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = passing_over(root, "8-10", "18-20")
     poison(monkeypatch, {10: INF, 20: INF})
@@ -169,7 +169,7 @@ def test_rewinds_are_counted_over_all_attempts(root: Path, monkeypatch: pytest.M
     assert state(run)["faults"]["rewinds"] == 2
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_record_counts_rewinds_that_the_checkpoint_does_not_know(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +232,7 @@ def test_while_steps_go_wrong_nothing_is_saved(root: Path, monkeypatch: pytest.M
     assert [checkpoint.step for checkpoint in Checkpoints.of_run(run).all()] == [4, 16, 20, 24]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_resumed_run_finds_the_spikes_of_an_uninterrupted_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {14: SPIKE, 19: INF})
     keys = (*policy("spike", "skip"), "train.schedule.type=constant")
@@ -270,7 +270,7 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(root: Path, monkey
     assert "faults.jsonl could not be written: No such file" in out
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_fault_right_behind_what_was_passed_over_leads_back_again(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,7 +317,7 @@ def test_at_its_lowest_loss_scale_an_fp16_run_ends_and_the_message_says_so(
     assert code == 77 and "up to step 7 were" in out
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_summary_counts_updates_that_were_withheld_over_a_resume(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,7 +141,7 @@ def test_samples_weighted_by_their_targets_are_the_step(tmp_path: Path, name: st
         assert (found[np.concatenate(of_land)] == -1).all() and np.isfinite(found).all()
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_resume_from_an_earlier_checkpoint_forgets_what_followed(root: Path) -> None:
     keys = ("train.checkpoint.keep=9", "train.checkpoint.every_steps=3", "train.validation.samples=0")
     keys = (*keys, "train.schedule.type=constant")

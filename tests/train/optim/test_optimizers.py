@@ -225,7 +225,7 @@ def fork(run: Path, root: Path, name: str, *values: str) -> tuple[Path, str]:
     return root / name, out
 
 
-@pytest.mark.parametrize("keys", tiers.first(1, KINDS, rest="guard"), ids=str)
+@pytest.mark.parametrize("keys", tiers.first(1, KINDS, rest="slow"), ids=str)
 def test_a_run_goes_on_bit_for_bit(root: Path, keys: dict[str, Any]) -> None:
     name = "-".join(keys.values())
     values = [f"train.optimizer.{key}={value}" for key, value in keys.items()]

@@ -111,7 +111,7 @@ def connected() -> Iterator[Callable[[int], Ranks]]:
     [
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, id="hsdp", marks=SLOW),
         pytest.param({"dp_shard": 2, "tp": 2}, id="fsdp2-tp2", marks=pytest.mark.guard),
-        pytest.param({"dp_shard": 2, "tp": 2, "ep": 2}, id="fsdp2-tp2-ep2", marks=pytest.mark.guard),
+        pytest.param({"dp_shard": 2, "tp": 2, "ep": 2}, id="fsdp2-tp2-ep2", marks=SLOW),
         pytest.param({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2}, id="pp2-hsdp-ep2", marks=SLOW),
         pytest.param({"tp": 4}, id="tp4-shared-keys", marks=SLOW),
         pytest.param({"pp": 2, "dp_shard": 2}, id="pp2-fsdp2", marks=pytest.mark.guard),
@@ -173,7 +173,7 @@ def _train(file: Path, values: Sequence[str]) -> None:
     ("kind", "layout"),
     [
         pytest.param("muon", Layout(dp_shard=2, tp=2), id="muon-fsdp2-tp2", marks=SLOW),
-        pytest.param("adamw-bf16", Layout(dp_shard=2), id="adamw-bf16-fsdp2"),
+        pytest.param("adamw-bf16", Layout(dp_shard=2), id="adamw-bf16-fsdp2", marks=SLOW),
         pytest.param("muon-groups", Layout(dp_shard=2), id="muon-groups-fsdp2"),
         pytest.param("muon-bf16", Layout(pp=2, dp_shard=2), id="muon-bf16-pp2-fsdp2", marks=SLOW),
         pytest.param("muon", Layout(cp=2), id="muon-cp2", marks=SLOW),

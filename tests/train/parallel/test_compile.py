@@ -58,7 +58,7 @@ PHASES = (
 """Two lengths of windows, two micro-batches a step, observed steps of each length, validation, ragged documents."""
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_each_shape_is_compiled_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(root, "plain", *PHASES)
     monkeypatch.setattr(compile, "BACKEND", TRACED)
@@ -240,7 +240,7 @@ def test_long_runs_on_a_cpu_are_compiled(
         assert later is (before if config.train.compile is None else compiled)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_longer_run_is_compiled_as_it_was(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = train(root, "short", "train.duration=2 steps")
     monkeypatch.setattr(compile, "_LONG_SECONDS", 0.0)

@@ -12,6 +12,7 @@ from pipeline.train.model.mlps.experts.routing import Routing
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.tested import OF_EXPERTS, Combination
+from tests import tiers
 from tests.train.distributed.ranks import RankFailed, Ranks
 from tests.train.parallel import layouts
 from tests.train.runs import column
@@ -21,10 +22,7 @@ pytestmark = pytest.mark.parallel
 
 COVERING = ("fsdp2-reshard-ep2",)
 """Rows without a mark."""
-GUARD = (
-    *("tp2-no_sp-ep2", "reshard-cp2-all_gather-ep2", "hsdp2x2-reshard-ep2", "fsdp2-keep-tp2-ep4"),
-    *("pp2-zbv-fsdp2-keep-ep2", "fsdp2-reshard-ep2-full"),
-)
+GUARD = ("tp2-no_sp-ep2", "reshard-cp2-all_gather-ep2", "fsdp2-keep-tp2-ep4")
 """Those of guard tests. The rest are slow."""
 
 
@@ -65,7 +63,7 @@ def test_losses_of_routers_have_the_scale_of_fp16(families: Path, processes: Cal
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_fewer_experts_than_shards_are_cut_each(families: Path, processes: Callable[[int], Ranks]) -> None:
     row = next(each for each in OF_EXPERTS if each.name == "fsdp2-reshard-tp2")
     assert layouts.compare(families, "few", row, processes(4)) == []
@@ -99,7 +97,11 @@ def break_counts() -> None:
 @pytest.mark.guard
 @pytest.mark.parametrize(
     ("broken", "degrees"),
-    [(break_mesh, {"tp": 2}), (break_divisor, {"dp_shard": 2, "ep": 2}), (break_counts, {"cp": 2, "ep": 2})],
+    tiers.first(
+        1,
+        [(break_mesh, {"tp": 2}), (break_divisor, {"dp_shard": 2, "ep": 2}), (break_counts, {"cp": 2, "ep": 2})],
+        rest="slow",
+    ),
 )
 def test_what_is_known_to_go_wrong_is_seen(families: Path, broken: Callable[[], None], degrees: dict[str, int]) -> None:
     row = Combination(Layout(**degrees))

@@ -35,6 +35,7 @@ SLOW = (
     *("pp2-interleaved_1f1b-fsdp2-keep", "hsdp2x2-reshard", "fsdp2-keep-tp2-no_sp", "fsdp2-reshard-tp2-no_sp"),
     *("pp2-zbv-tp2", "pp2-1f1b-tp2-no_sp", "pp2-gpipe-fsdp2-keep", "pp2-1f1b-fsdp2-keep-reduce_each"),
     *("fsdp2-keep", "pp2-gpipe", "tp2-no_sp", "pp4-gpipe", "reshard-cp4-all_gather", "fsdp2-reshard-cp2-all_gather"),
+    *("pp2-zbv", "fsdp2-reshard", "reshard-cp2-ulysses-tp2"),
 )
 """Of the others those that are: each is much like a quick one."""
 
@@ -45,7 +46,7 @@ LATENT = (
     *("tp2-full", "tp2-selective", "tp2-selective-compiled", "reshard-cp2-all_gather-selective"),
 )
 """Rows that latent attention is tried with besides."""
-LATENT_GUARD = ("fsdp2-reshard-tp2", "pp2-1f1b", "reshard-cp2-all_gather")
+LATENT_GUARD = ("pp2-1f1b", "reshard-cp2-all_gather")
 """Those of them that are guard tests. The rest are slow."""
 
 
@@ -108,7 +109,8 @@ def test_multi_token_prediction_computes_what_one_process_does(
 
 
 _ENCODERS = {
-    **dict.fromkeys(("tp2", "reshard-cp2-all_gather", "pp2-1f1b", "fsdp2-reshard"), "guard"),
+    **dict.fromkeys(("tp2", "reshard-cp2-all_gather"), "guard"),
+    **dict.fromkeys(("pp2-1f1b", "fsdp2-reshard"), "slow"),
     **dict.fromkeys(("reshard-cp2-ulysses", "tp2-no_sp", "pp2-1f1b-fsdp2-keep-tp2"), "slow"),
     **dict.fromkeys(
         ("pp2-gpipe", "pp2-interleaved_1f1b", "pp2-zbv", "pp4-1f1b-layers_0_3_1_0", "hsdp2x2-keep"), "slow"

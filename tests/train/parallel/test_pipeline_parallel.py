@@ -323,7 +323,7 @@ def several(schedule: ScheduleName) -> bool:
     return schedule not in ("gpipe", "1f1b")
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_ranks(tied: bool) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parallel
 
 COVERING = ("reshard-cp2-all_gather",)
 """Rows without a mark."""
-GUARD = ("tp2", "pp2-zbv", "reshard-cp2-ulysses", "fsdp2-keep-tp2", "reshard-cp4-all_gather")
+GUARD = ("tp2", "reshard-cp2-ulysses", "fsdp2-keep-tp2")
 """Those of guard tests. The rest are slow."""
 
 
@@ -40,7 +40,8 @@ def test_a_layout_computes_what_one_process_does(
 
 
 BESIDE = {
-    **dict.fromkeys(("pp2-zbv-keep-cp2-ulysses", "fsdp2-keep-tp2"), "guard"),
+    "pp2-zbv-keep-cp2-ulysses": "guard",
+    "fsdp2-keep-tp2": "slow",
     **dict.fromkeys(("tp2", "tp2-no_sp", "fsdp2-reshard", "pp2-1f1b", "pp2-interleaved_1f1b", "pp2-dualpipev"), "slow"),
     **dict.fromkeys(
         ("reshard-cp2-all_gather", "reshard-cp2-ulysses", "reshard-cp4-all_gather", "reshard-cp2-all_gather-tp2"),
@@ -66,7 +67,7 @@ def test_all_kinds_of_layers_beside_each_other(
     assert layouts.compare(families, "every", row, processes(row.layout.world_size)) == []
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiers.first(1, ["delta", "mamba"], rest="slow"))
 def test_a_run_goes_on_from_layout_to_layout(families: Path, processes: Callable[[int], Ranks], family: str) -> None:
     """Each step is made on another layout, with the weights and moments of the one before."""

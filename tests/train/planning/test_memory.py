@@ -34,8 +34,6 @@ TOLERANCE = 0.1
 _QUICK = (
     "one process",
     "chunked loss",
-    "full recomputation, every second layer",
-    "multi-token prediction",
     "experts, ep2",
 )
 
@@ -90,7 +88,7 @@ def test_the_estimate_is_what_a_gpu_allocates(name: str) -> None:
     assert each.total == pytest.approx(most, rel=TOLERANCE)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_large_model_over_many_ranks() -> None:
     """Llama 3 405B over 16,384: weights, gradients and moments by hand, activations by what one layer keeps."""
     config = case_config(
@@ -134,7 +132,7 @@ def test_the_layers_that_are_not_run_are_as_those_that_are(monkeypatch: pytest.M
     assert few == each
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_pattern_that_does_not_repeat_is_a_sum_over_kinds(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """As running all of its layers says."""
@@ -152,7 +150,7 @@ def test_a_pattern_that_does_not_repeat_is_a_sum_over_kinds(monkeypatch: pytest.
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("name", ["one process", "mamba", "delta"])
+@pytest.mark.parametrize("name", tiers.first(1, ["one process", "mamba", "delta"], rest="slow"))
 def test_bounds_of_what_layers_keep(name: str) -> None:
     """What backward needs of each kind of layer is between what the kinds say, and near to the lower one."""
     config = case_config(name)
@@ -170,7 +168,7 @@ def test_bounds_of_what_layers_keep(name: str) -> None:
         assert peak / 512 / 4 < 3 * sum(part.most_numbers(256) for part in parts)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_stages_of_unequal_lengths() -> None:
     """That in the middle is run as it is, with the larger of the two numbers of layers that others follow from."""
     config = case_config(
@@ -228,9 +226,9 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"states": "bf16"}, lambda count, _: 4 * count),
-        ({"type": "muon"}, lambda count, matrices: 8 * count - 4 * matrices),
         ({"type": "muon", "states": "bf16"}, lambda count, matrices: 4 * count - 2 * matrices),
+        pytest.param({"states": "bf16"}, lambda count, _: 4 * count, marks=pytest.mark.slow),
+        pytest.param({"type": "muon"}, lambda count, matrices: 8 * count - 4 * matrices, marks=pytest.mark.slow),
     ],
 )
 def test_moments_of_other_optimizers(name: str, keys: dict[str, Any], expected: Callable[[int, int], int]) -> None:

@@ -160,7 +160,7 @@ def cases() -> Iterator[Any]:
         words += [key for key in train if key not in _EVEN | _SIZES]
         for section in ("pipeline", "overlap"):
             words += [str(value) for value in parallel.get(section, {}).values()]
-        marks: Any = ([], pytest.mark.guard, pytest.mark.slow)[1 if family == "latent" else min(number, 2)]
+        marks: Any = ([], pytest.mark.guard, pytest.mark.slow)[min(number, 2)]
         yield pytest.param(family, world, parallel, train, id="-".join(words), marks=marks)
 
 

@@ -346,7 +346,7 @@ def test_a_process_that_is_killed_at_the_same_step_again_and_again_is_refused(ro
     assert outcomes(root / "killed") == [(1, 0, 4, "killed"), (2, 3, 4, "killed")]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_signal_that_comes_while_an_attempt_starts_is_a_stop_and_no_death(root: Path) -> None:
     command = tiny.command("train", root / "run.yaml", f"run.dir={root / 'early'}", "train.duration=9999 steps")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

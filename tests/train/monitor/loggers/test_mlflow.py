@@ -143,7 +143,7 @@ def test_curves_of_a_run_that_was_killed_and_resumed_are_those_of_metrics_jsonl(
     assert curves_at(shared.address, forked) == curves_of(read_json_lines(RunFiles(child).metrics))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_server_that_comes_late_and_dies_gets_every_row_once(
     tmp_path: Path, own: MlflowServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,7 +171,7 @@ def test_a_server_that_comes_late_and_dies_gets_every_row_once(
     assert ["again" in text for text in warnings(caplog)] == [False, True, False, True]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_rows_that_a_server_has_not_got_at_the_end_come_with_the_next_attempt(
     tmp_path: Path, own: MlflowServer, caplog: pytest.LogCaptureFixture
 ) -> None:
