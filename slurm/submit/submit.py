@@ -94,8 +94,8 @@ def submit(
         if found := _find(run, planned, take_over=take_over):  # another command was faster
             return active_jobs.attach(config, planned, found, console)
         _clear_the_way(run, planned, console, take_over=take_over)
-        if backend == "slurm" and (unknown := submitit_backend.cancel_unknown(run)):
-            say(console, f"cancelled {', '.join(unknown)}, which sbatch got no answer about when they were sent")
+        if backend == "slurm":
+            cancel_unknown(run, console)
         if any(job.stage in (*ARRAYS, *LAST_OF_ARRAYS) for job in planned):
             make_data_dir(config)  # of which jobs know then that it should be there
         with storage.naming(RunFiles(run).slurm):  # a full disk names no file
@@ -105,6 +105,12 @@ def submit(
         warn(console, warning)
     _print_sent(run, sent, console)
     return sent
+
+
+def cancel_unknown(folder: Path, console: Console) -> None:
+    """Cancel jobs that sbatch got no answer about when they were sent from this folder of a run or sweep."""
+    if unknown := submitit_backend.cancel_unknown(folder):
+        say(console, f"cancelled {', '.join(unknown)}, which sbatch got no answer about when they were sent")
 
 
 def _show(

@@ -218,7 +218,7 @@ def _in_turn(found: Sweep, left: Sequence[CheckedRun], console: Console) -> None
 def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console: Console) -> None:
     """Send what neither is done nor was sent before."""
     from pipeline.train.run.folder import make_writable
-    from slurm.submit.submit import one_at_a_time
+    from slurm.submit.submit import cancel_unknown, one_at_a_time
     from slurm.sweep.send import groups, send
 
     make_writable(found.folder)
@@ -232,6 +232,8 @@ def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console
         for warning in dict.fromkeys(warning for group in wanted for warning in group.check()):
             warn(console, warning)
         _note(found, checked)
+        if backend == "slurm":
+            cancel_unknown(found.folder, console)
         with naming(found.folder):  # a full disk names no file
             sent = send(found.folder, wanted, backend)
     members = [member for group in wanted for member in group.members]

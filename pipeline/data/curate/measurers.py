@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.common.compiled import has_numba
 from pipeline.common.errors import UserError
+from pipeline.common.imports import has_numba
 from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.data import InputConfig
 from pipeline.config.root import Config

@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import file_hash, value_hash
-from pipeline.common.sealed_json import put_sealed
+from pipeline.common.hashing import file_hash, put_sealed, value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, TRAIN
 from pipeline.data.tokenization.coverage import Coverage, RoundTrip
 from pipeline.data.tokenization.tokenizer import Tokenizer

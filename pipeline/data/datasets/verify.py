@@ -15,8 +15,7 @@ import numpy.typing as npt
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
-from pipeline.common.hashing import CHUNK_BYTES, file_hash
-from pipeline.common.sealed_json import check_seal
+from pipeline.common.hashing import CHUNK_BYTES, check_seal, file_hash
 from pipeline.data.datasets.files import (
     MANIFEST_FILE,
     MORE_RECEIPT_KEYS,
@@ -66,7 +65,7 @@ class Verification:
     unsealed: list[Path] = field(default_factory=list)
 
     def check_seal(self, path: Path, keys: Collection[str]) -> None:
-        """Check a JSON file against its own hash, or note that it has none; raises as `sealed_json.check_seal`."""
+        """Check a JSON file against its own hash, or note that it has none; raises as `hashing.check_seal`."""
         if not check_seal(path, storage.read_bytes(path), keys):
             self.unsealed.append(path)
 

@@ -20,8 +20,7 @@ from rich.console import Console
 from pipeline.common import storage
 from pipeline.common.console import alarm, byte_progress, echo
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import file_hash
-from pipeline.common.sealed_json import put_sealed
+from pipeline.common.hashing import file_hash, put_sealed
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
 from pipeline.data.curate.files import curate_folder

@@ -15,8 +15,7 @@ import orjson
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import key
-from pipeline.common.sealed_json import put_sealed
+from pipeline.common.hashing import key, put_sealed
 from pipeline.data.curate.results.apply import AppliedCuration, UnitCuration
 from pipeline.data.datasets.files import MANIFEST_FILE, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix

@@ -17,8 +17,7 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import value_hash
-from pipeline.common.sealed_json import put_sealed
+from pipeline.common.hashing import put_sealed, value_hash
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.sources.globs import File

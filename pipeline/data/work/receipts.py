@@ -12,7 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.common import storage
-from pipeline.common.sealed_json import is_broken
+from pipeline.common.hashing import has_broken_seal
 from pipeline.data.datasets.files import RECEIPT_KEYS, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import named_files, part_prefix
 from pipeline.data.tokenization.coverage import RoundTrip
@@ -95,7 +95,7 @@ def read_receipt(source: Path, unit: int, chunk: int = 0) -> Any:
         Receipt.model_validate(receipt)
     except ValueError:
         return None
-    return None if is_broken(receipt) else receipt
+    return None if has_broken_seal(receipt) else receipt
 
 
 def read_receipts(source: Path, unit: int) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.sealed_json import put_sealed
+from pipeline.common.hashing import put_sealed
 from pipeline.data.datasets.files import receipt_path
 from pipeline.data.sources.compression import LARGE_WINDOW
 from pipeline.data.sources.damage import DamagedFile, damage_in

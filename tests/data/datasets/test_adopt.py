@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.sealed_json import put_sealed
+from pipeline.common.hashing import put_sealed
 from pipeline.config.load import load
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.datasets import foreign as foreign_module

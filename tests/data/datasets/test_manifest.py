@@ -12,8 +12,7 @@ import pytest
 import xxhash
 
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import keyed_order
-from pipeline.common.sealed_json import put_sealed
+from pipeline.common.hashing import keyed_order, put_sealed
 from pipeline.data.datasets import dataset as dataset_module
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import IndexedWriter, numbered, part_files, part_prefix

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.sealed_json import SEAL, check_seal, sealed_bytes
+from pipeline.common.hashing import SEAL, check_seal, sealed_bytes
 from pipeline.data.datasets.files import MANIFEST_FILE
 from pipeline.data.datasets.manifest import Manifest, read_manifest
 from pipeline.data.datasets.verify import verify

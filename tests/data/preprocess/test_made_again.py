@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.common.errors import MachineError, UserError
-from pipeline.common.sealed_json import put_sealed
+from pipeline.common.hashing import put_sealed
 from pipeline.data.preprocess import stage
 from pipeline.data.preprocess import tokenize_unit as unit_module
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer

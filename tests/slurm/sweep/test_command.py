@@ -16,7 +16,7 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from slurm import jobs
+from slurm import jobs, scheduler
 from slurm.control import cancel
 from slurm.devcluster import DevCluster
 from slurm.job import active_jobs
@@ -277,12 +277,18 @@ def test_an_array_of_jobs_each_of_which_goes_on_by_itself(
     ]
     words = [*fresh, "train.optimizer.lr=1e-3,2e-3,3e-3", *more, "train.validation.every_steps=1000"]
     folder = tmp_path / "run/sweeps/lr,duration=1000_steps,every_steps=1000"  # where checkpoints are does not matter
+    # An earlier command got no answer from sbatch, which had sent the job.
+    script = jobs.jobs_folder(folder) / ".submission_file_lost.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/sh\nsleep 600\n")
+    lost = scheduler.ask(["sbatch", "--parsable", "--hold", f"--output={tmp_path}/log", str(script)]).strip()
     do(run_file, words, slurm=True)
+    assert f"cancelled {lost}, which sbatch got no answer about" in capfd.readouterr().out
+    assert scheduler.details(lost)["JobState"] == "CANCELLED" and not script.exists()
     names = ["lr=1e-3", "lr=2e-3", "lr=3e-3"]
     numbers = [jobs.sent(folder / name)[0].job for name in names]
     array = numbers[0].partition("_")[0]
     assert numbers == [f"{array}_{task}" for task in range(3)], "one array"
-    capfd.readouterr()
     do(run_file, words, slurm=True)
     assert capfd.readouterr().out.count(", skipped") == 3
     assert [len(jobs.sent(folder / name)) for name in names] == [1, 1, 1]

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.sealed_json import put_sealed
+from pipeline.common.hashing import put_sealed
 from pipeline.common.storage import json_lines_backwards
 from pipeline.config.load import load_written
 from pipeline.data.datasets.verify import verify

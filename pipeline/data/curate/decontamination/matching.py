@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common.compiled import has_numba
 from pipeline.common.errors import UserError, install_extra
+from pipeline.common.imports import has_numba
 from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.decontamination.index import NgramIndex
 from pipeline.data.curate.decontamination.numpy_engine import Hashes, ngram_hashes, window_hashes, word_hashes

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common.compiled import has_numba
 from pipeline.common.errors import UserError, install_extra
+from pipeline.common.imports import has_numba
 from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.measures import hard_texts, python_counters, reference
 from pipeline.data.sources.records import printable

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common.compiled import njit
+from pipeline.common.imports import njit
 from pipeline.data.curate.measures import words as w
 
 _SPACE, _ALPHA, _TEXT, _BEGINS, _MARK, _TERMINAL, _CLOSER, _ANY = 1, 2, 4, 8, 16, 32, 64, 128

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common.compiled import has_numba
+from pipeline.common.imports import has_numba
 
 IntArray = npt.NDArray[np.int64]
 Place = Callable[[IntArray, int], IntArray]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common.compiled import njit
+from pipeline.common.imports import njit
 
 
 def place_compiled(sizes: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:

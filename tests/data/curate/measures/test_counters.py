@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.common.compiled import has_numba
+from pipeline.common.imports import has_numba
 from pipeline.data.curate.measures import counters, engine_choice, numba_counters, python_counters, reference, words
 from pipeline.data.curate.measures.counters import COUNTERS, CounterMeasurer
 from pipeline.data.curate.measures.engine_choice import CountersDiffer, as_batch

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common.compiled import njit
+from pipeline.common.imports import njit
 from pipeline.data.curate.duplicates.leaders.leader_choice import _SLACK as SLACK
 from pipeline.data.curate.duplicates.leaders.leader_choice import (
     CANNOT_LEAD,

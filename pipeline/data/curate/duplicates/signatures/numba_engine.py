@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common.compiled import njit
+from pipeline.common.imports import njit
 from pipeline.data.curate.batch import TextBatch
 from pipeline.data.curate.duplicates.normalize import ALONE, DROPPED, SEPARATOR, folding_table
 from pipeline.data.curate.duplicates.signature import LETTER, NO_VALUE, PLACE, SHINGLE, WORD, permutations
