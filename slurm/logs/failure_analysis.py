@@ -42,8 +42,8 @@ _OUT_OF_MEMORY = "Out Of Memory"
 _NO_MEMORY = (
     "ran out of the memory that the job has on its node: ask for more (mem_gb), or lower train.micro_batch_size"
 )
-_TOLD_EARLY = ("received SIGTERM before", "SIGTERM came before")
-"""Message of `slurm.job.srun_task` about a stop before the stage handles signals, and that of earlier versions."""
+_TOLD_EARLY = ("received SIGTERM before", "received SIGTERM; what was committed is kept", "SIGTERM came before")
+"""Messages about a stop before the training listens: of `slurm.job.srun_task`, `slurm.local.stages`, earlier versions."""
 _NO_PROGRAM = "error: execve(): "
 """In the log of a process whose program could not be started."""
 _CORE = " (core dumped)"
@@ -167,6 +167,7 @@ def first_failure(
 def _what_failed(ended: Sequence[FailedProcess], srun: _Srun, run_logs: Path, per_node: int) -> Failure | None:
     if srun.lost:  # then an abort is how a connection was lost
         ended = [each for each in ended if each.record or each.code != -signal.SIGABRT]
+    recorded = {each.rank for each in ended}
     found = causes(_without_late_stops(ended))
     stops = bool(found) and found[0].code == EXIT_STOPPED
     # With a node that is lost the others are told to end: that is not why.
@@ -177,7 +178,7 @@ def _what_failed(ended: Sequence[FailedProcess], srun: _Srun, run_logs: Path, pe
         return Failure(None, srun.lost[0], EXIT_OTHER, what, "")
     why = srun.why or _why(rank_log(run_logs, 0, per_node).last_lines(TAIL))
     if found and not why:  # nothing is known but that connections were lost, and perhaps who could not say so any more
-        silent = [each for each in srun.killed if each not in {one.rank for one in ended}]
+        silent = [each for each in srun.killed if each not in recorded]
         lost = FailedProcess(silent[0], -signal.SIGKILL, math.inf, None) if len(silent) == 1 else first_of(found)
         return _of_process(lost, run_logs, per_node)
     if found or srun.from_outside:

@@ -23,7 +23,8 @@ def cluster() -> Iterator[DevCluster]:
     """A SLURM with three nodes whose commands the tests and what they start talk to.
 
     `PIPELINE_DEVCLUSTER` names the folder of one that is up; without it one is started and taken down again. Where that
-    cannot be the tests are skipped, which CI (`CI=true`) takes for a failure.
+    cannot be the tests are skipped, which CI (`CI=true`) takes for a failure. Its nodes are strangers to each other, as
+    those of a real cluster, where the tests are run by root.
     """
     folder = os.environ.get("PIPELINE_DEVCLUSTER")
     missing = [name for name in _PROGRAMS if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None]
@@ -34,7 +35,8 @@ def cluster() -> Iterator[DevCluster]:
         pytest.skip(reason)
     # Workers of pytest-xdist have one each.
     port = 18000 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    own = None if folder else DevCluster.up(_folder(), port=port)
+    split_hosts = os.geteuid() == 0 and shutil.which("unshare") is not None
+    own = None if folder else DevCluster.up(_folder(), port=port, split_hosts=split_hosts)
     found = own or DevCluster.at(Path(str(folder)))
     before = {name: os.environ.get(name) for name in found.environment}
     os.environ.update(found.environment)

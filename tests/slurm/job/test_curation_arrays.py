@@ -56,6 +56,7 @@ def check_finished(config: Config, done: Config, last: Job) -> None:
     assert left_behind(config) == []
 
 
+@pytest.mark.slow
 def test_arrays_give_the_same_bytes(cluster: DevCluster, corpus: Path, done: Config, tmp_path: Path) -> None:
     config = curate_config(tmp_path, corpus)
     check_finished(config, done, send(config, tmp_path)[-1])

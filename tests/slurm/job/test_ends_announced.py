@@ -112,6 +112,7 @@ def test_the_time_limit_comes_while_a_rank_cannot_save(train: Run, whole: Path) 
     assert second.checkpoint == first.end.checkpoint >= 10, "nothing beyond the last save"
 
 
+@pytest.mark.slow
 def test_preemption_without_grace(train: Run, whole: Path) -> None:
     """The processes get SIGTERM and have KillWait to save; the controller itself puts the job back."""
     (job,) = train.submit()

@@ -79,6 +79,7 @@ def test_the_batch_process_is_killed(train: Run, whole: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("train", [("slurm.max_restarts=1", "train.checkpoint.every_steps=1000")], indirect=True)
+@pytest.mark.slow
 def test_a_batch_process_that_is_killed_again_and_again_is_not_started_for_ever(train: Run) -> None:
     (job,) = train.submit()
     for number in (1, 2):
@@ -156,6 +157,7 @@ def test_numbers_that_go_wrong_end_the_run(train: Run) -> None:
     train.check_left()
 
 
+@pytest.mark.slow
 def test_the_controller_is_away_when_the_job_has_to_decide(train: Run, whole: Path) -> None:
     (job,) = train.submit()
     train.until_step(12)

@@ -31,6 +31,7 @@ def test_a_node_is_lost(train: Run, whole: Path, place: int) -> None:
 
 
 @pytest.mark.parametrize("train", [("slurm.spare_nodes=1",)], indirect=True)
+@pytest.mark.slow
 def test_a_node_is_lost_and_a_spare_one_takes_its_place(train: Run, whole: Path) -> None:
     (job,) = train.submit()
     train.until_saved(10)
@@ -65,6 +66,7 @@ def test_the_batch_node_is_lost_of_a_job_with_spare_ones(train: Run, whole: Path
 
 
 @pytest.mark.parametrize("train", [("slurm.spare_nodes=1", "train.checkpoint.every_steps=1000")], indirect=True)
+@pytest.mark.slow
 def test_a_node_on_which_launches_crash_is_left_out(train: Run, whole: Path) -> None:
     train.submit()
     for number in (1, 2):
@@ -88,6 +90,7 @@ def _make_unhealthy(train: Run, bad: str) -> None:
 
 
 @pytest.mark.parametrize("train", [("slurm.spare_nodes=1",)], indirect=True)
+@pytest.mark.slow
 def test_an_unhealthy_node_is_not_used(train: Run, whole: Path) -> None:
     bad = train.cluster.nodes[0]
     _make_unhealthy(train, bad)

@@ -40,6 +40,7 @@ def described(run: Run) -> RunStatus:
 
 
 @pytest.mark.parametrize("train", [("slurm.train.options={hold: ''}",)], indirect=True)
+@pytest.mark.slow
 def test_it_is_gone_before_the_job_starts(train: Run, whole: Path, tmp_path: Path) -> None:
     apart(train, tmp_path)
     (job,) = train.submit()

@@ -15,6 +15,7 @@ from tests.slurm.training import Run
 pytestmark = pytest.mark.slurm
 
 
+@pytest.mark.slow
 def test_a_run_with_plugins(cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join(filter(None, [str(install(tmp_path)), os.environ.get("PYTHONPATH")]))

@@ -190,6 +190,19 @@ def test_ranks_that_are_told_to_end_because_one_was_killed(tmp_path: Path, fail)
     assert (failure.rank, failure.signal) == (1, "SIGKILL")
 
 
+def test_a_rank_that_is_killed_while_the_others_start(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
+    """Another one loses it first, and srun tells the first one to end, which is a stop to it."""
+    fail(3, lost_connection())
+    fail(0, Stopped("received SIGTERM; what was committed is kept; run the same command again to resume"))
+    fail(2, lost_connection())
+    srun = (
+        "srun: error: n2: task 3: Exited with exit code 1\nsrun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
+    )
+    srun += "srun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Exited with exit code 1\n"
+    failure = found(tmp_path, srun + "srun: error: n1: task 0: Killed\nsrun: Force Terminated StepId=1.0\n")
+    assert (failure.rank, failure.signal) == (1, "SIGKILL") and not stopped(tmp_path, srun)
+
+
 def test_only_consequences_are_better_than_nothing(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
     fail(2, lost_connection())
     fail(0, lost_connection())

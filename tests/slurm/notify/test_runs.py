@@ -108,6 +108,7 @@ def test_a_trial(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch:
 
 @pytest.mark.slurm
 @pytest.mark.timeout(1500)
+@pytest.mark.slow
 def test_a_job_that_goes_back_into_the_queue(train: Run, tmp_path: Path) -> None:
     """Also by an operator, of which the next start tells; then it is done."""
     seen = train.folder.parent / "notices"
