@@ -2,5 +2,6 @@
 
 from slurm.devcluster.cluster import DevCluster
 from slurm.devcluster.machine import missing_programs
+from slurm.devcluster.settings import can_split_hosts
 
-__all__ = ["DevCluster", "missing_programs"]
+__all__ = ["DevCluster", "can_split_hosts", "missing_programs"]

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import socket
+import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,15 @@ _SLURMDBD_PORT = 90
 """Above the cluster's port; the nodes have the ports between."""
 _LONGEST_FOLDER = 70
 """Characters: the sockets inside must stay below the 107 that the kernel allows."""
+_NAMESPACES = ("--uts", "--mount")
+
+
+def can_split_hosts() -> bool:
+    """Tell whether nodes can have host names and boot ids of their own on this machine."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        return False
+    return subprocess.run([unshare, *_NAMESPACES, "true"], capture_output=True, check=False).returncode == 0
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,10 @@ class Settings:
             raise UserError(f"--nodes is {self.count}; a cluster has 1 to {MAX_NODES} nodes")
         if not 1024 <= self.port <= 65535 - _SLURMDBD_PORT:
             raise UserError(f"--port is {self.port}; choose one from 1024 to {65535 - _SLURMDBD_PORT}")
-        if self.split_hosts and (os.geteuid() != 0 or shutil.which("unshare") is None):
+        if self.split_hosts and not can_split_hosts():
             raise UserError(
-                "--split-hosts needs root and `unshare` of util-linux: each node gets namespaces of its own"
+                "--split-hosts: each node gets namespaces of its own, which needs root, `unshare` of util-linux and, "
+                "in a container, the capability SYS_ADMIN"
             )
 
     @property
@@ -135,7 +146,7 @@ class Settings:
         boot_id.write_text(f"{uuid.uuid4()}\n")
         named = f"hostname {shlex.quote(name)} && mount --bind {shlex.quote(str(boot_id))} {_BOOT_ID}"
         shell = f"{named} && exec {shlex.join(command)}"
-        return [str(shutil.which("unshare")), "--uts", "--mount", "/bin/sh", "-c", shell]
+        return [str(shutil.which("unshare")), *_NAMESPACES, "/bin/sh", "-c", shell]
 
     def write(self) -> None:
         """Make the folders and write the configuration files."""

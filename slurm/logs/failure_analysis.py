@@ -43,7 +43,7 @@ _NO_MEMORY = (
     "ran out of the memory that the job has on its node: ask for more (mem_gb), or lower train.micro_batch_size"
 )
 _TOLD_EARLY = ("received SIGTERM before", "received SIGTERM; what was committed is kept", "SIGTERM came before")
-"""Messages about a stop before the training listens: of `slurm.job.srun_task`, `slurm.local.stages`, earlier versions."""
+"""Messages of a stop before the training listens: of `slurm.job.srun_task`, `slurm.local.stages`, earlier versions."""
 _NO_PROGRAM = "error: execve(): "
 """In the log of a process whose program could not be started."""
 _CORE = " (core dumped)"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurm import jobs, scheduler
-from slurm.devcluster import DevCluster
+from slurm.devcluster import DevCluster, can_split_hosts
 from tests.slurm.training import Run, reference, write
 
 _PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd")
@@ -24,7 +24,7 @@ def cluster() -> Iterator[DevCluster]:
 
     `PIPELINE_DEVCLUSTER` names the folder of one that is up; without it one is started and taken down again. Where that
     cannot be the tests are skipped, which CI (`CI=true`) takes for a failure. Its nodes are strangers to each other, as
-    those of a real cluster, where the tests are run by root.
+    those of a real cluster, where this machine can have such ones.
     """
     folder = os.environ.get("PIPELINE_DEVCLUSTER")
     missing = [name for name in _PROGRAMS if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None]
@@ -35,8 +35,7 @@ def cluster() -> Iterator[DevCluster]:
         pytest.skip(reason)
     # Workers of pytest-xdist have one each.
     port = 18000 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    split_hosts = os.geteuid() == 0 and shutil.which("unshare") is not None
-    own = None if folder else DevCluster.up(_folder(), port=port, split_hosts=split_hosts)
+    own = None if folder else DevCluster.up(_folder(), port=port, split_hosts=can_split_hosts())
     found = own or DevCluster.at(Path(str(folder)))
     before = {name: os.environ.get(name) for name in found.environment}
     os.environ.update(found.environment)
