@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -49,6 +49,8 @@ class Request:
     """2 <= length <= max_length + 1: the last one is not an input."""
     scored: int
     """Number of tokens at the end that are predicted, each from all before it; 1 <= scored < length."""
+    is_truncated: bool = field(default=False, compare=False)
+    """The context was longer; only its end is here."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ def truncated(context: Sequence[int], continuation: Sequence[int], max_length: i
             f"a request has {len(continuation)} tokens to predict, but the model takes {max_length} tokens at once "
             "(eval.max_length, by default train.sequence_length); raise that, or leave the task out"
         )
-    return Request([*context, *continuation][-(max_length + 1) :], len(continuation))
+    kept = max_length + 1
+    whole = [*context, *continuation]
+    return Request(whole[-kept:], len(continuation), is_truncated=len(whole) > kept)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
 from pipeline.eval.reports import report_files
 
-_COUNTS = ("nats", "passages", "documents", "words", "bytes", "targets", "tokens", "samples", "sample_len")
+_COUNTS = ("nats", "passages", "truncated", "documents", "words", "bytes", "targets", "tokens", "samples", "sample_len")
 """Figures that say how much was read, not how well."""
 
 

@@ -154,14 +154,21 @@ def _evaluate(
         requests = wikitext_requests(engine.tokenizer, task, texts, engine.max_length)
     with measuring(engine, console, task.title, len(requests), beat) as done:
         scored = score(engine, requests, batch_size=engine.config.eval.batch_size, advance=done)
-    return lambada_figures(scored) if task.type == "lambada" else wikitext_figures(task, texts, requests, scored)
+    return (
+        lambada_figures(requests, scored) if task.type == "lambada" else wikitext_figures(task, texts, requests, scored)
+    )
+
+
+def truncated_words(count: int) -> str:
+    """A note on contexts that were longer than the model takes at once; empty without any."""
+    return f", {count:,} truncated {'context' if count == 1 else 'contexts'}" if count else ""
 
 
 def _rows(config: Config, results: dict[str, Any]) -> Iterable[Row]:
     for task in config.eval.tasks:
         figures = results[task.title]
         if task.type == "lambada":
-            words = f"{figures['passages']:,} passages"
+            words = f"{figures['passages']:,} passages" + truncated_words(figures.get("truncated", 0))
         else:
             words = f"{figures['documents']:,} documents" if task.documents else "one text"
             words += f", {figures['words']:,} words" + (f", stride {task.stride:,}" if task.stride else "")

@@ -27,7 +27,7 @@ from pipeline.config.eval import HarnessConfig
 from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
 from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.reports import benchmark_path, evaluated_by, kept_results
-from pipeline.eval.tasks.builtin import Row, made_with_weights, print_results, results_of
+from pipeline.eval.tasks.builtin import Row, made_with_weights, print_results, results_of, truncated_words
 from pipeline.train.checkpoint.exported import Evaluated
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import barrier, broadcast_from_rank0
@@ -194,8 +194,9 @@ def _evaluate(
         _Alive(beat) as alive,
         out_of_memory_means(lambda: f"lower eval.harness.batch_size ({batch_size} now)"),
     ):
+        model = HarnessModel(engine, batch_size, lambda what, count: alive.progress(console, what, count))
         found = simple_evaluate(
-            model=HarnessModel(engine, batch_size, lambda what, count: alive.progress(console, what, count)),
+            model=model,
             tasks=_names(harness),
             task_manager=_Tasks(_manager(engine.config, harness), harness),
             num_fewshot=harness.num_fewshot,
@@ -205,7 +206,7 @@ def _evaluate(
         )
         # Rank 0 resamples, for which the others wait here.
         result: dict[str, Any] = broadcast_from_rank0(
-            lambda: {key: _plain(found[key]) for key in _KEPT if key in found}
+            lambda: {key: _plain(found[key]) for key in _KEPT if key in found} | {"truncated": dict(+model.truncated)}
         )
     return result
 
@@ -360,7 +361,8 @@ def _rows(value: dict[str, Any]) -> Iterator[Row]:
     for title, figures in (value["results"] | value.get("groups", {})).items():
         shots = value.get("n-shot", {}).get(title)
         count = value.get("n-samples", {}).get(title, {}).get("effective")
-        words = [f"{shots}-shot" if isinstance(shots, int) else "", f"{count:,} documents" if count else ""]
+        documents = f"{count:,} documents{truncated_words(value.get('truncated', {}).get(title, 0))}" if count else ""
+        words = [f"{shots}-shot" if isinstance(shots, int) else "", documents]
         for key, figure in figures.items():
             metric, comma, filter_ = key.partition(",")
             if not comma or metric.endswith("_stderr"):

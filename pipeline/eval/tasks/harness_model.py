@@ -5,6 +5,7 @@ Every rank has one, which calls itself the only one: each is given all requests,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -49,6 +50,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self._engine = engine
         self._batch_size = batch_size
         self._progress = progress
+        self.truncated = Counter[str]()
+        """Requests of each task whose context was longer than the model takes; only its end was used."""
 
     @property
     def eot_token_id(self) -> int:
@@ -76,8 +79,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is the greedy one."""
-        pairs = [request.args for request in requests]
-        return self._loglikelihood_tokens([(pair, *self._tokens(*pair)) for pair in pairs])
+        asked = [(request.args, *self._tokens(*request.args)) for request in requests]
+        for request, (_, context, continuation) in zip(requests, asked, strict=True):
+            long = bool(continuation) and len(context) + len(continuation) > self.max_length + 1
+            self.truncated[request.task_name] += long
+        return self._loglikelihood_tokens(asked)
 
     def _tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokens of a context, at least one, and of what follows: none only where nothing does.
@@ -122,10 +128,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """The greedy continuation of each context, up to the first stop."""
         prompts, stops = [], []
-        for context, options in (request.args for request in requests):
+        for request in requests:
+            context, options = request.args
             most, stop = self._limits(options)
             tokens = self.tok_encode(context) or [self.prefix_token_id]
-            prompts.append(Prompt(tokens[-(self.max_length - most) :], most))
+            room = self.max_length - most
+            self.truncated[request.task_name] += len(tokens) > room
+            prompts.append(Prompt(tokens[-room:], most))
             stops.append(stop)
 
         def ended(number: int, tokens: list[int]) -> bool:

@@ -60,7 +60,7 @@ def encode_pair(
     return first, encode(context + continuation)[len(first) :]
 
 
-def lambada_figures(scored: Sequence[Scored]) -> dict[str, float]:
+def lambada_figures(requests: Sequence[Request], scored: Sequence[Scored]) -> dict[str, float]:
     """Figures that people compare, from the scored last words."""
     count = len(scored)
     nats = sum(each.nats for each in scored)
@@ -72,4 +72,5 @@ def lambada_figures(scored: Sequence[Scored]) -> dict[str, float]:
         "perplexity": math.exp(min(nats / count, 700.0)),
         "nats": nats,
         "passages": count,
+        "truncated": sum(request.is_truncated for request in requests),
     }

@@ -10,6 +10,7 @@ import random
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,8 +140,8 @@ def report_on_rank(root: Path, layout: str, names: list[str]) -> dict[str, Any]:
     return run_harness(small.engine_of_rank(root / "run.yaml", layout, overrides), Console(quiet=True), keep=False)
 
 
-def pairs_as_tokens(monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[str, str]]) -> tuple[list[Request], list[Any]]:
-    """What is scored of pairs, and the answers, where letters are tokens but for "12", which is one."""
+def letters_model(monkeypatch: pytest.MonkeyPatch, max_length: int = 32) -> tuple[Any, list[Request]]:
+    """A model whose tokens are letters, but for "12", which is one; and a list of the requests that it will score."""
     from pipeline.eval.tasks import harness_model
 
     asked: list[Request] = []
@@ -153,8 +154,24 @@ def pairs_as_tokens(monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[str, str]
         return [12 if letter == "_" else ord(letter) for letter in text.replace("12", "_")]
 
     monkeypatch.setattr(harness_model, "score", score)
-    engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(encode=encode, end_of_document=0), max_length=32)
-    return asked, harness_model.HarnessModel(engine, 3).loglikelihood(instances("loglikelihood", pairs))
+    engine: Any = SimpleNamespace(tokenizer=SimpleNamespace(encode=encode, end_of_document=0), max_length=max_length)
+    return harness_model.HarnessModel(engine, 3), asked
+
+
+def pairs_as_tokens(monkeypatch: pytest.MonkeyPatch, pairs: list[tuple[str, str]]) -> tuple[list[Request], list[Any]]:
+    """What is scored of pairs, and the answers."""
+    model, asked = letters_model(monkeypatch)
+    return asked, model.loglikelihood(instances("loglikelihood", pairs))
+
+
+def test_contexts_that_are_truncated_are_counted_by_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = letters_model(monkeypatch, max_length=4)
+    requests = instances("loglikelihood", [("abc", "de"), ("abcd", "de"), ("abcdef", "g"), ("abcdefg", "")])
+    for request, name in zip(requests, ("one", "one", "two", "two"), strict=True):
+        request.task_name = name
+    model.loglikelihood(requests)
+    assert [each.is_truncated for each in asked] == [False, True, True]
+    assert +model.truncated == {"one": 1, "two": 1}
 
 
 def test_a_token_over_the_border_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +284,7 @@ def test_there_are_signs_of_life_wherever_ranks_wait(monkeypatch: pytest.MonkeyP
         return make()
 
     def evaluated(model: Any, **_: Any) -> dict[str, Any]:
-        with model("likelihoods", 1):
+        with model.progress("likelihoods", 1):
             now[0] = "computing"
             time.sleep(0.2)
         return {"results": {}}
@@ -278,11 +295,14 @@ def test_there_are_signs_of_life_wherever_ranks_wait(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(harness_module, "_load", lambda *_: {"tasks": {}})
     monkeypatch.setattr(harness_module, "_manager", lambda *_: None)
     monkeypatch.setattr("lm_eval.simple_evaluate", evaluated)
-    monkeypatch.setattr("pipeline.eval.tasks.harness_model.HarnessModel", lambda engine, batch_size, progress: progress)
+    monkeypatch.setattr(
+        "pipeline.eval.tasks.harness_model.HarnessModel",
+        lambda engine, batch_size, progress: SimpleNamespace(progress=progress, truncated=Counter()),
+    )
     engine: Any = SimpleNamespace(config=None, is_first=False)
     harness = HarnessConfig(tasks=["a"], batch_size=1)
     found = harness_module._evaluate(engine, harness, Console(quiet=True), lambda: beats.append(now[0]))
-    assert found == {"results": {}}
+    assert found == {"results": {}, "truncated": {}}
     assert {"the result", "the others"} <= set(beats)
     assert beats.count("computing") <= 1, "a collective that is stuck has to be noticed"
 
@@ -397,6 +417,7 @@ def test_a_report_is_kept_shown_and_not_made_again(root: Path, monkeypatch: pyte
     for other in ({"limit": 6}, {"num_fewshot": 1}, {"tasks": ["local_choice", "local_lambada"]}):
         assert not harness_is_made(config(root, **keys | other), 12)
     assert not harness_is_made(config(root, "eval.max_length=16", **keys), 12)
+    assert first["truncated"] == {} and "truncated" not in table
     file = root / "tasks" / "local_choice.yaml"
     file.write_text(file.read_text() + "\n")
     assert not harness_is_made(wanted, 12)
