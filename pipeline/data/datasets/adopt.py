@@ -88,6 +88,8 @@ class AdoptReport:
                 "times, as part of the text or as an end that the .idx does not have; these tokens are kept: "
                 + "; ".join(self.first_inner)
             )
+        if manifest.coverage.unknown_share:
+            lines.append(manifest.coverage.in_words)
         if manifest.has_weights:
             lines.append("its documents have loss weights; `weight_key: weight` beside `dataset` uses them")
         lines.append(
@@ -299,6 +301,7 @@ class _Adoption:
             "source": source,
             "split": self._final.name,
             "text_bytes": sum(one.text_bytes for one in found),
+            "unknown_tokens": sum(one.unknown_tokens for one in found),
             "dtype": files[0][1].dtype.name,
             "inner_ends": sum(one.inner_ends for one in found),
             "settings": settings,

@@ -42,6 +42,7 @@ class Scan:
         inner_ends: end-of-document tokens that are not the last of a document.
         first_inner: (document, token in it) of the first ones.
         text_bytes: bytes of the text that the ids stand for, special tokens left out.
+        unknown_tokens: those with the id that stands for text without a token.
     """
 
     bin_hash: int = 0
@@ -54,6 +55,7 @@ class Scan:
     inner_ends: int = 0
     first_inner: list[tuple[int, int]] = field(default_factory=list)
     text_bytes: int = 0
+    unknown_tokens: int = 0
 
 
 def open_foreign(prefix: Path) -> IndexedPart:
@@ -104,11 +106,15 @@ def scan(
         if int(ids.min()) < 0 or int(ids.max()) >= tokenizer.vocab_size:
             raise _foreign_id(part, start, ids, tokenizer)
         _count_ends(part, start, ids, document_ends(part, start, len(ids)), tokenizer.end_of_document, result)
+        if tokenizer.unknown is not None:
+            result.unknown_tokens += int(np.count_nonzero(ids == tokenizer.unknown))
         if token_bytes is not None:
             result.text_bytes += int(np.take(token_bytes, ids).sum(dtype=np.int64))
         advance(ids.nbytes)
     if token_bytes is None:
         result.text_bytes = sum(_decoded_bytes(part, tokenizer, special))
+    if tokenizer.unknown == tokenizer.end_of_document:
+        result.unknown_tokens -= result.closed
     result.bin_hash = digest.intdigest()
     return result
 

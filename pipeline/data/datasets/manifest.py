@@ -81,8 +81,9 @@ class Manifest(_Entry):
     Attributes:
         text_bytes: UTF-8 bytes of the documents' texts.
         unknown_tokens: those with the id that stands for text without a token. None where nobody has counted them: in
-            datasets of earlier versions, and adopted ones.
-        round_trip: what decoding gives back of a sample of the texts; None as for `unknown_tokens`.
+            datasets of earlier versions.
+        round_trip: what decoding gives back of a sample of the texts; None in datasets of earlier versions, and in
+            adopted ones, whose texts nobody has.
         salvaged_bytes: bytes of text of the source's files that no checksum holds for, or None.
         dtype: of the token ids, `uint16` or `int32`; an adopted dataset may have another integer type.
         inner_ends: end-of-document tokens inside of documents. Only an adopted dataset may have any.

@@ -398,6 +398,18 @@ class TestTextBytes:
         report = adopt([prefix], tmp_path / "s", tokenizer=tmp_path / "t.json", end_of_document="<e>")
         assert report.manifest.text_bytes == sum(len(one.encode()) for one in some)
 
+    def test_unknown_tokens_are_counted_and_reported(self, theirs, tmp_path):
+        library = Library(models.WordLevel({"<e>": 0, "<unk>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+        library.pre_tokenizer = pre_tokenizers.Whitespace()
+        library.save(str(tmp_path / "t.json"))
+        config = TokenizerConfig.model_validate({"path": str(tmp_path / "t.json"), "end_of_document": "<e>"})
+        tokenizer = Tokenizer.load(tmp_path / "t.json", config)
+        prefix = build(theirs, tmp_path / "p", encoded(tokenizer, ["a b sea", "wind b", "a"]))
+        report = adopt([prefix], tmp_path / "s", tokenizer=tmp_path / "t.json", end_of_document="<e>")
+        assert (report.manifest.unknown_tokens, report.manifest.tokens) == (2, 9)
+        assert "of 9 tokens are unknown" in str(report)
+        assert verify(tmp_path / "s").problems == []
+
 
 @pytest.mark.guard
 def test_memory_is_bounded(folder, tmp_path):
