@@ -47,6 +47,8 @@ class Evaluation:
     """Scores of the sets of `heldout_sets`, by name."""
     set_measures: dict[str, str]
     """As `measure`, of each set."""
+    lossy: tuple[str, ...]
+    """Sources whose text the tokenizer does not keep whole: their bits per byte are too low."""
     replaced: bool
     """True if the checkpoint of this step is another one by now: the run went back and came here again."""
 
@@ -179,6 +181,7 @@ def _evaluation(value: Any, time: float, tokens: dict[int, int], fingerprints: d
         _measure(made_with),
         {name: _scores(each["blended"]) for name, each in value.get("sets", {}).items()},
         {name: _set_measure(made_with, name) for name in value.get("sets", {})},
+        tuple(map(str, value.get("coverage", ()))),
         fingerprints.get(step, made_with["checkpoint"]) != made_with["checkpoint"],
     )
 

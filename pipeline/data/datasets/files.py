@@ -26,7 +26,7 @@ RECEIPT_KEYS = (
     "checked",
     "splits",
 )
-MORE_RECEIPT_KEYS = ("curated", "damaged", "dropped", "max_zstd_window", "salvage")
+MORE_RECEIPT_KEYS = ("curated", "damaged", "dropped", "edited_bytes", "max_zstd_window", "salvage")
 """Those that a receipt need not have."""
 
 

@@ -79,6 +79,7 @@ class Finalizer:
         )
         curated: Counter[str] = Counter()
         engines: Counter[str] = Counter()
+        report.edited_bytes = 0
         report.splits = {name: Counts() for name in self._plan.splits.names}
         report.coverage = {name: Coverage() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
@@ -91,6 +92,7 @@ class Finalizer:
         for receipt in (receipt for unit in self._plan.units for receipt in self._receipts.of(unit.index)):
             engines[receipt["engine"]] += 1
             curated.update(receipt.get("curated", {}))
+            report.edited_bytes += receipt.get("edited_bytes", 0)
             report.checked += receipt["checked"]
             unit, chunk = receipt["unit"], receipt["link"]
             order.append(chunk_order(seed, self._plan.units[unit], chunk))

@@ -35,6 +35,8 @@ class SourceReport:
     """Rejected records by reason."""
     curated: dict[str, int] = field(default_factory=dict)
     """Documents that curation removed, by rule."""
+    edited_bytes: int = 0
+    """Bytes of text that edits of curation took out of documents that stay."""
     engines: dict[str, int] = field(default_factory=dict)
     """Links by the engine that computed their ids."""
     checked: int = 0
@@ -63,6 +65,7 @@ class SourceReport:
         coverage = {name: each.as_json() for name, each in self.coverage.items() if each.round_trip is not None}
         salvaged = sum(each.salvaged for each in self.damaged)
         optional = {"curated": self.curated, "coverage": coverage, "salvaged_bytes": salvaged}
+        optional["edited_bytes"] = self.edited_bytes
         return {name: value for name, value in optional.items() if value} | {
             "checked": self.checked,
             "condemned": self.condemned,
@@ -169,6 +172,13 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
             say(console, f"{source.name}: {removed} removed by data.curate, see {source.folder / CURATE}")
         for rule, count in sorted(source.curated.items(), key=lambda each: -each[1]):
             say(console, f"  {count:,} {rule}")
+        if source.edited_bytes > 0:
+            kept = sum(split.text_bytes for split in source.splits.values())
+            share = percent(source.edited_bytes / (kept + source.edited_bytes))
+            say(
+                console,
+                f"{source.name}: edits of data.curate took {size(source.edited_bytes)} ({share}) out of the text",
+            )
         if source.rejected:
             rejected = sum(source.rejected.values())
             file = source.folder / "rejected.jsonl"

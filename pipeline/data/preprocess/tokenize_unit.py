@@ -236,6 +236,7 @@ class _TokenizedUnit(ChunkedUnit):
             context.words.look_at(unit, replace(source.reader, verify=False))
         rejected: Counter[str] = Counter()
         curated: Counter[str] = Counter()
+        edited_bytes = 0
         curation = source.open_curation(unit)
         last = True
         with ExitStack() as stack:
@@ -268,9 +269,12 @@ class _TokenizedUnit(ChunkedUnit):
                     rejects.write(orjson.dumps(rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
                 elif curation is not None and (rule := curation.apply(document)) is not None:
                     curated[rule] += 1
-                elif batches.add(document, document.text.encode() if document.edited else raw):
-                    self._advance(reader.bytes_read - reported)
-                    reported = reader.bytes_read
+                else:
+                    text = document.text.encode() if document.edited else raw
+                    edited_bytes += len(raw) - len(text)
+                    if batches.add(document, text):
+                        self._advance(reader.bytes_read - reported)
+                        reported = reader.bytes_read
                 if reader.input_bytes >= limit or reader.records >= CHUNK_RECORDS:
                     last = False
                     break
@@ -283,6 +287,8 @@ class _TokenizedUnit(ChunkedUnit):
             if curation is not None:
                 curation.check_chunk(unit, receipt)
                 receipt["curated"] = dict(curated)
+                if edited_bytes:
+                    receipt["edited_bytes"] = edited_bytes
             receipt |= {
                 "engine": self._engine.name,
                 "checked": checked,

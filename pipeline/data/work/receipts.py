@@ -70,6 +70,8 @@ class ReceiptCounts(_Strict):
     splits: dict[str, ReceiptSplit]
     curated: dict[str, _Count] = {}
     """Documents that curation removed, by rule."""
+    edited_bytes: int = 0
+    """Bytes of text that edits of curation took out of documents that stay."""
     damaged: list[_Damage] = []
 
 

@@ -163,6 +163,12 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
             lines.append(_line(label, points, look, number, each))
     is_whole = all(asked.get("samples") is None for asked in shown)
     notes = ["From `pipeline eval`" + (": the whole split, where validation takes a sample." if is_whole else ".")]
+    lossy = sorted({source for each in runs for found in each.evaluations for source in found.lossy})
+    if lossy:
+        notes.append(
+            f"Bits per byte of {', '.join(lossy)} are too low: they count all bytes of the text, and the tokenizer "
+            "does not keep all of them."
+        )
     if differ:
         notes.append("Only what was evaluated in the same way can be compared.")
     if len(lines) > MOST_LINES:

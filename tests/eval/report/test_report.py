@@ -120,6 +120,9 @@ def test_evaluations_over_steps(root: Path, tmp_path: Path) -> None:
     storage.put_json(run / "eval/harness-step-00000024.json", harness)
     storage.put_json(run / "eval/tasks-step-00000021.json", {"step": 21, "tasks": {"lambada": lambada}})
     (run / "eval/tasks-step-00000022.json").write_text("{")
+    evaluated = run / "eval/step-00000024.json"
+    lossy = {"coverage": {"sea": {"unknown": 0.0, "lost": 0.1}}}
+    storage.put_json(evaluated, orjson.loads(evaluated.read_bytes()) | lossy)
     found = read(run, out=tmp_path / "r.html")
     rows = {(row[0], row[1]): row[2:] for row in found.tables["Held-out loss"][1:]}
     for step in (21, 24):
@@ -136,6 +139,7 @@ def test_evaluations_over_steps(root: Path, tmp_path: Path) -> None:
         ["lambada, perplexity", "21", "7.25", "–"],
     ]
     assert "eval/tasks-step-00000022.json is damaged" in found.text
+    assert "Bits per byte of sea are too low" in found.text
 
 
 def test_a_run_that_failed_says_why(root: Path, seen: dict[str, Report]) -> None:

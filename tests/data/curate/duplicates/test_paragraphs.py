@@ -162,3 +162,4 @@ def test_the_stage(tmp_path: Path, paragraphs: dict[str, object], gone: set[str]
     if not paragraphs:
         (made,) = preprocess(config).sources
         assert made.curated == {"duplicates.paragraphs": 1}
+        assert made.edited_bytes == len(f"{SHARED}\n\n".encode())
