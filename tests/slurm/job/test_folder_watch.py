@@ -6,6 +6,7 @@ import io
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ def sent(root: Path, **changes: Any) -> tuple[Any, Path]:
     return config, write_submission(config.run.dir, config, site, planned, "local", None)
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """A batch process ignores signals when it leaves. The processes of later tests must not inherit that."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGCONT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_job_whose_run_folder_never_comes_back_tells_so_and_makes_none(tmp_path: Path) -> None:
     config, file = sent(tmp_path, notify=[to_file(tmp_path / "seen")])
     run, private = config.run.dir, permissions.private_folder(config, config.run.dir)
