@@ -27,6 +27,7 @@ from pipeline.common import run_identity, storage
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.common.slurm_commands import is_slurm_variable
+from pipeline.common.trust import TRUSTED
 from pipeline.config import Config
 from pipeline.config.base import single_line
 from pipeline.config.slurm import SiteConfig
@@ -419,6 +420,8 @@ def _exports(site: SiteConfig, code: Path | None, planned: PlannedJob) -> dict[s
     found["PYTHONSAFEPATH"] = "1"
     # Bytecode in the snapshot would be a file that nobody has submitted.
     found["PYTHONDONTWRITEBYTECODE"] = "1"
+    if trusted := os.environ.get(TRUSTED):  # a site may have jobs start without the user's environment
+        found[TRUSTED] = trusted
     if planned.resources.cpus_per_task:
         found["SRUN_CPUS_PER_TASK"] = str(planned.resources.cpus_per_task)  # since 22.05 srun does not know it
     if code is not None:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from pipeline.common import trust
 from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
@@ -106,6 +107,13 @@ def test_the_script_asks_for_what_run_file_and_profile_say(tmp_path: Path) -> No
     ]
     (command,) = [line for line in lines if " -m slurm.job.batch_entry " in line]
     assert "srun" not in command and command.endswith(" -m slurm.job.batch_entry 1 TIME-train.json DIGEST")
+
+
+def test_consent_to_files_of_others_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    assert trust.TRUSTED not in script_of(config)
+    monkeypatch.setenv(trust.TRUSTED, "root,group:root")
+    assert f"export {trust.TRUSTED}=root,group:root" in script_of(config).splitlines()
 
 
 def test_a_job_ends_where_its_module_cannot_be_loaded(tmp_path: Path) -> None:
