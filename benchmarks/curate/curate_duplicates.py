@@ -179,6 +179,7 @@ def measured_passes(batches: list[TextBatch], work: Path, engine: Any) -> tuple[
     scope = Scope("scope", work / "curate" / "scope", ("source",), ("source",), (chunk,))
     texts = _Texts([text for batch in batches for text in batch.texts])
     choices = scope.folder / "choices"
+    choices.mkdir(parents=True)
     return DuplicatePasses(scope, SETTINGS, ((),), _Opened(table), choices, 0, 2**29, engine, (), texts), chunk
 
 
