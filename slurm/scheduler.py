@@ -197,17 +197,30 @@ def send(script: Path) -> str:
         try:
             number = _number_in(ask(["sbatch", str(script)], seconds=_SEND_SECONDS))
         except SchedulerError as error:
-            if not error.away:
-                raise
-            time.sleep(_BUSY_PAUSES[tries])  # what was sent may still be on its way
+            if error.away:
+                time.sleep(_BUSY_PAUSES[tries])  # what was sent may still be on its way
             tries += 1
-            sent = sent_with(script)
-            if not sent and tries == len(_BUSY_PAUSES):
+            sent = _sent_all_the_same(script, error)
+            if not sent and (not error.away or tries == len(_BUSY_PAUSES)):
                 raise
             number = sent[0] if sent else None
     if tries:
         cancel([each for each in sent_with(script) if each != number])  # an earlier try that was late
     return number
+
+
+def _sent_all_the_same(script: Path, error: SchedulerError) -> list[str]:
+    """`sent_with` after an error of sbatch, whose words may not tell a refusal from an answer that was lost.
+
+    Raises:
+        SchedulerError: the scheduler does not answer; else the error itself.
+    """
+    try:
+        return sent_with(script)
+    except SchedulerError as other:
+        if other.away:
+            raise
+        raise error from None
 
 
 def _number_in(text: str) -> str:

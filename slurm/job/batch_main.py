@@ -33,7 +33,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.common.run_identity import LostRunFolder
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.run.lock import clear, last_attempt
+from pipeline.train.run.lock import clear, last_attempt, taken_over
 from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
 from slurm import jobs, scheduler
@@ -47,7 +47,7 @@ from slurm.job.eval_jobs import Evaluations
 from slurm.job.folder_watch import FolderWatch
 from slurm.job.job_queue import JobQueue
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
-from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, suspects
+from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, stops_in_a_row, suspects
 from slurm.job.srun_step import SrunStep, rendezvous_env
 from slurm.jobs import LAST_OF_ARRAYS
 from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted
@@ -158,6 +158,7 @@ class JobStart:
             return "requeue", EXIT_OK
         while not (over := self._why_over()):  # it may be cancelled between two launches
             number += 1
+            self._folder.wait()  # it may have gone in the pause
             try:
                 how = self._launch(number)
             except OSError:
@@ -206,6 +207,8 @@ class JobStart:
         past = launches(self._run, self._submission.stage)
         if any(each.job == self._job and each.end and each.end.code == EXIT_SUPERSEDED for each in past):
             return "a later attempt has taken the run over from this job"
+        if self._submission.stage == "train" and sent and max(sent) < taken_over(self._run):
+            return "the run was taken over after this job was sent"
         ended = past[-1].end if past else None
         if ended is not None and ended.code == EXIT_SUPERSEDED:  # by this job, perhaps
             return None
@@ -306,6 +309,7 @@ class JobStart:
                 max_restarts=submission.max_restarts,
                 nodes=usable,
                 needed=submission.nodes,
+                stops=1 + stops_in_a_row(past, checkpoint) if submission.stage == "train" else 0,
             )
         )
         if not self._allocation and following in _WITHOUT_QUEUE:

@@ -141,8 +141,11 @@ class Evaluations:
         if self._refused[identity] >= SENDS:
             return
         from slurm.submit.submit import send_all  # which itself needs what jobs run, and so this module
+        from slurm.submit.submitit_backend import cancel_unknown
 
         try:
+            if self._refused[identity]:  # it may have been accepted all the same
+                cancel_unknown(self._run)
             planned = job_plan.eval_job(self._config, submission.site, checkpoint.step, backend=submission.where)
             (job,) = send_all(self._run, self._config, submission.site, [planned], submission.where, submission.code)
         except Exception as error:

@@ -32,6 +32,10 @@ _FINAL = {
 }
 
 
+_MOST_STOPS = 20
+"""Starts in a row that were stopped without a newer checkpoint. Each may be a preemption, but not for ever."""
+
+
 @dataclass(frozen=True)
 class Situation:
     """The end of a launch, and where the job stands."""
@@ -57,6 +61,8 @@ class Situation:
     """Nodes of the allocation that can be used."""
     needed: int
     """Nodes that the stage needs."""
+    stops: int = 0
+    """Starts in a row, this one included, that were stopped without a newer checkpoint."""
 
 
 def decide(now: Situation) -> tuple[Next, str]:
@@ -74,6 +80,11 @@ def decide(now: Situation) -> tuple[Next, str]:
     if now.chain == "none":
         return "end", "jobs of this stage are not started again"
     if now.code == EXIT_STOPPED:
+        if now.stops >= _MOST_STOPS:
+            return "end", (
+                f"{now.stops} starts in a row were stopped before they could save a newer checkpoint; the logs say "
+                f"what takes so long, and slurm.{resources_key(now.stage)}.time is their time"
+            )
         return _continue_chain(now)
     if now.stage != "train":
         more = f"its time limit was reached, raise slurm.{resources_key(now.stage)}.time; " if now.over_time else ""
@@ -102,6 +113,16 @@ def crashes_in_a_row(launches: Sequence[Launch], checkpoint: int) -> int:
         checkpoint: steps of the newest checkpoint now.
     """
     return len(_crash_streak(launches, checkpoint))
+
+
+def stops_in_a_row(launches: Sequence[Launch], checkpoint: int) -> int:
+    """Number of the last launches that were stopped with this checkpoint as the newest one."""
+    count = 0
+    for launch in reversed(launches):
+        if launch.end is None or launch.end.checkpoint < checkpoint or launch.end.code not in (EXIT_STOPPED, EXIT_OK):
+            break
+        count += launch.end.code == EXIT_STOPPED and launch.end.next in ("requeue", "next link")
+    return count
 
 
 def suspects(launches: Sequence[Launch], checkpoint: int) -> list[str]:

@@ -93,9 +93,9 @@ def submit(
     with one_at_a_time(run):
         if found := _find(run, planned, take_over=take_over):  # another command was faster
             return active_jobs.attach(config, planned, found, console)
-        _clear_the_way(run, planned, console, take_over=take_over)
         if backend == "slurm":
-            cancel_unknown(run, console)
+            cancel_unknown(run, console)  # one of them may hold the lock of the run
+        _clear_the_way(run, planned, console, take_over=take_over)
         if any(job.stage in (*ARRAYS, *LAST_OF_ARRAYS) for job in planned):
             make_data_dir(config)  # of which jobs know then that it should be there
         with storage.naming(RunFiles(run).slurm):  # a full disk names no file

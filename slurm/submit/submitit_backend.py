@@ -11,11 +11,12 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from pipeline.common import run_identity, storage
 from pipeline.common.errors import UserError
+from pipeline.common.file_lock import exclusive
 from pipeline.common.run_files import RunFiles
 from pipeline.common.slurm_commands import is_slurm_variable
 from pipeline.common.trust import TRUSTED
@@ -46,6 +48,8 @@ _RANK_VARIABLES = (
     *("PIPELINE_CHECKED", "PIPELINE_LAUNCHER", "PIPELINE_LOGS", "PIPELINE_NODE_ERRORS", "PIPELINE_STORE"),
 )
 _SCRIPT = ".submission_file_"
+_SENDING_SECONDS = 600.0
+"""For another job that is sent with a script of the same folder, on a busy controller."""
 """Start of the name of a script, by which jobs are known to the scheduler until their numbers are known."""
 _UNANSWERED = "The job may have been accepted all the same; submit again, which cancels it first"
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
@@ -64,6 +68,8 @@ _DERIVED_OPTIONS = {
     "account": "account",
     "array": "slurm.array.tasks",
     "chdir": None,
+    "cluster": None,
+    "clusters": None,
     "constraint": "constraint",
     "cpus-per-task": "cpus_per_task",
     "dependency": None,
@@ -141,17 +147,25 @@ def send(
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
             raise scheduler.SchedulerError(["sbatch"], f"{program} is not on the path", sbatch_hints.NO_SLURM)
-    before = set(folder.iterdir())
-    try:
-        with _environment():
-            to_slurm = _SlurmExecutor(folder)
-            to_slurm.update_parameters(**values)
-            return str(to_slurm.send(command, planned.tasks).job_id)
-    except scheduler.SchedulerError as error:
-        if error.away:  # it may have been accepted: `cancel_unknown` finds it by its script
-            raise scheduler.SchedulerError(["sbatch"], f"{error.output}\n{_UNANSWERED}") from None
-        refused = _remove_refused(folder, before, planned.name)
-        raise scheduler.SchedulerError(["sbatch", *refused], error.output, sbatch_hints.hint(error.output)) from None
+    with _sending(folder):
+        before = set(folder.iterdir())
+        try:
+            with _environment():
+                to_slurm = _SlurmExecutor(folder)
+                to_slurm.update_parameters(**values)
+                return str(to_slurm.send(command, planned.tasks).job_id)
+        except scheduler.SchedulerError as error:
+            if error.away:  # it may have been accepted: `cancel_unknown` finds it by its script
+                raise scheduler.SchedulerError(["sbatch"], f"{error.output}\n{_UNANSWERED}") from None
+            refused = _remove_refused(folder, before, planned.name)
+            raise scheduler.SchedulerError(
+                ["sbatch", *refused], error.output, sbatch_hints.hint(error.output)
+            ) from None
+
+
+def _sending(folder: Path) -> AbstractContextManager[None]:
+    """Hold off other jobs of a folder, which runs of a sweep share: a script being sent looks like a lost one."""
+    return exclusive(folder.resolve() / "send.lock", _SENDING_SECONDS)
 
 
 def cancel_unknown(run: Path) -> list[str]:
@@ -160,11 +174,18 @@ def cancel_unknown(run: Path) -> list[str]:
     Raises:
         SchedulerError: the scheduler does not answer.
     """
-    scripts = [file for file in jobs.jobs_folder(run).glob(f"{_SCRIPT}*.sh") if not file.is_symlink()]
-    found = [number for script in scripts for number in scheduler.sent_with(script)]
-    scheduler.cancel(found)
-    for script in scripts:
-        script.unlink(missing_ok=True)
+    folder, found = jobs.jobs_folder(run), list[str]()
+    if not folder.is_dir():
+        return found
+    with _sending(folder):
+        for script in folder.glob(f"{_SCRIPT}*.sh"):
+            status = script.lstat()
+            # Of another user's jobs nobody else is told; their next submission looks after them.
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                lost = scheduler.sent_with(script)
+                scheduler.cancel(lost)
+                found += lost
+                script.unlink(missing_ok=True)
     return found
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm import scheduler
+from slurm import jobs, scheduler
 from slurm.scheduler import SchedulerError
+from slurm.submit.submitit_backend import cancel_unknown
 from tests.repository import ROOT
 
 PROGRAMS = {
@@ -119,6 +120,29 @@ def test_a_job_that_was_accepted_without_an_answer_is_found_by_its_script(
     queue.write_text("1|/another/script.sh\n")
     assert scheduler.send(tmp_path / "own.sh") == "2"
     assert (tmp_path / "tries").read_text().split() == ["tried"], "it is not sent again"
+
+
+@pytest.mark.parametrize("words", ["echo 'Message receive failure' >&2; exit 1", "kill -9 $$", "echo 'no number'"])
+def test_words_that_nobody_knows_are_no_refusal_of_a_job_that_is_in_the_queue(
+    cluster: Callable[[str], Path], tmp_path: Path, words: str
+) -> None:
+    cluster(f"SUBMIT\n{words}")
+    assert scheduler.send(tmp_path / "own.sh") == "1"
+    assert (tmp_path / "tries").read_text().split() == ["tried"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+def test_a_lost_script_of_another_user_is_left_to_them(cluster: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = jobs.jobs_folder(tmp_path / "run")
+    folder.mkdir(parents=True)
+    mine, other = folder / ".submission_file_1.sh", folder / ".submission_file_2.sh"
+    mine.touch()
+    other.touch()
+    os.chown(other, 65534, 65534)
+    queue = cluster("exit 1")
+    queue.write_text(f"7|{mine}\n8|{other}\n")
+    assert cancel_unknown(tmp_path / "run") == ["7"]
+    assert queue.read_text() == f"8|{other}\n" and other.exists() and not mine.exists()
 
 
 def test_a_controller_that_is_too_busy_is_asked_again(cluster: Callable[[str], Path], tmp_path: Path) -> None:

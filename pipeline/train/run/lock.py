@@ -15,6 +15,7 @@ of the same name, still let only one win.
 from __future__ import annotations
 
 import os
+import time
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
@@ -147,6 +148,10 @@ def refusal(run: Path) -> str | None:
     return None if held is None or found is None or found.state == "ended" else _in_use(run, held, found)
 
 
+TAKEN_OVER = "taken over"
+"""Event of the ledger."""
+
+
 def take_over(run: Path) -> str | None:
     """Free the lock of a run folder from a holder of whom it is unknown whether it runs, since a person says that.
 
@@ -168,8 +173,15 @@ def take_over(run: Path) -> str | None:
         if (now := holder(run)) != held:
             raise UserError(_in_use(run, now or {}, JobAnswer("running", "it came just now")))
         note_attempt(run, _after(run, held))  # before the lock is free, so that its holder is fenced whoever comes next
+        storage.add_json_line(RunFiles(run).ledger, {"event": TAKEN_OVER, "time": time.time()})
         RunFiles(run).lock.unlink()
     return _who(held)
+
+
+def taken_over(run: Path) -> float:
+    """Time of the last take-over, in seconds since 1970; 0 without one. Jobs that were sent before are fenced."""
+    lines = storage.json_lines(RunFiles(run).ledger)
+    return max((float(line["time"]) for line in lines if line.get("event") == TAKEN_OVER), default=0.0)
 
 
 def clear(run: Path, job: str) -> str | None:

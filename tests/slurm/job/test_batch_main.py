@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +17,9 @@ import pytest
 from pipeline.common import storage
 from pipeline.common.console import Console
 from pipeline.common.errors import EXIT_OTHER, EXIT_SUPERSEDED
+from pipeline.common.run_files import RunFiles
+from pipeline.train.run.lock import TAKEN_OVER
+from slurm import jobs
 from slurm.doctor.node import space
 from slurm.doctor.report import NodeCheck, Report, failed
 from slurm.job import launch_log
@@ -57,6 +60,18 @@ def test_a_job_whose_run_a_later_attempt_has_taken_over_starts_nothing_when_it_i
     launched("7", EXIT_SUPERSEDED)
     launched("5", EXIT_OTHER)
     assert "later attempt" in str(link._why_over())
+
+
+def test_a_job_that_was_sent_before_a_take_over_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have lost its ranks before they could see the later attempt, and the lock may be free."""
+    link = made(tmp_path, monkeypatch)
+    RunFiles(tmp_path).slurm.mkdir()
+    jobs.note(tmp_path, jobs.new_job("train", "7", "local", "train", "none.json"))
+    assert link._why_over() is None
+    storage.add_json_line(RunFiles(tmp_path).ledger, {"event": TAKEN_OVER, "time": time.time() + 1})
+    assert "taken over" in str(link._why_over())
+    jobs.note(tmp_path, replace(jobs.new_job("train", "7", "local", "train", "none.json"), time=time.time() + 2))
+    assert link._why_over() is None
 
 
 def test_processes_of_several_nodes_meet_at_the_first_over_the_network_that_is_named() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurm.job.launch_log import Launch, LaunchEnd
-from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, suspects
+from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, stops_in_a_row, suspects
 
 WELL = Situation(
     stage="train",
@@ -30,6 +30,8 @@ WELL = Situation(
     ("change", "following"),
     [
         ({}, "requeue"),
+        ({"stops": 19}, "requeue"),
+        ({"stops": 20}, "end"),
         ({"chain": "singleton"}, "next link"),
         ({"chain": "afterany"}, "next link"),
         ({"chain": "none"}, "end"),
@@ -98,3 +100,13 @@ def test_nodes_are_chosen_in_order_and_suspects_last() -> None:
     assert choose_nodes(["a", "b", "c", "d"], 2, ["a"], ["b"]) == ["c", "d"]
     assert choose_nodes(["a", "b", "c"], 2, ["c"], ["a"]) == ["a", "b"], "better a suspect than none"
     assert choose_nodes(["a", "b"], 2, ["b"], []) == ["a"]
+
+
+def test_stops_without_a_newer_checkpoint_are_counted() -> None:
+    def launch(code: int, checkpoint: int, following: Any = "requeue") -> Launch:
+        end = LaunchEnd(code, "", following, checkpoint, 0.0)
+        return Launch("train", "1", 0, 1, 1, (), 1, "", checkpoint, "n", 1, 0.0, end)
+
+    past = [launch(75, 5), launch(75, 10), launch(75, 10, "scheduler"), launch(75, 10, "next link")]
+    assert [stops_in_a_row(past, checkpoint) for checkpoint in (10, 11)] == [2, 0]
+    assert stops_in_a_row([*past, launch(1, 10)], 10) == 0

@@ -18,7 +18,7 @@ from pipeline.train.monitor.metrics import Metrics
 from pipeline.train.run import lock_holder
 from pipeline.train.run.folder import note_end, open_run
 from pipeline.train.run.heartbeat import node_file
-from pipeline.train.run.lock import Lock, clear, refusal, take_over
+from pipeline.train.run.lock import Lock, clear, refusal, take_over, taken_over
 
 ME, OTHER = os.getuid(), os.getuid() + 1
 GONE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -116,6 +116,7 @@ def test_what_is_known_of_a_job_decides_who_gets_its_lock(tmp_path: Path, slurm:
             take_over(run)
         return
     assert (take_over(run) is None) is (answer == "ended")
+    assert (taken_over(run) == 0) is (answer == "ended"), "jobs that were sent before are fenced"
     with open_run(run) as folder:
         assert folder.attempt > 3
 
