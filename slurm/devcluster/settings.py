@@ -26,7 +26,8 @@ _SLURMDBD_PORT = 90
 """Above the cluster's port; the nodes have the ports between."""
 _LONGEST_FOLDER = 70
 """Characters: the sockets inside must stay below the 107 that the kernel allows."""
-_NAMESPACES = ("--uts", "--mount")
+_NAMESPACES = ("--uts", "--mount", "--propagation", "slave")
+"""Of a node: what is mounted elsewhere later shows there, too, where that is a shared mount."""
 
 
 def can_split_hosts() -> bool:

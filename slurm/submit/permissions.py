@@ -43,10 +43,16 @@ def private_folder(config: Config, run: Path) -> Path | None:
     """
     base = config.slurm.private_dir
     if base is None:
-        if config.slurm.group is None and not _others_will_write(config, run):
+        if config.slurm.group is None and not _others_will_write(config, run) and not _is_of_others(run):
             return None
         base = Path.home() / ".pipeline"
     return base / f"{run.name}-{value_hash(str(run))[:8]}"
+
+
+def _is_of_others(run: Path) -> bool:
+    """True if another user owns a run folder, who may put other files in the place of those that jobs execute."""
+    owners = {folder.stat().st_uid for folder in (run, RunFiles(run).slurm) if folder.exists()}
+    return not owners <= {0, os.geteuid()}
 
 
 def _others_will_write(config: Config, run: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from pipeline.common import storage
 from pipeline.config import Config
 from tests.tiny import command
 from tests.waiting import runs, until
@@ -115,6 +116,11 @@ def left_behind(config: Config) -> list[Path]:
         for path in config.data_dir.rglob("*")
         if path.is_file() and (path.name.endswith(".tmp") or "leases" in path.parts)
     ]
+
+
+def left_by_living_nodes(config: Config) -> list[Path]:
+    """The same without temporary files of other machines: nobody can say whether their processes write them yet."""
+    return [path for path in left_behind(config) if not path.name.endswith(".tmp") or storage.is_stale(path)]
 
 
 def children(pid: int) -> list[int]:

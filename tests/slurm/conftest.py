@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ _PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd")
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[DevCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
     """A SLURM with three nodes whose commands the tests and what they start talk to.
 
     `PIPELINE_DEVCLUSTER` names the folder of one that is up; without it one is started and taken down again. Where that
@@ -35,7 +36,11 @@ def cluster() -> Iterator[DevCluster]:
         pytest.skip(reason)
     # Workers of pytest-xdist have one each.
     port = 18000 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    own = None if folder else DevCluster.up(_folder(), port=port, split_hosts=can_split_hosts())
+    splits = not folder and can_split_hosts()
+    base = tmp_path_factory.getbasetemp()
+    if splits:  # the small disks that tests mount below show on the nodes
+        subprocess.run(["mount", "--bind", "--make-shared", base, base], check=True)
+    own = None if folder else DevCluster.up(_folder(), port=port, split_hosts=splits)
     found = own or DevCluster.at(Path(str(folder)))
     before = {name: os.environ.get(name) for name in found.environment}
     os.environ.update(found.environment)
@@ -47,6 +52,8 @@ def cluster() -> Iterator[DevCluster]:
             os.environ[name] = value
     if own is not None:
         own.down(purge=True)
+    if splits:
+        subprocess.run(["umount", "--lazy", base], check=False)
 
 
 def _folder() -> Path:

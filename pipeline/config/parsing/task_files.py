@@ -10,6 +10,10 @@ from pathlib import Path
 import yaml
 
 from pipeline.common import storage
+from pipeline.common.errors import UserError
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""As lm-evaluation-harness: what one of the two takes the other may refuse, like tabs."""
 
 
 def files_of_tasks(names: Iterable[str]) -> Iterator[Path]:
@@ -58,16 +62,27 @@ def _beside(folder: Path) -> Iterator[Path]:
 
 
 def _named(file: Path) -> tuple[list[str], list[str]]:
-    """Files that a task file includes, and functions (`!function`) that it names; none of one that cannot be read."""
+    """Files that a task file includes, and functions (`!function`) that it names; none of one that is not there.
+
+    Includes are looked for in every mapping, since another one may be merged into the file's (`<<`).
+
+    Raises:
+        UserError: it cannot be read, so nobody can say what it executes.
+    """
     try:
-        root = yaml.compose(storage.read_bytes(file), Loader=yaml.SafeLoader)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        root = yaml.compose(storage.read_bytes(file), Loader=_LOADER)
+    except OSError:
         return [], []
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file} cannot be read as YAML ({reason}), so what it executes is not known") from None
+    nodes = list(_nodes(root))
     includes: list[str] = []
-    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+    for key, value in (pair for node in nodes if isinstance(node, yaml.MappingNode) for pair in node.value):
         if key.value == "include":
-            includes += [each.value for each in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
-    scalars = [node for node in _nodes(root) if isinstance(node, yaml.ScalarNode)]
+            found = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            includes += [each.value for each in found if isinstance(each, yaml.ScalarNode)]
+    scalars = [node for node in nodes if isinstance(node, yaml.ScalarNode)]
     return includes, [node.value for node in scalars if node.tag == "!function"]
 
 

@@ -240,7 +240,7 @@ def check_definition(data: bytes, file: StrPath) -> Definition:
         for section in _LISTS:
             _check_section(section, definition)
         entries = _entries(state["model"])
-        _check_ids(entries, list(_added(state)))
+        _check_ids(entries, list(_added(state, definition.growth)))
     except ValueError as error:
         raise UserError(
             f"{file}: {error}; use a tokenizer.json from another place, or one that its author saved anew"
@@ -393,18 +393,18 @@ def _model_type(model: Mapping[str, Any]) -> str:
     return "WordPiece" if "max_input_chars_per_word" in model else "WordLevel"
 
 
-def _added(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Added tokens with their ids."""
+def _added(state: Mapping[str, Any], growth: float) -> Iterator[tuple[str, Any]]:
+    """Added tokens with their ids; `growth` is what the normalizers may make of those that are normalized."""
     entries = state.get("added_tokens") or []
     if not isinstance(entries, list) or len(entries) > MAX_ADDED:
         raise ValueError(f"added_tokens is not a list of at most {MAX_ADDED:,} tokens")
-    characters = 0
+    characters = 0.0
     for i, entry in enumerate(entries):
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
             raise ValueError(f"added_tokens.{i} has no content")
-        characters += len(entry["content"])
+        characters += len(entry["content"]) * (growth if entry.get("normalized") else 1)
         if characters > MAX_ADDED_CHARACTERS:
-            raise ValueError(f"added_tokens have more than {MAX_ADDED_CHARACTERS:,} characters in all")
+            raise ValueError(f"added_tokens may have more than {MAX_ADDED_CHARACTERS:,} characters in all, normalized")
         yield entry["content"], entry.get("id")
 
 

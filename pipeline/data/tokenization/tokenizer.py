@@ -306,7 +306,7 @@ class Tokenizer:
 
     def decode(self, ids: Any) -> str:
         """Text of ids (a list or an array). Special tokens appear as their text; cut characters as U+FFFD."""
-        with self._readable_errors([]):
+        with self._readable_errors([]), parsing("tokenizers"):
             text: str = self._engine.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 

@@ -16,7 +16,7 @@ from slurm.job.launch_log import launches
 from slurm.jobs import Job
 from tests import tiny
 from tests.data.curate.runs import curate_config, results, write_corpus
-from tests.data.stage import left_behind, write_run_file
+from tests.data.stage import left_by_living_nodes, write_run_file
 from tests.slurm.job.test_preprocess_array import is_over, logs, nodes_of
 from tests.tiers import first
 from tests.waiting import until
@@ -53,7 +53,7 @@ def check_finished(config: Config, done: Config, last: Job) -> None:
     assert (end.stage, end.job) == ("decide", last.job), logs(config)
     assert end.end is not None and end.end.code == 0, logs(config)
     assert results(config) == results(done)
-    assert left_behind(config) == []
+    assert left_by_living_nodes(config) == []
 
 
 @pytest.mark.slow

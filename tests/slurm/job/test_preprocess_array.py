@@ -17,7 +17,7 @@ from slurm.jobs import Job
 from slurm.status.command import status
 from tests import tiny
 from tests.data.runs import datasets, make_config, write_jsonl
-from tests.data.stage import left_behind, receipts, write_run_file
+from tests.data.stage import left_by_living_nodes, receipts, write_run_file
 from tests.waiting import until
 
 pytestmark = pytest.mark.slurm
@@ -96,7 +96,7 @@ def check_finished(config: Config, done: Config, finish: Job) -> list[Launch]:
     assert last.end.code == 0, logs(config)
     assert datasets(config) == datasets(done)
     assert verify(config.data_dir).problems == []
-    assert left_behind(config) == []
+    assert left_by_living_nodes(config) == []
     said = (config.run.dir / last.logs / "rank-0000.log").read_text()
     assert ("shuffling" in said) == (config.data.preprocess.shuffle == "global")
     return [launch for launch in found if launch.stage == "preprocess"]

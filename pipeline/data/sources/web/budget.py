@@ -43,7 +43,7 @@ _BLOCKS = frozenset((
 ))
 # fmt: on
 """Elements that trafilatura treats each on its own; the text of all others is joined to that around them."""
-_VOID = frozenset(("br", "hr", "img", "wbr"))
+_VOID = frozenset(("br", "hr", "wbr"))
 """Elements without text, of which a poem has one per line, and which take no such time."""
 
 

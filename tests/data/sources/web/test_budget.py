@@ -34,6 +34,7 @@ SHAPES: dict[str, Callable[[int], str]] = {
     "links of one paragraph": lambda n: _article("<p>" + "<a href='/x'>y</a> " * n + "</p>"),
     "spans of one div": lambda n: _article("<div>" + "<span>x</span> w " * n + "</div>"),
     "words in words": lambda n: _article("<p>" + ("<span>" + "<b>x</b> w " * 99 + "</span>") * (n // 99 + 1) + "</p>"),
+    "images of one paragraph": lambda n: _article("<p>" + "w <img src='a' alt='x'> " * n + "</p>"),
     "unknown elements": lambda n: _article("<p><x-y>" + "<b>x</b> w " * n + "</x-y></p>"),
     "attributes": lambda n: f"<html><body><p {_names(n)}>{PROSE}</p></body></html>",
     "attributes with ends": lambda n: '<html><p a=">" ' + "".join(f"a{k}='>' " for k in range(n)) + f">{PROSE}</html>",
