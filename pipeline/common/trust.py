@@ -12,6 +12,7 @@ import stat
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -138,6 +139,7 @@ def _acl_writers(place: Path, group: int) -> list[tuple[Literal["user", "group"]
     return found
 
 
+@cache
 def _only_member(group: int) -> int | None:
     """The user of a group that has this user alone, as many systems make one for each; None of any other group."""
     try:
@@ -146,7 +148,9 @@ def _only_member(group: int) -> int | None:
     except KeyError:
         return None
     alone = user.pw_gid == group and set(entry.gr_mem) <= {user.pw_name}
-    return user.pw_uid if alone else None
+    if not alone or any(other.pw_gid == group and other.pw_uid != user.pw_uid for other in pwd.getpwall()):
+        return None
+    return user.pw_uid
 
 
 def is_own_group(number: int) -> bool:

@@ -271,6 +271,18 @@ def test_the_file_that_names_a_value_is_the_one_that_counts(values: Values, tmp_
                 refuse_code_of_others(config)
 
 
+@pytest.mark.parametrize(
+    "text", ["include:\ttheirs.yaml\n", "<<: {include: theirs.yaml}\n", "a: " + "[" * 300 + "]" * 300]
+)
+def test_what_the_harness_can_read_hides_no_include(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    assert ("include" in text) == (tmp_path / "theirs.yaml" in set(files_of_tasks([str(file)])))
+    file.write_text(text + "b: [")
+    with pytest.raises(UserError, match="cannot be read as YAML"):
+        list(files_of_tasks([str(file)]))
+
+
 def test_files_that_tasks_execute(tmp_path: Path) -> None:
     """As the harness finds them: files that are included, modules beside them, and what a module may import."""
     inside, outside = tmp_path / "tasks" / "inner", tmp_path / "shared"

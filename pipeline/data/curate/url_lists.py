@@ -7,6 +7,7 @@ Source of the layout: the blacklists of the university of Toulouse (UT1): a fold
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -128,6 +129,9 @@ class UrlLists:
         hashes, numbers = [], []
         for number, each in enumerate(_lists(config), 1):
             found = np.concatenate([_entries(path) for path in each.files])
+            if not len(found):
+                files = ", ".join(map(str, each.files))
+                raise UserError(f"{KEY}.lists: {files}: there is no entry, a domain or an address per line")
             hashes.append(found)
             numbers.append(np.full(len(found), number, np.uint16))
         order = np.argsort(np.concatenate(hashes), kind="stable")  # equal ones by number
@@ -156,14 +160,14 @@ def _entries(path: Path) -> npt.NDArray[np.uint64]:
     """Hashes of the entries of a file: a domain or the beginning of an address per line; `#` begins a comment.
 
     Raises:
-        UserError: it has none.
+        UserError: it is damaged.
     """
     found = []
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rb") as lines:
             for line in lines:
-                entry = line.partition(b"#")[0].strip().lower()
+                entry = _entry_of(line)
                 if b"/" in entry or b":" in entry or b"@" in entry:
                     text = normalize_url(entry.decode("utf-8", "surrogateescape")).lower()
                     entry = text.encode("utf-8", "surrogateescape")
@@ -171,11 +175,18 @@ def _entries(path: Path) -> npt.NDArray[np.uint64]:
                     entry = entry.strip(b".").removeprefix(b"www.")
                 if entry:
                     found.append(xxhash.xxh3_64_intdigest(entry))
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{KEY}.lists: {path} is damaged ({error}); fetch it again") from None
-    if not found:
-        raise UserError(f"{KEY}.lists: {path} has no entry: a domain or an address per line")
     return np.array(found, np.uint64)
+
+
+def _entry_of(line: bytes) -> bytes:
+    """The domain or address of a line, also of a hosts file (`0.0.0.0 bad.org`) or a blocker's list (`||bad.org^`)."""
+    words = line.removeprefix(b"\xef\xbb\xbf").partition(b"#")[0].lower().split()
+    if not words or words[0].startswith(b"!"):
+        return b""
+    entry = words[-1] if words[0] in (b"0.0.0.0", b"127.0.0.1", b"::", b"::1") else b" ".join(words)
+    return entry.removeprefix(b"||").removesuffix(b"^").removeprefix(b"*.")
 
 
 def _candidates(address: str) -> list[int]:

@@ -64,9 +64,10 @@ def in_words(damaged: Sequence[DamagedFile], total: int) -> str:
     files, lost = len({each.file.name for each in damaged}), sum(each.lost for each in damaged)
     salvaged = sum(each.salvaged for each in damaged)
     used = f"; {size(salvaged)} of text before a break are used without a checksum" if salvaged else ""
+    missing = ", besides what is missing behind a break" if any("truncated" in each.reason for each in damaged) else ""
     return (
         f"{counted(files, 'file')} cannot be read to {'its' if files == 1 else 'their'} end; {size(lost)} of "
-        f"{size(total)} ({100 * lost / max(total, 1):.3g} %) {'is' if files == 1 else 'are'} lost{used}"
+        f"{size(total)} ({100 * lost / max(total, 1):.3g} %) {'is' if files == 1 else 'are'} lost{used}{missing}"
     )
 
 

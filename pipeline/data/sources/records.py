@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import orjson
 
+from pipeline.common.errors import UserError
 from pipeline.config.blend import LEAST_LOSS_WEIGHT, MOST_LOSS_WEIGHT
 from pipeline.data.sources.compression import StreamError, open_stream
 from pipeline.data.sources.globs import File
@@ -166,12 +167,21 @@ def partitions(path: str) -> dict[str, str | None]:
     """Values of the partitions that the folders of a path name, as text; the innermost of several with one name.
 
     Names and values are URL-decoded, as Hive, Spark and pyarrow encode them: `lang=de/part-0.parquet`.
+
+    Raises:
+        UserError: one is not UTF-8.
     """
     found: dict[str, str | None] = {}
     for folder in path.split("/")[:-1]:
         key, sign, value = folder.partition("=")
         if key and sign:
-            found[unquote(key)] = None if value == NO_VALUE else unquote(value)
+            try:
+                name, decoded = unquote(key, errors="strict"), unquote(value, errors="strict")
+            except UnicodeDecodeError:
+                raise UserError(
+                    f"{path}: the name of the folder {folder} is not UTF-8, URL-encoded; rename it"
+                ) from None
+            found[name] = None if value == NO_VALUE else decoded
     return found
 
 

@@ -237,10 +237,12 @@ def check_definition(data: bytes, file: StrPath) -> Definition:
     definition = Definition(_json(data, file))
     state = definition.state
     try:
-        for section in _LISTS:
+        _check_section("normalizer", definition)
+        added = list(_added(state, definition.growth))
+        for section in ("pre_tokenizer", "post_processor", "decoder"):
             _check_section(section, definition)
         entries = _entries(state["model"])
-        _check_ids(entries, list(_added(state, definition.growth)))
+        _check_ids(entries, added)
     except ValueError as error:
         raise UserError(
             f"{file}: {error}; use a tokenizer.json from another place, or one that its author saved anew"

@@ -119,6 +119,15 @@ ATTACKS: dict[str, tuple[dict[str, Any], str]] = {
     "id twice": (definition({"x1": 7}), r"model\.vocab has the id 7 twice"),
     "added id": (definition(added_tokens=[{"id": 2**31, "content": "x1", **ADDED}]), "added_tokens gives 'x1' the id"),
     "added id twice": (definition(added_tokens=[{"id": 300, "content": c, **ADDED} for c in "xy"]), "the id 300 twice"),
+    "added tokens that grow": (
+        definition(
+            normalizer={"type": "NFKD"},
+            added_tokens=[
+                {"id": 300 + n, "content": f"{n}\ufdfa" * 9, **ADDED, "normalized": True} for n in range(9000)
+            ],
+        ),
+        "added_tokens may have more than",
+    ),
     "added tokens that are long": (
         definition(added_tokens=[{"id": 300, "content": "x" * 2**21, **ADDED}]),
         "characters",

@@ -229,6 +229,18 @@ def test_a_shell_that_lets_a_group_write_counts_as_the_key_does(
     assert (found is not None) == private
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_jobs_do_not_execute_what_is_in_a_run_folder_of_another_user(tmp_path: Path) -> None:
+    config = load(tiny.write_run(tmp_path))
+    run = config.run.dir
+    RunFiles(run).slurm.mkdir(parents=True)
+    assert permissions.private_folder(config, run) is None
+    for folder in (run, RunFiles(run).slurm):
+        os.chown(folder, 65534, -1)
+        assert permissions.private_folder(config, run) is not None
+        os.chown(folder, 0, -1)
+
+
 @pytest.mark.guard
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a colleague's place, which only root may")
 def test_a_colleague_of_the_group_goes_on_with_code_of_their_own() -> None:

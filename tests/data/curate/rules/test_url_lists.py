@@ -78,6 +78,19 @@ def test_addresses(tmp_path: Path) -> None:
     assert [rule.name for rule in url_list_rules(settings)] == [f"url_lists.{name}" for name in names[1:]]
 
 
+def test_forms_of_other_lists(tmp_path: Path) -> None:
+    """Hosts files, blockers' lists, a byte-order mark; and a category of which one file is empty."""
+    lines = "first.example\n! a comment\n0.0.0.0 hosts.example\n||blocked.example^\n*.stars.example\n"
+    (tmp_path / "own").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    (tmp_path / "ut1" / "adult").mkdir(parents=True)
+    (tmp_path / "ut1" / "adult" / "domains").write_text("bad.example\n")
+    (tmp_path / "ut1" / "adult" / "urls").touch()
+    config = UrlListsConfig(lists=[tmp_path / "own", tmp_path / "ut1"])
+    names = ("first", "hosts", "blocked", "a.stars", "bad", "comment", "good")
+    found = UrlLists(config, url_list_settings(config)).find([f"http://{name}.example/" for name in names])
+    assert found.tolist() == [2, 2, 2, 2, 1, 0, 0]
+
+
 def test_domains_against_plain_python(tmp_path: Path) -> None:
     chance = random.Random(0)
     labels = ["a", "b", "cc", "example", "net"]
@@ -112,10 +125,16 @@ def test_lists_that_cannot_be_used(tmp_path: Path) -> None:
         url_list_settings(UrlListsConfig(lists=[tmp_path / "nowhere"]))
     with pytest.raises(UserError, match="no folder in"):
         url_list_settings(UrlListsConfig(lists=[tmp_path / "ut1" / "other"]))
-    for name, content in (("empty", b"# nothing\n"), ("cut.gz", gzip.compress(b"a.example\n")[:-6])):
+    packed = gzip.compress(random.Random(0).randbytes(4000).hex().encode())
+    flipped = packed[:1000] + bytes(each ^ 255 for each in packed[1000:1010]) + packed[1010:]
+    for name, content in (
+        ("empty", b"# nothing\n"),
+        ("cut.gz", gzip.compress(b"a.example\n")[:-6]),
+        ("flipped.gz", flipped),
+    ):
         (tmp_path / name).write_bytes(content)
         config = UrlListsConfig(lists=[tmp_path / name])
-        with pytest.raises(UserError, match=rf"{name} (has no entry|is damaged)"):
+        with pytest.raises(UserError, match=rf"{name}(: there is no entry| is damaged)"):
             UrlLists(config, url_list_settings(config))
 
 
