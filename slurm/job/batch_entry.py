@@ -1,5 +1,7 @@
 """Entry point of a job's script: `python -m slurm.job.batch_entry CHAIN_JOB FILE DIGEST`, one batch process a job.
 
+With `killed` in place of the number it tells of the end of a batch process that was killed and is not started again.
+
 There is no pickle: the file of the submission is JSON, and it is read only if it is what was submitted.
 """
 
@@ -22,10 +24,13 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     storage.keep_room(sys.stdout.fileno())  # what a job says at its end matters most on a disk that is full
     chain_job, file, digest = sys.argv[1:]
-    from slurm.job.batch_main import run_submission
+    from slurm.job.batch_main import run_submission, tell_killed
 
     try:
-        run_submission(file, int(chain_job), digest)
+        if chain_job == "killed":
+            tell_killed(file, digest)
+        else:
+            run_submission(file, int(chain_job), digest)
     except UserError as error:
         alarm("error:", str(error))
         flush()

@@ -100,6 +100,19 @@ def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> 
     return following
 
 
+def tell_killed(file: str, digest: str) -> None:
+    """Send the notice that a batch process was killed and is not started again.
+
+    Args:
+        file: of the submission.
+        digest: of that file, as it was sent.
+
+    Raises:
+        UserError: a file of the submission is not what was sent.
+    """
+    JobStart(_read_unchanged(file, digest), 1, Console(width=120)).tell_killed()
+
+
 def _read_unchanged(file: str, digest: str | None) -> Submission:
     """A submission, if it and the files that it names are what was sent."""
     found = read_submission(Path(file), digest)
@@ -145,6 +158,14 @@ class JobStart:
                 say(self._console, f"error: {lost}")  # `pipeline status` knows the line by that
                 self._notices.lost_folder(self._submission.config(), self._chain_job, str(lost))
                 return "end", EXIT_OTHER
+
+    def tell_killed(self) -> None:
+        """Send the notice of the last launch, whose batch process was killed."""
+        past = launches(self._run, self._submission.stage)
+        if past and past[-1].end is not None:
+            self._notices.begin(self._submission.config(), self._chain_job, continues=False)
+            self._notices.failed(past[-1].end)
+            self._notices.close(hurried=False)
 
     def _run_launches(self) -> tuple[Next, int]:
         """Launch until there is nothing more to do in this start of the job."""

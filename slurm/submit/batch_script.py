@@ -58,7 +58,8 @@ if [ "$pipeline_exit" -gt 128 ] && [ "$pipeline_exit" -ne {EXIT_INTERRUPTED} ]; 
   printf 'the batch process was killed by signal %d\\n' "$((pipeline_exit - 128))"
   if pipeline_here && [ -z "${{pipeline_terminated:-}}" ] && pipeline_runs; then
     # Kills since a launch has ended otherwise.
-    pipeline_kills=$(tac "$pipeline_run/{RunFiles.ledger}" | sed '/"event":"launch end"/q' | grep -c '"batch killed"')
+    pipeline_kills=$(tac "$pipeline_run/{RunFiles.ledger}" | sed '/"event":"launch end"/q' |
+      grep -c '"batch killed","job":"'"$pipeline_job"'"')
     if [ "$pipeline_next" = requeue ] && [ "$pipeline_kills" -ge "$pipeline_restarts" ]; then
       printf 'killed %d times without another end (slurm.max_restarts=%d); the job ends\\n' \\
         "$((pipeline_kills + 1))" "$pipeline_restarts"
@@ -66,8 +67,10 @@ if [ "$pipeline_exit" -gt 128 ] && [ "$pipeline_exit" -ne {EXIT_INTERRUPTED} ]; 
     fi
     # Nothing bounds the starts of a job whose ledger cannot be written to.
     if pipeline_note "$pipeline_next" && [ "$pipeline_next" = requeue ]; then
-      scontrol requeue "$pipeline_job" || pipeline_note end
+      scontrol requeue "$pipeline_job" || {{ pipeline_note end; pipeline_next=end; }}
     fi
+    # What follows otherwise tells of it. The words are those of the batch process.
+    [ "$pipeline_next" != end ] || eval "$pipeline_tell"' "$@"'
   fi
 fi
 exit "$pipeline_exit"
@@ -92,11 +95,17 @@ def lines_before(folders: Sequence[tuple[Path, str]], *, private: bool) -> list[
     return [FOLDER_LINES, *names, *_BEFORE.splitlines(), *wait.splitlines(), SETUP_LINES]
 
 
-def lines_after(chain: Chain, max_restarts: int) -> list[str]:
+def lines_after(chain: Chain, max_restarts: int, tell: str) -> list[str]:
     """Lines of bash after the batch process: they note that it was killed, and requeue the job where the chain does.
 
     Not where the scheduler ends the job: that brings a cancelled job back.
+
+    Args:
+        chain: how the job continues.
+        max_restarts: kills in a row that are followed by another start.
+        tell: shell that is called, with the words of the batch process, where no other start follows.
     """
     # `$?` is that of the batch process: nothing may be done before it is read.
     first, *rest = _AFTER.splitlines()
-    return [first, f"pipeline_next='{_NEXT[chain]}' pipeline_restarts={max_restarts}", *rest]
+    known = f"pipeline_next='{_NEXT[chain]}' pipeline_restarts={max_restarts} pipeline_tell={shlex.quote(tell)}"
+    return [first, known, *rest]

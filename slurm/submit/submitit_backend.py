@@ -213,7 +213,8 @@ def script(
     private = permissions.private_folder(config, run)
     paper.update_parameters(**_parameters(planned, site, code, config, folders, private, None))
     # Its submission is written when it is sent; the name has the time of that.
-    return paper.text(f"{_PYTHON} 1 {shlex.quote(f'TIME-{planned.stage}.json')} DIGEST", planned.tasks)
+    words = f"set -- {shlex.quote(f'TIME-{planned.stage}.json')} DIGEST"
+    return paper.text(f'{words}\n{_PYTHON} 1 "$@"', planned.tasks)
 
 
 _PYTHON = f"{shlex.quote(sys.executable)} -u -m slurm.job.batch_entry"
@@ -222,10 +223,11 @@ _PYTHON = f"{shlex.quote(sys.executable)} -u -m slurm.job.batch_entry"
 def _command(submissions: Sequence[Path], chain_job: int) -> str:
     """Shell that runs a submission, or that of the task of an array, if it is what is sent now."""
     words = [shlex.join([str(file.absolute()), integrity.sha256(file.read_bytes())]) for file in submissions]
-    if len(words) == 1:
-        return f"{_PYTHON} {chain_job} {words[0]}"
-    cases = [f"{task}) set -- {each} ;;" for task, each in enumerate(words)]
-    return "\n".join(['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac", f'{_PYTHON} {chain_job} "$@"'])
+    chosen = [f"set -- {words[0]}"]
+    if len(words) > 1:
+        cases = [f"{task}) set -- {each} ;;" for task, each in enumerate(words)]
+        chosen = ['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"]
+    return "\n".join([*chosen, f'{_PYTHON} {chain_job} "$@"'])
 
 
 def refuse_path(folder: Path, key: str = "run.dir") -> None:
@@ -390,7 +392,7 @@ def _parameters(
         "stderr_to_stdout": True,
         "use_srun": False,
         "setup": [*batch_script.lines_before(folders, private=private is not None), *setup],
-        "teardown": batch_script.lines_after(planned.chain, config.slurm.max_restarts),
+        "teardown": batch_script.lines_after(planned.chain, config.slurm.max_restarts, f"{_PYTHON} killed"),
         "additional_parameters": more,
     }
 

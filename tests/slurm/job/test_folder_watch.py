@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from pipeline.common import storage
 from pipeline.common.errors import EXIT_OTHER, MachineError
+from pipeline.common.run_files import RunFiles
 from pipeline.common.run_identity import LostRunFolder, environment
 from pipeline.config.load import load
-from slurm.job import folder_watch
-from slurm.job.batch_main import run_submission
+from slurm.job import folder_watch, launch_log
+from slurm.job.batch_main import run_submission, tell_killed
 from slurm.job.folder_watch import FolderWatch, read_note
 from slurm.local import stages
 from slurm.status.command import status
@@ -73,6 +75,18 @@ def test_a_job_whose_run_folder_never_comes_back_tells_so_and_makes_none(tmp_pat
         assert (shown.state, shown.stage) == ("failed", "train") and str(run) in shown.why, shown
     FolderWatch(read_submission(file), "78", set(), print).wait()
     assert read_note(private) is None and status({run: config})[0].state == "nothing known"
+
+
+def test_the_end_of_a_killed_batch_process_is_told(tmp_path: Path) -> None:
+    """By the script of its job, where no other start follows."""
+    config, file = sent(tmp_path, notify=[to_file(tmp_path / "seen")])
+    values = {"restarts": 0, "number": 1, "link": 1, "nodes": (), "processes_per_node": 1, "logs": "", "checkpoint": 5}
+    launch_log.begin(config.run.dir, "train", "77", **values)
+    killed = {"event": "batch killed", "job": "77", "restarts": 0, "signal": 9, "node": "n1", "next": "end"}
+    storage.add_json_line(RunFiles(config.run.dir).ledger, {**killed, "time": time.time()})
+    tell_killed(str(file), integrity.sha256(file.read_bytes()))
+    (told,) = received(tmp_path / "seen")
+    assert (told["event"], told["code"]) == ("failed", 1) and "was killed (signal 9)" in told["reason"]
 
 
 def watch(submission: Submission, signals: set[int], said: list[str]) -> FolderWatch:

@@ -37,7 +37,8 @@ def script(run: Path, process: str, chain: Chain = "requeue", state: str = "RUNN
     )
     (tools / "scontrol").chmod(0o755)
     before = lines_before([(run, read_id(run) or "")], private=False)
-    return ["bash", "--norc", "-c", "\n".join([*before, f"({process})", *lines_after(chain, LIMIT)])]
+    after = lines_after(chain, LIMIT, f"echo >> '{run.parent}/told'")
+    return ["bash", "--norc", "-c", "\n".join([*before, "set -- 'a file' digest", f"({process})", *after])]
 
 
 def environment(run: Path, restarts: int = 0) -> dict[str, str]:
@@ -78,6 +79,7 @@ def test_a_killed_batch_process_is_requeued_where_the_chain_does_so(
     (found,) = launch_log.launches(run)
     assert (found.end and found.end.next) == following
     assert (run.parent / "asked").exists() == (following == "requeue")
+    assert (run.parent / "told").exists() == (following == "end")
     if found.end is not None:
         assert (found.end.code, found.end.checkpoint, found.end.node, found.crashed) == (1, 5, "n1", True)
 
@@ -91,6 +93,7 @@ def test_kills_in_a_row_are_bounded(run: Path) -> None:
         end = launch_log.launches(run)[-1].end
         following.append(end and end.next)
     assert following == ["requeue"] * LIMIT + ["end"]
+    assert (run.parent / "told").read_text() == "a file digest\n"
     assert (run.parent / "asked").read_text().splitlines() == ["requeue 77"] * LIMIT
     how = launch_log.LaunchEnd(75, "stopped", "requeue", 6, time.time())
     launch_log.end(run, launch(run, LIMIT + 1), how)
@@ -107,6 +110,7 @@ def test_a_requeue_that_is_refused_is_an_end(run: Path) -> None:
     launch(run)
     run_script(run, KILLED, refuses=1)
     assert [row["next"] for row in storage.read_json_lines(RunFiles(run).ledger)[1:]] == ["requeue", "end"]
+    assert (run.parent / "told").exists()
     (found,) = launch_log.launches(run)
     assert found.end is not None and found.end.next == "end"
 

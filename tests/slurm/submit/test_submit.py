@@ -105,8 +105,9 @@ def test_the_script_asks_for_what_run_file_and_profile_say(tmp_path: Path) -> No
         "export SRUN_CPUS_PER_TASK=6",
         "export PYTHONPATH=/snapshot${PYTHONPATH:+:$PYTHONPATH}",
     ]
-    (command,) = [line for line in lines if " -m slurm.job.batch_entry " in line]
-    assert "srun" not in command and command.endswith(" -m slurm.job.batch_entry 1 TIME-train.json DIGEST")
+    (command,) = [line for line in lines if " -m slurm.job.batch_entry 1" in line]
+    assert "srun" not in command and command.endswith(' -m slurm.job.batch_entry 1 "$@"')
+    assert lines[lines.index(command) - 1] == "set -- TIME-train.json DIGEST"
 
 
 def test_consent_to_files_of_others_goes_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
