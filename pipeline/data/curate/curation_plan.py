@@ -79,7 +79,8 @@ def make_curation_plan(found: SourceFiles, config: Config, measures: Mapping[str
     Raises:
         UserError: it has more units than documents can be numbered in.
     """
-    settings = reading_settings(found.source, config) | dict(measures) | found.reader.plan_pins()
+    pins = found.reader.plan_pins() | found.reader.plan_partitions(found.files)
+    settings = reading_settings(found.source, config) | dict(measures) | pins
     units = cut_units(found, config.data.preprocess.seed, config.data.preprocess.unit_bytes)
     if len(units) > MAX_UNITS:
         raise UserError(

@@ -102,6 +102,7 @@ def make_plan(
         "tokenizer": tokenizer.fingerprint,
         "ends of splits": splits.settings,
         **found.reader.plan_pins(),
+        **found.reader.plan_partitions(found.files),
     }
     if curation is not None:  # datasets of all documents do not name it
         settings["curation"] = curation.hash

@@ -13,7 +13,7 @@ from pipeline.data.datasets.manifest import WEIGHT_KEY, Manifest
 from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.preprocess.splits import documents_wanted
 from pipeline.data.sources.formats import SOURCE_FORMATS, source_format
-from pipeline.data.sources.reader import PLUGIN
+from pipeline.data.sources.reader import PARTITIONS, PLUGIN
 from pipeline.data.sources.records import MAX_RECORD_BYTES
 from pipeline.data.work.frozen_plan import setting_differences
 from pipeline.data.work.units import reader_of
@@ -91,7 +91,7 @@ def _check(config: Config, source: InputConfig, manifest: Manifest) -> None:
     asked = settings_of(source, config)
     # Of any format: the type may be one of the differences.
     formats = [*SOURCE_FORMATS.values(), source_format(source.type)]
-    left_open = {*_NOT_OF_THE_RUN_FILE, PLUGIN, *(name for each in formats for name in each.pinned)}
+    left_open = {*_NOT_OF_THE_RUN_FILE, PLUGIN, PARTITIONS, *(name for each in formats for name in each.pinned)}
     known = {name: value for name, value in made.items() if name not in left_open}
     differences = setting_differences(known, asked)
     applies = config.data.curate is not None and config.data.curate.mode == "apply"

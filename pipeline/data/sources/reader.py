@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
 OPTIONS, PLUGIN = "options", "plugin"
 """Keys of plans of sources that plug-ins read: values of `Options`, and the package with its version."""
+PARTITIONS = "partitions"
+"""Key of plans: partitions above the names of files."""
 COMPRESSED_EXPANSION = 4
 """Bytes of text that a byte on disk is expected to become. Units are cut by it; what they become does not depend on it
 being right."""
@@ -180,6 +182,12 @@ class Reader(ABC):
         wanted = (*self.text_keys, self.id_key, *self.metadata, *self.weight_keys)
         of_text = self.text_keys if self.template else ()
         return RecordKeys.of(path, wanted, (*of_text, *self.metadata))
+
+    def plan_partitions(self, files: Iterable[File]) -> dict[str, Any]:
+        """Partitions in the fixed part of the globs, as plans have them: documents get them, and no name shows them."""
+        above = {file.path.removesuffix(file.name) for file in files}
+        found = {pair for each in above for pair in self.record_keys(f"{each}x").partitions}
+        return {PARTITIONS: sorted(map(list, found), key=str)} if found else {}
 
     @property
     def text_config_key(self) -> str:

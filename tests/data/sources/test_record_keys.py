@@ -12,11 +12,13 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import InputConfig
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import find_files
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import RecordKeys, partitions
 from tests.data.reading import check_resume, files, together, units
+from tests.data.runs import make_config
 
 VALUES = ["de", "a/b c=d", "ü", None, "100%"]
 
@@ -185,3 +187,23 @@ def test_a_field_that_is_not_there(tmp_path, key):
     pq.write_table(pa.table({"doc": [{"text": "x", "list": [{"text": "x"}]}]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=f"has no column '{key}'"):
         reader("parquet", text=key).check_columns(files(tmp_path / "a.parquet"))
+
+
+def test_a_renamed_partition_above_the_names_of_files_is_another_source(tmp_path):
+    def config(lang):
+        source = {
+            "name": "s",
+            "type": "jsonl",
+            "paths": [str(tmp_path / f"lang={lang}" / "*.jsonl")],
+            "metadata": ["lang"],
+        }
+        return make_config(tmp_path, [source])
+
+    (tmp_path / "lang=de").mkdir()
+    lines = [json.dumps({"id": str(n), "text": f"some words of {n} " * 9}) for n in range(40)]
+    (tmp_path / "lang=de" / "a.jsonl").write_text("\n".join(lines))
+    preprocess(config("de"))
+    preprocess(config("de"))
+    (tmp_path / "lang=de").rename(tmp_path / "lang=fr")
+    with pytest.raises(UserError, match="partitions"):
+        preprocess(config("fr"))
