@@ -84,6 +84,20 @@ ROWS = {
     "own, forgotten": (GONE, "exit 1", {}, "ended"),
     "own, in an empty answer": ("exit 0", "exit 1", {}, "ended"),
     "own, of a controller that lost its state": (GONE, "exit 1", {"job": "177"}, "unknown"),
+    "own, of a controller that lost its state, ended by accounting": (
+        GONE,
+        accounted("COMPLETED").replace("77|", "177|"),
+        {"job": "177"},
+        "ended",
+    ),
+    "another's, of a controller that lost its state": (GONE, "exit 1", {"job": "177", "uid": OTHER}, "unknown"),
+    "another's, whose number is a later job's now": (
+        record("COMPLETED", OTHER, LATER),
+        "exit 1",
+        {"uid": OTHER},
+        "unknown",
+    ),
+    "an error that nobody knows": ("exit 127", "exit 127", {}, "unknown"),
     "another's, hidden or forgotten": (GONE, "exit 1", {"uid": OTHER}, "unknown"),
     "another's, in an empty answer": ("exit 0", "exit 1", {"uid": OTHER}, "unknown"),
     "of an older version, without its user": (GONE, "exit 1", {"uid": None}, "unknown"),
@@ -119,6 +133,13 @@ def test_what_is_known_of_a_job_decides_who_gets_its_lock(tmp_path: Path, slurm:
     assert (taken_over(run) == 0) is (answer == "ended"), "jobs that were sent before are fenced"
     with open_run(run) as folder:
         assert folder.attempt > 3
+
+
+def test_where_there_is_no_slurm_nothing_is_known_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = held(tmp_path / "run", silent=3600)
+    assert refusal(run) is not None and clear(run, "5") is not None
+    assert "job 77" in str(take_over(run)) and taken_over(run) > 0
 
 
 def test_a_holder_of_whom_nothing_is_known_is_not_taken_over_while_it_gives_signs_of_life(
