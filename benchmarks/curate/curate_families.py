@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.curate.curate_duplicates import PEER, SETTINGS, batches_of, measured_passes
 from pipeline.data.curate.duplicates.choose import make_leaders
@@ -137,30 +138,38 @@ def figures(
     }
 
 
-def made_sets(counts: list[int], owns: list[int]) -> None:
+def own_words(rng: np.random.Generator, count: int, own: int) -> npt.NDArray[np.uint32]:
+    """Sets of 116 shared shingles and some of their own."""
+    return rng.integers(0, 2**32, (count, own), np.uint32)
+
+
+def slots(rng: np.random.Generator, count: int) -> npt.NDArray[np.uint32]:
+    """Sets of 116 shared shingles and 8 slots of 5 shingles, each filled with one of 50 values."""
+    values = rng.integers(0, 2**32, (8, 50, 5), np.uint32)
+    return values[np.arange(8), rng.integers(0, 50, (count, 8))].reshape(count, -1)
+
+
+def choose(name: str, differing: npt.NDArray[np.uint32]) -> None:
     """CPU seconds to choose among sets of made shingles, which all share a band: without texts and files."""
-    for own in owns:
-        for count in counts:
-            rng = np.random.default_rng(own)
-            sets = np.empty((count, 116 + own), np.uint32)
-            sets[:, :116] = np.arange(116) * 37_000_000
-            sets[:, 116:] = rng.integers(0, 2**32, (count, own))
-            sets.sort(axis=1)
-            shingles, starts = sets.reshape(-1), np.arange(count + 1) * (116 + own)
-            start = time.process_time()
-            frequencies = Frequencies(len(shingles))
-            frequencies.add(shingles, starts)
-            leaders = make_leaders("numba", BOUND, frequencies, 1, count)
-            ids = np.arange(count)
-            members = Members(shingles, starts, np.zeros((count, 1), np.uint64), ids, ids, np.zeros(count, np.uint8))
-            removed = 0
-            for low in range(0, count, 512):
-                removed += int((leaders.add(members.part(low, min(low + 512, count))).rule > 0).sum())
-            seconds = round(time.process_time() - start, 2)
-            similarity = round(116 / (116 + 2 * own), 3)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-            row = {"what": f"sets, J {similarity}", "documents": count, "removed": removed, "cpu_s": seconds}
-            print(json.dumps(row | {"peak_mib": peak}), flush=True)
+    count = len(differing)
+    shared = np.broadcast_to((np.arange(116) * 37_000_000).astype(np.uint32), (count, 116))
+    sets = np.sort(np.concatenate([shared, differing], axis=1), axis=1)
+    shingles, starts = sets.reshape(-1), np.arange(count + 1) * sets.shape[1]
+    start = time.process_time()
+    frequencies = Frequencies(len(shingles))
+    frequencies.add(shingles, starts)
+    leaders = make_leaders("numba", BOUND, frequencies, 1, count)
+    ids = np.arange(count)
+    members = Members(shingles, starts, np.zeros((count, 1), np.uint64), ids, ids, np.zeros(count, np.uint8))
+    removed = 0
+    for low in range(0, count, 512):
+        removed += int((leaders.add(members.part(low, min(low + 512, count))).rule > 0).sum())
+    seconds = round(time.process_time() - start, 2)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(
+        json.dumps({"what": name, "documents": count, "removed": removed, "cpu_s": seconds, "peak_mib": peak}),
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -175,8 +184,12 @@ def main() -> None:
     options = parser.parse_args()
     counts, owns = (list(map(int, text.split(","))) for text in (options.documents, options.own))
     if options.sets:
-        made_sets([64], owns[:1])  # compiles
-        made_sets(counts, owns)
+        rng = np.random.default_rng(1)
+        choose("compiles", slots(rng, 64))
+        for count in counts:
+            for own in owns:
+                choose(f"sets, J {116 / (116 + 2 * own):.3f}", own_words(rng, count, own))
+            choose("slots", slots(rng, count))
         return
     near = SETTINGS.near
     assert near is not None and near.min_similarity == BOUND

@@ -25,6 +25,12 @@ from pipeline.data.curate.duplicates.leaders.leader_choice import (
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _HALF, _LOW, _ONE = np.uint64(32), np.uint64(2**32 - 1), np.uint64(1)
+_WORDS = 16
+"""Words of 64 bits of a bitmap: 1,024 bits for sets of some hundred shingles."""
+_TEN_BITS, _SIX_BITS, _IN_WORD = np.uint64(54), np.uint64(6), np.uint64(63)
+_TWO, _FOUR, _TOP = np.uint64(2), np.uint64(4), np.uint64(56)
+_PAIRS, _FOURS = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
+_BYTES, _EACH_BYTE = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
 NODE = np.dtype([("shingle", "<u4"), ("largest", "<i4"), ("slot", "<i8"), ("next", "<i8")])
 """A shingle of a leader: the largest set that may be similar if this is the first common one; the next in its chain."""
 
@@ -91,11 +97,39 @@ def _share_band(one: Any, other: Any) -> bool:
 
 
 @njit
+def _set_bits(shingles: Any, bits: Any) -> None:
+    """Write a bitmap of a set: each bit is the parity of the shingles that fall on it.
+
+    Of two sets it differs in at most as many bits as there are shingles that only one of them has (bitmap filter, as in
+    Sandes, Teodoro and Melo 2017).
+    """
+    bits[:] = 0
+    for shingle in shingles:
+        bit = np.uint64(shingle) * _SPREAD >> _TEN_BITS
+        bits[bit >> _SIX_BITS] ^= _ONE << (bit & _IN_WORD)
+
+
+@njit
+def _differ_in_more(one: Any, other: Any, most: int) -> bool:
+    """Tell whether two bitmaps differ in more than so many bits."""
+    count = 0
+    for word in range(_WORDS):
+        x = one[word] ^ other[word]
+        x -= x >> _ONE & _PAIRS
+        x = (x & _FOURS) + (x >> _TWO & _FOURS)
+        x = x + (x >> _FOUR) & _BYTES
+        count += int(x * _EACH_BYTE >> _TOP)
+        if count > most:
+            return True
+    return False
+
+
+@njit
 def _similar(
-    shingles: Any, bands: Any, order: Any, stamp: int, leaders: Any, table: Any, bound: float, longest: int
+    shingles: Any, bands: Any, bits: Any, order: Any, stamp: int, leaders: Any, table: Any, bound: float, longest: int
 ) -> tuple[int, float]:
     """(slot, similarity) of the first leader that is similar; slot -1 if none is."""
-    kept, starts, kept_bands, seen = leaders
+    kept, starts, kept_bands, kept_bits, seen = leaders
     nodes, firsts, _ = table
     size = len(shingles)
     best, similarity = -1, 0.0
@@ -117,7 +151,8 @@ def _similar(
                     fewest = _fewest_common(size, len(theirs), bound)
                     if size - place >= fewest:
                         seen[slot] = stamp
-                        if _share_band(kept_bands[slot], bands):
+                        most = size + len(theirs) - 2 * fewest
+                        if not _differ_in_more(kept_bits[slot], bits, most) and _share_band(kept_bands[slot], bands):
                             common = _common(theirs, shingles, fewest)
                             ratio = common / (size + len(theirs) - common)
                             if ratio >= bound:
@@ -161,9 +196,10 @@ def _choose(
 ) -> None:  # fmt: skip
     shingles, sets, all_bands, exact, url, roles = block
     first_exact, first_url = first
-    numbers, kept, starts, kept_bands, seen = leaders
+    numbers, kept, starts, kept_bands, kept_bits, seen = leaders
     nodes, firsts, lasts = table
     leader, rule, similarity = choice
+    bits = np.zeros(_WORDS, np.uint64)
     for place in range(len(roles)):
         one = shingles[sets[place] : sets[place + 1]]
         order = _order(one, counts)[: _prefix_size(len(one), bound)] if len(one) else np.empty(0, np.uint64)
@@ -175,9 +211,10 @@ def _choose(
                 leader[place], rule[place] = first_url[url[place]], URL
                 continue
             if len(one):
-                of_kept = kept, starts, kept_bands, seen
+                of_kept = kept, starts, kept_bands, kept_bits, seen
                 stamp = before + place
-                slot, ratio = _similar(one, all_bands[place], order, stamp, of_kept, table, bound, longest)
+                _set_bits(one, bits)
+                slot, ratio = _similar(one, all_bands[place], bits, order, stamp, of_kept, table, bound, longest)
                 if slot >= 0:
                     leader[place], rule[place], similarity[place] = numbers[slot], NEAR, ratio
                     continue
@@ -193,6 +230,7 @@ def _choose(
             starts[slot + 1] = starts[slot] + len(one)
             kept[starts[slot] : starts[slot + 1]] = one
             kept_bands[slot] = all_bands[place]
+            _set_bits(one, kept_bits[slot])
             for at in range(len(order)):
                 if order[at] >> _HALF > _ONE:
                     node = state[1]
@@ -207,8 +245,8 @@ def _choose(
 class CompiledLeaders:
     """Leaders whose documents come in blocks, in rank order.
 
-    Memory for each leader: its set, 8 bytes for each of its bands, and up to 48 bytes for each shingle that is looked
-    at and occurs in another document, too.
+    Memory for each leader: its set, 128 bytes, 8 bytes for each of its bands, and up to 48 bytes for each shingle that
+    is looked at and occurs in another document, too.
 
     Args:
         bound: of the similarity.
@@ -227,6 +265,7 @@ class CompiledLeaders:
         self._kept = np.zeros(0, np.uint32)
         self._starts = np.zeros(1, np.int64)
         self._bands = np.zeros((0, bands), np.uint64)
+        self._bits = np.zeros((0, _WORDS), np.uint64)
         self._seen = np.zeros(0, np.int64)
         self._nodes = np.zeros(0, NODE)
         self._chains = _chains(1)
@@ -242,7 +281,7 @@ class CompiledLeaders:
             self._frequencies.longest,
             self._bound,
             self._first,
-            (self._numbers, self._kept, self._starts, self._bands, self._seen),
+            (self._numbers, self._kept, self._starts, self._bands, self._bits, self._seen),
             (self._nodes, *self._chains),
             self._state,
             (choice.leader, choice.rule, choice.similarity),
@@ -257,6 +296,7 @@ class CompiledLeaders:
         self._numbers = _longer(self._numbers, slots)
         self._starts = _longer(self._starts, slots + 1)
         self._bands = _longer(self._bands, slots)
+        self._bits = _longer(self._bits, slots)
         self._seen = _longer(self._seen, slots, -1)
         self._kept = _longer(self._kept, int(self._starts[leaders]) + len(block.shingles))
         sizes = np.diff(block.starts)
