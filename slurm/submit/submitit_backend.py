@@ -131,13 +131,13 @@ def send(
     config = submission.config()
     folder = jobs.jobs_folder(run)
     storage.make_below(run, folder)
-    command = _command(submissions, chain_job)
     if backend == "local":
         with _environment(rank_only=True):
             os.environ.update(_exports(submission.site, submission.code, planned))
             executor = _BackgroundExecutor(folder)
             executor.update_parameters(timeout_min=_FOREVER, stderr_to_stdout=True)
-            return str(executor.send(command).job_id)
+            # No shell reads it.
+            return str(executor.send(f"{_PYTHON} {chain_job} {_words(submissions[0])}").job_id)
     private = permissions.make_private(config, run)
     if private is not None:
         refuse_path(private, "slurm.private_dir")
@@ -153,7 +153,7 @@ def send(
             with _environment():
                 to_slurm = _SlurmExecutor(folder)
                 to_slurm.update_parameters(**values)
-                return str(to_slurm.send(command, planned.tasks).job_id)
+                return str(to_slurm.send(_command(submissions, chain_job), planned.tasks).job_id)
         except scheduler.SchedulerError as error:
             if error.away:  # it may have been accepted: `cancel_unknown` finds it by its script
                 raise scheduler.SchedulerError(["sbatch"], f"{error.output}\n{_UNANSWERED}") from None
@@ -220,9 +220,14 @@ def script(
 _PYTHON = f"{shlex.quote(sys.executable)} -u -m slurm.job.batch_entry"
 
 
+def _words(submission: Path) -> str:
+    """Words of the batch process that say what it runs: the file and its digest."""
+    return shlex.join([str(submission.absolute()), integrity.sha256(submission.read_bytes())])
+
+
 def _command(submissions: Sequence[Path], chain_job: int) -> str:
     """Shell that runs a submission, or that of the task of an array, if it is what is sent now."""
-    words = [shlex.join([str(file.absolute()), integrity.sha256(file.read_bytes())]) for file in submissions]
+    words = [_words(file) for file in submissions]
     chosen = [f"set -- {words[0]}"]
     if len(words) > 1:
         cases = [f"{task}) set -- {each} ;;" for task, each in enumerate(words)]
