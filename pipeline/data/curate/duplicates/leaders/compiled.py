@@ -111,7 +111,7 @@ def _set_bits(shingles: Any, bits: Any) -> None:
 
 @njit
 def _differ_in_more(one: Any, other: Any, most: int) -> bool:
-    """Tell whether two bitmaps differ in more than so many bits."""
+    """Tell whether two bitmaps differ in more than `most` bits."""
     count = 0
     for word in range(_WORDS):
         x = one[word] ^ other[word]
