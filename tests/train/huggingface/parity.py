@@ -444,8 +444,8 @@ def check_training(row: Row, root: Path, name: str) -> None:
     losses, ours = theirs(), column(run, "loss")
     assert len(ours) == count and (experts or row.rate < RATE or losses[-1] < losses[0] - 0.2)
     # In some models rounding grows, by how much depends on the processor: weights that are rounded otherwise show it.
-    apart = _apart(ours, losses)
-    assert apart < 1e-5 or apart < 10 * _apart(theirs(rounding=1e-7), losses)
+    apart = _distance(ours, losses)
+    assert apart < 1e-5 or apart < 10 * _distance(theirs(rounding=1e-7), losses)
 
 
 def check_replayed_training(pair: Pair, count: int = 20) -> None:
@@ -485,7 +485,7 @@ def _replayed(choose: Callable[[Tensor], Tensor], router: Router, chosen: list[T
     return wanted_TK
 
 
-def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
 
 
