@@ -449,7 +449,7 @@ def test_what_sbatch_refuses_is_one_message(clean: Path, resources: dict[str, An
     with pytest.raises(SchedulerError) as refused:
         send_all(config.run.dir, config, site, job_plan.plan(config, site, ["train"], "slurm"), "slurm", None)
     folder = jobs.jobs_folder(config.run.dir)
-    (script,) = folder.iterdir()
+    (script,) = folder.glob("*.sh")
     assert str(refused.value).startswith(f"`sbatch {script}` failed: sbatch: ")
     assert said in str(refused.value) and hint in str(refused.value).splitlines()[-1]
     assert "#SBATCH --signal=USR2@" in script.read_text()
