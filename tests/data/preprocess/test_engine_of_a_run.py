@@ -27,7 +27,9 @@ def reference(corpus, tmp_path_factory):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize(("setting", "engine"), [("auto", "gigatoken"), ("fastokens", "fastokens")])
+@pytest.mark.parametrize(
+    ("setting", "engine"), [("auto", "gigatoken"), pytest.param("fastokens", "fastokens", marks=pytest.mark.slow)]
+)
 def test_the_same_bytes_with_any_engine(corpus, reference, tmp_path, setting, engine, capsys):
     pytest.importorskip(engine)
     config = mixed.config_of(tmp_path, corpus, setting)

@@ -70,6 +70,7 @@ class Watched:
     [*(pytest.param("unit", count, marks=pytest.mark.slow) for count in (2, 3)), ("global", 2)],
     indirect=["done"],
 )
+@pytest.mark.slow
 def test_started_at_once(run, done, count):
     config, file = run
     with Watched(config) as watched:

@@ -80,8 +80,8 @@ def hostile(root: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "dark", "phone"),
     [
-        ("one", False, False),
-        ("one", False, True),
+        pytest.param("one", False, False, marks=pytest.mark.slow),
+        pytest.param("one", False, True, marks=pytest.mark.slow),
         ("two", True, False),
         pytest.param("two", False, True, marks=pytest.mark.slow),
         pytest.param("hostile", True, True, marks=pytest.mark.slow),

@@ -127,6 +127,7 @@ def test_preemption_without_grace(train: Run, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("train", [("slurm.train.partition=grace",)], indirect=True)
+@pytest.mark.slow
 def test_preemption_with_grace(train: Run, whole: Path) -> None:
     (job,) = train.submit()
     train.until_step(12)

@@ -120,6 +120,7 @@ def test_a_rank_hangs(train: Run, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("train", [("slurm.max_restarts=1", "train.checkpoint.every_steps=1000")], indirect=True)
+@pytest.mark.slow
 def test_crashes_without_progress_end_the_chain(train: Run) -> None:
     (job,) = train.submit()
     for number in (1, 2):

@@ -171,6 +171,7 @@ def test_a_rank_is_killed(root: Path, whole: Path, instant: str) -> None:
 @pytest.mark.parametrize(
     "number", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["before the first", "between two"]
 )
+@pytest.mark.slow
 def test_rank_0_is_killed_while_it_puts_later_checkpoints_away(root: Path, whole: Path, number: int) -> None:
     """`resume.from` names the one before the two newest; the next start, without it, finishes that."""
     run = root / f"abandoned-{number}"

@@ -277,7 +277,7 @@ def test_equal_layers_written_as_kinds_have_the_same_names_and_weights() -> None
     assert {"pattern", "kinds"} <= set(LATER_KEYS)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiers.first(1, ["norms, windows, rope", "latents"], rest="slow"))
 @pytest.mark.usefixtures("fresh_compiler")
 def test_layers_of_a_kind_share_what_is_compiled(name: str) -> None:

@@ -183,7 +183,7 @@ def test_the_record_counts_rewinds_that_the_checkpoint_does_not_know(
     assert code == 77 and "train.faults.max_rewinds" in out
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("passed_over", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_after_a_rewind_still_passes_over_the_steps(root: Path, passed_over: int) -> None:
     """Killed before the first of them, and after a checkpoint in the midst of them."""

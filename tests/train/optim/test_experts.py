@@ -54,7 +54,7 @@ CASES: dict[str, Case] = {
     "cut-hsdp": (1, {"dp_replicate": 2, "efsdp": 2}, (Replicate(), Shard(1))),
 }
 """Experts, the axes of their mesh, and placements."""
-QUICK = ("ep1-efsdp4-uneven", "cut-ep2-efsdp2")
+QUICK = ("cut-ep2-efsdp2",)
 
 
 def model_config(count: int) -> ModelConfig:

@@ -239,7 +239,7 @@ def test_a_run_goes_on_bit_for_bit(root: Path, keys: dict[str, Any]) -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_runs_go_on_with_another_format_or_type(root: Path) -> None:
     def keys(type: str, states: str) -> tuple[str, str]:
         return f"train.optimizer.type={type}", f"train.optimizer.states={states}"

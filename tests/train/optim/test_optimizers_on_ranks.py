@@ -168,7 +168,7 @@ def _train(file: Path, values: Sequence[str]) -> None:
     trainer.train(load(file, ["model.layers=4", "train.checkpoint={every_steps: 2, keep: 9}", *values]))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

@@ -114,7 +114,7 @@ def test_what_is_known_to_go_wrong_is_seen(families: Path, broken: Callable[[], 
     assert any("instead of" in each or "error " in each for each in found), found
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_run_goes_on_from_layout_to_layout(families: Path, processes: Callable[[int], Ranks]) -> None:
     """Each step is made on another layout, with the weights, moments and biases of the one before."""
     chain: list[tuple[int, dict[str, Any]]] = [

@@ -40,7 +40,7 @@ def test_a_layout_computes_what_one_process_does(
 
 
 BESIDE = {
-    "pp2-zbv-keep-cp2-ulysses": "guard",
+    "pp2-zbv-keep-cp2-ulysses": "slow",
     "fsdp2-keep-tp2": "slow",
     **dict.fromkeys(("tp2", "tp2-no_sp", "fsdp2-reshard", "pp2-1f1b", "pp2-interleaved_1f1b", "pp2-dualpipev"), "slow"),
     **dict.fromkeys(

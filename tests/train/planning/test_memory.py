@@ -53,7 +53,7 @@ def _compare(config: Config) -> None:
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("name", tiers.first(1, _QUICK, rest="guard"))
+@pytest.mark.parametrize("name", tiers.first(1, _QUICK, rest="slow"))
 def test_the_estimate_is_what_torch_allocates(name: str) -> None:
     _compare(case_config(name))
 
@@ -122,7 +122,7 @@ def test_a_large_model_over_many_ranks() -> None:
     assert found[0].total > found[-1].total
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_layers_that_are_not_run_are_as_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows from two and three layers is what running all of them gives."""
     config = case_config("one process, bf16", train__recompute={"mode": "full", "every": 2})
@@ -221,7 +221,7 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path: Path) -> None:
     assert size == pytest.approx(checkpoint_bytes(config, spec), rel=0.02)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiers.first(1, ["one process", "mamba"], rest="slow"))
 @pytest.mark.parametrize(
     ("keys", "expected"),
