@@ -27,7 +27,7 @@ _SLURMDBD_PORT = 90
 _LONGEST_FOLDER = 70
 """Characters: the sockets inside must stay below the 107 that the kernel allows."""
 _NAMESPACES = ("--uts", "--mount", "--propagation", "slave")
-"""Of a node: what is mounted elsewhere later shows there, too, where that is a shared mount."""
+"""Namespaces of a node. Later mounts of the host appear in them if they are made below a shared mount."""
 
 
 def can_split_hosts() -> bool:

@@ -48,9 +48,9 @@ _RANK_VARIABLES = (
     *("PIPELINE_CHECKED", "PIPELINE_LAUNCHER", "PIPELINE_LOGS", "PIPELINE_NODE_ERRORS", "PIPELINE_STORE"),
 )
 _SCRIPT = ".submission_file_"
+"""Start of the name of a script, by which jobs are known to the scheduler until their numbers are known."""
 _SENDING_SECONDS = 600.0
 """For another job that is sent with a script of the same folder, on a busy controller."""
-"""Start of the name of a script, by which jobs are known to the scheduler until their numbers are known."""
 _UNANSWERED = "The job may have been accepted all the same; submit again, which cancels it first"
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _MODULE = [

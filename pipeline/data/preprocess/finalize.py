@@ -167,7 +167,7 @@ class Finalizer:
         if self.report.damaged:
             found = f"{found if records else 'no record was read'}; {in_words(self.report.damaged, self.report.bytes)}"
         lower = f", or lower data.splits ({splits_in_words(self._config.data)})" if elsewhere else ""
-        is_cut = any("truncated" in each.reason for each in self.report.damaged)
+        is_cut = any(each.is_cut for each in self.report.damaged)
         salvages = self._config.data.preprocess.on_damaged_file == "salvage" or self._plan.found.source.type == "text"
         ways = ", or fetch the damaged files again" if self.report.damaged else ""
         ways += ", or set data.preprocess.on_damaged_file: salvage" if is_cut and not salvages else ""

@@ -64,8 +64,8 @@ class SourceReport:
         # Where nothing is curated or counted, the report is what it was before there was that.
         coverage = {name: each.as_json() for name, each in self.coverage.items() if each.round_trip is not None}
         salvaged = sum(each.salvaged for each in self.damaged)
-        optional = {"curated": self.curated, "coverage": coverage, "salvaged_bytes": salvaged}
-        optional["edited_bytes"] = self.edited_bytes
+        counted_bytes = {"salvaged_bytes": salvaged, "edited_bytes": self.edited_bytes}
+        optional = {"curated": self.curated, "coverage": coverage, **counted_bytes}
         return {name: value for name, value in optional.items() if value} | {
             "checked": self.checked,
             "condemned": self.condemned,

@@ -33,6 +33,11 @@ class DamagedFile(NamedTuple):
     salvaged: int = 0
     """Bytes of text that are used all the same, without a checksum."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Tell whether a part of it is missing, so that nobody knows how much was lost."""
+        return "truncated" in self.reason
+
     def __str__(self) -> str:
         if self.salvaged:
             return f"{self.file.path}: {self.reason}: {self.detail}"
@@ -64,7 +69,7 @@ def in_words(damaged: Sequence[DamagedFile], total: int) -> str:
     files, lost = len({each.file.name for each in damaged}), sum(each.lost for each in damaged)
     salvaged = sum(each.salvaged for each in damaged)
     used = f"; {size(salvaged)} of text before a break are used without a checksum" if salvaged else ""
-    missing = ", besides what is missing behind a break" if any("truncated" in each.reason for each in damaged) else ""
+    missing = ", besides what is missing behind a break" if any(each.is_cut for each in damaged) else ""
     return (
         f"{counted(files, 'file')} cannot be read to {'its' if files == 1 else 'their'} end; {size(lost)} of "
         f"{size(total)} ({100 * lost / max(total, 1):.3g} %) {'is' if files == 1 else 'are'} lost{used}{missing}"

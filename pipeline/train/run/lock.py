@@ -180,8 +180,8 @@ def take_over(run: Path) -> str | None:
 
 def taken_over(run: Path) -> float:
     """Time of the last take-over, in seconds since 1970; 0 without one. Jobs that were sent before are fenced."""
-    lines = storage.json_lines(RunFiles(run).ledger)
-    return max((float(line["time"]) for line in lines if line.get("event") == TAKEN_OVER), default=0.0)
+    times = [line.get("time") for line in RunFiles(run).ledger_lines() if line.get("event") == TAKEN_OVER]
+    return max((each for each in times if isinstance(each, float)), default=0.0)  # others may write to the ledger
 
 
 def clear(run: Path, job: str) -> str | None:
