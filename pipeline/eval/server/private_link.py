@@ -24,7 +24,7 @@ class PrivateLink:
         self._file: Path | None = None
 
     def lines(self, what: str, url: str, link: str) -> list[str]:
-        """What to print.
+        """Lines to print.
 
         Args:
             what: is served.

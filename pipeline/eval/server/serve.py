@@ -35,7 +35,7 @@ _IDLE = 256
 
 @dataclass(frozen=True)
 class Access:
-    """How a server is reached, and by whom: options of the command alone, which no file of a run can set."""
+    """The way to a server, and its keys: options of the command alone, which no file of a run can set."""
 
     key_file: Path | None = None
     """Has the API keys."""
@@ -134,7 +134,7 @@ def opened(
 
 
 def _lines(link: PrivateLink, what: str, url: str, key: str | None) -> list[str]:
-    """What to print of a server that listens. The page takes the key out of the link, whose end no browser sends."""
+    """Lines to print of a server that listens. The page takes the key out of the link, whose end no browser sends."""
     return [f"{what} on {url}"] if key is None else link.lines(what, url, f"{url}/#key={key}")
 
 
