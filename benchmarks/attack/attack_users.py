@@ -1,7 +1,7 @@
 """Attacks of another user of the same group on servers and on shared run folders; part of `attack_network.py`.
 
 The group may write to the run folder, and the attacker swaps links in it as fast as possible while its owner trains,
-removes checkpoints, reports and cleans up. Another run of the owner, which the group may not write to, has to stay as it is.
+removes checkpoints and reports. Another run of the owner, which the group may not write to, has to stay as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 
 from attack_victim import IS_ROOT, OTHER, SECONDS, as_other, done, pipeline, said, steps, victim
 
-RACES = 6
+ROUTES = ("/v1/models", "/openapi.json", "/guess/", "/guess/report", "/guess/newest")
+EVERY = ("train.checkpoint.every_steps=5",)
+RACES = 3
 """Commands of the owner during each race."""
 
 
@@ -38,11 +40,10 @@ def users(root: Path) -> None:
 
 def servers(root: Path, file: Path) -> None:
     """What the other user gets from `serve` and `report --live`, by their ports, sockets, files and processes."""
-    path = root / "private"
-    path.mkdir(mode=0o700)
+    "localhost".encode("idna")  # imports what the other user may not read
     cases = {
         "serve": ("serve", file, "--port", "0"),
-        "serve --socket in an open folder": ("serve", file, "--socket", root / "s.sock"),
+        "serve --socket": ("serve", file, "--socket", root / "s.sock"),
         "report --live": ("report", file, "--live"),
         "report --live --socket": ("report", file, "--live", "--socket", root / "l.sock"),
     }
@@ -61,9 +62,7 @@ def servers(root: Path, file: Path) -> None:
                 port: int = port, unix: Path | None = unix, link: Path | None = link, pid: int = process.pid
             ) -> dict[str, list[str]]:
                 got: dict[str, list[str]] = {"answers": [], "read": []}
-                for route in (
-                    ("/v1/models", "/openapi.json", "/guess/", "/guess/report", "/guess/newest") if port else ()
-                ):
+                for route in ROUTES if port else ():
                     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
                     connection.request("GET", route)
                     status = connection.getresponse().status
@@ -89,10 +88,10 @@ def links(root: Path) -> None:
     shared, precious = root / "team", root / "mine"
     before = content(precious)
     file = victim(root, "team")
-    code, text = done("train", file, "train.checkpoint.every_steps=5", "train.checkpoint.keep=9")
+    code, text = done("train", file, *EVERY, "train.checkpoint.keep=9")
     assert code == 0, text
     shutil.copytree(shared, root / "copy")
-    names = ("checkpoints", "eval", "data", "logs", "sources")
+    names = ("checkpoints", "eval")
     for name in names:
         reset(shared, root / "copy")
 
