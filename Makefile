@@ -20,7 +20,7 @@ IMAGE_ARGS.cuda := BUILD_BASE=nvcr.io/nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
   BASE=nvcr.io/nvidia/cuda:13.0.2-base-ubuntu24.04 TORCH_INDEX= EXTRAS=flash,te
 IMAGE_VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' pipeline/__init__.py)
 
-.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock licences docs site site-links pictures dist sbom gpu-kit image devcluster devcluster-down clean
+.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock audit licences docs site site-links pictures dist sbom gpu-kit image devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make gpu-kit      what a machine with a GPU and no network needs for benchmarks/gpu_evidence.py"
 	@echo "make image        a container image for CPUs (TARGET=cuda: with CUDA; ENGINE=podman), see containers/README.md"
 	@echo "make lock         write the versions and hashes in requirements/ anew, from pyproject.toml"
+	@echo "make audit        ask osv.dev for known vulnerabilities of what is locked (needs the internet)"
 	@echo "make licences     write the licences of all requirements anew, after make lock"
 	@echo "make dist         wheel, source archive and bill of materials, for a release"
 	@echo "make clean        remove the virtual environment and caches (runs/ stays)"
@@ -97,6 +98,10 @@ pictures: install-dev
 lock: install-dev
 	@$(BIN)/python requirements/lock.py $(UPGRADE)
 
+# Needs nothing but Python.
+audit:
+	@$(PYTHON) requirements/audit.py
+
 licences: install-dev
 	@$(BIN)/python requirements/licences.py
 
@@ -115,7 +120,13 @@ sbom: install-dev
 gpu-kit: install-dev
 	@PYTHONPATH=benchmarks $(BIN)/python -m evidence.kit $(KIT)
 
+# With DIGESTS=1 both base images have to be named by their digests: what a tag names can change from one day to the next.
+DIGESTS ?=
 image:
+	@for each in $(if $(DIGESTS),BUILD_BASE BASE); do \
+	  echo "$(IMAGE_ARGS)" | grep -Eq "(^| )$$each=[^ ]+@sha256:[0-9a-f]{64}( |$$)" || \
+	  { echo "error: DIGESTS=1 needs $$each=NAME@sha256:DIGEST in IMAGE_ARGS; containers/README.md says how to find it" >&2; exit 1; }; \
+	done
 	$(if $(filter cpu cuda,$(TARGET)),,$(error TARGET is $(TARGET); it is cpu or cuda))
 	@$(ENGINE) build --file containers/Dockerfile --tag pretraining-pipeline:$(IMAGE_VERSION)-$(TARGET) \
 	  --build-arg VERSION=$(IMAGE_VERSION) --build-arg REVISION=$(or $(shell git rev-parse HEAD 2>/dev/null),unknown) \

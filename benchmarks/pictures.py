@@ -57,7 +57,7 @@ def picture_of_server(to: Path, run: Path, text: Path | None) -> None:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
     address = f"http://localhost:{port}/"
-    server = subprocess.Popen([*PIPELINE, "serve", str(run), "--port", str(port)])
+    server = subprocess.Popen([*PIPELINE, "serve", str(run), "--no-key", "--port", str(port)])
     try:
         _wait_for(address, server)
         with _browser() as browser:

@@ -104,3 +104,21 @@ def test_the_shell_accepts_the_script() -> None:
     subprocess.run(["sh", "-n", str(FOLDER / "install.sh")], check=True)
     done = subprocess.run([str(FOLDER / "install.sh"), "other"], capture_output=True, text=True)
     assert done.returncode == 2 and "usage: " in done.stderr
+
+
+def test_base_images_without_digests_are_refused_where_digests_are_asked_for() -> None:
+    digest = "@sha256:" + "0" * 64
+    cases = {
+        "": False,
+        "BASE=debian:12 BUILD_BASE=debian:12": False,
+        f"BASE=debian{digest}": False,
+        f"BUILD_BASE=debian{digest} XBASE=debian{digest}": False,
+        f"BASE=debian{digest} BUILD_BASE=debian{digest[:-1]}": False,
+        f"BASE=debian{digest} EXTRAS=te BUILD_BASE=debian{digest}": True,
+    }
+    for given, accepted in cases.items():
+        for asked in (["DIGESTS=1"], []):
+            command = ["make", "--silent", "image", "ENGINE=true", f"IMAGE_ARGS={given}", *asked]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert (done.returncode == 0) is (accepted or not asked), (given, asked, done.stderr)
+            assert done.returncode == 0 or "@sha256:DIGEST" in done.stderr

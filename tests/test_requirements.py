@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
+import importlib.util
+import json
 import re
 import subprocess
+import threading
 import tomllib
 from pathlib import Path
 
@@ -131,3 +135,55 @@ def test_another_torch_has_an_environment_of_its_own() -> None:
 
 def _lines(file: str) -> list[str]:
     return (ROOT / "requirements" / f"{file}.txt").read_text().splitlines()
+
+
+def test_pip_is_locked_and_installed_first() -> None:
+    assert "pip" in LOCKED["build"]
+    installed = re.findall(r"\$\(LOCKED\) -r requirements/(\w+)\.txt", (ROOT / "Makefile").read_text())
+    in_images = re.findall(r"(?m)^ *locked (\w+)$", (ROOT / "containers/install.sh").read_text())
+    assert installed[0] == in_images[0] == "build"
+
+
+def test_the_audit_asks_about_every_locked_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """A service in the place of osv.dev, with two pages of advisories for one version of torch."""
+    spec = importlib.util.spec_from_file_location("audit", ROOT / "requirements/audit.py")
+    assert spec is not None and spec.loader is not None
+    audit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    torch = pin(LOCKED["run"]["torch"][0])
+    asked: set[tuple[str, str]] = set()
+
+    class Service(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            results: list[dict[str, object]] = []
+            for each in json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]:
+                asked.add((each["package"]["name"], each["version"]))
+                assert each["package"]["ecosystem"] == "PyPI"
+                if (each["package"]["name"], each["version"]) != ("torch", torch):
+                    results.append({})
+                elif "page_token" not in each:
+                    results.append({"vulns": [{"id": "CVE-1"}], "next_page_token": "more"})
+                else:
+                    results.append({"vulns": [{"id": "CVE-2"}]})
+            body = json.dumps({"results": results}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Service) as service:
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{service.server_port}"
+        codes = [
+            audit.main(service=address, accepted=dict.fromkeys(accepted, "not called"))
+            for accepted in ((), ("CVE-1",), ("CVE-1", "CVE-2"), ("CVE-1", "CVE-2", "CVE-3"))
+        ]
+        service.shutdown()
+    assert codes == [1, 1, 0, 1]
+    assert asked == {(requirement.name, pin(requirement)) for file in FILES for requirement, _ in LOCKED[file].values()}
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"torch {torch}: ") and "CVE-1" in first and "CVE-2" in first
+    assert f"{len(asked)} locked packages" in last

@@ -31,6 +31,7 @@ from typing import Any
 
 import attack_group
 import attack_server
+import attack_users
 from attack_victim import (
     IS_ROOT,
     OTHER,
@@ -268,7 +269,14 @@ def user(root: Path) -> None:
         )
 
 
-ATTACKS = {"ports": ports, "gloo": gloo, "user": user, "serve": attack_server.serve, "group": attack_group.group}
+ATTACKS = {
+    "ports": ports,
+    "gloo": gloo,
+    "user": user,
+    "users": attack_users.users,
+    "serve": attack_server.serve,
+    "group": attack_group.group,
+}
 
 
 def main() -> None:

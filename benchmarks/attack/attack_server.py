@@ -66,7 +66,7 @@ def serve(root: Path) -> None:
     done("preprocess", file)
     code, text = done("train", file)
     assert code == 0, text
-    with pipeline("serve", file, "--port", "0") as process:
+    with pipeline("serve", file, "--no-key", "--port", "0") as process:
         assert process.stdout
         port, end = 0, time.monotonic() + SECONDS
         while not port and time.monotonic() < end and (line := process.stdout.readline()):

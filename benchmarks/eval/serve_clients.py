@@ -103,7 +103,17 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="new tokens of a request at most")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for `pipeline serve`")
     arguments = parser.parse_intermixed_args()
-    command = [sys.executable, "-m", "pipeline", "serve", str(arguments.run), "--port", "0", *arguments.overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "serve",
+        str(arguments.run),
+        "--no-key",
+        "--port",
+        "0",
+        *arguments.overrides,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         found = re.search(r"http://\S+", server.stdout.readline())

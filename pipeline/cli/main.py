@@ -254,6 +254,9 @@ def report(
     port: Annotated[
         int | None, typer.Option(metavar="N", min=0, max=65535, help="With --live: port; default: any free one.")
     ] = None,
+    socket: Annotated[
+        Path | None, typer.Option(help="With --live: unix socket (mode 600) to listen on instead of a port.")
+    ] = None,
 ) -> None:
     """Write an HTML report of runs, finished or in progress: losses, data, time, texts, scores, layout, differences."""
     if live:
@@ -261,10 +264,13 @@ def report(
             raise UserError("--live writes no file; leave out --out and --png, or leave out --live")
         from pipeline.eval.report.live.server import follow
 
-        follow(runs, Console(), port=port or 0)
+        if port is not None and socket is not None:
+            raise UserError("use either --port or --socket")
+        follow(runs, Console(), port=port or 0, path=socket)
         return
-    if port is not None:
-        raise UserError("--port is only for --live; leave it out, or add --live")
+    for option, value in (("--port", port), ("--socket", socket)):
+        if value is not None:
+            raise UserError(f"{option} is only for --live; leave it out, or add --live")
     from pipeline.eval.report.command import report as write
 
     write(runs, Console(), out=out, picture=png)
@@ -371,8 +377,20 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: serve.port.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Load new checkpoints as they are committed.")] = False,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key that requests must send; default: PIPELINE_API_KEY, if set.")
+        Path | None,
+        typer.Option(
+            help="File with the keys of which requests must send one, read again when it changes; default: "
+            "PIPELINE_API_KEY, or else a key made for this start."
+        ),
     ] = None,
+    no_key: Annotated[
+        bool, typer.Option("--no-key", help="Ask for no key: all users of this machine can use the server.")
+    ] = False,
+    socket: Annotated[
+        Path | None, typer.Option(help="Unix socket (mode 600) to listen on instead of a port; needs no key.")
+    ] = None,
+    ssl_certificate: Annotated[Path | None, typer.Option(help="Certificate for TLS, a PEM file.")] = None,
+    ssl_key: Annotated[Path | None, typer.Option(help="Private key of the certificate, a PEM file.")] = None,
     step: Step = None,
     weights: WeightsFolder = None,
 ) -> None:
@@ -380,10 +398,14 @@ def serve(
     options = {"host": host, "port": port, "watch": watch or None}
     given = {f"serve.{name}": value for name, value in options.items() if value is not None}
     which = _which(step, weights)
+    if socket is not None and (host is not None or port is not None):
+        raise UserError("use either --socket, or --host and --port")
     config = _load(run, overrides, given)
+    from pipeline.eval.server.serve import Access
     from pipeline.eval.server.serve import serve as start
 
-    start(config, which, api_key_file, Console())
+    access = Access(api_key_file, no_key=no_key, socket=socket, certificate=ssl_certificate, ssl_key=ssl_key)
+    start(config, which, access, Console())
 
 
 @app.command()

@@ -141,14 +141,14 @@ def _wrapped(console: rich.console.Console, text: str) -> str:
 
     Lines break at spaces alone, which keeps paths whole.
     """
-    if not _is_screen(console):
+    if not is_screen(console):
         return text
     columns = min(_MOST_COLUMNS, console.width or _MOST_COLUMNS)
     wrapper = textwrap.TextWrapper(columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(wrapper.fill(line) if len(line) > columns else line for line in text.split("\n"))
 
 
-def _is_screen(console: rich.console.Console) -> bool:
+def is_screen(console: rich.console.Console) -> bool:
     """True for a terminal itself: with FORCE_COLOR rich takes files and pipes for one."""
     try:
         return console.is_terminal and console.file.isatty()

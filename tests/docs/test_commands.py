@@ -10,7 +10,9 @@ a free port: what is asked of port 5000 is asked of that.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -176,9 +178,16 @@ def _check_exit(folder: Path, words: list[str], wanted: int, label: str, capfd: 
 
 @contextlib.contextmanager
 def _served(folder: Path, words: list[str]) -> Iterator[str]:
-    """A server that runs until the end of the page, on a port that is free; yields its URL."""
+    """A server that runs until the end of the page, on a port that is free; yields its URL.
+
+    Its key is in the file `header`, for curl.
+    """
+    key = secrets.token_hex(16)
+    (folder / "header").write_text(f"Authorization: Bearer {key}\n")
     command = [sys.executable, "-m", *words, "--port", "0"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    environment = os.environ | {"PIPELINE_API_KEY": key}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

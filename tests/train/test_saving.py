@@ -200,10 +200,10 @@ def test_old_checkpoints_that_cannot_be_removed_are_said_once_for_each_reason(
     run, original = root / "kept", os.replace
     by_save = {2: errno.EROFS, 3: errno.EROFS, 4: errno.EACCES, 6: errno.EROFS}
 
-    def replace(old: Path, new: Path) -> None:
+    def replace(old: Path, new: Path, **folders: int) -> None:
         if str(new).endswith(".pruned.tmp") and (reason := by_save.get(steps_saved(run)[-1])):
             raise OSError(reason, os.strerror(reason))
-        original(old, new)
+        original(old, new, **folders)
 
     monkeypatch.setattr(os, "replace", replace)
     code, out = start(root, run.name, "train.checkpoint.every_steps=1", "train.checkpoint.keep=1")

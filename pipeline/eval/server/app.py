@@ -17,19 +17,20 @@ from pipeline.eval.server import megatron_api, openai_api
 from pipeline.eval.server.asking import Serving
 from pipeline.eval.server.bodies import problem
 from pipeline.eval.server.guard import Guard
+from pipeline.eval.server.keys import Keys
 from pipeline.eval.server.page import page
 from pipeline.eval.server.refusal import Refusal
 
 
 def create_app(
-    serving: Serving, settings: ServeConfig, *, key: str | None = None, hosts: frozenset[str] | None = None
+    serving: Serving, settings: ServeConfig, *, keys: Keys | None = None, hosts: frozenset[str] | None = None
 ) -> FastAPI:
     """The application over a model in memory.
 
     Args:
         serving: what it answers from.
         settings: the `serve:` section.
-        key: API key that requests need; None for none.
+        keys: of which requests need one; None if they need none.
         hosts: names that the Host header may have; None for any.
     """
     # The pages of FastAPI that show the schema load scripts from elsewhere.
@@ -42,7 +43,7 @@ def create_app(
     )
     app.add_middleware(
         Guard,
-        key=key,
+        keys=keys,
         hosts=hosts,
         max_body_bytes=settings.max_body_bytes,
         max_open=max_open(settings),

@@ -34,8 +34,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """It begins."""
         super().connection_made(transport)
-        # So that `pause_writing` says whenever something waits for the client, be it little.
-        transport.set_write_buffer_limits(high=0)
+        # So that `pause_writing` says whenever something waits for the client, be it little. With 0, transports of TLS
+        # would pause when nothing waits, and never resume.
+        transport.set_write_buffer_limits(high=1)
         if len(self.connections) > self.most:
             if not self.waiting:
                 transport.write(_FULL)

@@ -1,9 +1,8 @@
-"""Checks of every request: Host header, API key, number, size of the body; and its line in the access log."""
+"""Checks of every request: Host header, API key, number, size of the body; and its line in the log, for audits."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipeline.eval.server.keys import Keys
 from pipeline.eval.server.refusal import Refusal
 
 OPEN = ("/", "/health")
@@ -29,7 +29,7 @@ class Guard:
 
     Args:
         app: what it guards.
-        key: API key that requests need; None for none.
+        keys: of which requests need one; None if they need none.
         hosts: names that the Host header may have, so that no web page can reach a server on this machine under a
             name of its own (DNS rebinding); None for any.
         max_body_bytes: of a request.
@@ -41,22 +41,21 @@ class Guard:
         self,
         app: ASGIApp,
         *,
-        key: str | None,
+        keys: Keys | None,
         hosts: frozenset[str] | None,
         max_body_bytes: int,
         max_open: int,
         log: Callable[[str], None],
     ) -> None:
-        self._app, self._hosts, self._max, self._log = app, hosts, max_body_bytes, log
+        self._app, self._keys, self._hosts, self._max, self._log = app, keys, hosts, max_body_bytes, log
         self._open, self._max_open = 0, max_open
-        self._key = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), 500
+        began, status, key = time.monotonic(), 500, None
         counts: dict[str, int] = {}
         scope[COUNTS] = counts
 
@@ -70,7 +69,7 @@ class Guard:
         self._open += has_body
         try:
             try:
-                self._check(scope)
+                key = self._check(scope)
                 if has_body:
                     if self._open > self._max_open:
                         raise Refusal(429, f"{self._max_open} requests are open; try again later")
@@ -85,9 +84,12 @@ class Guard:
             path = quote(scope["path"].encode("utf-8", "replace"), safe="/@:-._~")[:200]
             ms = 1000 * (time.monotonic() - began)
             words = "".join(f", {number} {name}" for name, number in counts.items())
-            self._log(f"{scope['method']} {path} {counts.pop('status', status)} {ms:.0f} ms{words}")
+            words += f", key {key}" if key else ""
+            who = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {client(scope)}"
+            self._log(f"{who} {scope['method']} {path} {counts.pop('status', status)} {ms:.0f} ms{words}")
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope) -> str | None:
+        """Refuse a request, or return the name of its key."""
         headers = Headers(scope=scope)
         # A proxy in front of us may go by the other one, and then takes a part of this body for the next request.
         if "transfer-encoding" in headers and ("content-length" in headers or scope["http_version"] == "1.0"):
@@ -100,9 +102,12 @@ class Guard:
             raise Refusal(
                 400, "the Host header does not name this server; open it as localhost, or set serve.host and an API key"
             )
-        given = headers.get("authorization", "").encode("latin-1", "replace")
-        if self._key is not None and scope["path"] not in OPEN and not hmac.compare_digest(given, self._key):
+        if self._keys is None:
+            return None
+        name = self._keys.name(headers.get("authorization", "").encode("latin-1", "replace"), self._log)
+        if name is None and scope["path"] not in OPEN:
             raise Refusal(401, "this server needs its API key: Authorization: Bearer KEY")
+        return name
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         too_large = Refusal(413, f"the body is larger than serve.max_body_bytes ({self._max:,})")
@@ -168,6 +173,12 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return first
+
+
+def client(scope: Scope) -> str:
+    """Address and port of the client of a request; `socket` for one that came through a unix socket."""
+    host, port = scope["client"] or ("socket", None)
+    return host if port is None else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _host(header: str) -> str:

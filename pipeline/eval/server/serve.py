@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
-import os
 import socket
-from collections.abc import Generator
+import ssl
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -18,13 +17,14 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.eval.server.app import create_app, max_open
 from pipeline.eval.server.asking import Serving
+from pipeline.eval.server.keys import Keys, MadeKey, choose_keys
+from pipeline.eval.server.listening import bound, bound_unix, is_of_this_machine, tls_context
+from pipeline.eval.server.private_link import PrivateLink
 from pipeline.eval.server.stoppable import LOOPBACK_NAMES, StoppableServer
 from pipeline.eval.server.watch import CheckpointWatcher, load_served
 from pipeline.eval.server.worker import Worker
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, WeightsOf
 
-KEY_VARIABLE = "PIPELINE_API_KEY"
-_LEAST_KEY = 16
 _GRACE_SECONDS = 10.0
 """So long the texts that are being continued when the server is told to end may go on."""
 _FLUSH_SECONDS = 5.0
@@ -33,46 +33,50 @@ _IDLE = 256
 """Connections without an open request."""
 
 
-def read_key(file: Path | None) -> str | None:
-    """The API key: the content of a file, or of `PIPELINE_API_KEY`; None if there is neither.
+@dataclass(frozen=True)
+class Access:
+    """The way to a server, and its keys: options of the command alone, which no file of a run can set."""
 
-    Raises:
-        UserError: it is short, has characters that a header cannot, or others can read the file.
-    """
-    if file is None:
-        key, place = os.environ.get(KEY_VARIABLE), KEY_VARIABLE
-        if key is None:
+    key_file: Path | None = None
+    """Has the API keys."""
+    no_key: bool = False
+    """Answer everybody who reaches the server without asking for a key."""
+    socket: Path | None = None
+    """Unix socket of mode 600 to listen on instead of a port."""
+    certificate: Path | None = None
+    """For TLS, with the certificates of its issuers."""
+    ssl_key: Path | None = None
+    """Private key of the certificate."""
+
+    def keys(self) -> Keys | None:
+        """Keys that requests may have; None if they need none. Only this user can open a socket, so none is made."""
+        if self.no_key and self.key_file is not None:
+            raise UserError("use either --no-key or --api-key-file")
+        if self.no_key:
             return None
-    else:
-        key, place = file.read_text(encoding="utf-8", errors="replace").strip(), f"--api-key-file {file}"
-        if file.stat().st_mode & 0o077:
-            raise UserError(f"{place} can be read by others on this machine; chmod 600 {file}")
-    if len(key) < _LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(
-            f"{place} has {len(key)} characters; a key is {_LEAST_KEY} or more letters, digits and signs, like the "
-            "output of `openssl rand -hex 16`"
-        )
-    return key
+        return choose_keys(self.key_file, makes_one=self.socket is None)
 
 
-def serve(config: Config, which: WeightsOf, key_file: Path | None, console: Console) -> None:
+def serve(config: Config, which: WeightsOf, access: Access, console: Console) -> None:
     """Answer requests with a model until SIGTERM, SIGHUP or SIGINT.
 
     Args:
         config: resolved config; the `serve:` section and `eval.weights` count.
         which: checkpoint or folder of the weights; None for the latest checkpoint.
-        key_file: has the API key.
+        access: how the server is reached.
         console: gets the log.
 
     Raises:
         UserError: the port is taken, other machines would reach it without a key, or as `load_for_inference`.
     """
-    with opened(config, which, read_key(key_file), console) as server:
+    with opened(config, which, access, access.keys(), console) as server:
         server.run(server.listening)
 
 
 @contextmanager
-def opened(config: Config, which: WeightsOf, key: str | None, console: Console) -> Generator[Server, None, None]:
+def opened(
+    config: Config, which: WeightsOf, access: Access, keys: Keys | None, console: Console
+) -> Generator[Server, None, None]:
     """A server that is bound and has its model, to be run; afterwards its threads have ended."""
     settings = config.serve
     if settings.watch and isinstance(which, Path):
@@ -87,8 +91,12 @@ def opened(config: Config, which: WeightsOf, key: str | None, console: Console) 
         with suppress(OSError):  # a log that nobody reads any more does not end the server
             say(console, line)
 
-    listening = _bind(settings.host, settings.port, has_key=key is not None)
-    try:
+    tls = tls_context(access.certificate, access.ssl_key)
+    if access.socket is None:
+        place = bound(settings.host, settings.port, "serve.port", has_keys=keys is not None)
+    else:
+        place = bound_unix(access.socket)
+    with place as listening:
         served = load_served(config, which)
         worker = Worker(
             served,
@@ -99,8 +107,18 @@ def opened(config: Config, which: WeightsOf, key: str | None, console: Console) 
         )
         watch = CheckpointWatcher(config, worker, log) if settings.watch else None
         serving = Serving(worker, settings, log, watch)
-        hosts = LOOPBACK_NAMES | {settings.host.lower()} if _is_loopback(listening) else None
-        server = Server(create_app(serving, settings, key=key, hosts=hosts), serving, listening, served.title)
+        is_local = is_of_this_machine(listening)
+        if not is_local and tls is None:
+            log(
+                "warning: other machines can connect, and keys and texts cross the network unencrypted; give "
+                "--ssl-certificate, or use 127.0.0.1 and `ssh -L`"
+            )
+        # Also through a socket, which `ssh -L` makes a port of somebody's machine.
+        hosts = LOOPBACK_NAMES | {settings.host.lower()} if is_local else None
+        link = PrivateLink(console)
+        app = create_app(serving, settings, keys=keys, hosts=hosts)
+        key = keys.key if isinstance(keys, MadeKey) else None
+        server = Server(app, serving, listening, tls, lambda url: _lines(link, served.title, url, key))
         worker.start()
         if watch is not None:
             watch.start()
@@ -111,23 +129,42 @@ def opened(config: Config, which: WeightsOf, key: str | None, console: Console) 
                 watch.close()
             worker.close(0)
             worker.wait(60)
+            link.remove()
             log("ended")
-    finally:
-        listening.close()
+
+
+def _lines(link: PrivateLink, what: str, url: str, key: str | None) -> list[str]:
+    """Lines to print of a server that listens. The page takes the key out of the link, whose end no browser sends."""
+    return [f"{what} on {url}"] if key is None else link.lines(what, url, f"{url}/#key={key}")
 
 
 class Server(StoppableServer):
-    """The server of a model, which ends after the texts that are being continued."""
+    """The server of a model, which ends after the texts that are being continued.
 
-    def __init__(self, app: object, serving: Serving, listening: socket.socket, what: str) -> None:
-        super().__init__(app, listening, max_open(serving.settings) + _IDLE)
-        self._serving = serving
-        self._what = what
+    Args:
+        app: ASGI application.
+        serving: what it answers from.
+        listening: bound socket.
+        tls: certificate and key; None for plain HTTP.
+        lines: to print, from the URL.
+    """
+
+    def __init__(
+        self,
+        app: object,
+        serving: Serving,
+        listening: socket.socket,
+        tls: ssl.SSLContext | None,
+        lines: Callable[[str], list[str]],
+    ) -> None:
+        super().__init__(app, listening, max_open(serving.settings) + _IDLE, tls)
+        self._serving, self._lines = serving, lines
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Say where it is: now, since a signal is answered as it should be from here on."""
         await super().startup(sockets)
-        self._serving.log(f"{self._what} on {self.url}")
+        for line in self._lines(self.url):
+            self._serving.log(line)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let what is being continued end, for a while, and refuse the rest."""
@@ -143,37 +180,3 @@ class Server(StoppableServer):
     def _abort(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-
-
-def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:
-    """A socket that listens; before a model is loaded, so that a port that is taken shows at once."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise UserError(f"serve.host is {host!r}, which is not an address of this machine ({error.strerror})") from None
-    family, kind, protocol, _, address = found[0]
-    if not has_key and not ipaddress.ip_address(address[0]).is_loopback:
-        raise UserError(
-            f"serve.host is {host!r}, which other machines can reach, but there is no API key: put one into a file and "
-            f"give --api-key-file, or set {KEY_VARIABLE}; or use 127.0.0.1 and `ssh -L`"
-        )
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(2048)
-    except OSError as error:
-        listening.close()
-        if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                f"serve.port {port} of {host} is taken by another program; choose another one with --port, or 0 for "
-                "any free one"
-            ) from None
-        if error.errno == errno.EACCES:
-            raise UserError(f"you may not use serve.port {port}; choose one above 1023 with --port") from None
-        raise UserError(f"serve.host {host!r}, port {port} cannot be used: {error.strerror}") from None
-    return listening
-
-
-def _is_loopback(listening: socket.socket) -> bool:
-    return ipaddress.ip_address(listening.getsockname()[0]).is_loopback

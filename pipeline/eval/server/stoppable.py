@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 
 from pipeline.common.signals import stop_signals
-from pipeline.eval.server.connection import limited
+from pipeline.eval.server.connection import HEAD_SECONDS, limited
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 """Names of this machine in a Host header, for one that only this machine reaches."""
@@ -24,9 +27,12 @@ class StoppableServer(uvicorn.Server):
         app: ASGI application.
         listening: bound socket.
         connections: at once.
+        tls: certificate and key for TLS; None for plain HTTP.
     """
 
-    def __init__(self, app: object, listening: socket.socket, connections: int) -> None:
+    def __init__(
+        self, app: object, listening: socket.socket, connections: int, tls: ssl.SSLContext | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
@@ -42,7 +48,18 @@ class StoppableServer(uvicorn.Server):
                 timeout_graceful_shutdown=15,
             )
         )
+        self.config.load()
+        self.config.ssl = tls
         self._socket = listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen. A handshake of TLS, before which no connection is counted, has the time of headers."""
+        if self.config.ssl is not None:
+            loop = asyncio.get_running_loop()
+            loop.create_server = partial(  # type: ignore[method-assign]
+                loop.create_server, ssl_handshake_timeout=HEAD_SECONDS
+            )
+        await super().startup(sockets)
 
     @property
     def listening(self) -> list[socket.socket]:
@@ -51,9 +68,12 @@ class StoppableServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """URL of the server."""
+        """URL of the server; of a unix socket its path."""
+        if self._socket.family == socket.AF_UNIX:
+            return f"unix:{self._socket.getsockname()}"
         host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self.config.ssl is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
+from pipeline.common.links import refuse_link_of_others, remove_folder
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config.train import CheckpointConfig
@@ -266,6 +267,7 @@ class Checkpoints:
             attempt: number of the attempt, part of the name.
         """
         self.folder.mkdir(exist_ok=True)
+        refuse_link_of_others(self.folder)
         tmp = self.folder / f"step-{step:08d}.{attempt}{storage.TEMPORARY_SUFFIX}"
         if tmp.exists():  # of this attempt's own, where a save failed and its files could not be removed
             shutil.rmtree(tmp)
@@ -335,18 +337,17 @@ class Checkpoints:
 
         Raises:
             NotRemoved: when the others are gone. What cannot be removed stays, or files of it under a temporary name.
+            UserError: somebody else has put a link in the place of their folder.
         """
         gone, failed = [], dict[str, list[str]]()
+        refuse_link_of_others(self.folder)
         for checkpoint in checkpoints:
             # Under a name that no reader takes for a checkpoint, so that a kill in between leaves no half of one.
             dying = checkpoint.path.with_name(f"{checkpoint.path.name}.pruned{storage.TEMPORARY_SUFFIX}")
-            shutil.rmtree(dying, ignore_errors=True)
             try:
-                os.replace(checkpoint.path, dying)
-                shutil.rmtree(dying)
+                remove_folder(checkpoint.path, dying.name)
                 gone.append(checkpoint)
             except OSError as error:
-                shutil.rmtree(dying, ignore_errors=True)  # all that can be
                 if checkpoint.path.exists() or dying.exists():
                     name = str(checkpoint.path.relative_to(self.folder))
                     failed.setdefault(error.strerror or str(error), []).append(name)
@@ -356,6 +357,7 @@ class Checkpoints:
 
     def clean(self, report: Callable[[str], None]) -> None:
         """Remove what a killed attempt left under temporary names. Only the holder of the run's lock may call this."""
+        refuse_link_of_others(self.folder)
         for path in self.unfinished():
             report(f"removing {path.name}, which an earlier attempt did not finish")
             try:

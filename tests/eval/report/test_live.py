@@ -19,9 +19,9 @@ from pipeline.common.errors import UserError
 from pipeline.eval.report.gather import RunReader, gather
 from pipeline.eval.report.live import view as live
 from pipeline.eval.report.live.server import LiveServer, follow
-from pipeline.eval.report.live.server import _bind as bind
 from pipeline.eval.report.live.view import LiveView, followed_folder
 from pipeline.eval.report.series import Columns
+from pipeline.eval.server.listening import LOOPBACK, bound
 from tests.eval.report.test_odd import begin, end, row
 from tests.eval.server.thread import in_thread
 from tests.tiny import pipeline
@@ -162,10 +162,11 @@ def test_what_cannot_be_followed(tmp_path: Path) -> None:
 @contextmanager
 def serving(*runs: Path, log: io.StringIO | None = None) -> Iterator[LiveServer]:
     """A server in a thread, on a free port."""
-    with bind(0) as listening:
+    with bound(LOOPBACK, 0, "--port", has_keys=True) as listening:
         server = LiveServer(LiveView(runs), listening, Console(file=log or io.StringIO(), width=300))
         with in_thread(server):
             yield server
+        server.link.remove()
 
 
 def test_only_who_knows_the_address_and_asks_this_machine_sees_it(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ def test_only_who_knows_the_address_and_asks_this_machine_sees_it(tmp_path: Path
     append(run / "metrics.jsonl", row(1))
     with serving(run, log=log) as server:
         host, port = server.listening[0].getsockname()[:2]
-        address = server.address
+        address, url = server.address, server.url
         assert host == "127.0.0.1"
 
         def get(path: str, **headers: str) -> httpx2.Response:
@@ -195,4 +196,7 @@ def test_only_who_knows_the_address_and_asks_this_machine_sees_it(tmp_path: Path
         (run / "metrics.jsonl").mkdir()
         assert get(f"{server.address}report").status_code == 200
     said = log.getvalue()
-    assert address in said and f"ssh -L {port}:127.0.0.1:{port}" in said and "\x1b" not in said
+    secret = address.rstrip("/").rpartition("/")[2]
+    assert secret not in said, "whoever reads a log would have it"
+    assert url in said and f"ssh -L {port}:127.0.0.1:{port}" in said
+    assert "has opened the report" in said and "\x1b" not in said

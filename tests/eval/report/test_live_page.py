@@ -27,9 +27,10 @@ def test_a_run_is_watched_from_before_its_start_to_its_end(
     assert watching.stdout is not None
     training = None
     try:
-        address = re.search(r"http://\S+", watching.stdout.readline())
-        assert address is not None
-        with browser.open(address[0]) as opened:
+        watching.stdout.readline()
+        file_of_link = re.search(r"is in (\S+),", watching.stdout.readline())
+        assert file_of_link is not None
+        with browser.open(Path(file_of_link[1]).read_text().strip()) as opened:
             page = opened.page
             shown = page.frame_locator("iframe:not(.hidden)")
             runs, rows = page.locator("#runs"), page.locator("#rows tbody tr")

@@ -14,9 +14,12 @@ from openai import OpenAI
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.eval.server.serve import Server, opened
+from pipeline.eval.server.keys import Keys
+from pipeline.eval.server.serve import Access, Server, opened
 from pipeline.train.checkpoint.exported import WeightsOf
 from tests.eval.server.thread import in_thread
+
+ANYBODY = Access(no_key=True)
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,16 @@ class Running:
 
 
 @contextmanager
-def running(config: Config, *, key: str | None = None, step: WeightsOf = None) -> Iterator[Running]:
-    """A server over the run of a config whose `serve.port` is 0."""
+def running(
+    config: Config,
+    *,
+    key: str | None = None,
+    keys: Keys | None = None,
+    step: WeightsOf = None,
+    access: Access = ANYBODY,
+) -> Iterator[Running]:
+    """A server over the run of a config whose `serve.port` is 0; it asks for no key unless one is given."""
     log = io.StringIO()
-    with opened(config, step, key, Console(file=log)) as server, in_thread(server):
+    keys = keys if key is None else Keys([("", key)])
+    with opened(config, step, access, keys, Console(file=log)) as server, in_thread(server):
         yield Running(server, server.url, log)

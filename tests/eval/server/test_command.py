@@ -18,7 +18,8 @@ from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.eval.server.serve import opened, read_key, serve
+from pipeline.eval.server.keys import Keys
+from pipeline.eval.server.serve import Access, opened, serve
 from tests import tiny
 from tests.eval.server.running import running
 
@@ -27,9 +28,9 @@ KEY = "0123456789abcdef"
 
 @contextmanager
 def _started(*arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command in a process, and the address that it says."""
+    """The command in a process, without a key, and the address that it says."""
     process = subprocess.Popen(
-        tiny.command("serve", *arguments),
+        tiny.command("serve", "--no-key", *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -97,14 +98,14 @@ def test_a_port_that_is_taken_is_said(run_file: Path) -> None:
         port = taken.getsockname()[1]
         config = load(run_file, [f"serve.port={port}"])
         with pytest.raises(UserError, match=rf"serve\.port {port} of 127\.0\.0\.1 is taken .* --port, or 0"):
-            serve(config, None, None, Console())
+            serve(config, None, Access(no_key=True), Console())
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_other_machines_need_a_key(run_file: Path, host: str) -> None:
     config = load(run_file, [f"serve.host='{host}'", "serve.port=0"])
     with pytest.raises(UserError, match=r"there is no API key: .* --api-key-file"):
-        serve(config, None, None, Console())
+        serve(config, None, Access(no_key=True), Console())
     if host == "0.0.0.0":
         with running(config, key=KEY) as server:
             url = server.url.replace("0.0.0.0", "127.0.0.1")
@@ -116,37 +117,17 @@ def test_other_machines_need_a_key(run_file: Path, host: str) -> None:
 def test_a_host_that_is_not_there_is_said(run_file: Path) -> None:
     for host in ("no-such-host.invalid", "203.0.113.1"):
         config = load(run_file, [f"serve.host={host}", "serve.port=0"])
-        with pytest.raises(UserError, match=r"serve\.host"), opened(config, None, KEY, Console()):
+        with (
+            pytest.raises(UserError, match=r"serve\.host"),
+            opened(config, None, Access(), Keys([("", KEY)]), Console()),
+        ):
             pass
-
-
-def test_a_key_is_read_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PIPELINE_API_KEY", raising=False)
-    assert read_key(None) is None
-    file = tmp_path / "key"
-    file.write_text(f"{KEY}\n")
-    file.chmod(0o644)
-    with pytest.raises(UserError, match="can be read by others on this machine; chmod 600"):
-        read_key(file)
-    file.chmod(0o600)
-    assert read_key(file) == KEY
-    monkeypatch.setenv("PIPELINE_API_KEY", KEY + "0")
-    assert read_key(None) == KEY + "0"
-    assert read_key(file) == KEY
-    for bad in ("", "short", "0123456789 abcdef", "0123456789abcdé"):
-        file.write_text(bad)
-        with pytest.raises(UserError, match="a key is 16 or more letters"):
-            read_key(file)
-        monkeypatch.setenv("PIPELINE_API_KEY", bad)
-        with pytest.raises(UserError, match="PIPELINE_API_KEY has") as refused:
-            read_key(None)
-        assert not bad or bad not in str(refused.value)
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     config = load(tiny.write_run(tmp_path), ["serve.port=0"])
     with pytest.raises(UserError, match="train first"):
-        serve(config, None, None, Console())
+        serve(config, None, Access(no_key=True), Console())
 
 
 def test_more_positions_than_learned_ones_are_refused(tmp_path: Path) -> None:

@@ -213,8 +213,13 @@ def _bearer(key: str) -> dict[str, bytes]:
     return {"Authorization": f"Bearer {key}".encode()}
 
 
-def test_the_example_of_the_page_runs(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_page_runs(
+    config: Config, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("key").write_text("0123456789abcdef\n")
     page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    exec(example.replace("http://localhost:5000", server.url))
+    with running(config, key="0123456789abcdef") as server:
+        exec(example.replace("http://localhost:5000", server.url))
     assert capsys.readouterr().out

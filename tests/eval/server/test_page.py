@@ -605,6 +605,15 @@ def test_a_key_is_asked_for(browser: Chromium, hostile: Path) -> None:
         assert "prompt=" in page.url
         assert key not in page.url
         refused_alone(opened, 401)
+        # That of the server has it, and it is gone from the address at once; other settings of a link stay.
+        page.goto(f"{server.url}/#key={key}&prompt=2+%3C")
+        page.reload()
+        page.goto(f"{server.url}/#key={key}&prompt=2+%3C")
+        expect(page.get_by_label("Prompt")).to_have_value("2 <")
+        assert key not in page.url
+        go_on(page)
+        expect(figures(page)).to_contain_text("tokens")
+        expect(field).to_be_hidden()
 
 
 @pytest.mark.slow

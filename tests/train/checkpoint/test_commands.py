@@ -230,10 +230,10 @@ def test_prune_removes_by_the_policy_or_by_step(run: Path, call: Any) -> None:
 def test_prune_says_what_cannot_be_removed(run: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.replace
 
-    def replace(old: Path, new: Path) -> None:
+    def replace(old: Path, new: Path, **folders: int) -> None:
         if Path(old).name == "step-00000002":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        original(old, new)
+        original(old, new, **folders)
 
     monkeypatch.setattr(os, "replace", replace)
     code, out, said = call("prune", run, "--keep", 1)

@@ -288,10 +288,10 @@ def dies_at_rename(instant: int) -> None:
     """From now on this process kills itself instead of renaming anything for the n-th time, from 0."""
     rename, count = os.replace, itertools.count()
 
-    def replace(old: Path, new: Path) -> None:
+    def replace(old: Path, new: Path, **folders: int) -> None:
         if next(count) == instant:
             os.kill(os.getpid(), signal.SIGKILL)
-        rename(old, new)
+        rename(old, new, **folders)
 
     os.replace = replace
 
@@ -480,10 +480,10 @@ def test_what_cannot_be_removed_is_said_after_the_others_are_gone(
     save(checkpoints, 10, 20, 30, 40)
     original = os.replace
 
-    def replace(old: Path, new: Path) -> None:
+    def replace(old: Path, new: Path, **folders: int) -> None:
         if Path(old).name == "step-00000010":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        original(old, new)
+        original(old, new, **folders)
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(NotRemoved, match=r"^step-00000010 cannot be removed \(Read-only file system\)$") as raised:

@@ -5,31 +5,34 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from rich.console import Console
 
 from pipeline.common.console import say
-from pipeline.common.errors import UserError
 from pipeline.common.page.words import clean
 from pipeline.eval.report.live.view import LiveView
-from pipeline.eval.server.guard import Guard
+from pipeline.eval.server.guard import Guard, client
+from pipeline.eval.server.listening import LOOPBACK, bound, bound_unix
 from pipeline.eval.server.page import sealing
+from pipeline.eval.server.private_link import PrivateLink
 from pipeline.eval.server.refusal import Refusal
 from pipeline.eval.server.stoppable import LOOPBACK_NAMES, StoppableServer
 
 _CONNECTIONS = 64
-_HOST = "127.0.0.1"
+_TUNNEL = 8080
+"""Port of the other end of a tunnel to a unix socket."""
 T = TypeVar("T")
 
 
-def follow(runs: Sequence[Path], console: Console, *, port: int = 0) -> None:
+def follow(runs: Sequence[Path], console: Console, *, port: int = 0, path: Path | None = None) -> None:
     """Serve the report on runs, and what is new in it, until SIGTERM, SIGHUP or SIGINT.
 
     Only this machine is served, and only who knows the address, which has a secret in it.
@@ -38,17 +41,18 @@ def follow(runs: Sequence[Path], console: Console, *, port: int = 0) -> None:
         runs: run files or run folders; they may not have begun.
         console: where the address is printed.
         port: to listen on; 0 takes a free one.
+        path: of a unix socket to listen on instead.
 
     Raises:
-        UserError: a run is none or is named twice, or the port cannot be used.
+        UserError: a run is none or is named twice, or the port or the socket cannot be used.
     """
     view = LiveView(runs)
-    listening = _bind(port)
-    try:
+    with bound(LOOPBACK, port, "--port", has_keys=True) if path is None else bound_unix(path) as listening:
         server = LiveServer(view, listening, console)
-        server.run(server.listening)
-    finally:
-        listening.close()
+        try:
+            server.run(server.listening)
+        finally:
+            server.link.remove()
 
 
 class LiveServer(StoppableServer):
@@ -63,21 +67,27 @@ class LiveServer(StoppableServer):
     def __init__(self, view: LiveView, listening: socket.socket, console: Console) -> None:
         self._secret = secrets.token_urlsafe(16)
         self._console, self._title = console, view.title
+        self.link = PrivateLink(console)
         super().__init__(live_app(view, self._secret, self._log), listening, _CONNECTIONS)
 
     @property
     def address(self) -> str:
-        """URL of the page."""
-        return f"{self.url}/{self._secret}/"
+        """URL of the page; for a unix socket the one that `ssh -L` makes of it."""
+        url = f"http://localhost:{_TUNNEL}" if self._is_unix else self.url
+        return f"{url}/{self._secret}/"
+
+    @property
+    def _is_unix(self) -> bool:
+        return self._socket.family == socket.AF_UNIX
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Say where it is: now, since a signal is answered as it should be from here on."""
         await super().startup(sockets)
-        port = self._socket.getsockname()[1]
-        self._log(f"{self._title} on {self.address}")
-        self._log(
-            f"from another machine: ssh -L {port}:{_HOST}:{port} {socket.gethostname()}, then open that address there"
-        )
+        for line in self.link.lines(self._title, self.url, self.address):
+            self._log(line)
+        name = self._socket.getsockname()
+        there = f"{_TUNNEL}:{name}" if self._is_unix else f"{name[1]}:{LOOPBACK}:{name[1]}"
+        self._log(f"from another machine: ssh -L {there} {socket.gethostname()}, then open that address there")
         self._log("Ctrl-C ends it")
 
     def _log(self, line: str) -> None:
@@ -91,12 +101,12 @@ def live_app(view: LiveView, secret: str, log: Callable[[str], None]) -> FastAPI
     Args:
         view: what it shows.
         secret: first part of each path: other users of this machine reach the port, too.
-        log: told what went wrong, once.
+        log: told who opens the page, and what went wrong, once.
     """
     app = FastAPI(title="pipeline report", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(
         Guard,
-        key=None,
+        keys=None,
         hosts=LOOPBACK_NAMES,
         max_body_bytes=1024,
         max_open=_CONNECTIONS,
@@ -124,8 +134,9 @@ def live_app(view: LiveView, secret: str, log: Callable[[str], None]) -> FastAPI
 
     # Not async: they read files and draw, in a thread.
     @app.get("/{given}/")
-    def index(given: str) -> Response:
+    def index(given: str, request: Request) -> Response:
         check(given)
+        log(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {client(request.scope)} has opened the report")
         return HTMLResponse(frame, headers=sealed)
 
     @app.get("/{given}/newest")
@@ -143,17 +154,3 @@ def live_app(view: LiveView, secret: str, log: Callable[[str], None]) -> FastAPI
         return JSONResponse(error.body(""), status_code=error.status)
 
     return app
-
-
-def _bind(port: int) -> socket.socket:
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((_HOST, port))
-        listening.listen()
-    except OSError as error:
-        listening.close()
-        raise UserError(
-            f"--port {port} cannot be used ({error.strerror}); name another, or leave it out for any free one"
-        ) from None
-    return listening
