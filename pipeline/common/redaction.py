@@ -282,7 +282,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
         value: nested.
         key: its name; the value of a key that is named like a secret becomes `***`.
     """
-    if is_secret_key(key) and value is not None and value not in _PLAIN:
+    if is_secret_key(key) and value is not None and not (isinstance(value, str) and value in _PLAIN):
         return "***"
     if isinstance(value, Mapping):
         return {str(name): without_secrets(below, str(name)) for name, below in value.items()}

@@ -104,7 +104,7 @@ def test_a_refusal_says_what_it_found() -> None:
 
 
 def test_values_of_keys_named_like_secrets() -> None:
-    values = {"api_key": "x", "mask_token": "[MASK]", "token": "x", "deep": [{"password": 1, "max_tokens": 5}]}
+    values = {"api_key": "x", "mask_token": "[MASK]", "token": ["x"], "deep": [{"password": 1, "max_tokens": 5}]}
     shown = {"api_key": "***", "mask_token": "[MASK]", "token": "***", "deep": [{"password": "***", "max_tokens": 5}]}
     assert without_secrets(values) == shown
 
