@@ -102,10 +102,10 @@ _TOKENS = [
 ]
 _MIXED = [re.compile(pattern) for pattern in ("[a-z]", "[A-Z]", "[0-9]")]
 
-_USER = re.compile(r"""://(?:[^\s/?#"<>]{0,512}@|[^\s/?#:@"<>]{0,256}:(?!\d{0,9}(?:[/?#\s"]|$))[^\s@"<>]{0,256}@)""")
+_USER = re.compile(r"""://(?:[^\s/?#"<>]{0,2048}@|[^\s/?#:@"<>]{0,256}:(?!\d{0,9}(?:[/?#\s"]|$))[^\s@"<>]{0,2048}@)""")
 """User and password of an address; with a slash in it, too, which should be escaped there and often is not."""
 _PASSWORD = re.compile(
-    r"""://(?:[^\s/?#:@"<>]{0,256}:(?!\*\*\*@)(?!\d{0,9}(?:[/?#\s"]|$))[^\s@"<>]{1,256}|[A-Za-z0-9_\-]{20,255})@"""
+    r"""://(?:[^\s/?#:@"<>]{0,256}:(?!\*\*\*@)(?!\d{0,9}(?:[/?#\s"]|$))[^\s@"<>]{1,2048}|[A-Za-z0-9_\-]{20,255})@"""
 )
 """A user with a password, or a token in the place of the user."""
 _DRIVER = re.compile(r"(\b\w{1,64}:)[^\s@/\"']{1,255}(?=@(?:tcp|udp|unix)\()")
