@@ -33,8 +33,9 @@ from pipeline.cli.jobs import add_to
 from pipeline.cli.submitted import submitted
 from pipeline.common.console import VERBOSE, Console, echo, flush, spell_out_what_cannot_be_encoded
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_REFUSED, UserError
+from pipeline.common.redaction import mask_streams
 from pipeline.common.signals import repeat_lost_interrupts
-from pipeline.train.distributed.rank import begin_rank, record_error
+from pipeline.train.distributed.rank import begin_rank, is_rank, record_error
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -459,6 +460,7 @@ add_to(app)
 def main() -> None:
     """Entry point of the `pipeline` command and of `python -m pipeline`."""
     spell_out_what_cannot_be_encoded()
+    mask_streams("stderr", *(["stdout"] if is_rank() else []))  # what a rank prints is kept in a log
     repeat_lost_interrupts()
     begin_rank()
     try:

@@ -26,6 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.segment import Segment
 from rich.text import Text
 
+from pipeline.common.redaction import masked
+
 _NOT_TOLD = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE)
 """Errors of a full disk under a log file, a terminal that is gone and a pipe without a reader: they end no run."""
 _UNSAFE = re.compile(
@@ -64,8 +66,8 @@ def visible(text: str) -> str:
 
 
 def visible_log(text: str) -> str:
-    """A piece of a log file as `visible` text: without colours, each state of a progress bar on a line of its own."""
-    return visible(_LINE_ENDS.sub("\n", _COLOURS.sub("", text)))
+    """A piece of a log file as `visible` text: without secrets and colours, a line for each state of a progress bar."""
+    return visible(masked(_LINE_ENDS.sub("\n", _COLOURS.sub("", text))))
 
 
 class Console(rich.console.Console):
@@ -157,8 +159,8 @@ def is_screen(console: rich.console.Console) -> bool:
 
 
 def say(console: rich.console.Console, text: str) -> None:
-    """A message: no markup, no colours for numbers, no breaks within paths."""
-    verbatim(console, _wrapped(console, text))
+    """A message without secrets: no markup, no colours for numbers, no breaks within paths."""
+    verbatim(console, _wrapped(console, masked(text)))
 
 
 def verbatim(console: rich.console.Console, text: str) -> None:
@@ -183,7 +185,7 @@ def detail(console: rich.console.Console, text: str) -> None:
 
 def alarm(label: str, message: str) -> None:
     """An error on the error output, after a word that stands out."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console, message = Console(stderr=True, soft_wrap=True, highlight=False), masked(message)
     try:
         console.print(label, style="bold red", end="")
         console.print(_wrapped(console, f"{label} {message}").removeprefix(label))

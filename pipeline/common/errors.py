@@ -6,6 +6,7 @@ Source of the codes: `docs/training.md`, "How a run ends".
 from __future__ import annotations
 
 from pipeline import DISTRIBUTION
+from pipeline.common.redaction import masked
 
 EXIT_OK = 0
 EXIT_OTHER = 1
@@ -35,10 +36,10 @@ def exit_code(error: BaseException) -> int:
 
 
 def end_reason(error: BaseException) -> str:
-    """The reason for the end of a run, in words."""
+    """The reason for the end of a run, in words and without secrets."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by Ctrl-C"
-    return str(error) or type(error).__name__
+    return masked(str(error)) or type(error).__name__
 
 
 class UserError(ValueError):

@@ -240,6 +240,12 @@ DataPath = Annotated[AbsPath, DATA]
 DataGlob = Annotated[AbsGlob, DATA]
 """Path or glob of data, absolute after loading."""
 
+MAX_SEQUENCE = 2**26
+"""Tokens of a window: 60 times the longest published. Plans, masks and tables of positions grow with it, and are made
+before anything is trained."""
+MAX_SAMPLES = 2**26
+"""Windows of a step or of a validation, each of which has an entry in lists of the sampler."""
+
 _DURATION = re.compile(r"^(.+?)\s*(steps?|tokens?)$")
 
 

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pipeline.config.base import DataPath, Duration, Section, Share, Text, Value
+from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, DataPath, Duration, Section, Share, Text, Value
 from pipeline.config.objective import MixedObjectiveConfig
 
 Packing = Literal["windows", "best_fit"]
@@ -116,11 +116,11 @@ class PhaseConfig(Section):
     """By source: in place of its `loss_weight`."""
     slices: dict[str, Slice] = Field(default_factory=dict)
     """By source: read only the documents from the first place up to the second, in place of the source's `slice`."""
-    sequence_length: int | None = Field(default=None, ge=1)
+    sequence_length: int | None = Field(default=None, ge=1, le=MAX_SEQUENCE)
     """In place of train.sequence_length."""
-    batch_size: int | None = Field(default=None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     """In place of train.batch_size."""
-    micro_batch_size: int | None = Field(default=None, ge=1)
+    micro_batch_size: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     """In place of train.micro_batch_size."""
     objective: MixedObjectiveConfig | None = None
     """In place of train.objective."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from pipeline.config.base import AbsPath, DataPath, KeyMark, Section, Text, parse_bytes
+from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, AbsPath, DataPath, KeyMark, Section, Text, parse_bytes
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.parsing.task_files import files_of_folder, files_of_tasks
 
@@ -63,7 +63,7 @@ class HarnessConfig(Section):
     include_path: Annotated[AbsPath | None, KeyMark("code", files_of_folder)] = None
     """Folder with task files that the harness does not have. `pipeline eval prefetch` writes into its folder
     `prefetched` what tasks need where there is no network."""
-    batch_size: int | None = Field(default=None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     """Requests of one forward pass on a process; by default `eval.batch_size`."""
 
 
@@ -88,9 +88,9 @@ class EvalConfig(Section):
 
     split: Text = "heldout"
     """The split to evaluate, one of `data.splits`."""
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: int = Field(default=8, ge=1, le=MAX_SAMPLES)
     """Windows of one forward pass on a process."""
-    samples: int | None = Field(default=None, ge=1)
+    samples: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     """Score a fixed sample of N windows, of which each source has its share; by default the whole split."""
     stride: int | None = Field(default=None, ge=1)
     """Begin a window every `stride` tokens. Of each but the first of a text only the last `stride` count: every token
@@ -101,7 +101,7 @@ class EvalConfig(Section):
     pseudo_tokens: int = Field(default=256, ge=0)
     """Encoders: tokens of each source that are masked alone for the pseudo-perplexity, a window in the forward pass for
     each of them; 0: it is left out."""
-    max_length: int | None = Field(default=None, ge=1)
+    max_length: int | None = Field(default=None, ge=1, le=MAX_SEQUENCE)
     """Tokens that a task has as input at once; by default train.sequence_length."""
     processes: int = Field(default=1, ge=1)
     """Processes of the evaluation, one per device. The command starts them on this machine, unless torchrun or another
@@ -165,7 +165,7 @@ class ServeConfig(Section):
     """Texts that are continued together. Each holds a cache of up to `max_length` positions."""
     queue: int = Field(default=256, ge=1)
     """Texts that may wait for a slot; beyond it requests are refused with status 429."""
-    max_length: int | None = Field(default=None, ge=2)
+    max_length: int | None = Field(default=None, ge=2, le=MAX_SEQUENCE)
     """Tokens of a text at most, those of its prompt and the new ones; by default the longest sequence length that the
     run trains with."""
     max_body_bytes: Annotated[int, BeforeValidator(parse_bytes)] = Field(default=2**20, ge=1024)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.config.base import Section, Text
+from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, Section, Text
 from pipeline.config.objective import ObjectiveConfig
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
@@ -33,11 +33,11 @@ class HeldOutSetConfig(Section):
     """Sources of the set, by name: of `data.sources`, of which `split` is taken, and of `data.heldout_sources`."""
     split: Text = "heldout"
     """Split of those of `data.sources`, one of `data.splits`."""
-    sequence_length: int | None = Field(default=None, ge=1)
+    sequence_length: int | None = Field(default=None, ge=1, le=MAX_SEQUENCE)
     """Tokens of a window; by default train.sequence_length."""
     every_steps: int | None = Field(default=None, ge=1)
     """Score the set every N steps while training, and at the end; by default train.validation.every_steps."""
-    samples: int = Field(default=64, ge=0)
+    samples: int = Field(default=64, ge=0, le=MAX_SAMPLES)
     """Windows that are scored while training, of which each source has its share, the same ones each time; 0: only
     `pipeline eval` scores the set. There `eval.samples` counts, by default all windows."""
     objective: ObjectiveConfig | None = None

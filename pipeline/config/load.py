@@ -25,7 +25,7 @@ from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
 from pipeline.config.parsing.code_keys import note_origins
 from pipeline.config.parsing.document import PLACEHOLDER, ParsedFile, Place, Problem, parse, render
 from pipeline.config.parsing.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
-from pipeline.config.parsing.problems import misspelled, place_of, show, translate
+from pipeline.config.parsing.problems import misspelled, place_of, secrets_of, show, translate
 from pipeline.config.parsing.schema import KeyPath, dotted
 from pipeline.config.root import Config
 from pipeline.config.slurm import is_profile_file
@@ -115,6 +115,10 @@ def _validated(
     interpolated: list[KeyPath] = []
     problems += _interpolate(plain, places, failed, interpolated)
     _take_as_written(plain, places)
+    # Files of runs that earlier versions have written stay readable.
+    written = {document.places[()].source for document in documents if document.written}
+    own = [(key, value) for key, value in _leaves(plain) if place_of(key, places).source not in written]
+    problems += secrets_of(own, places)
     by_name = isinstance(plain.get("data"), dict) and isinstance(plain["data"].get("sources"), dict)
     problems += _list_sources(plain, places, failed)
     beside = _profile_beside(plain, places)

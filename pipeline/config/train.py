@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.config.base import Count, DataPath, Duration, Section, Text
+from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, Count, DataPath, Duration, Section, Text
 from pipeline.config.objective import MixedObjectiveConfig
 from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
 
@@ -294,7 +294,7 @@ class ValidationConfig(Section):
     """The split, one of `data.splits`."""
     every_steps: int = Field(default=500, ge=1)
     """Validate every N steps, and at the end."""
-    samples: int = Field(default=64, ge=0)
+    samples: int = Field(default=64, ge=0, le=MAX_SAMPLES)
     """Windows of it, the same ones each time; 0 turns validation off."""
 
 
@@ -436,13 +436,13 @@ class TrainConfig(Section):
 
     duration: Duration
     """Training length, in steps or target tokens. It may be raised later: the order of data does not depend on it."""
-    sequence_length: int = Field(default=2048, ge=1)
+    sequence_length: int = Field(default=2048, ge=1, le=MAX_SEQUENCE)
     """Tokens of a window."""
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: int = Field(default=32, ge=1, le=MAX_SAMPLES)
     """Windows of a step, over all ranks."""
     batch_ramp: BatchRampConfig | None = None
     """Begin with smaller batches."""
-    micro_batch_size: int | None = Field(default=None, ge=1)
+    micro_batch_size: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     """Windows of one forward and backward on one rank; the rest is accumulated. By default batch_size."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.common.console import Console, verbatim, warn
 from pipeline.common.errors import UserError
+from pipeline.common.redaction import masked
 from pipeline.config import Config
 from pipeline.config.eval import ContinuationsConfig
 from pipeline.data.sources.records import printable
@@ -70,7 +71,7 @@ def write_continuations(
         found = _alone(engine, settings) if alone else _together(engine, settings, beat)
     except UserError as error:
         warn(console, f"eval.continuations: {error}")
-        return Continuations(made_with, [], str(error))
+        return Continuations(made_with, [], masked(str(error)))
     beat()
     for prompt, (text, _) in zip(settings.prompts, found, strict=True):
         shown = f"{prompt}{text}"

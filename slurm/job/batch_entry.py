@@ -13,11 +13,13 @@ import sys
 from pipeline.common import storage
 from pipeline.common.console import alarm, flush
 from pipeline.common.errors import EXIT_OTHER, UserError
+from pipeline.common.redaction import mask_streams
 from pipeline.common.signals import stop_signals
 
 
 def main() -> None:
     """Run the batch process."""
+    mask_streams("stdout", "stderr")
     # Until the job listens to them: a signal ahead of the time limit, say, must not end what has just begun. Not
     # SIG_IGN, which the processes that are started from here would have, too.
     for number in (*stop_signals(), signal.SIGCONT):

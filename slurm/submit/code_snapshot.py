@@ -169,7 +169,7 @@ def _note_environment(run: Path, code: str, modules: Sequence[str]) -> None:
     if file.exists():
         return
     if changes:
-        storage.put(file.with_suffix(".diff"), changes.encode())
+        storage.put(file.with_suffix(".diff"), masked(changes).encode())
     storage.put_json(file, values)
 
 

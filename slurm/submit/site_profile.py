@@ -13,8 +13,8 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.parsing.code_keys import refuse_code_of_others
 from pipeline.config.parsing.document import PLACEHOLDER, Problem, parse
-from pipeline.config.parsing.problems import translate
-from pipeline.config.parsing.schema import dotted
+from pipeline.config.parsing.problems import secrets_of, translate
+from pipeline.config.parsing.schema import dotted, flat
 from pipeline.config.slurm import SiteConfig, is_profile_file
 from slurm.jobs import Backend
 from slurm.submit import sbatch_env
@@ -72,6 +72,7 @@ def load_site(name: str, tried: Path | None = None) -> SiteConfig:
     problems += [
         Problem(document.places[path], f"{dotted(path)} = {PLACEHOLDER}: fill in a value here") for path in unfilled
     ]
+    problems += secrets_of(((tuple(key.split(".")), value) for key, value in flat(plain).items()), document.places)
     site: SiteConfig | None = None
     try:
         site = SiteConfig.model_validate(plain)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.config.load import dump, find, load, load_run, packaged_configs
 from pipeline.config.parsing.document import parse, render
+from pipeline.config.parsing.schema import keys
+from pipeline.config.root import Config
 from tests.config.runfile import MINIMAL, refused, write
 
 
@@ -507,3 +509,40 @@ def test_a_umask_is_what_was_written(tmp_path: Path) -> None:
     assert load(below, ["slurm.umask=null"]).slurm.umask is None
     for text in ("2", "0o027", "0x2", "-002", "0008"):  # none of these is read as another number
         assert f'slurm.umask = "{text}": must match' in refused(plain, f"slurm.umask={text}")
+
+
+@pytest.mark.parametrize("number", ["9" * 5_000, "-" + "9" * 5_000, "0x" + "f" * 5_000])
+def test_a_whole_number_that_python_does_not_write(tmp_path: Path, number: str) -> None:
+    for message in (
+        refused(write(tmp_path, f"{MINIMAL}seed: {number}\n")),
+        refused(write(tmp_path), f"train.batch_size={number}"),
+    ):
+        assert "is not a valid int" in message and len(message) < 1_000
+
+
+def test_a_secret_in_a_run_file_is_refused_and_one_in_a_run_folder_is_not(tmp_path: Path) -> None:
+    text = f"{MINIMAL}generate: {{prompt: 'see postgres://user:hunter2@h/db'}}\n"
+    message = refused(write(tmp_path, text))
+    assert "generate.prompt = " in message and "a password in an address" in message and "hunter2" not in message
+    write(tmp_path, text, "config.yaml")
+    (tmp_path / "ledger.jsonl").touch()
+    assert load(tmp_path / "config.yaml").generate.prompt == "see postgres://user:hunter2@h/db"
+
+
+@pytest.mark.parametrize("value", ["postgres://user:hunter2@h/db", "https://h/x?sig=hunter2", "password=hunter2"])
+def test_a_secret_of_the_environment_is_refused_by_its_value(
+    tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATABASE_URL", value)
+    for form in ("${oc.env:DATABASE_URL}", "x ${oc.env:DATABASE_URL,none}"):
+        message = refused(write(tmp_path, f"{MINIMAL}generate: {{prompt: '{form}'}}\n"))
+        assert "the value of the variable DATABASE_URL may be a secret" in message and "hunter2" not in message
+
+
+def test_every_size_of_windows_has_a_bound(tmp_path: Path) -> None:
+    """One that has none makes a plan run for minutes, and a list fill the memory, before anything is trained."""
+    named = {"sequence_length", "batch_size", "micro_batch_size", "samples", "max_length"}
+    sizes = [key for key in keys(Config) if key.name in named and "int" in str(key.field.annotation)]
+    assert len(sizes) > 10
+    assert [key.path for key in sizes if not any(hasattr(each, "le") for each in key.field.metadata)] == []
+    assert "train.sequence_length = 1000000000000" in refused(write(tmp_path), "train.sequence_length=1000000000000")

@@ -197,6 +197,20 @@ def _construct(
     return _scalar(node, path, place_of(node), document)
 
 
+_LONGEST_INTEGER = 100
+"""Characters of a whole number; no key takes one as long."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_INTEGER else f"{text[:40]}..."
+
+
+def _integer(text: str) -> int:
+    if len(text) > _LONGEST_INTEGER:  # Python neither reads nor writes those of more than 4,300 digits
+        raise ValueError
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
 def _scalar(node: yaml.Node, path: KeyPath, place: Place, document: ParsedFile) -> Any:
     text: str = node.value
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
@@ -206,13 +220,13 @@ def _scalar(node: yaml.Node, path: KeyPath, place: Place, document: ParsedFile) 
         if kind == "bool":
             return {"true": True, "false": False}[text.lower()]
         if kind == "int":
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+            return _integer(text)
         if kind == "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         if kind == "str":
             return text
     except (ValueError, KeyError):
-        document.problems.append(Problem(place, f"{dotted(path)}: {text!r} is not a valid {kind}"))
+        document.problems.append(Problem(place, f"{dotted(path)}: {_cut(text)!r} is not a valid {kind}"))
         return None
     document.problems.append(Problem(place, f"{dotted(path)}: the YAML tag {node.tag} is not supported"))
     return None

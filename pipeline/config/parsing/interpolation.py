@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.common.redaction import is_secret_variable
+from pipeline.common.redaction import is_secret_variable, masked
 from pipeline.config.parsing.document import MAX_DEPTH, MAX_VALUES, PLACEHOLDER, Place
 from pipeline.config.parsing.schema import KeyPath, dotted
 
@@ -207,8 +207,14 @@ class Interpolation:
                 "into the run folder, the logs and the report. Leave it in the environment, where the libraries that "
                 "need it look for it; if it is not a secret, export it under another name"
             )
-        if name in os.environ:
-            return os.environ[name]
+        if (value := os.environ.get(name)) is not None:
+            if masked(value) != value:
+                raise InterpolationError(
+                    f"the value of the variable {name} may be a secret, or have one in it (a password or query of an "
+                    "address, a key, a token), but every value of a run file is written into the run folder, the logs "
+                    "and the report. Leave it in the environment, where the libraries that need it look for it"
+                )
+            return value
         if len(arguments) == 1:
             raise InterpolationError(f"Environment variable '{name}' not found")
         default = self._text(arguments[1])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.common.redaction import has_address, masked
+from pipeline.common.redaction import has_address, masked, secret_in
 from pipeline.config.base import Section
 from pipeline.config.parsing.document import Place, Problem
 from pipeline.config.parsing.schema import KeyPath, dotted, keys, keys_like, meaning, section_at, written_keys
@@ -64,6 +64,23 @@ def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
     while path not in places:
         path = path[:-1]
     return places[path]
+
+
+def secrets_of(leaves: Iterable[tuple[KeyPath, Any]], places: Mapping[KeyPath, Place]) -> Iterator[Problem]:
+    """Find values that are secrets, which the files of a run would keep.
+
+    Args:
+        leaves: values by the paths of their keys.
+        places: where they were written.
+    """
+    for path, value in leaves:
+        if isinstance(value, str) and (what := secret_in(value)) is not None:
+            yield Problem(
+                place_of(path, places),
+                f"{dotted(path)} = {show(value)}: has what looks like a secret ({what}), and every value is written "
+                "into the run folder, the logs and the report; take it out, and leave it in the environment, where the "
+                "libraries that need it look for it",
+            )
 
 
 def show(value: Any) -> str:

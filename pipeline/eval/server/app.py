@@ -16,7 +16,7 @@ from pipeline.config.eval import ServeConfig
 from pipeline.eval.server import megatron_api, openai_api
 from pipeline.eval.server.asking import Serving
 from pipeline.eval.server.bodies import problem
-from pipeline.eval.server.guard import Guard
+from pipeline.eval.server.guard import HAS_KEY, Guard
 from pipeline.eval.server.keys import Keys
 from pipeline.eval.server.page import page
 from pipeline.eval.server.refusal import Refusal
@@ -58,9 +58,11 @@ def create_app(
         return HTMLResponse(html, headers=headers)
 
     @app.get("/health")
-    async def health() -> JSONResponse:
-        """The model that is served, and whether it works."""
+    async def health(request: Request) -> JSONResponse:
+        """The model that is served, and whether it works; without the key of the server only whether it works."""
         found = _health(serving)
+        if not request.scope[HAS_KEY]:
+            found = {"status": found["status"]}
         return JSONResponse(found, status_code=503 if found["status"] == "dead" else 200)
 
     @app.exception_handler(Refusal)

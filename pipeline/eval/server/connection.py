@@ -1,7 +1,8 @@
 """A connection of uvicorn's, with an end for clients that neither send nor read.
 
 Where all places are taken, the connection that has had no request for longest gives its place to a new one. So clients
-that only open connections, however many, keep nobody out who sends a request.
+that only open connections, however many, keep nobody out who sends a request. The last places are for other addresses
+than the one that has taken all before them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ HEAD_SECONDS = 5.0
 """From a connection, or the first byte of a further request, to the end of the request's headers."""
 STALL_SECONDS = 60.0
 """A client that has read nothing for so long of what waits for it is gone."""
+PLACES_OF_OTHERS = 16
+"""Connections, and requests, beyond those that one address may have at once."""
 _FULL = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -22,7 +25,7 @@ class Connection(H11Protocol):
     """See the module. Make a subclass for each server with `limited`."""
 
     most: ClassVar[int]
-    """Connections at once."""
+    """Connections of an address at once."""
     waiting: ClassVar[dict[Connection, None]]
     """Those without a request, or with a part of its headers; the one that has waited longest first."""
 
@@ -37,16 +40,30 @@ class Connection(H11Protocol):
         # So that `pause_writing` says whenever something waits for the client, be it little. With 0, transports of TLS
         # would pause when nothing waits, and never resume.
         transport.set_write_buffer_limits(high=1)
-        if len(self.connections) > self.most:
-            if not self.waiting:
-                transport.write(_FULL)
-                transport.close()
-                return
-            oldest = next(iter(self.waiting))
-            del self.waiting[oldest]
-            oldest.transport.abort()
+        if not (
+            self._has_place(self._of_my_address(), self.most)
+            and self._has_place(self.connections, self.most + PLACES_OF_OTHERS)
+        ):
+            transport.write(_FULL)
+            transport.close()
+            return
         self.waiting[self] = None
         self._head = self.loop.call_later(HEAD_SECONDS, self._no_head)
+
+    def _of_my_address(self) -> set[Any]:
+        mine = self.client and self.client[0]
+        return {each for each in self.connections if each.client and each.client[0] == mine}
+
+    def _has_place(self, rivals: set[Any], most: int) -> bool:
+        """Tell whether there is a place, if need be that of the rival which has waited longest."""
+        if len(rivals) <= most:
+            return True
+        oldest = next((each for each in self.waiting if each in rivals), None)
+        if oldest is None:
+            return False
+        del self.waiting[oldest]
+        oldest.transport.abort()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
@@ -103,5 +120,5 @@ class Connection(H11Protocol):
 
 
 def limited(most: int) -> type[Connection]:
-    """The connections of a server with a limited number of places."""
+    """The connections of a server with a limited number of places for an address."""
     return type("LimitedConnection", (Connection,), {"most": most, "waiting": {}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import quote
@@ -12,11 +13,14 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipeline.eval.server.connection import PLACES_OF_OTHERS
 from pipeline.eval.server.keys import Keys
 from pipeline.eval.server.refusal import Refusal
 
 OPEN = ("/", "/health")
 """Need no key: the page asks for it, and a supervisor has none."""
+HAS_KEY = "pipeline.has_key"
+"""In the scope: whether the request has the key of the server, or none is needed."""
 COUNTS = "pipeline.counts"
 """In the scope: what the request has cost, for the log."""
 BODY_SECONDS = 30.0
@@ -32,8 +36,8 @@ class Guard:
         keys: of which requests need one; None if they need none.
         hosts: names that the Host header may have, so that no web page can reach a server on this machine under a
             name of its own (DNS rebinding); None for any.
-        max_body_bytes: of a request.
-        max_open: requests with a body that are open at once.
+        max_body_bytes: of a request; 0 for an application that takes no bodies.
+        max_open: requests with a body that are open at once from one address; others have some places more.
         log: told a line for each request.
     """
 
@@ -48,7 +52,8 @@ class Guard:
         log: Callable[[str], None],
     ) -> None:
         self._app, self._keys, self._hosts, self._max, self._log = app, keys, hosts, max_body_bytes, log
-        self._open, self._max_open = 0, max_open
+        self._max_open = max_open
+        self._open: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request."""
@@ -65,21 +70,24 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        has_body = scope["method"] in _HAVE_BODIES
-        self._open += has_body
+        address, counted = str((scope.get("client") or ("",))[0]), False
         try:
             try:
+                # Before the place and the body: who has no key takes no place from those who have one.
                 key = self._check(scope)
-                if has_body:
-                    if self._open > self._max_open:
-                        raise Refusal(429, f"{self._max_open} requests are open; try again later")
+                if scope["method"] in _HAVE_BODIES:
+                    self._open[address] += 1
+                    counted = True
+                    self._check_places(address)
                     receive = _again(await self._body(Headers(scope=scope), receive), receive)
             except Refusal as refusal:
                 await refuse(refusal, scope["path"], sent)
                 return
             await self._app(scope, receive, sent)
         finally:
-            self._open -= has_body
+            if counted:
+                self._open[address] -= 1
+                self._open += Counter()  # without those that have none
             # The path as it can stand in a line, whatever bytes it was made of.
             path = quote(scope["path"].encode("utf-8", "replace"), safe="/@:-._~")[:200]
             ms = 1000 * (time.monotonic() - began)
@@ -88,9 +96,19 @@ class Guard:
             who = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {client(scope)}"
             self._log(f"{who} {scope['method']} {path} {counts.pop('status', status)} {ms:.0f} ms{words}")
 
+    def _check_places(self, address: str) -> None:
+        for number, most in (
+            (self._open[address], self._max_open),
+            (self._open.total(), self._max_open + PLACES_OF_OTHERS),
+        ):
+            if number > most:
+                raise Refusal(429, f"{most} requests are open; try again later")
+
     def _check(self, scope: Scope) -> str | None:
         """Refuse a request, or return the name of its key."""
         headers = Headers(scope=scope)
+        if self._max == 0 and (scope["method"] not in ("GET", "HEAD") or _announces_body(headers)):
+            raise Refusal(405, "this server takes no bodies: send GET", closes=True)
         # A proxy in front of us may go by the other one, and then takes a part of this body for the next request.
         if "transfer-encoding" in headers and ("content-length" in headers or scope["http_version"] == "1.0"):
             raise Refusal(
@@ -103,8 +121,10 @@ class Guard:
                 400, "the Host header does not name this server; open it as localhost, or set serve.host and an API key"
             )
         if self._keys is None:
+            scope[HAS_KEY] = True
             return None
         name = self._keys.name(headers.get("authorization", "").encode("latin-1", "replace"), self._log)
+        scope[HAS_KEY] = name is not None
         if name is None and scope["path"] not in OPEN:
             raise Refusal(401, "this server needs its API key: Authorization: Bearer KEY")
         return name
@@ -179,6 +199,10 @@ def client(scope: Scope) -> str:
     """Address and port of the client of a request; `socket` for one that came through a unix socket."""
     host, port = scope["client"] or ("socket", None)
     return host if port is None else f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _announces_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _host(header: str) -> str:

@@ -22,6 +22,7 @@ from pipeline.common import storage
 from pipeline.common.console import progress, say
 from pipeline.common.errors import UserError, install_extra
 from pipeline.common.hashing import value_hash
+from pipeline.common.redaction import masked
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
 from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
@@ -279,7 +280,7 @@ def _load(manager: Any, harness: HarnessConfig) -> Any:
             for kind, values in manager.load([name]).items():
                 found[kind] |= values
         except Exception as error:  # whatever a task's files and code raise, and those who fetch its data
-            reason = " ".join(str(error).split())[:300]
+            reason = " ".join(masked(str(error)).split())[:300]
             raise UserError(
                 f"eval.harness.tasks: {name} cannot be loaded: {type(error).__name__}: {reason}; where there is no "
                 "network, call `pipeline eval prefetch RUN.yaml` first on a machine that has one"

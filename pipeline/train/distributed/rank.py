@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pipeline.common import process_identity, storage
 from pipeline.common.errors import EXIT_OTHER, RankFailed, Stopped, UserError, exit_code
+from pipeline.common.redaction import masked
 
 LAUNCHER = "PIPELINE_LAUNCHER"
 """Set in the ranks that our own launcher starts: its process id."""
@@ -139,7 +140,7 @@ def record_error(error: BaseException, trace: str | None = None) -> None:
     if trace is None:
         trace = "" if expected else "".join(traceback.format_exception(error))
     name = type(error).__name__
-    message = (str(error) or name) if expected else f"{name}: {error}"
+    message, trace = masked((str(error) or name) if expected else f"{name}: {error}"), masked(trace)
     now = time.time()
     data = {
         # The form that torch's agent reads; what it has no place for follows.

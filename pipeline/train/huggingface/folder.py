@@ -73,7 +73,8 @@ class HuggingFaceFolder:
     def positions(self) -> int:
         """The longest context that config.json speaks of, in tokens."""
         key, default = self.family.positions
-        return int(self.model.max_positions or self.values.get(key) or default)
+        source = ConfigSource(self.values, str(self.folder / CONFIG_FILE))
+        return self.model.max_positions or source.count(key, 0) or default
 
     @cached_property
     def spec(self) -> DecoderSpec:

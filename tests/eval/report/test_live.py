@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,3 +202,55 @@ def test_only_who_knows_the_address_and_asks_this_machine_sees_it(tmp_path: Path
     assert secret not in said, "whoever reads a log would have it"
     assert url in said and f"ssh -L {port}:127.0.0.1:{port}" in said
     assert "has opened the report" in said and "\x1b" not in said
+
+
+def test_who_sends_bodies_takes_no_place_from_the_owner(tmp_path: Path) -> None:
+    """70 clients without the secret begin to send, and never end; the page has 64 places."""
+    (tmp_path / "run").mkdir()
+    head = b"POST /guess/ HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n{"
+    with serving(tmp_path / "run") as server, contextlib.ExitStack() as open_ones:
+        address = server.listening[0].getsockname()[:2]
+        slow = [open_ones.enter_context(socket.create_connection(address, timeout=60)) for _ in range(70)]
+        for client in slow:
+            client.sendall(head)
+        answers = [httpx2.get(f"{server.address}newest", timeout=60).status_code for _ in range(10)]
+        assert answers == [200] * 10
+        assert all(_is_refused(client) for client in slow)
+
+
+def test_one_address_leaves_places_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.eval.report.live.server._CONNECTIONS", 4)
+    (tmp_path / "run").mkdir()
+    with serving(tmp_path / "run") as server, contextlib.ExitStack() as open_ones:
+        address = server.listening[0].getsockname()[:2]
+        ones = [socket.create_connection(address, 60, ("127.0.0.2", 0)) for _ in range(6)]
+        for client in ones:
+            open_ones.enter_context(client)
+        # The ones that have waited longest gave their places to the newest of the same address, not others theirs.
+        other = open_ones.enter_context(socket.create_connection(address, 60, ("127.0.0.3", 0)))
+        other.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert other.recv(64).split()[1] == b"404"
+        ends = [client.recv(1) if not _waits(client) else None for client in ones]
+        assert ends == [b"", b"", None, None, None, None]
+
+
+def _is_refused(client: socket.socket) -> bool:
+    """Tell whether a request was refused: with an answer, or by the end of the connection where bytes were left."""
+    try:
+        return client.recv(64)[9:12] in (b"405", b"429", b"")
+    except ConnectionResetError:
+        return True
+
+
+def _waits(client: socket.socket) -> bool:
+    """Tell whether a connection is open and has nothing to read."""
+    client.setblocking(False)
+    try:
+        client.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        client.setblocking(True)
+    return False

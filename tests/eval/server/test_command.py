@@ -112,6 +112,8 @@ def test_other_machines_need_a_key(run_file: Path, host: str) -> None:
             assert httpx2.get(f"{url}/v1/models").status_code == 401
             headers = {"Authorization": f"Bearer {KEY}", "Host": "node7:5000"}
             assert httpx2.get(f"{url}/v1/models", headers=headers).status_code == 200
+            assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
+            assert httpx2.get(f"{url}/health", headers=headers).json()["run"]
 
 
 def test_a_host_that_is_not_there_is_said(run_file: Path) -> None:

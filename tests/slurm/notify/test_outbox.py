@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,6 +90,16 @@ def test_a_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in (server.address, f"ftp://host/{SECRET}", f"http://[{SECRET}", f"http://a b/{SECRET}", SECRET):
         problem = post(address, b"{}")
         assert problem and SECRET not in problem and "s3cr3t" not in problem
+
+
+def test_a_webhook_gets_no_markup_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    notice = replace(NOTICE, reason="<!channel> <https://evil.example|a & b>")
+    with serving() as server:
+        monkeypatch.setenv("HOOK", server.address)
+        assert deliver(entry(webhook_env="HOOK"), notice) == ""
+    (body,) = server.bodies
+    assert "&lt;!channel&gt; &lt;https://evil.example|a &amp; b&gt;" in body["text"]
+    assert body["reason"] == notice.reason
 
 
 def test_an_outbox_waits_for_nobody_and_warns_once(tmp_path: Path) -> None:

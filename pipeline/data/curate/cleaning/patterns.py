@@ -13,6 +13,7 @@ import string
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
+from pipeline.common.redaction import SERVICE_TOKENS
 from pipeline.data.curate.cleaning.addresses import public_v4, public_v6
 
 Found = tuple[int, int, str]
@@ -57,24 +58,7 @@ _DIGITS = re.compile("[0-9]+")
 _MOST_GROUPS = 7
 _MOST_DIGITS = 15
 
-_KEYS = (
-    ("AKIA", r"AKIA[A-Z0-9]{16}"),
-    ("ASIA", r"ASIA[A-Z0-9]{16}"),
-    *((f"gh{kind}_", rf"gh{kind}_[A-Za-z0-9]{{36,255}}") for kind in "pousr"),
-    ("github_pat_", r"github_pat_[A-Za-z0-9_]{36,255}"),
-    ("glpat-", r"glpat-[A-Za-z0-9_\-]{20,255}"),
-    ("xox", r"xox[abeoprs]-[A-Za-z0-9\-]{10,255}"),
-    ("xapp-", r"xapp-[A-Za-z0-9\-]{20,255}"),
-    ("hooks.slack.com/", r"hooks\.slack\.com/services/T[A-Z0-9]{6,16}/B[A-Z0-9]{6,16}/[A-Za-z0-9]{16,40}"),
-    ("sk_", r"sk_(?:live|test)_[A-Za-z0-9]{16,255}"),
-    ("rk_", r"rk_(?:live|test)_[A-Za-z0-9]{16,255}"),
-    ("whsec_", r"whsec_[A-Za-z0-9]{24,255}"),
-    ("AIza", r"AIza[A-Za-z0-9_\-]{35}"),
-    ("sk-", r"sk-[A-Za-z0-9_\-]{32,255}"),
-    ("hf_", r"hf_[A-Za-z0-9]{30,64}"),
-    ("eyJ", r"eyJ[A-Za-z0-9_\-]{10,4096}\.eyJ[A-Za-z0-9_\-]{10,8192}\.[A-Za-z0-9_\-]{10,2048}"),
-)  # fmt: skip
-_SECRETS = [(needle, re.compile(rf"(?:{pattern})(?![A-Za-z0-9_\-])")) for needle, pattern in _KEYS]
+_SECRETS = [(needle, re.compile(rf"(?:{pattern})(?![A-Za-z0-9_\-])")) for needle, pattern in SERVICE_TOKENS]
 _MIXED = [re.compile(pattern) for pattern in ("[a-z]", "[A-Z]", "[0-9]")]
 _PEM_BEGIN = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,12} ){0,3}PRIVATE KEY(?: BLOCK)?-----")
 _PEM_END = re.compile(r"-----END (?:[A-Z0-9]{1,12} ){0,3}PRIVATE KEY(?: BLOCK)?-----")

@@ -108,7 +108,7 @@ def live_app(view: LiveView, secret: str, log: Callable[[str], None]) -> FastAPI
         Guard,
         keys=None,
         hosts=LOOPBACK_NAMES,
-        max_body_bytes=1024,
+        max_body_bytes=0,
         max_open=_CONNECTIONS,
         log=lambda line: None,
     )
