@@ -298,6 +298,19 @@ class ValidationConfig(Section):
     """Windows of it, the same ones each time; 0 turns validation off."""
 
 
+class ExportConfig(Section):
+    """Folders in Hugging Face's format that are written while training, in `hf/` of the run folder."""
+
+    every_steps: int = Field(ge=1)
+    """Write one every N steps, and at the end; a checkpoint is written at each of these steps."""
+    keep: int | None = Field(default=None, ge=1)
+    """Number of latest folders to keep; by default all."""
+    weights: Literal["model", "ema"] = "model"
+    """The weights that were trained, or their moving average (`train.ema`)."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type of the weights in the files; by default as they are stored (fp32)."""
+
+
 class CheckpointConfig(Section):
     """Times at which checkpoints are written, and the number that stays."""
 
@@ -321,6 +334,8 @@ class CheckpointConfig(Section):
     max_unsaved_minutes: float = Field(default=120, gt=0, lt=10**9)
     """When two saves have failed and the newest checkpoint is older than this, one last save is tried. If that fails,
     too, the run ends with code 79. One failed save is enough if no other one follows within this time."""
+    export: ExportConfig | None = None
+    """Folders that transformers loads, written in the background from checkpoints, see below. Off by default."""
 
 
 class FaultsConfig(Section):
@@ -481,6 +496,12 @@ class TrainConfig(Section):
     """Metrics."""
     profile: ProfileConfig | None = None
     """Traces of some steps."""
+
+    @model_validator(mode="after")
+    def _exported_average(self) -> TrainConfig:
+        if self.ema is None and self.checkpoint.export is not None and self.checkpoint.export.weights == "ema":
+            raise ValueError("checkpoint.export.weights is ema, but ema is not set; set ema, or weights: model")
+        return self
 
     @model_validator(mode="after")
     def _ramp(self) -> TrainConfig:

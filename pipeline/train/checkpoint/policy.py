@@ -14,7 +14,33 @@ from pipeline.config.train import CheckpointConfig
 
 def due(config: CheckpointConfig, step: int, total: int) -> bool:
     """True if a run saves after `step` of `total` steps. What the clock asks for is not known here."""
-    return step == total or step % config.every_steps == 0 or is_permanent(config, step)
+    regular = step == total or step % config.every_steps == 0
+    return regular or is_permanent(config, step) or is_exported(config, step, total)
+
+
+def is_exported(config: CheckpointConfig, step: int, total: int) -> bool:
+    """True if the checkpoint of `step` of `total` steps is written in Hugging Face's format, too."""
+    return config.export is not None and (step == total or step % config.export.every_steps == 0)
+
+
+def to_export(config: CheckpointConfig, steps: Collection[int], there: Collection[int], total: int) -> list[int]:
+    """Steps whose checkpoints are still to be exported, ascending: none that would be removed at once.
+
+    Args:
+        config: which ones, and how many exports stay.
+        steps: of the checkpoints.
+        there: of the exports.
+        total: steps of the run.
+    """
+    missing = [step for step in steps if step not in there and is_exported(config, step, total)]
+    gone = exports_to_prune(config, {*missing, *there})
+    return [step for step in sorted(missing) if step not in gone]
+
+
+def exports_to_prune(config: CheckpointConfig, there: Collection[int]) -> list[int]:
+    """Steps of the exports that are to be removed, ascending: all but the newest."""
+    keep = None if config.export is None else config.export.keep
+    return [] if keep is None else sorted(there)[:-keep]
 
 
 def is_permanent(config: CheckpointConfig, step: int) -> bool:
