@@ -31,7 +31,7 @@ from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
 from pipeline.train.distributed.process_group import background_group, broadcast_from_rank0, gather
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.exporter import Exporter
+from pipeline.train.export.exporter import Exporter
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.footprint import checkpoint_bytes

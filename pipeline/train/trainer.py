@@ -30,7 +30,7 @@ from pipeline.train.checkpoint.policy import due
 from pipeline.train.distributed import process_group
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.exporter import export_missing
+from pipeline.train.export.exporter import export_missing
 from pipeline.train.host.gc_schedule import GcSchedule
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.monitor.faults import Faults, Rewind

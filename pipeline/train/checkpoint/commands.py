@@ -12,11 +12,11 @@ from rich.console import Console
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
 from pipeline.common.format import aligned, shape_text, when
-from pipeline.config.train import CheckpointConfig
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_of, validation_losses
-from pipeline.train.checkpoint.export_folders import ExportFolders
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import best, is_permanent
+from pipeline.train.export.folders import ExportFolders
 
 if TYPE_CHECKING:
     from pipeline.train.checkpoint.tensors import Stored

@@ -19,7 +19,7 @@ from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
-from pipeline.config.train import CheckpointConfig
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.committed import (
     COMMIT,
     UNREADABLE,

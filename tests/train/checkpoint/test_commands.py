@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from pipeline.cli.main import main
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.load import load
-from pipeline.config.train import CheckpointConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import commands, committed
 from pipeline.train.checkpoint.export import average, export

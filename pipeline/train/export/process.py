@@ -1,6 +1,6 @@
-"""The process that writes one checkpoint in Hugging Face's format beside a training, see `pipeline.train.exporter`.
+"""The process that writes one checkpoint in Hugging Face's format beside a training, see `exporter` beside it.
 
-    python -m pipeline.train.export_process CHECKPOINT FOLDER WEIGHTS DTYPE PARENT
+    python -m pipeline.train.export.process CHECKPOINT FOLDER WEIGHTS DTYPE PARENT
 
 Its last line on the standard output says what was written, or why nothing was.
 """

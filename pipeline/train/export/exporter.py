@@ -25,14 +25,14 @@ from pipeline.common.format import duration
 from pipeline.common.imports import module_command
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.train.checkpoint.export_folders import ExportFolders
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import exports_to_prune, is_exported, is_permanent, to_export
 from pipeline.train.distributed import process_group
 from pipeline.train.distributed.rank import LAUNCHER
+from pipeline.train.export.folders import ExportFolders
 from pipeline.train.run.folder import RunFolder
 
-_MODULE = "pipeline.train.export_process"
+_MODULE = "pipeline.train.export.process"
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", LAUNCHER)
 """Variables of a rank, which the process is not."""
 _SMALL = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
