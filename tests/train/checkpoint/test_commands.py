@@ -227,6 +227,16 @@ def test_prune_removes_by_the_policy_or_by_step(run: Path, call: Any) -> None:
     assert call("prune", run, "--steps", "4,x")[0] == 2
 
 
+def test_prune_leaves_alone_what_is_being_exported(run: Path, call: Any) -> None:
+    tmp = run / "hf" / ".step-00000002.host.1234.01234567.tmp"
+    tmp.mkdir(parents=True)
+    assert call("prune", run, "--keep", 1, "--dry-run")[1] == f"would remove {folder(run, 4)}\n"
+    code, _, said = call("prune", run, "--steps", "2")
+    assert code == 2 and "step 2 is being exported" in said
+    tmp.rmdir()
+    assert len(call("prune", run, "--keep", 1, "--dry-run")[1].splitlines()) == 2
+
+
 def test_prune_says_what_cannot_be_removed(run: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.replace
 
