@@ -138,7 +138,7 @@ def train(
         return
     if submitted(config, ["train"], slurm, local, dry_run, take_over=take_over, in_allocation=in_allocation):
         return
-    from slurm.local.in_allocation import join_step
+    from slurm.local.srun_rank import join_step
     from slurm.local.stages import train as stage
 
     join_step()

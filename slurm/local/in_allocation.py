@@ -1,4 +1,4 @@
-"""Stages of a run in an allocation of SLURM that exists already: `--in-allocation`, or `srun pipeline train`.
+"""Stages of a run in an allocation of SLURM that exists already: `--in-allocation`.
 
 The same batch process as that of a job starts them, on the nodes of the allocation. Nothing is sent to the queue: no
 requeue, no chain, no evaluation beside the training.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from pipeline.common import storage
@@ -25,7 +23,6 @@ from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_
 from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable
 from slurm import jobs, scheduler
-from slurm.job.srun_task import ranks_environment
 from slurm.jobs import Backend
 from slurm.local import by_hand
 from slurm.submit import permissions
@@ -34,12 +31,8 @@ from slurm.submit.site_profile import site_of
 from slurm.submit.submission import read_submission
 from slurm.submit.submit import write_submission
 
-_PORTS = (10_000, 20_000)
-"""The first port of a rendezvous, and how many there are: below those that systems give to outgoing connections."""
 _PATIENCE = 2.0
 """Seconds for another command that runs the same run in an allocation."""
-_END = "SLURM_JOB_END_TIME"
-"""Variable with the end of the allocation, in seconds since 1970."""
 
 
 def run_in_allocation(
@@ -159,32 +152,3 @@ def _planned(config: Config, stage: StageName, step: int | None) -> list[Planned
         planable = config.model_copy(update={"slurm": config.slurm.model_copy(update=chain)})
         found = plan(planable, site, [stage], backend)
     return [replace(job, chain="none", links=1, spare_nodes=0, after=()) for job in found]
-
-
-def join_step() -> None:
-    """Take the place among the ranks that `srun` has given this process, if it is one of several tasks of a step.
-
-    Nothing changes under another launcher, or where the process is alone: in an interactive shell of srun, for example.
-    """
-    given = os.environ
-    tasks = given.get("SLURM_STEP_NUM_TASKS", "")
-    if is_rank() or "SLURM_STEP_ID" not in given or not tasks.isdecimal() or int(tasks) < 2:
-        return
-    step = f"{given['SLURM_JOB_ID']}.{given['SLURM_STEP_ID']}"
-    first, count = _PORTS
-    place = {
-        **ranks_environment(dict(given)),
-        "MASTER_ADDR": scheduler.hostnames(given["SLURM_STEP_NODELIST"])[0],
-        # All tasks have to know it without asking one another.
-        "MASTER_PORT": str(first + zlib.crc32(step.encode()) % count),
-    }
-    given.update({name: value for name, value in place.items() if name not in given})
-    if _END not in given and (end := _end_time(given["SLURM_JOB_ID"])):
-        given[_END] = end
-
-
-def _end_time(job: str) -> str | None:
-    try:
-        return str(int(datetime.fromisoformat(scheduler.details(job)["EndTime"]).timestamp()))
-    except (scheduler.SchedulerError, KeyError, ValueError):  # "Unknown": no limit
-        return None

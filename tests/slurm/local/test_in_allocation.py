@@ -17,7 +17,8 @@ from pipeline.config.load import load
 from pipeline.train.run.attempts import attempts
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.local.in_allocation import join_step, run_in_allocation
+from slurm.local.in_allocation import run_in_allocation
+from slurm.local.srun_rank import join_step
 from tests import tiny
 from tests.slurm.training import STEPS
 from tests.train.runs import exact

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.common import storage
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
@@ -47,12 +46,12 @@ def test_a_job_asks_for_what_all_of_its_runs_need(
 
 
 @pytest.mark.slurm
-def test_runs_of_a_job_end_by_themselves_and_resume(
+def test_runs_of_a_job_end_by_themselves_and_are_requeued_together(
     run_file: Path, fresh: list[str], tmp_path: Path, cluster: DevCluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["slurm.profile=devcluster", "slurm.max_restarts=0", "train.duration=1000 steps"]
-    words = [*fresh, "train.optimizer.lr=1e-3,2e-3,3e-3", *more, "train.validation.every_steps=1000"]
-    folder = tmp_path / "run/sweeps/lr,duration=1000_steps,every_steps=1000"
+    more = ["slurm.profile=devcluster", "slurm.max_restarts=0", "train.duration=100 steps"]
+    words = [*fresh, "train.optimizer.lr=1e-3,2e-3,3e-3", *more, "train.validation.every_steps=100"]
+    folder = tmp_path / "run/sweeps/lr,duration=100_steps,every_steps=100"
     names = ["lr=1e-3", "lr=2e-3", "lr=3e-3"]
     do(run_file, words, slurm=True, per_node=3)
     (number,) = {jobs.sent(folder / name)[0].job for name in names}
@@ -66,16 +65,10 @@ def test_runs_of_a_job_end_by_themselves_and_resume(
     os.kill(killed["pid"], signal.SIGKILL)
     until(lambda: any(each.end for each in launches(folder / names[1])))
     # The others are told to stop, as before the end of the job's time: the job goes back into the queue once.
-    scheduler.ask(["scancel", "--batch", "--signal=USR2", number])
+    scheduler.ask(["scancel", "--full", "--signal=USR2", number])
     until(lambda: states(run_file, words, capfd) == {names[0]: "done", names[1]: "failed", names[2]: "done"})
     for name in (names[0], names[2]):
         ends = [(each.restarts, each.stage, each.end.next) for each in launches(folder / name) if each.end]
         assert ends == [(0, "train", "requeue"), (1, "train", "done"), (1, "eval", "done")]
     (end,) = (each.end for each in launches(folder / names[1]))
     assert end is not None and (end.next, end.code != 0) == ("end", True)
-    # The same command sends what is left, and only that.
-    until(lambda: not scheduler.jobs([number]))
-    do(run_file, words, slurm=True, per_node=3)
-    assert [len(jobs.sent(folder / name)) for name in names] == [1, 2, 1]
-    until(lambda: set(states(run_file, words, capfd).values()) == {"done"})
-    assert [row["step"] for row in storage.read_json_lines(RunFiles(folder / names[1]).metrics)][-1] == 1000
