@@ -173,7 +173,7 @@ class _Cancelling:
         return not self._stages or each.job.stage in self._stages
 
     def _still_runs(self, found: LiveJobs) -> bool:
-        if any(self._is_selected(each) and runs(each) for each in found.active):
+        if any(self._is_selected(each) and runs(each) and not each.job.shared for each in found.active):
             return True
         if found.unknown is not None and found.launched:
             return True
@@ -192,6 +192,9 @@ class _Cancelling:
             elif active_jobs.is_hidden(each):
                 by_file = (trains and is_held(self._run)) or by_file
                 self._say_hidden(each)
+            elif each.job.shared:
+                by_file = is_held(self._run) or by_file
+                self._say_shared(each)
             elif runs(each) and trains and not self._now:
                 by_file = True
             elif each.job.where == "slurm" and each.job.job not in self._asked:
@@ -212,6 +215,12 @@ class _Cancelling:
             self._asked.add(each.job.job)
             what = active_jobs.stage_names(self._run, each.job)
             say(self._console, f"{what}: process {each.job.job} has not begun it, and will skip it")
+
+    def _say_shared(self, each: ActiveJob) -> None:
+        """The job has other runs, too: this one reads the request when it starts, and at its next step."""
+        if each.job.job not in self._asked:
+            self._asked.add(each.job.job)
+            say(self._console, f"job {each.job.job} has other runs, which continue; this one saves and ends")
 
     def _say_hidden(self, each: ActiveJob) -> None:
         """The job itself reads the request when it starts, or when its launch ends."""

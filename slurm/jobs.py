@@ -55,6 +55,8 @@ class Job:
     """Step of the checkpoint that it evaluates."""
     after: tuple[str, ...] = ()
     """Jobs that it waits for."""
+    shared: bool = False
+    """Other runs of a sweep are in it (`--per-node`), so it is never cancelled for one of them."""
 
     @property
     def numbers(self) -> list[str]:

@@ -44,6 +44,12 @@ Local = Annotated[
     bool,
     typer.Option("--local", help="Run in the background on this machine, with the same run folder and logs."),
 ]
+InAllocation = Annotated[
+    bool,
+    typer.Option(
+        "--in-allocation", help="Run on the nodes of the SLURM allocation that this shell is in (salloc). Sends no job."
+    ),
+]
 TakeOver = Annotated[
     bool,
     typer.Option(

@@ -108,6 +108,9 @@ def sweep(
     ],
     slurm: Annotated[bool, typer.Option("--slurm", help="Run as a SLURM job array.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Run one by one on this machine, in the background.")] = False,
+    per_node: Annotated[
+        int, typer.Option(help="Runs of one node that share a job and its node, with --slurm.", min=1)
+    ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs; start nothing.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Show the results so far.")] = False,
     as_json: AsJson = False,
@@ -116,4 +119,14 @@ def sweep(
     """Train with each combination of values, each in its own run folder, and compare the results."""
     from slurm.sweep.command import sweep as run_sweep
 
-    run_sweep(run, values, Console(), slurm=slurm, local=local, dry_run=dry_run, table=table, as_json=as_json)
+    run_sweep(
+        run,
+        values,
+        Console(),
+        slurm=slurm,
+        local=local,
+        dry_run=dry_run,
+        table=table,
+        as_json=as_json,
+        per_node=per_node,
+    )

@@ -13,6 +13,7 @@ import typer
 from pipeline import DISTRIBUTION, __version__
 from pipeline.cli.arguments import (
     AsJson,
+    InAllocation,
     Local,
     Overrides,
     RunOrFolder,
@@ -121,6 +122,7 @@ def train(
     ] = False,
     slurm: Slurm = False,
     local: Local = False,
+    in_allocation: InAllocation = False,
     dry_run: DryRun = False,
     take_over: TakeOver = False,
     verbose: Verbose = False,
@@ -135,10 +137,12 @@ def train(
 
         check_layout(config)
         return
-    if submitted(config, ["train"], slurm, local, dry_run, take_over=take_over):
+    if submitted(config, ["train"], slurm, local, dry_run, take_over=take_over, in_allocation=in_allocation):
         return
+    from slurm.local.srun_rank import join_step
     from slurm.local.stages import train as stage
 
+    join_step()
     stage(config)
 
 
@@ -202,6 +206,7 @@ def evaluate(
     ] = False,
     slurm: Slurm = False,
     local: Local = False,
+    in_allocation: InAllocation = False,
     dry_run: DryRun = False,
     trusted: TrustFilesOf = None,
 ) -> None:
@@ -227,7 +232,7 @@ def evaluate(
         raise UserError(
             "jobs evaluate checkpoints of a run; leave out --slurm, --local and --dry-run to evaluate --weights here"
         )
-    if submitted(config, ["eval"], slurm, local, dry_run, step):
+    if submitted(config, ["eval"], slurm, local, dry_run, step, in_allocation=in_allocation):
         return
     from slurm.local.stages import evaluate as stage
 
@@ -283,6 +288,7 @@ def run_all(
     overrides: Overrides = None,
     slurm: Slurm = False,
     local: Local = False,
+    in_allocation: InAllocation = False,
     dry_run: DryRun = False,
     take_over: TakeOver = False,
     verbose: Verbose = False,
@@ -295,7 +301,7 @@ def run_all(
     stages: list[StageName] = ["preprocess", "train", "eval"]
     if config.data.curate is not None:
         stages = ["curate", *stages]
-    if submitted(config, stages, slurm, local, dry_run, take_over=take_over):
+    if submitted(config, stages, slurm, local, dry_run, take_over=take_over, in_allocation=in_allocation):
         return
     from slurm.local.stages import run as run_here
 

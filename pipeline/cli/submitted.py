@@ -22,8 +22,16 @@ def submitted(
     step: int | None = None,
     *,
     take_over: bool = False,
+    in_allocation: bool = False,
 ) -> bool:
-    """Send stages to where the options say; False if they are to run here and now."""
+    """Run stages where the options say; False if they are to run here and now."""
+    if in_allocation:
+        if slurm or local or dry_run:
+            raise UserError("--in-allocation sends no job; leave --slurm, --local and --dry-run out")
+        from slurm.local.in_allocation import run_in_allocation
+
+        run_in_allocation(config, stages, Console(), step=step, take_over=take_over)
+        return True
     if not (slurm or local):
         if dry_run and stages not in (["preprocess"], ["curate"]):
             raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")

@@ -92,6 +92,10 @@ class RunFiles:
     profiles = _Entry("profile")
     """A folder for each attempt that was profiled."""
     checkpoints = _Entry("checkpoints")
+    hf = _Entry("hf")
+    """Folders in Hugging Face's format that were written while training (`train.checkpoint.export`)."""
+    exports = _Entry("exports.jsonl")
+    """A line for each of them, and for each that failed."""
     evaluations = _Entry("eval")
     """Reports of evaluations and what was measured beside them."""
     summary = _Entry("summary.json")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, Count, DataPath, Duration, Section, Text
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.objective import MixedObjectiveConfig
 from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
 
@@ -298,31 +299,6 @@ class ValidationConfig(Section):
     """Windows of it, the same ones each time; 0 turns validation off."""
 
 
-class CheckpointConfig(Section):
-    """Times at which checkpoints are written, and the number that stays."""
-
-    every_steps: int = Field(default=500, ge=1)
-    """Save every N steps, and at the end."""
-    every_minutes: float | None = Field(default=None, gt=0)
-    """Save also when the last save is so long ago."""
-    keep: int = Field(default=2, ge=1)
-    """Number of latest checkpoints to keep."""
-    keep_every: int | None = Field(default=None, ge=1)
-    """Keep for ever the checkpoints of every N steps; one is written at each of these steps."""
-    keep_best: int | None = Field(default=None, ge=1)
-    """Number of best checkpoints to keep besides: those with the lowest validation loss."""
-    best_of: Text | None = None
-    """keep_best: the set of `heldout_sets` whose loss decides; by default the loss of `train.validation`."""
-    async_save: bool = True
-    """Write while training continues: a step waits only until model and optimizer are copied to the memory of the host,
-    which needs room for that copy."""
-    retries: int = Field(default=2, ge=0)
-    """Number of times that a failed save is tried again."""
-    max_unsaved_minutes: float = Field(default=120, gt=0, lt=10**9)
-    """When two saves have failed and the newest checkpoint is older than this, one last save is tried. If that fails,
-    too, the run ends with code 79. One failed save is enough if no other one follows within this time."""
-
-
 class FaultsConfig(Section):
     """Handling of steps that are not finite, and of spikes of the loss or the gradient norm."""
 
@@ -481,6 +457,12 @@ class TrainConfig(Section):
     """Metrics."""
     profile: ProfileConfig | None = None
     """Traces of some steps."""
+
+    @model_validator(mode="after")
+    def _exported_average(self) -> TrainConfig:
+        if self.ema is None and self.checkpoint.export is not None and self.checkpoint.export.weights == "ema":
+            raise ValueError("checkpoint.export.weights is ema, but ema is not set; set ema, or weights: model")
+        return self
 
     @model_validator(mode="after")
     def _ramp(self) -> TrainConfig:

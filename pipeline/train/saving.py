@@ -31,6 +31,7 @@ from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
 from pipeline.train.distributed.process_group import background_group, broadcast_from_rank0, gather
 from pipeline.train.distributed.watchdog import Watchdog
+from pipeline.train.export.exporter import Exporter
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.footprint import checkpoint_bytes
@@ -137,6 +138,7 @@ class Saver:
         """Seconds of the longest save of which rank 0 has a report."""
         self._not_removed: frozenset[str] = frozenset()
         """Why old checkpoints stay, as it was said last."""
+        self.exporter = Exporter(config, folder, plan.length.steps)
         self.unsaved = Unsaved(folder, config.train.checkpoint.max_unsaved_minutes, write=self._rank == 0)
 
     def __enter__(self) -> Saver:
@@ -145,6 +147,13 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            self._leave(error)
+        finally:
+            self.exporter.close()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Wait for the save in flight, as far as the end of the loop allows."""
         if error is None:
             self.wait()
             return
@@ -250,6 +259,7 @@ class Saver:
             else:
                 waited = {"save_waited": report.waited} if report.waited else {}
                 write(report.step, {"save_seconds": report.seconds, **waited})
+        self.exporter.report(write, self._console)
 
     def _count(self, report: SaveReport) -> str:
         """Note for `pipeline status` how a save ended; returns what to say of one that failed, else ""."""
@@ -288,7 +298,9 @@ class Saver:
             self._error = error
 
     def _end(self, job: _Job, failure: MachineError | None) -> None:
-        """Tell how it went, and remove old ones if a new one is there."""
+        """Tell how it went, export it, and remove old ones if a new one is there."""
+        if failure is None:
+            self.exporter.add(job.step)
         if self._rank == 0:
             self._reports.append(SaveReport(job.step, time.monotonic() - job.start, job.waited, failure))
         if failure is None and job.prune:
@@ -297,7 +309,7 @@ class Saver:
     def _prune(self) -> None:
         """Remove what the policy does not keep. Why that fails is said once, not at each save."""
         try:
-            if self._checkpoints.prune(self._config.train.checkpoint):
+            if self._checkpoints.prune(self._config.train.checkpoint, self.exporter.held):
                 self._not_removed = frozenset()
             return
         except NotRemoved as error:

@@ -30,6 +30,7 @@ from pipeline.train.checkpoint.policy import due
 from pipeline.train.distributed import process_group
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
+from pipeline.train.export.exporter import export_missing
 from pipeline.train.host.gc_schedule import GcSchedule
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.monitor.faults import Faults, Rewind
@@ -335,6 +336,7 @@ class Trainer:
             self._profile,
             self._garbage,
         ):
+            self._saver.exporter.begin(self._console)
             try:
                 yield
             except NumericalError:
@@ -342,6 +344,7 @@ class Trainer:
                 raise
             # All is saved. What is left is to close the loggers, one of which may still have much to send.
             self._watchdog.pause()
+            self._saver.exporter.finish(self._requests.reason, self._write, self._console)
         if withheld := self._faults.withheld:
             say(self._console, f'train: {withheld} (`"skipped": true` in metrics.jsonl)')
 
@@ -358,6 +361,7 @@ class Trainer:
         self._saver.report(self._write)
         checkpoint, self._plan = go_back(rewind, self._config, self._plan, self._folder, self._console)
         self._saver.unsaved.rewound()
+        self._saver.exporter.begin(self._console)
         self._validator.forget()
         self._loader = self._open_loader()
         if self._stepper.spikes is not None:
@@ -452,6 +456,8 @@ def train(config: Config, console: Console | None = None) -> int:
             raise UserError(f"the run has no step ({reason}); give it at least one")
         if checkpoint is not None and checkpoint.step >= total:
             say(console, f"train: nothing to do, already at step {checkpoint.step} ({reason})")
+            watchdog.pause()
+            export_missing(config, folder, console)
             return checkpoint.step
         if checkpoint is not None and ranks.rank == 0:
             for line in resume_lines(checkpoint, config, plan.fingerprints, layout):

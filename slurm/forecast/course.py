@@ -15,8 +15,8 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import percent
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.slurm import SiteConfig
-from pipeline.config.train import CheckpointConfig
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.order.journal import Journal
@@ -26,10 +26,12 @@ from pipeline.data.plan.build import Assumed, planned_journal
 from pipeline.data.provenance.loss_file import losses_bytes
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.policy import cadences, most_exports
+from pipeline.train.export.folders import ExportFolders
 from pipeline.train.layout_check import planned_spec
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
-from pipeline.train.parallel.footprint import checkpoint_bytes
+from pipeline.train.parallel.footprint import checkpoint_bytes, export_bytes
 from pipeline.train.planning.devices import Device, calibrated, device_of_gres
 from pipeline.train.run.attempts import attempts
 from slurm.submit.job_plan import PlannedJob
@@ -89,11 +91,13 @@ class Disk:
     """Bytes that this user may still write there."""
     files_free: int | None
     """Inodes; None where the file system has no number of them."""
+    exports: int = 0
+    """Bytes of the exports that are still to be written (`train.checkpoint.export`)."""
 
     @property
     def needed(self) -> int:
         """Bytes that are still to be written, less what is removed meanwhile."""
-        return max(0, self.most - self.there) * self.each
+        return max(0, self.most - self.there) * self.each + self.exports
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ def most_checkpoints(rules: CheckpointConfig, steps: int) -> int:
     Those that are kept for ever, and of the others `keep` and the one that is being written.
     """
     newest = {steps}
-    for every in filter(None, (rules.every_steps, rules.keep_every)):
+    for every in cadences(rules):
         last = steps // every
         newest |= {number * every for number in range(max(1, last - rules.keep), last + 1)}
     for_ever = 0 if rules.keep_every is None else steps // rules.keep_every
@@ -266,7 +270,16 @@ def checkpoints_disk(config: Config, spec: DecoderSpec, course: Course | None) -
     most = rules.keep + 1 if course is None else most_checkpoints(rules, course.steps)
     if course is not None and not course.steps_left:
         most = len(there)
-    return Disk(each, len(there), most, *free_space(checkpoints.folder))
+    free, files_free = free_space(checkpoints.folder)
+    return Disk(each, len(there), most, free, files_free, _exports_left(config, spec, course))
+
+
+def _exports_left(config: Config, spec: DecoderSpec, course: Course | None) -> int:
+    """Bytes of the exports that are still to be written; 0 where it is not known how many."""
+    if course is None:
+        return 0
+    left = most_exports(config.train.checkpoint, course.steps) - len(ExportFolders.of_run(config.run.dir).steps())
+    return max(0, left) * export_bytes(config, spec)
 
 
 def _size(checkpoint: Checkpoint) -> int | None:

@@ -47,6 +47,7 @@ from slurm.job.eval_jobs import Evaluations
 from slurm.job.folder_watch import FolderWatch
 from slurm.job.job_queue import JobQueue
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
+from slurm.job.pack import Pack
 from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, stops_in_a_row, suspects
 from slurm.job.srun_step import SrunStep, rendezvous_env
 from slurm.jobs import LAST_OF_ARRAYS
@@ -84,6 +85,9 @@ def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> 
     """
     submission = _read_unchanged(file, digest)
     console = Console(width=120)
+    if submission.beside:
+        code = Pack(submission, chain_job, lambda text: say(console, f"{when(time.time())} {text}")).run()
+        sys.exit(code)
     following, code = JobStart(submission, chain_job, console).run()
     for after in submission.then:
         if following == "done":
@@ -129,7 +133,8 @@ class JobStart:
         self._chain_job = chain_job
         self._console = console
         self._job, self._restarts = jobs.this_job(submission.where)
-        self._allocation = Allocation.of_environment(self._job, self._say) if submission.where == "slurm" else None
+        alone = submission.where == "slurm" and not submission.packed
+        self._allocation = Allocation.of_environment(self._job, self._say) if alone else None
         self._step: subprocess.Popen[bytes] | None = None
         self._signals: set[int] = set()
         """Signals that came to this process, and SIGUSR2 where one to stop came to the doctor's alone."""
@@ -333,7 +338,7 @@ class JobStart:
                 stops=1 + stops_in_a_row(past, checkpoint) if submission.stage == "train" else 0,
             )
         )
-        if not self._allocation and following in _WITHOUT_QUEUE:
+        if not self._allocation and not submission.packed and following in _WITHOUT_QUEUE:
             following, why = "end", "there is no queue here; submit it again to continue"
         code = f" (code {ending.code})" if ending.code else ""
         reason = ending.reason
@@ -344,6 +349,9 @@ class JobStart:
 
     def _leave(self, how: LaunchEnd) -> int:
         """Do what was decided; returns the exit code of the job."""
+        if self._submission.packed and how.next in (*_WITHOUT_QUEUE, "next link"):
+            self._notices.ended(how, self._attempt, continued=True, hurried=signal.SIGTERM in self._signals)
+            return EXIT_STOPPED  # the job asks for all of its runs, see `slurm.job.pack`
         if how.next == "requeue":
             self._notices.ended(how, self._attempt, continued=True, hurried=signal.SIGTERM in self._signals)
             if refused := self._queue.requeue(self._queue.avoid(how)):
@@ -517,7 +525,8 @@ class JobStart:
         self._step = process
 
     def _say(self, text: str) -> None:
-        say(self._console, f"{when(time.time())} {text}")
+        who = f"{self._run.name}: " if self._submission.packed else ""
+        say(self._console, f"{when(time.time())} {who}{text}")
 
     def _warn(self, message: object) -> None:
         self._say(f"warning: {message}")

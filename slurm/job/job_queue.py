@@ -103,6 +103,8 @@ class JobQueue:
         """Jobs of the same chain that have not begun, the next one first."""
         if self._submission.chain not in ("singleton", "afterany") or self._submission.stage != "train":
             return []
+        if self._submission.packed:  # others need them
+            return []
         every = [job for job in jobs.sent(self._run) if job.stage == "train"]
         of = next((job.submission for job in every if job.job == self._job), None)
         # Not those of a later submission, which may have taken the run over from this one.

@@ -21,6 +21,7 @@ _WORDS: dict[NotifyEvent, str] = {
     "stalled": "training gives no sign of life",
     "spike": "a step went wrong",
     "saves_failing": "saves fail",
+    "export_failed": "a checkpoint was not exported",
 }
 
 

@@ -102,7 +102,7 @@ class Notices:
         self._outbox.send(replace(self._like, event=event, reason=reason, time=time.time(), **values))
 
     def look(self, before: int, *, running: bool) -> None:
-        """Tell of steps that went wrong, saves that fail, and a training that has stalled. Raises nothing.
+        """Tell of steps that went wrong, saves and exports that fail, and a training that has stalled. Raises nothing.
 
         Args:
             before: number of the last attempt before this training: what is older is not news.
@@ -113,6 +113,7 @@ class Notices:
         try:
             self._look_at_faults(last=not running)
             self._look_at_saves(before)
+            self._look_at_exports(before)
             if running:
                 self._look_at_heartbeat(before)
         except OSError:  # a disk that is gone for a while
@@ -162,6 +163,14 @@ class Notices:
             words, at = found.words(time.time()), found.failed_step
             # The same trouble until a newer checkpoint is there, in the next job, too.
             self.send("saves_failing", reason=words, key=f"after step {found.step}", step=at, attempt=found.attempt)
+
+    def _look_at_exports(self, before: int) -> None:
+        if not self._outbox.wants("export_failed") or not self._files.exports.is_file():
+            return
+        last = next(storage.json_lines_backwards(self._files.exports), {})
+        step, attempt, why = last.get("step"), last.get("attempt"), last.get("failed")
+        if why and isinstance(step, int) and isinstance(attempt, int) and attempt > before:
+            self.send("export_failed", reason=str(why), key=f"{step} in attempt {attempt}", step=step, attempt=attempt)
 
     def _look_at_heartbeat(self, before: int) -> None:
         beat = read_beat(self._files.folder) if self._outbox.wants("stalled") else None

@@ -38,10 +38,13 @@ def checkpoints_room(config: Config, disk: Disk, course: Course | None) -> tuple
     fewer = "lower train.checkpoint.keep"
     if rules.keep_every is not None:
         fewer += ", raise train.checkpoint.keep_every"
+    if rules.export is not None:
+        fewer += ", lower train.checkpoint.export.keep"
+    what = "checkpoints and exports" if disk.exports else "checkpoints"
     less = "less" if disk.free < disk.needed else "not much more"
     return None, (
-        f"{room}, {less} than the {size(disk.needed)} that checkpoints still take (up to {disk.most:,} at a time, "
-        f"{disk.there:,} are there): {todo}, or {fewer}"
+        f"{room}, {less} than the {size(disk.needed)} that {what} still take (up to {disk.most:,} checkpoints at a "
+        f"time, {disk.there:,} are there): {todo}, or {fewer}"
     )
 
 

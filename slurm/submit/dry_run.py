@@ -180,6 +180,7 @@ def cost(job: PlannedJob, seconds: float) -> tuple[float, str]:
 def _disk_line(disk: Disk, course: Course | None) -> str:
     more = ", and those of keep_every" if course is None else ""
     losses = f"; losses of samples: {size(course.losses_bytes)}" if course is not None and course.losses_bytes else ""
+    losses += f"; exports that are still to be written: {size(disk.exports)}" if disk.exports else ""
     return (
         f"checkpoints: {size(disk.each)} each, up to {disk.most:,} at a time{more} = {size(disk.most * disk.each)} "
         f"({disk.there:,} are there){losses}; {size(disk.free)} free"

@@ -24,6 +24,7 @@ from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.work.units import find_source_files
 from pipeline.eval.perplexity import check_heldout
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.checkpoint.policy import cadences
 from pipeline.train.open_run import open_validation
 from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
 from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout, layout_warnings
@@ -307,7 +308,7 @@ def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: Preflig
             "have ended"
         )
     rules, step = config.train.checkpoint, ahead.step_seconds
-    every = min(filter(None, (rules.every_steps, rules.keep_every)))
+    every = min(cadences(rules))
     if step is not None and rules.every_minutes is None and every * step > limit:
         found.warn(
             f"train.checkpoint.every_steps={rules.every_steps:,} steps take about {duration(every * step)}, longer "

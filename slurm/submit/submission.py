@@ -70,6 +70,10 @@ class Submission(JobShape):
     others: tuple[str, ...] = ()
     """Files of submissions that the same job runs after all that, however it ended: the next runs of a sweep, on a
     machine without a queue."""
+    beside: tuple[str, ...] = ()
+    """Files of submissions of the runs of a sweep that share this job, all at the same time; nothing else is run."""
+    packed: bool = False
+    """It is one of those: its processes are started on this node, and the job asks the queue for all of them."""
     folder_id: str | None = None
     """Id of the run folder that it was sent for; see `pipeline.common.run_identity`. None: of an older version."""
     sha256: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +88,7 @@ class Submission(JobShape):
 
         What is elsewhere than in the run folder is also put there, where members of the run's group can read it.
         """
-        named = (str(self.run_file), *self.then, *self.others)
+        named = (str(self.run_file), *self.then, *self.others, *self.beside)
         sealed = replace(self, sha256={name: integrity.sha256(Path(name).read_bytes()) for name in named})
         values = asdict(sealed) | {"site": self.site.model_dump(), "resources": self.resources.model_dump()}
         values = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
@@ -128,7 +132,7 @@ def read_submission(file: Path, digest: str | None = None) -> Submission:
     data = integrity.read_checked(file, digest)
     try:
         values: dict[str, Any] = orjson.loads(data)
-        values |= {key: tuple(values[key]) for key in ("command", "then", "others")}
+        values |= {key: tuple(values.get(key, ())) for key in ("command", "then", "others", "beside")}
         values |= {
             "run": Path(values["run"]),
             "run_file": Path(values["run_file"]),

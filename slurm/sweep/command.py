@@ -49,8 +49,9 @@ def sweep(
     dry_run: bool,
     table: bool,
     as_json: bool,
+    per_node: int = 1,
 ) -> None:
-    """The command.
+    """The command; of jobs, each has `per_node` runs.
 
     Raises:
         UserError: options that exclude each other; words or runs that are not valid, all of them in one message, before
@@ -58,6 +59,8 @@ def sweep(
     """
     if slurm and local:
         raise UserError("use either --slurm or --local")
+    if per_node > 1 and not slurm:
+        raise UserError("--per-node is for jobs, in which runs share a node; add --slurm")
     if as_json and not table:
         raise UserError("--json is for the results; add --table")
     if table:
@@ -67,10 +70,10 @@ def sweep(
     backend: Backend | None = "slurm" if slurm else "local" if local else None
     checked = _check(found, backend)
     if dry_run:
-        _show(found, checked, backend, console)
+        _show(found, checked, backend, console, per_node)
         return
     if backend is not None:
-        _send(found, checked, backend, console)
+        _send(found, checked, backend, console, per_node)
         return
     _note(found, checked)
     if left := _left(checked, console):
@@ -121,7 +124,9 @@ def _check_run(member: Member, backend: Backend | None) -> CheckedRun:
     return CheckedRun(member, course.steps, num_parameters(planned_spec(config)))
 
 
-def _show(found: Sweep, checked: Sequence[CheckedRun], backend: Backend | None, console: Console) -> None:
+def _show(
+    found: Sweep, checked: Sequence[CheckedRun], backend: Backend | None, console: Console, per_node: int
+) -> None:
     """Print what would be done."""
     table = Table(*short_names(found.keys).values(), box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("parameters", "steps"):
@@ -137,23 +142,25 @@ def _show(found: Sweep, checked: Sequence[CheckedRun], backend: Backend | None, 
     left = [each.member for each in checked if not is_done(each.member.folder, each.steps)]
     left = [member for member in left if not states[member.folder]]
     if backend == "slurm":
-        _show_jobs(found.folder, left, console)
+        _show_jobs(found.folder, left, console, per_node)
     elif left:
         say(console, f"{counted(len(left), 'run')} one after the other, each trained and then evaluated")
     say(console, f"nothing was {'started' if backend is None else 'sent'} and nothing was written (--dry-run)")
 
 
-def _show_jobs(folder: Path, left: Sequence[Member], console: Console) -> None:
+def _show_jobs(folder: Path, left: Sequence[Member], console: Console, per_node: int) -> None:
     """The jobs that would be sent, and their scripts."""
     from slurm.submit import code_snapshot, permissions, submitit_backend
     from slurm.sweep.send import groups
 
-    wanted = groups(folder, left, "slurm")
+    wanted = groups(folder, left, "slurm", per_node)
     for warning in dict.fromkeys(warning for group in wanted for warning in group.check(dry_run=True)):
         warn(console, warning)
     for group in wanted:
-        planned, count = group.planned, len(group.members)
-        what = f"an array of {count:,} jobs, each" if count > 1 else f"a job for {group.members[0].name}"
+        planned, count = group.planned, group.planned.tasks
+        one = "a job" if len(group.members) > 1 else f"a job for {group.members[0].name}"
+        what = f"an array of {count:,} jobs, each" if count > 1 else one
+        what += f" of {group.per_node} runs" if group.per_node > 1 else ""
         nodes = counted(planned.nodes + planned.spare_nodes, "node")
         processes = f"{planned.processes_per_node:,} process{'' if planned.processes_per_node == 1 else 'es'}"
         say(
@@ -215,7 +222,7 @@ def _in_turn(found: Sweep, left: Sequence[CheckedRun], console: Console) -> None
         raise RunsFailed(f"{len(failed)} of {len(left)} runs failed: {', '.join(failed)}; the others are done")
 
 
-def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console: Console) -> None:
+def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console: Console, per_node: int) -> None:
     """Send what neither is done nor was sent before."""
     from pipeline.train.run.folder import make_writable
     from slurm.submit.submit import cancel_unknown, one_at_a_time
@@ -228,7 +235,7 @@ def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console
             _note(found, checked)
             show_table(found.folder, console, as_json=False)
             return
-        wanted = groups(found.folder, left, backend)
+        wanted = groups(found.folder, left, backend, per_node)
         for warning in dict.fromkeys(warning for group in wanted for warning in group.check()):
             warn(console, warning)
         _note(found, checked)

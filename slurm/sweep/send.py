@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,13 @@ class Group:
     members: list[Member]
     """In the order of its tasks."""
     backend: Backend
+    per_node: int = 1
+    """Runs that share a job."""
+
+    @property
+    def packs(self) -> list[list[Member]]:
+        """The runs of each job."""
+        return [self.members[first : first + self.per_node] for first in range(0, len(self.members), self.per_node)]
 
     @property
     def config(self) -> Config:
@@ -53,7 +60,28 @@ class Group:
         """
         submitit_backend.refuse_derived_options(self.planned, self.site)
         submitit_backend.refuse_path(self.config.run.dir)
-        return preflight.check(self.config, self.site, [self.planned], self.backend, dry_run=dry_run)
+        one = planned_training(self.config, self.backend) if self.per_node > 1 else self.planned
+        return preflight.check(self.config, self.site, [one], self.backend, dry_run=dry_run)
+
+
+def shared_job(one: PlannedJob, per_node: int) -> PlannedJob:
+    """The job of several runs of one node: it asks for what all of them need.
+
+    Raises:
+        UserError: a run is of several nodes.
+    """
+    if per_node > 1 and one.nodes + one.spare_nodes > 1:
+        raise UserError(
+            f"--per-node {per_node} puts runs of one node together, but each has {one.nodes + one.spare_nodes} "
+            "(slurm.nodes, slurm.spare_nodes); leave the option out, or set slurm.nodes=1"
+        )
+    memory = one.resources.mem_gb
+    return replace(
+        one,
+        processes_per_node=per_node * one.processes_per_node,
+        gpus_per_node=per_node * one.gpus_per_node,
+        resources=one.resources.model_copy(update={"mem_gb": None if memory is None else per_node * memory}),
+    )
 
 
 def planned_training(config: Config, backend: Backend) -> PlannedJob:
@@ -75,8 +103,12 @@ def refuse_larger_evaluation(config: Config, training: PlannedJob, backend: Back
         )
 
 
-def groups(folder: Path, members: Sequence[Member], backend: Backend) -> list[Group]:
-    """Runs by what they ask for, in the order of their first ones."""
+def groups(folder: Path, members: Sequence[Member], backend: Backend, per_node: int = 1) -> list[Group]:
+    """Runs by what they ask for, in the order of their first ones; `per_node` of them share a job.
+
+    Raises:
+        UserError: runs of several nodes cannot share one.
+    """
     found: dict[str, list[tuple[Member, PlannedJob]]] = {}
     for member in members:
         planned = planned_training(member.config, backend)
@@ -86,8 +118,10 @@ def groups(folder: Path, members: Sequence[Member], backend: Backend) -> list[Gr
     result = []
     for number, group in enumerate(found.values(), start=1):
         name = f"sweep-{value_hash(str(folder))[:6]}" + (f"-{number}" if len(found) > 1 else "")
-        tasks = len(group) if backend == "slurm" else 1
-        result.append(Group(replace(group[0][1], name=name, tasks=tasks), [member for member, _ in group], backend))
+        together = min(per_node, len(group))
+        tasks = -(-len(group) // together) if backend == "slurm" else 1
+        planned = replace(shared_job(group[0][1], together), name=name, tasks=tasks)
+        result.append(Group(planned, [member for member, _ in group], backend, together))
     return result
 
 
@@ -118,15 +152,16 @@ def send(folder: Path, wanted: Sequence[Group], backend: Backend) -> list[Job]:
             before: str | None = None
             for chain_job in range(1, group.planned.links + 1):
                 dependency = f"afterany:{before}" if before else None
-                paths = [files[member.name] for member in group.members]
+                paths = [_pack(group, pack, files) for pack in group.packs]
                 before = submitit_backend.send(
                     folder, group.planned, paths, backend=backend, dependency=dependency, chain_job=chain_job
                 )
                 sent.numbers.append(before)
                 numbers = [before] if len(paths) == 1 else [f"{before}_{task}" for task in range(len(paths))]
-                for member, number in zip(group.members, numbers, strict=True):
-                    file, planned = files[member.name], group.planned
-                    job = record_sent(member.folder, planned, file, number, backend, tasks=1, link=chain_job)
+                for place, member in enumerate(group.members):
+                    file, planned, number = files[member.name], group.planned, numbers[place // group.per_node]
+                    more = {"tasks": 1, "link": chain_job, "shared": group.per_node > 1}
+                    job = record_sent(member.folder, planned, file, number, backend, **more)
                     sent.noted.append((member.folder, job))
                     found += [job] if chain_job == 1 else []
     return found
@@ -143,8 +178,29 @@ def _prepare(folder: Path, group: Group, member: Member, backend: Backend, code:
     evaluation = write_submission(
         run, config, site, job_plan.eval_job(config, site, None, backend=backend), backend, code
     )
-    file = write_submission(run, config, site, group.planned, backend, code)
-    replace(read_submission(file), then=(str(evaluation),)).save(file)
+    packed = group.per_node > 1
+    planned = planned_training(config, backend) if packed else group.planned
+    if packed:  # no srun says how many
+        config = config.model_copy(
+            update={"launch": config.launch.model_copy(update={"processes": planned.processes_per_node})}
+        )
+    file = write_submission(run, config, site, planned, backend, code)
+    submission = read_submission(file)
+    if packed:
+        replace(read_submission(evaluation), packed=True).save(evaluation)
+        submission = replace(submission, packed=True, doctor=False, every_checkpoint=False)
+    replace(submission, then=(str(evaluation),)).save(file)
+    return file
+
+
+def _pack(group: Group, members: Sequence[Member], files: Mapping[str, Path]) -> Path:
+    """The submission of a job: that of its run, or one that names those of all of its runs."""
+    first = files[members[0].name]
+    if group.per_node == 1:
+        return first
+    file = first.with_name(f"{first.stem}-pack.json")
+    beside = tuple(str(files[member.name]) for member in members)
+    replace(read_submission(first), then=(), packed=False, beside=beside).save(file)
     return file
 
 

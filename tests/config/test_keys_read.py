@@ -195,7 +195,12 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     chained = load(tmp_path / "both.yaml", ["slurm.chain=singleton"])
     warm = load(
         tmp_path / "both.yaml",
-        [f"run.dir={tmp_path / 'warm'}", f"train.init_from.path={first.run.dir}", "train.duration=2 steps"],
+        [
+            f"run.dir={tmp_path / 'warm'}",
+            f"train.init_from.path={first.run.dir}",
+            "train.duration=2 steps",
+            "train.checkpoint.export={every_steps: 1, keep: 1}",
+        ],
     )
     common = {
         "train.duration": "2 steps",

@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from pipeline.common.errors import UserError
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.load import load
-from pipeline.config.train import CheckpointConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.checkpoint.commands import rows
 from pipeline.train.checkpoint.manager import Checkpoints

@@ -12,10 +12,11 @@ from rich.console import Console
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
 from pipeline.common.format import aligned, shape_text, when
-from pipeline.config.train import CheckpointConfig
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_of, validation_losses
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import best, is_permanent
+from pipeline.train.export.folders import ExportFolders
 
 if TYPE_CHECKING:
     from pipeline.train.checkpoint.tensors import Stored
@@ -328,9 +329,10 @@ def prune(
     """
     if keep is not None and steps is not None:
         raise UserError("name what to remove with either --keep or --steps, not with both")
+    exported = {step for step in ExportFolders.of_run(checkpoints.folder.parent).unfinished().values() if step}
     if steps is None:
         policy = config if keep is None else config.model_copy(update={"keep": keep})
-        chosen = checkpoints.prune(policy, full=True, dry_run=True)
+        chosen = checkpoints.prune(policy, exported, full=True, dry_run=True)
     else:
         chosen = [checkpoints.find(step) for step in sorted(set(steps))]
         latest, good = checkpoints.latest(), checkpoints.last_good(full=True)
@@ -338,6 +340,8 @@ def prune(
             if each in (latest, good):
                 why = "is the one that the run resumes from" if each == latest else "is the newest valid one"
                 raise UserError(f"step {each.step} {why} and stays; leave it out of --steps. Nothing was removed")
+            if each.step in exported:
+                raise UserError(f"step {each.step} is being exported; try again when that is done. Nothing was removed")
     if abandoned:
         chosen += checkpoints.abandoned()
     gone, failure = chosen, None

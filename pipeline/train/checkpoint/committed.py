@@ -17,7 +17,7 @@ from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import file_hash
 from pipeline.common.run_files import CHECKPOINT_STATE
-from pipeline.config.train import CheckpointConfig
+from pipeline.config.checkpoint import CheckpointConfig
 
 COMMIT = "COMMIT"
 VALIDATION_LOSSES = "validation_losses"

@@ -20,7 +20,7 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.common.links import refuse_link_of_others, remove_folder
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
-from pipeline.config.train import CheckpointConfig
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.committed import (
     COMMIT,
     UNREADABLE,
@@ -306,24 +306,26 @@ class Checkpoints:
             self._point_to(final)
         return final
 
-    def prune(self, config: CheckpointConfig, *, full: bool = False, dry_run: bool = False) -> list[Checkpoint]:
+    def prune(
+        self, config: CheckpointConfig, used: Iterable[int] = (), *, full: bool = False, dry_run: bool = False
+    ) -> list[Checkpoint]:
         """Remove checkpoints that the policy does not keep; never the one to resume from, nor the last good one.
 
         Args:
             config: the policy's numbers.
+            used: steps of those that are being read, which stay.
             full: trust only what has been read and compared with its hashes. Otherwise sizes are enough.
             dry_run: only tell what would go.
 
         Raises:
             NotRemoved: as for `remove`.
         """
-        everything, latest = self.all(), self.latest()
-        last_good = self.last_good(full=full)
+        everything, latest, last_good = self.all(), self.latest(), self.last_good(full=full)
         steps = to_prune(
             config,
             [checkpoint.step for checkpoint in everything],
             latest.step if latest else None,
-            [*([last_good.step] if last_good else []), *best(config, validation_losses(everything, config))],
+            [*used, *([last_good.step] if last_good else []), *best(config, validation_losses(everything, config))],
         )
         gone = [checkpoint for checkpoint in everything if checkpoint.step in steps]
         return gone if dry_run else self.remove(gone)

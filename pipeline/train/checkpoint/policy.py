@@ -9,12 +9,51 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from pipeline.config.train import CheckpointConfig
+from pipeline.config.checkpoint import CheckpointConfig
 
 
 def due(config: CheckpointConfig, step: int, total: int) -> bool:
     """True if a run saves after `step` of `total` steps. What the clock asks for is not known here."""
-    return step == total or step % config.every_steps == 0 or is_permanent(config, step)
+    return step == total or any(step % every == 0 for every in cadences(config))
+
+
+def is_exported(config: CheckpointConfig, step: int, total: int) -> bool:
+    """True if the checkpoint of `step` of `total` steps is written in Hugging Face's format, too."""
+    return config.export is not None and (step == total or step % config.export.every_steps == 0)
+
+
+def to_export(config: CheckpointConfig, steps: Collection[int], there: Collection[int], total: int) -> list[int]:
+    """Steps whose checkpoints are still to be exported, ascending: none that would be removed at once.
+
+    Args:
+        config: which ones, and how many exports stay.
+        steps: of the checkpoints.
+        there: of the exports.
+        total: steps of the run.
+    """
+    missing = [step for step in steps if step not in there and is_exported(config, step, total)]
+    gone = exports_to_prune(config, {*missing, *there})
+    return [step for step in sorted(missing) if step not in gone]
+
+
+def exports_to_prune(config: CheckpointConfig, there: Collection[int]) -> list[int]:
+    """Steps of the exports that are to be removed, ascending: all but the newest."""
+    keep = None if config.export is None else config.export.keep
+    return [] if keep is None else sorted(there)[:-keep]
+
+
+def most_exports(config: CheckpointConfig, total: int) -> int:
+    """Exports that are there at a time at most in a run of `total` steps, the one that is being written among them."""
+    if config.export is None:
+        return 0
+    everything = -(-total // config.export.every_steps)
+    return everything if config.export.keep is None else min(everything, config.export.keep + 1)
+
+
+def cadences(config: CheckpointConfig) -> list[int]:
+    """Every how many steps a run saves, by each of the keys that say so."""
+    export = None if config.export is None else config.export.every_steps
+    return [steps for steps in (config.every_steps, config.keep_every, export) if steps is not None]
 
 
 def is_permanent(config: CheckpointConfig, step: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,25 +55,26 @@ class WeightSource(Protocol):
         """Some of them, on the CPU; with `rows` these rows of each."""
 
 
-def open_weights(path: StrPath, step: int | None, weights: Weights) -> WeightSource:
+def open_weights(path: StrPath, step: int | None, weights: Weights, *, full: bool = True) -> WeightSource:
     """The weights in a run folder, in a checkpoint's folder, or in one that `pipeline checkpoint export` has written.
 
     Args:
         path: one of these.
         step: of a run folder; by default its latest.
         weights: those that were trained, or their moving average.
+        full: compare the hashes of a checkpoint's files, all of which are read for that; otherwise their sizes.
 
     Raises:
         UserError: there are none, or they are damaged.
     """
-    path = Path(path)
+    path, verify = Path(path), partial(Checkpoint.problems, full=full)
     if (path / EXPORT_ORIGIN).is_file():
         return _Exported(path, weights)
     if RunFiles(path).checkpoints.is_dir() or RunFiles(path).config.is_file():
-        return _InCheckpoint(Checkpoints.of_run(path).at(step), weights)
+        return _InCheckpoint(Checkpoints.of_run(path).at(step, verify), weights)
     named_step = step_of(path.name)
     if (path / COMMIT).is_file() and named_step is not None:
-        return _InCheckpoint(Checkpoints(path.parent).at(named_step), weights)
+        return _InCheckpoint(Checkpoints(path.parent).at(named_step, verify), weights)
     raise UserError(
         f"{path} has no weights: name a run folder (with `checkpoints`), a checkpoint in it (with {COMMIT}), or a "
         f"folder that was exported (with {EXPORT_ORIGIN})"

@@ -100,14 +100,23 @@ def begin_rank() -> None:
     launcher = os.environ.get(LAUNCHER, "")
     if not launcher.isdecimal() or not is_rank():
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it went before the line above
-        os._exit(EXIT_OTHER)
+    end_with(int(launcher))
     if os.environ.get("RANK") != "0":
         # torch opens the log once for each stream, and each would write over the other's lines.
         os.lseek(1, 0, os.SEEK_END)
         fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.O_APPEND)
         os.dup2(1, 2)
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel end this process when the thread of its parent that has started it is gone, however that ended.
+
+    Args:
+        parent: Its process id.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it went before the line above
+        os._exit(EXIT_OTHER)
 
 
 @dataclass(frozen=True)

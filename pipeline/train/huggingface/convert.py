@@ -67,6 +67,7 @@ def to_hf(
     max_shard: int | None = 5 * 10**9,
     pooled: bool = False,
     chat_template: Path | None = None,
+    full: bool = True,
     console: Console,
 ) -> str:
     """Write a folder that transformers loads, a model and its `AutoTokenizer`; says what it wrote.
@@ -80,6 +81,7 @@ def to_hf(
         max_shard: bytes of tensors in a file at most.
         pooled: add the files with which sentence-transformers makes a vector of a text.
         chat_template: a file in Jinja, by which `AutoTokenizer` makes a text of a conversation.
+        full: as for `open_weights`.
         console: for the progress bar.
 
     Raises:
@@ -90,7 +92,7 @@ def to_hf(
     to = Path(to)
     free_folder(to)
     template = None if chat_template is None else _chat_template(chat_template)
-    found = open_weights(source, step, weights)
+    found = open_weights(source, step, weights, full=full)
     if pooled and found.model.direction == "causal":
         raise UserError(
             "--pooled is for encoders, and model.direction is causal: of a text its last token alone has seen all; "

@@ -125,6 +125,13 @@ def checkpoint_bytes(config: Config, spec: DecoderSpec) -> int:
     return weights * parameters + MOMENT_BYTES[optimizer.states] * kept
 
 
+def export_bytes(config: Config, spec: DecoderSpec) -> int:
+    """Bytes of the tensors in an export while training; 0 without. Its vocabulary has no padding."""
+    export, tables = config.train.checkpoint.export, 1 if spec.tie_embeddings else 2
+    padding = tables * (spec.vocab_padded - spec.vocab_size) * spec.dim
+    return 0 if export is None else COMPUTE_BYTES[export.dtype or "fp32"] * (num_parameters(spec) - padding)
+
+
 def layer_sizes(spec: DecoderSpec, part: ModelPart, tp: int) -> dict[int, int]:
     """Parameters on one rank of the tp axis of each layer of a part and depth of multi-token prediction.
 

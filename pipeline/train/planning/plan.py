@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.provenance.loss_file import losses_bytes
+from pipeline.train.checkpoint.policy import most_exports
 from pipeline.train.layout_check import PlannedModel, planned_model, planned_spec
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
-from pipeline.train.parallel.footprint import checkpoint_bytes
+from pipeline.train.parallel.footprint import checkpoint_bytes, export_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.step_shapes import StepShape, step_counts, step_shapes
@@ -94,6 +95,16 @@ class ResourcePlan:
     def peak_bytes(self) -> int:
         """Bytes of the process that needs the most."""
         return max(rank.total for rank in self.memory)
+
+    @property
+    def export_bytes(self) -> int:
+        """Bytes of an export while training; 0 if there are none."""
+        return export_bytes(self.config, self.model.spec)
+
+    @property
+    def exports(self) -> int:
+        """Exports that are there at a time at most."""
+        return most_exports(self.config.train.checkpoint, self.steps)
 
     @property
     def losses_bytes(self) -> int:

@@ -57,6 +57,9 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
     if plan.experts is not None:
         yield from expert_lines(plan.experts, plan.layout, plan.peak_bytes)
     yield f"checkpoint: {size(plan.checkpoint_bytes)}"
+    if plan.export_bytes:
+        room = size(plan.exports * plan.export_bytes)
+        yield f"exports: {size(plan.export_bytes)} each, up to {plan.exports:,} at a time = {room}"
     if plan.losses_bytes:
         yield f"losses of samples (train.metrics.windows): {size(plan.losses_bytes)} in all"
     yield from _memory_lines(plan)
@@ -93,6 +96,7 @@ def to_json(plan: ResourcePlan) -> dict[str, Any]:
         "active_parameters": plan.model.active_parameters,
         "experts": expert_json(plan.experts),
         "checkpoint_bytes": plan.checkpoint_bytes,
+        **({"export_bytes": plan.export_bytes, "exports": plan.exports} if plan.export_bytes else {}),
         **({"losses_bytes": plan.losses_bytes} if plan.losses_bytes else {}),
         "memory_limit_bytes": plan.memory_limit,
         "memory": [_memory_json(rank) for rank in plan.memory],

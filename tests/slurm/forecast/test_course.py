@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 
 from pipeline.common.format import duration, rounded
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.load import load
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
-from pipeline.config.train import CheckpointConfig
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import due, to_prune
 from pipeline.train.model.config import decoder_spec

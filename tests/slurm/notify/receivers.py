@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.config.notify import NotifyConfig, NotifyEvent
 
-ALL: list[NotifyEvent] = ["done", "failed", "stopped", "requeued", "stalled", "spike", "saves_failing"]
+ALL: list[NotifyEvent] = ["done", "failed", "stopped", "requeued", "stalled", "spike", "saves_failing", "export_failed"]
 SECRET = "T0/s3cr3t"
 """Path of the server's address."""
 

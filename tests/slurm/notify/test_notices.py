@@ -85,6 +85,21 @@ def test_saves_that_fail_are_told_of_once_for_each_checkpoint(config: Config) ->
     assert "No space left on device" in told[0][2]
 
 
+def test_an_export_that_failed_is_told_of_once(config: Config) -> None:
+    def exported(attempt: int, step: int, failed: str | None) -> None:
+        row = {"step": step, "attempt": attempt, "time": time.time(), "seconds": 1.0, "failed": failed}
+        storage.add_json_line(config.run.dir / "exports.jsonl", row)
+
+    for attempt, step, failed in ((1, 10, "old"), (2, 20, "No space left on device"), (2, 20, None), (3, 20, "again")):
+        exported(attempt, step, failed)
+        for _ in range(2):
+            notices = Notices(config, "train", silent)
+            notices.look(1, running=True)  # attempt 1 is older than what is watched
+            told = seen(config, notices)
+    assert [each[:2] for each in told] == [("export_failed", 20), ("export_failed", 20)]
+    assert "No space left on device" in told[0][2]
+
+
 def test_a_training_without_a_sign_of_life_has_stalled(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def beat(age: float, phase: str = "step", attempt: int = 2) -> None:
         place = {"rank": 0, "host": "n1", "pid": 1, "attempt": attempt, "step": 12, "phase": phase}

@@ -158,6 +158,16 @@ def test_a_tight_disk_is_a_warning(tmp_path: Path, free: int, word: str) -> None
     assert [word in line for line in findings.warnings] == ([True] if word else [])
 
 
+def test_exports_need_room_besides_checkpoints(tmp_path: Path) -> None:
+    findings = PreflightReport()
+    disk = Disk(each=100, there=1, most=4, free=900, files_free=None, exports=250)
+    config = load(tiny.write_run(tmp_path, {"train.checkpoint.export": {"every_steps": 4}}))
+    _check_room(config, Forecast(None, None, "", disk), findings)
+    (line,) = findings.warnings
+    assert "550 bytes that checkpoints and exports still take" in line or "550 B that checkpoints and exports" in line
+    assert "lower train.checkpoint.export.keep" in line
+
+
 def test_problems_of_the_machine_alone_are_no_mistake_of_the_user() -> None:
     findings = PreflightReport()
     with findings.collecting():

@@ -43,9 +43,9 @@ def fresh(run_file: Path, tmp_path: Path) -> list[str]:
     return [f"run.dir={tmp_path / 'run'}"]
 
 
-def do(run: Path, words: list[str], **options: bool) -> None:
+def do(run: Path, words: list[str], *, per_node: int = 1, **options: bool) -> None:
     everything = dict.fromkeys(("slurm", "local", "dry_run", "table", "as_json"), False) | options
-    sweep(run, words, Console(width=150), **everything)
+    sweep(run, words, Console(width=150), **everything, per_node=per_node)
 
 
 def table(run: Path, words: list[str], capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:

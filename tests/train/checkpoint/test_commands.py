@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from pipeline.cli.main import main
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.load import load
-from pipeline.config.train import CheckpointConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import commands, committed
 from pipeline.train.checkpoint.export import average, export
@@ -225,6 +225,16 @@ def test_prune_removes_by_the_policy_or_by_step(run: Path, call: Any) -> None:
     assert "step 4 is the newest valid one" in said
     assert call("prune", run, "--keep", 1)[1] == "nothing to remove\n"
     assert call("prune", run, "--steps", "4,x")[0] == 2
+
+
+def test_prune_leaves_alone_what_is_being_exported(run: Path, call: Any) -> None:
+    tmp = run / "hf" / ".step-00000002.host.1234.01234567.tmp"
+    tmp.mkdir(parents=True)
+    assert call("prune", run, "--keep", 1, "--dry-run")[1] == f"would remove {folder(run, 4)}\n"
+    code, _, said = call("prune", run, "--steps", "2")
+    assert code == 2 and "step 2 is being exported" in said
+    tmp.rmdir()
+    assert len(call("prune", run, "--keep", 1, "--dry-run")[1].splitlines()) == 2
 
 
 def test_prune_says_what_cannot_be_removed(run: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:

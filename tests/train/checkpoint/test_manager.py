@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.config.train import CheckpointConfig
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.committed import Parent
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, Files, NotRemoved, record_of
 

@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.train import CheckpointConfig
-from pipeline.train.checkpoint.policy import due, is_permanent, to_prune
+from pipeline.config.checkpoint import CheckpointConfig, ExportConfig
+from pipeline.train.checkpoint.policy import (
+    due,
+    exports_to_prune,
+    is_exported,
+    is_permanent,
+    most_exports,
+    to_export,
+    to_prune,
+)
 
 
 def test_saves_are_due_at_both_rhythms_and_at_the_end() -> None:
@@ -76,3 +84,21 @@ def test_a_run_never_holds_more_than_the_rolling_and_the_permanent_ones(
     assert there[-1] == total
     if config.keep_every:
         assert set(range(config.keep_every, total + 1, config.keep_every)) <= set(there)
+
+
+def test_exports_are_of_every_so_many_steps_and_of_the_last_one() -> None:
+    config = CheckpointConfig(every_steps=4, export=ExportConfig(every_steps=6, keep=2))
+    assert [step for step in range(1, 15) if due(config, step, 14)] == [4, 6, 8, 12, 14]
+    assert [step for step in range(1, 15) if is_exported(config, step, 14)] == [6, 12, 14]
+    # What would be removed at once is not made.
+    assert to_export(config, [4, 6, 8, 12, 14], [], 14) == [12, 14]
+    assert to_export(config, [6, 12], [12], 14) == [6]
+    assert to_export(config, [6, 12, 14], [12, 14], 14) == []
+    assert exports_to_prune(config, [18, 6, 12]) == [6]
+    assert [most_exports(config, total) for total in (5, 12, 14, 90)] == [1, 2, 3, 3]
+
+
+def test_without_the_key_nothing_is_exported_and_without_keep_all_stay() -> None:
+    none, all_stay = CheckpointConfig(), CheckpointConfig(export=ExportConfig(every_steps=5))
+    assert not is_exported(none, 10, 10) and to_export(none, [10], [], 10) == [] and most_exports(none, 10) == 0
+    assert exports_to_prune(all_stay, range(100)) == [] and most_exports(all_stay, 51) == 11

@@ -187,6 +187,18 @@ def test_recorded_losses_have_a_size(run_file: Path, call: Callable[..., tuple[i
     assert code == 0 and found["losses_bytes"] == 32 + 2 * samples
 
 
+def test_exports_have_a_size(run_file: Path, call: Callable[..., tuple[int, str, str]]) -> None:
+    def found(dtype: str) -> tuple[int, int, int]:
+        export = f"train.checkpoint.export={{every_steps: 5, keep: 2, dtype: {dtype}}}"
+        code, text, _ = call(run_file, "train.duration=20 steps", export, "--json")
+        assert code == 0
+        values = json.loads(text)
+        return values["parameters"], values["export_bytes"], values["exports"]
+
+    assert [bytes / parameters for parameters, bytes, _ in map(found, ("fp32", "bf16"))] == [4, 2]
+    assert found("bf16")[2] == 3  # two that stay, and one that is being written
+
+
 @pytest.mark.guard
 def test_what_does_not_fit_ends_with_2(run_file: Path, call: Callable[..., tuple[int, str, str]]) -> None:
     large = "model={layers: 48, dim: 8192, heads: 64}"

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from pipeline.config.train import CheckpointConfig
+from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.policy import saves_lost
 from pipeline.train.run.rollback import saves_on_line
 from tests import tiny

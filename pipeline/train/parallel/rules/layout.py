@@ -21,6 +21,7 @@ from pipeline.train.parallel.rules.attention import ATTENTION_RULES, attention_a
 from pipeline.train.parallel.rules.base import Rule, key_of, nearest_degrees, nearest_multiples, parts_of
 from pipeline.train.parallel.rules.context import CONTEXT_RULES, EVALUATED_LENGTH
 from pipeline.train.parallel.rules.experts import EXPERT_RULES, balance_without_effect, unbalanced_experts
+from pipeline.train.parallel.rules.export import EXPORT_RULES
 from pipeline.train.parallel.rules.fp8 import FP8_RULES, slow_without_compiler
 from pipeline.train.parallel.rules.optimizer import OPTIMIZER_RULES, optimizer_without_effect
 from pipeline.train.parallel.rules.overlap import OVERLAP_RULES, overlap_without_effect
@@ -322,6 +323,7 @@ RULES: Sequence[Rule] = (
     *PROFILE_RULES,
     *OVERLAP_RULES,
     *OPTIMIZER_RULES,
+    *EXPORT_RULES,
     Rule(
         ("parallel",),
         "The combination of axes, schedule, `sequence_parallel` and resharding is one of the tested kinds (table "

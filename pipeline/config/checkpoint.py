@@ -1,0 +1,49 @@
+"""`train.checkpoint:`: when a run saves, what it keeps, and what it exports meanwhile."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.config.base import Section, Text
+
+
+class ExportConfig(Section):
+    """Folders in Hugging Face's format that are written while training, in `hf/` of the run folder."""
+
+    every_steps: int = Field(ge=1)
+    """Write one every N steps, and at the end; a checkpoint is written at each of these steps."""
+    keep: int | None = Field(default=None, ge=1)
+    """Number of latest folders to keep; by default all."""
+    weights: Literal["model", "ema"] = "model"
+    """The weights that were trained, or their moving average (`train.ema`)."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type of the weights in the files; by default as they are stored (fp32)."""
+
+
+class CheckpointConfig(Section):
+    """Times at which checkpoints are written, and the number that stays."""
+
+    every_steps: int = Field(default=500, ge=1)
+    """Save every N steps, and at the end."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Save also when the last save is so long ago."""
+    keep: int = Field(default=2, ge=1)
+    """Number of latest checkpoints to keep."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Keep for ever the checkpoints of every N steps; one is written at each of these steps."""
+    keep_best: int | None = Field(default=None, ge=1)
+    """Number of best checkpoints to keep besides: those with the lowest validation loss."""
+    best_of: Text | None = None
+    """keep_best: the set of `heldout_sets` whose loss decides; by default the loss of `train.validation`."""
+    async_save: bool = True
+    """Write while training continues: a step waits only until model and optimizer are copied to the memory of the host,
+    which needs room for that copy."""
+    retries: int = Field(default=2, ge=0)
+    """Number of times that a failed save is tried again."""
+    max_unsaved_minutes: float = Field(default=120, gt=0, lt=10**9)
+    """When two saves have failed and the newest checkpoint is older than this, one last save is tried. If that fails,
+    too, the run ends with code 79. One failed save is enough if no other one follows within this time."""
+    export: ExportConfig | None = None
+    """Folders that transformers loads, written in the background from checkpoints, see below. Off by default."""

@@ -1,0 +1,135 @@
+"""Several runs of a sweep in one job on one node: a batch process for each, with cores and devices of its own.
+
+A run that fails or is done does not disturb the others. What a single run would ask of the queue, the job asks once,
+when the last of its runs has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+from pipeline.common.console import on_stop
+from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED
+from pipeline.common.signals import ignore, stop_signals
+from slurm import jobs
+from slurm.job.allocation import Allocation
+from slurm.job.launch_log import launches
+from slurm.submit.submission import Submission, read_submission
+
+T = TypeVar("T")
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_OF_THE_JOB = ("SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+"""Variables with numbers of the whole job, which a run would take for its own."""
+
+
+class Pack:
+    """The runs of one job.
+
+    Args:
+        submission: of the job, with those of its runs in `beside`.
+        chain_job: number within the chain, from 1.
+        say: for what the user should know.
+    """
+
+    def __init__(self, submission: Submission, chain_job: int, say: Callable[[str], None]) -> None:
+        self._submission, self._chain_job, self._say = submission, chain_job, say
+        self._job, _ = jobs.this_job("slurm")
+        self._allocation = Allocation.of_environment(self._job, say)
+        self._signals: set[int] = set()
+        self._running: dict[Path, subprocess.Popen[bytes]] = {}
+
+    def run(self) -> int:
+        """Run all to their ends; returns the exit code of the job."""
+        files = [Path(name) for name in self._submission.beside]
+        codes: dict[Path, int] = {}
+        with self._listening():
+            for place, file in enumerate(files):
+                if is_done(file):
+                    self._say(f"{read_submission(file).run.name}: done")
+                else:
+                    self._running[file] = self._start(file, place)
+            while self._running:
+                for file, process in list(self._running.items()):
+                    if process.poll() is not None:
+                        codes[file] = process.returncode
+                        del self._running[file]
+                time.sleep(0.2)
+            return self._leave(list(codes.values()))
+
+    def _start(self, file: Path, place: int) -> subprocess.Popen[bytes]:
+        """Start the batch process of a run, on its part of the node."""
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_JOB}
+        environment |= self._devices(place)
+        if self._allocation.end is not None:
+            environment["SLURM_JOB_END_TIME"] = str(int(self._allocation.end))
+        words = [str(self._chain_job), str(file), self._submission.sha256[str(file)]]
+        # Its own session: the scheduler's signals come to this process, which hands them on once.
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "slurm.job.batch_entry", *words], env=environment, start_new_session=True
+        )
+        if cores := part_of(sorted(os.sched_getaffinity(0)), place, len(self._submission.beside)):
+            with suppress(OSError):  # it has ended already
+                os.sched_setaffinity(process.pid, cores)
+        return process
+
+    def _devices(self, place: int) -> dict[str, str]:
+        """Variables that show a run its devices alone."""
+        number = len(self._submission.beside)
+        given = {name: os.environ[name].split(",") for name in _DEVICES if os.environ.get(name)}
+        if not given and self._submission.site.gpus_per_node:
+            given = {_DEVICES[0]: [str(each) for each in range(number * self._submission.site.gpus_per_node)]}
+        return {name: ",".join(part_of(devices, place, number)) for name, devices in given.items()}
+
+    def _leave(self, codes: Sequence[int]) -> int:
+        """Do what follows; returns the exit code of the job."""
+        if EXIT_STOPPED in codes and self._submission.chain == "requeue":
+            if signal.SIGTERM in self._signals and not self._allocation.is_over_time():
+                return EXIT_OK  # the scheduler ends the job, and decides whether it starts again
+            self._say("the job goes back into the queue, for the runs that were stopped")
+            if refused := self._allocation.requeue():
+                self._say(f"error: the requeue was refused: {refused}")
+                return EXIT_OTHER
+        failed = [code for code in codes if code not in (EXIT_OK, EXIT_STOPPED)]
+        return (failed[0] if failed[0] > 0 else EXIT_OTHER) if failed and EXIT_STOPPED not in codes else EXIT_OK
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Hand signals to stop on to all runs."""
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            on_stop(number)
+            self._signals.add(number)
+            for process in self._running.values():
+                with suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+        before = {number: signal.signal(number, forward) for number in (*stop_signals(), signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for process in self._running.values():
+                process.kill()
+            ignore(*before)
+
+
+def part_of(things: Sequence[T], place: int, number: int) -> list[T]:
+    """An equal part of cores or devices; none where there are fewer than parts."""
+    size = len(things) // number
+    return list(things[place * size : (place + 1) * size])
+
+
+def is_done(file: Path) -> bool:
+    """True if all stages of a submission have ended well since it was written."""
+    submission, since = read_submission(file), file.stat().st_mtime
+    stages = [submission.stage, *(read_submission(Path(each)).stage for each in submission.then)]
+    ends = [(launches(submission.run, stage) or [None])[-1] for stage in stages]
+    return all(last and last.end and last.end.next == "done" and last.end.time > since for last in ends)

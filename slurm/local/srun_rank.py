@@ -1,0 +1,48 @@
+"""A task of plain srun as a rank: `srun pipeline train RUN.yaml` in an allocation that exists already."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from datetime import datetime
+
+from pipeline.train.distributed.rank import is_rank
+
+_PORTS = (10_000, 20_000)
+"""The first port of a rendezvous, and how many there are: below those that systems give to outgoing connections."""
+_END = "SLURM_JOB_END_TIME"
+"""Variable with the end of the allocation, in seconds since 1970."""
+
+
+def join_step() -> None:
+    """Take the place among the ranks that `srun` has given this process, if it is one of several tasks of a step.
+
+    Nothing changes under another launcher, or where the process is alone: in an interactive shell of srun, for example.
+    """
+    given = os.environ
+    tasks = given.get("SLURM_STEP_NUM_TASKS", "")
+    if is_rank() or "SLURM_STEP_ID" not in given or not tasks.isdecimal() or int(tasks) < 2:
+        return
+    from slurm import scheduler
+    from slurm.job.srun_task import ranks_environment
+
+    step = f"{given['SLURM_JOB_ID']}.{given['SLURM_STEP_ID']}"
+    first, count = _PORTS
+    place = {
+        **ranks_environment(dict(given)),
+        "MASTER_ADDR": scheduler.hostnames(given["SLURM_STEP_NODELIST"])[0],
+        # All tasks have to know it without asking one another.
+        "MASTER_PORT": str(first + zlib.crc32(step.encode()) % count),
+    }
+    given.update({name: value for name, value in place.items() if name not in given})
+    if _END not in given and (end := _end_time(given["SLURM_JOB_ID"])):
+        given[_END] = end
+
+
+def _end_time(job: str) -> str | None:
+    from slurm import scheduler
+
+    try:
+        return str(int(datetime.fromisoformat(scheduler.details(job)["EndTime"]).timestamp()))
+    except (scheduler.SchedulerError, KeyError, ValueError):  # "Unknown": no limit
+        return None

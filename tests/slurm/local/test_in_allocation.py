@@ -1,0 +1,105 @@
+"""Training in an allocation that exists: `--in-allocation` in a shell of salloc, and plain `srun pipeline train`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.common import storage
+from pipeline.common.console import Console
+from pipeline.common.errors import UserError
+from pipeline.common.run_files import RunFiles
+from pipeline.config.load import load
+from pipeline.train.run.attempts import attempts
+from slurm import jobs, scheduler
+from slurm.devcluster import DevCluster
+from slurm.local.in_allocation import run_in_allocation
+from slurm.local.srun_rank import join_step
+from tests import tiny
+from tests.slurm.training import STEPS
+from tests.train.runs import exact
+from tests.waiting import until
+
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def salloc(*command: object, time: str = "10") -> list[str]:
+    """A command in an allocation of two nodes, with two tasks on each."""
+    options = ["--nodes=2", "--ntasks-per-node=2", f"--time={time}", "--signal=USR2@1"]
+    return ["salloc", *options, "--quiet", *map(str, command)]
+
+
+def test_outside_of_an_allocation_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    config = load(tiny.write_run(tmp_path))
+    with pytest.raises(UserError, match="SLURM_JOB_ID is not set here; get one with `salloc") as error:
+        run_in_allocation(config, ["train"], Console(quiet=True))
+    assert error.value.exit_code == 2 and not config.run.dir.exists()
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Variables of a task of srun, the fourth of four on two nodes."""
+    values = {"JOB_ID": "77", "STEP_ID": "2", "STEP_NUM_TASKS": "4", "STEP_NUM_NODES": "2", "NTASKS": "4"}
+    values |= {"PROCID": "3", "LOCALID": "1", "STEP_NODELIST": "n[1-2]", "JOB_END_TIME": "5"}
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(scheduler, "hostnames", lambda text: ["n1", "n2"])
+    yield values
+    for name in RANKS:
+        os.environ.pop(name, None)
+
+
+def test_a_task_of_srun_is_a_rank(step: dict[str, str]) -> None:
+    join_step()
+    *place, port = (os.environ[name] for name in RANKS)
+    assert place == ["3", "4", "1", "2", "n1"]
+    assert 10_000 <= int(port) < 30_000
+
+
+@pytest.mark.parametrize(
+    "change", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": None}, {"WORLD_SIZE": "1", "RANK": "0"}]
+)
+def test_other_processes_are_what_they_were(
+    step: dict[str, str], monkeypatch: pytest.MonkeyPatch, change: dict[str, str | None]
+) -> None:
+    for name, value in change.items():
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    join_step()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.slurm
+def test_a_run_trains_in_an_allocation_stops_at_its_end_and_resumes_in_the_next(
+    cluster: DevCluster, run_file: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = tiny.command("train", run_file, f"run.dir={run}", "--in-allocation", "launch.max_minutes=1000")
+    with (tmp_path / "log").open("wb") as log:
+        # The stop is that of the training: a file, as `pipeline cancel` and the end of the time have it.
+        process = subprocess.Popen(salloc(*words), stdout=log, stderr=log)
+        until(
+            lambda: (
+                any(row["step"] >= 10 for row in storage.read_json_lines(RunFiles(run).metrics))
+                if RunFiles(run).metrics.exists()
+                else False
+            ),
+            process,
+        )
+        RunFiles(run).stop.touch()
+        assert process.wait(300) == 75, (tmp_path / "log").read_text()
+    (first,) = attempts(run)
+    assert (first.code, first.layout["world_size"]) == (75, 4)
+    assert jobs.sent(run) == []  # nothing waits or was requeued
+    srun = ["srun", *tiny.command("train", run_file, f"run.dir={run}")]
+    done = subprocess.run(salloc(*srun), capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(each.code, each.layout["world_size"]) for each in attempts(run)] == [(75, 4), (0, 4)]
+    assert exact(run) == exact(whole) and len(exact(run)) == STEPS
