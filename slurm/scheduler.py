@@ -280,9 +280,9 @@ def cancel(numbers: Sequence[str]) -> None:
 
 
 def hold(numbers: Sequence[str]) -> None:
-    """Waiting jobs do not start until they are released."""
+    """Waiting jobs do not start until their user releases them: `hold` of an operator would keep the user from that."""
     if numbers:
-        ask(["scontrol", "hold", *numbers])
+        ask(["scontrol", "uhold", *numbers])
 
 
 def release(numbers: Sequence[str]) -> None:

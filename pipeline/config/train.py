@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.config.base import Count, DataPath, Duration, Section, Text
+from pipeline.config.base import Count, DataPath, Duration, Section, Steps, Text
 from pipeline.config.objective import MixedObjectiveConfig
 from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
 
@@ -307,8 +307,8 @@ class CheckpointConfig(Section):
     """Save also when the last save is so long ago."""
     keep: int = Field(default=2, ge=1)
     """Number of latest checkpoints to keep."""
-    keep_every: int | None = Field(default=None, ge=1)
-    """Keep for ever the checkpoints of every N steps; one is written at each of these steps."""
+    keep_every: Steps | None = Field(default=None, ge=1)
+    """Keep for ever the checkpoints of every N steps (`1000`, `1000 steps`); one is written at each of these steps."""
     keep_best: int | None = Field(default=None, ge=1)
     """Number of best checkpoints to keep besides: those with the lowest validation loss."""
     best_of: Text | None = None

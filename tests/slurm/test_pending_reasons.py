@@ -152,10 +152,11 @@ def test_a_real_controller_keeps_a_job_back(cluster: DevCluster, train: Run) -> 
             return train.until(lambda: reason in (found := said(train)) and found, why=reason, seconds=60)
 
         assert "scontrol show assoc_mgr" in why("AssocMaxJobsLimit")
-        assert tiny.pipeline("hold", train.folder).returncode == 0
+        held = tiny.pipeline("hold", train.folder)
+        assert held.returncode == 0, held.stderr
         assert f"`pipeline release {train.folder}`" in why("JobHeldUser")
+        assert tiny.pipeline("release", train.folder).returncode == 0
         ask(["scontrol", "update", "PartitionName=eval", "State=INACTIVE"])
-        ask(["scontrol", "release", job.job])
         assert "cannot start: its partition is down or inactive" in why("PartitionInactive")
     finally:
         ask(["scontrol", "update", "PartitionName=eval", "State=UP"])
