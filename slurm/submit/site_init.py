@@ -239,7 +239,7 @@ def _gpus(gres: str) -> list[tuple[str, int]]:
 
 def _features(settings: dict[str, str]) -> list[_Line]:
     kept = settings.get("AccountingStorageType", "")
-    sacct = shutil.which("sacct") is not None and not kept.endswith("/none")
+    sacct = shutil.which("sacct") is not None and not kept.endswith(("/none", "(null)"))  # since 23.11
     requeue = settings.get("JobRequeue")
     remark = f"JobRequeue={requeue}" if requeue else "CHANGE: unknown (`scontrol show config` does not answer)"
     if requeue == "0":
