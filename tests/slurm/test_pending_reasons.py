@@ -149,7 +149,8 @@ def test_a_real_controller_keeps_a_job_back(cluster: DevCluster, train: Run) -> 
         assert f"job {job.job} waits (AssocMaxJobsLimit): as many jobs" in text
 
         def why(reason: str) -> str:
-            return train.until(lambda: reason in (found := said(train)) and found, why=reason, seconds=60)
+            words: str = train.until(lambda: reason in (now := said(train)) and now, why=reason, seconds=60)
+            return words
 
         assert "scontrol show assoc_mgr" in why("AssocMaxJobsLimit")
         held = tiny.pipeline("hold", train.folder)

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import IO
 
 import pytest
 
@@ -40,6 +41,13 @@ def test_time_in_which_the_process_was_stopped_is_part_of_no_step() -> None:
     assert clock.take() >= 0.05 and clock.suspended() == {}
 
 
+def stopped(given: IO[str], said: IO[str]) -> float:
+    """Answer of a process to a line."""
+    given.write("\n")
+    given.flush()
+    return float(said.readline())
+
+
 @pytest.mark.guard
 def test_a_process_notices_that_it_was_stopped() -> None:
     code = """
@@ -52,21 +60,16 @@ with Watchdog(TimeLimitsConfig()) as watchdog:
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
-        assert process.stdin and process.stdout
-
-        def stopped() -> float:
-            process.stdin.write("\n")
-            process.stdin.flush()
-            return float(process.stdout.readline())
-
-        assert stopped() == 0.0
+        assert process.stdin is not None and process.stdout is not None
+        places = process.stdin, process.stdout
+        assert stopped(*places) == 0.0
         process.send_signal(signal.SIGSTOP)
         time.sleep(8)
         process.send_signal(signal.SIGCONT)
-        first = stopped()
+        first = stopped(*places)
         assert first >= 6
         time.sleep(2)
-        assert stopped() == pytest.approx(first, abs=1.5), "each stop counts once"
+        assert stopped(*places) == pytest.approx(first, abs=1.5), "each stop counts once"
         process.stdin.close()
 
 
