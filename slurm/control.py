@@ -37,10 +37,11 @@ _REFUSED = "denied"
 """In what SLURM says where the job is another user's."""
 
 
-def cancel(run: Path, console: Console, *, now: bool, chain: bool, wait: float) -> None:
+def cancel(run: Path, console: Console, *, now: bool, chain: bool, wait: float, evaluate: bool = False) -> None:
     """End what a run does, and do not let it start again.
 
-    The first stage of which something runs or waits ends; training saves before that. Jobs of later stages stay.
+    The first stage of which something runs or waits ends; training saves before that. Jobs of later stages stay, but
+    for an evaluation that waits for the end of a training.
 
     Args:
         run: run file or folder.
@@ -48,6 +49,7 @@ def cancel(run: Path, console: Console, *, now: bool, chain: bool, wait: float) 
         now: do not wait for a save.
         chain: all stages, and all that waits.
         wait: seconds to wait for the end of what runs.
+        evaluate: the evaluation that waits for the training stays, too.
 
     Raises:
         UserError: there is no such run, or this user may not write to its folder.
@@ -67,7 +69,7 @@ def cancel(run: Path, console: Console, *, now: bool, chain: bool, wait: float) 
     stages = () if chain or found.unknown is not None else _stages(found)
     if jobs.sent(folder):
         _note(folder, now=now, stages=stages)
-    _Cancelling(folder, console, stages, now=now).run(found, wait)
+    _Cancelling(folder, console, stages, now=now, evaluate=evaluate).run(found, wait)
 
 
 def hold(run: Path, console: Console) -> None:
@@ -135,10 +137,15 @@ class _Cancelling:
         console: for what happens.
         stages: which; () for all.
         now: without a save.
+        evaluate: an evaluation that waits for an ended training stays.
     """
 
-    def __init__(self, run: Path, console: Console, stages: tuple[Stage, ...], *, now: bool) -> None:
+    def __init__(
+        self, run: Path, console: Console, stages: tuple[Stage, ...], *, now: bool, evaluate: bool = False
+    ) -> None:
         self._run = run
+        # SLURM would start them at once: the job of a training that saves and stops comes to a good end.
+        self._trained = set() if evaluate else {job.job for job in jobs.sent(run) if job.stage == "train"}
         self._console = console
         self._stages = stages
         self._now = now
@@ -170,7 +177,8 @@ class _Cancelling:
         self._say_finished(found)
 
     def _is_selected(self, each: ActiveJob) -> bool:
-        return not self._stages or each.job.stage in self._stages
+        waits_for_training = "train" in self._stages and waits(each) and not self._trained.isdisjoint(each.job.after)
+        return not self._stages or each.job.stage in self._stages or (each.job.stage == "eval" and waits_for_training)
 
     def _still_runs(self, found: LiveJobs) -> bool:
         if any(self._is_selected(each) and runs(each) and not each.job.shared for each in found.active):

@@ -14,7 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.common.slurm_commands import GONE, SECONDS, SchedulerError, ask, configuration, job_records
+from pipeline.common.slurm_commands import (
+    ENDED,
+    GONE,
+    SECONDS,
+    WAITING,
+    SchedulerError,
+    ask,
+    configuration,
+    job_records,
+)
 from pipeline.config.slurm import parse_minutes
 
 __all__ = ["SchedulerError", "ask", "configuration"]  # those of the module that runs the commands, beside what is here
@@ -52,12 +61,12 @@ class JobState:
     @property
     def waits(self) -> bool:
         """True if it is in the queue."""
-        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+        return self.state in WAITING
 
     @property
     def runs(self) -> bool:
-        """True if processes of it may run."""
-        return self.state in ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING")
+        """True if processes of it may run: also in a state that only a newer SLURM has."""
+        return not (self.waits or self.unknown or self.state in ENDED)
 
     @property
     def unknown(self) -> bool:
@@ -67,7 +76,7 @@ class JobState:
     @property
     def active(self) -> bool:
         """True if it waits or runs, or may."""
-        return self.waits or self.runs or self.unknown
+        return self.state not in ENDED
 
 
 def here() -> bool:
@@ -280,9 +289,9 @@ def cancel(numbers: Sequence[str]) -> None:
 
 
 def hold(numbers: Sequence[str]) -> None:
-    """Waiting jobs do not start until they are released."""
+    """Waiting jobs do not start until their user releases them: `hold` of an operator would keep the user from that."""
     if numbers:
-        ask(["scontrol", "hold", *numbers])
+        ask(["scontrol", "uhold", *numbers])
 
 
 def release(numbers: Sequence[str]) -> None:
@@ -454,7 +463,7 @@ class Accounted:
     @property
     def over(self) -> bool:
         """True if accounting knows of the end: it may be some seconds behind the queue."""
-        return self.state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+        return self.state.partition(" ")[0] in ENDED  # without `by UID`
 
 
 def accounting(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, Accounted]:

@@ -54,12 +54,15 @@ def cancel(
     run: RunOrFolder,
     now: Annotated[bool, typer.Option("--now", help="End the run at once, without saving.")] = False,
     chain: Annotated[bool, typer.Option("--chain", help="Also remove all queued jobs of the run.")] = False,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Keep the evaluation that waits for the training; it then starts.")
+    ] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the save; it continues after that.", min=0)] = 300,
 ) -> None:
     """Stop a run: it saves, exits and is not restarted."""
     from slurm.control import cancel as cancel_run
 
-    cancel_run(run, Console(), now=now, chain=chain, wait=wait)
+    cancel_run(run, Console(), now=now, chain=chain, wait=wait, evaluate=evaluate)
 
 
 def hold(run: RunOrFolder) -> None:

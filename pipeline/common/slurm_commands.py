@@ -57,7 +57,8 @@ ENDED = frozenset(
     }
 )
 """States of a job that is over."""
-_WAITS = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+"""States of a job that is in the queue. A state that is neither here nor in `ENDED` is one of a job that may run."""
 """States in which a job waits for its next start: no process of it is left. One that is completing may have some."""
 _QUESTION_SECONDS = 20.0
 """For one question about the holder of a lock, while others wait for the lock."""
@@ -244,7 +245,7 @@ def _by_records(job: JobIdentity, records: Sequence[Mapping[str, str]]) -> JobAn
     if not own:
         return JobAnswer("unknown", f"number {job.number} is another job's now, and nothing is known of the one before")
     for record in own:
-        if (state := record["JobState"]) not in ENDED | _WAITS:
+        if (state := record["JobState"]) not in ENDED | WAITING:
             return JobAnswer("running", f"job {job.number} is {state}")
     return JobAnswer("ended", f"job {job.number} is {own[0]['JobState']}")
 

@@ -249,6 +249,17 @@ MAX_SAMPLES = 2**26
 _DURATION = re.compile(r"^(.+?)\s*(steps?|tokens?)$")
 
 
+def parse_steps(value: Any) -> Any:
+    """`1000`, `1K`, `1000 steps` -> int: a duration in steps, whose unit may be left out."""
+    found = _DURATION.match(value.strip()) if isinstance(value, str) else None
+    if found is not None and found[2].startswith("token"):
+        raise ValueError("must be a number of steps, like 1000 or '1000 steps'")
+    return parse_count(found[1] if found else value)
+
+
+Steps = Annotated[int, BeforeValidator(parse_steps, json_schema_input_type=int | float | str)]
+
+
 class Value(Section):
     """A section that is written as one value."""
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.config.base import Section, Text
+from pipeline.config.base import Section, Steps, Text
 
 
 class ExportConfig(Section):
@@ -31,8 +31,8 @@ class CheckpointConfig(Section):
     """Save also when the last save is so long ago."""
     keep: int = Field(default=2, ge=1)
     """Number of latest checkpoints to keep."""
-    keep_every: int | None = Field(default=None, ge=1)
-    """Keep for ever the checkpoints of every N steps; one is written at each of these steps."""
+    keep_every: Steps | None = Field(default=None, ge=1)
+    """Keep for ever the checkpoints of every N steps (`1000`, `1000 steps`); one is written at each of these steps."""
     keep_best: int | None = Field(default=None, ge=1)
     """Number of best checkpoints to keep besides: those with the lowest validation loss."""
     best_of: Text | None = None

@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 from pipeline.common.errors import UserError
 from pipeline.common.format import aligned
 from pipeline.common.storage import put
-from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count
+from pipeline.config.base import Duration, Section, Share, Value, absolute_glob, parse_bytes, parse_count, parse_steps
 from pipeline.config.blend import Bound, Range
 from pipeline.config.parsing.document import render
 from pipeline.config.parsing.schema import Key, keys, keys_like, mark_of, meaning, subsection, written_keys
@@ -39,6 +39,7 @@ _VALUES: dict[Any, str] = {
 }
 _PARSERS: dict[Any, str] = {
     parse_count: "whole number",
+    parse_steps: "whole number",
     parse_bytes: "size in bytes",
     absolute_glob: "path or glob",
     parse_minutes: "time",

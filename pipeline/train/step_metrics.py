@@ -56,9 +56,12 @@ class StepMetrics:
         setup: of the run.
         folder: of the run.
         console: where rank 0 tells of a rank that keeps the others waiting, and of experts that stay unevenly used.
+        stopped: seconds in which this process was stopped so far.
     """
 
-    def __init__(self, config: Config, setup: Setup, folder: RunFolder, console: Console) -> None:
+    def __init__(
+        self, config: Config, setup: Setup, folder: RunFolder, console: Console, stopped: Callable[[], float]
+    ) -> None:
         self._spec, self._folder, self._console = setup.spec, folder, console
         self._stragglers = Stragglers(lambda rank: host_of(folder.path, rank))
         routers = {index: layer.router for index, layer in setup.spec.expert_layers.items()}
@@ -67,12 +70,13 @@ class StepMetrics:
         self._device = setup.device
         self._peak = None if peak is None else peak * setup.mesh.layout.world_size
         self.work = WorkClock()
-        self.wall = WallClock()
+        self.wall = WallClock(stopped)
         """Since the last step, validation or save ended."""
 
     def start(self) -> None:
         """Begin to count: building and loading were no step."""
         self.wall.take()
+        self.wall.suspended()
         self.work.take()
 
     def head(self, step: int) -> dict[str, Any]:
@@ -102,6 +106,7 @@ class StepMetrics:
             "lr": issued.lr,
             "data_wait": issued.waited,
             **speed(tokens, seconds, flops, causal_flops, self._peak),
+            **self.wall.suspended(),
             "memory": memory_used(self._device),
         }
 

@@ -98,7 +98,7 @@ class Trainer:
         state = (self._model, self._optimizers, self._stepper.ema)
         self._saver = Saver(config, setup, plan, folder, watchdog, *state, console)
         self._faults = Faults(config.train.faults, folder, self._saver, self._describe, console)
-        self._rows = StepMetrics(config, setup, folder, console)
+        self._rows = StepMetrics(config, setup, folder, console, watchdog.stopped)
         self._metrics = Metrics([])
         self._losses = WindowLosses(config, folder)
         # A device has its queue; without one, waiting for the next step would only delay what is known.
@@ -218,7 +218,7 @@ class Trainer:
                 step, due, self._model, self._stepper.runner, tokens=samples * length, advance=self._watchdog.beat
             )
         if values:
-            self._write(step, {"validation_seconds": self._rows.wall.take(), **values})
+            self._write(step, {"validation_seconds": self._rows.wall.take(), **self._rows.wall.suspended(), **values})
             say(self._console, f"step {step}: {validation_line(self._validator.losses_at(step))}")
 
     def _save(self, step: int, *, last: bool, overdue: bool = False) -> None:
@@ -244,7 +244,9 @@ class Trainer:
         self._agreed = StopRequest(self._agreed.stop, save=False)
         self._saver.report(self._write)
         self._rows.wall.take()
-        self._write(step, {"save_blocked": time.monotonic() - start})
+        suspended = self._rows.wall.suspended()
+        blocked = time.monotonic() - start - sum(suspended.values())
+        self._write(step, {"save_blocked": max(0.0, blocked), **suspended})
 
     def _end(self, step: int) -> None:
         """Raise `Stopped` for a stop request, unless the run is at its end."""

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_SUPERSEDED
 from pipeline.common.run_files import RunFiles
-from pipeline.train.run.attempts import append_entry
+from pipeline.train.run.attempts import LAUNCH, LAUNCH_END, append_entry
 from slurm.jobs import Stage
 
-_BEGIN, _END, _KILLED = "launch", "launch end", "batch killed"
-"""`_KILLED` is written by the script of the job (`slurm.submit.batch_script`)."""
+_KILLED = "batch killed"
+"""Event that the script of the job writes (`slurm.submit.batch_script`)."""
 Next = Literal["done", "relaunch", "requeue", "next link", "scheduler", "end"]
 """The next action: none, since all is done; another launch in the same job; the job again; the next job of the chain;
 what the scheduler decides (it ended the job); nothing, for the reason that is given."""
@@ -96,14 +96,14 @@ def begin(run: Path, stage: Stage, job: str, **values: Any) -> Launch:
     launch = Launch(stage, job, host=socket.gethostname(), pid=os.getpid(), time=time.time(), **values)
     line = asdict(launch)
     del line["end"]
-    append_entry(run, {"event": _BEGIN, **line})
+    append_entry(run, {"event": LAUNCH, **line})
     return launch
 
 
 def end(run: Path, launch: Launch, how: LaunchEnd) -> None:
     """Note how a launch ended."""
     job, restarts, number = launch.key
-    append_entry(run, {"event": _END, "job": job, "restarts": restarts, "number": number, **asdict(how)})
+    append_entry(run, {"event": LAUNCH_END, "job": job, "restarts": restarts, "number": number, **asdict(how)})
 
 
 def launches(run: Path, stage: Stage | None = None) -> list[Launch]:
@@ -111,11 +111,11 @@ def launches(run: Path, stage: Stage | None = None) -> list[Launch]:
     found: dict[tuple[str, int, int], Launch] = {}
     for line in RunFiles(run).ledger_lines():
         try:
-            if line.get("event") == _BEGIN:
+            if line.get("event") == LAUNCH:
                 values = {each.name: line[each.name] for each in fields(Launch) if each.name != "end"}
                 launch = Launch(**values | {"nodes": tuple(values["nodes"])})
                 found[launch.key] = launch
-            elif line.get("event") == _END:
+            elif line.get("event") == LAUNCH_END:
                 key = line["job"], line["restarts"], line["number"]
                 values = {each.name: line[each.name] for each in fields(LaunchEnd)}
                 how = LaunchEnd(**values | {"failed_nodes": tuple(values["failed_nodes"])})

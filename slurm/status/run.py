@@ -194,7 +194,7 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
     verdict = judge(facts, snapshot, waiting, tries, beats, patience=patience, total=total)
     saved = facts.read(RunFiles.checkpoints, lambda: Checkpoints.of_run(run).latest(), None)
     left = None
-    if total is not None and pace is not None and verdict.state not in _OVER:
+    if total is not None and pace is not None and verdict.state not in _OVER and not _is_cancelled(facts, last):
         left = max(0, total - (step or 0)) * pace
     evaluated = facts.evaluations()
     trained = [each for each in facts.launches if each.stage == "train"]
@@ -240,6 +240,12 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
         scheduler=snapshot.problem,
         problems=facts.problems,
     )
+
+
+def _is_cancelled(facts: RunSnapshot, last: Attempt | None) -> bool:
+    """True if somebody has cancelled the training: nothing of it is left, though it may still save."""
+    by = facts.cancelled
+    return by is not None and "train" in (by.stages or ("train",)) and (last is None or by.time >= last.begin)
 
 
 def _holds(facts: RunSnapshot, snapshot: SchedulerSnapshot, beats: Mapping[int, Beat], launch: LaunchConfig) -> bool:
@@ -411,11 +417,14 @@ def _without_attempt(launch: Launch, now: float, *, is_lost: bool) -> AttemptRow
 
 
 def _launch_of(attempt: Attempt, trained: Sequence[Launch], now: float) -> Launch | None:
-    """The launch that an attempt was part of: the last one that had begun by its end, if it had not ended before."""
-    before = [launch for launch in trained if launch.time <= (now if attempt.end is None else attempt.end) + 1]
-    if not before or (before[-1].end is not None and attempt.begin > before[-1].end.time):
-        return None
-    return before[-1]
+    """The launch that an attempt was part of, if any: the last one that had begun before it.
+
+    Its ranks may outlive the launch and see the next one begin. Where clocks differ, it is the first one of its time.
+    """
+    of_its_time = [launch for launch in trained if launch.time <= (now if attempt.end is None else attempt.end) + 1]
+    before = [launch for launch in of_its_time if launch.time <= attempt.begin + 1]
+    found = before[-1] if before else next(iter(of_its_time), None)
+    return None if found is None or (found.end is not None and attempt.begin > found.end.time) else found
 
 
 def _nodes(last: Attempt | None, alive: Sequence[Beat], waiting: Sequence[QueuedJob], facts: RunSnapshot) -> list[str]:

@@ -24,6 +24,7 @@ from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
 from slurm import jobs
 from slurm.job.launch_log import Launch, Next
 from slurm.jobs import ARRAYS, Cancelled, Job, Stage
+from slurm.pending_reasons import HELD, meaning
 from slurm.scheduler import UNKNOWN
 from slurm.status.files import RunSnapshot
 from slurm.status.queued import QueuedJob, SchedulerSnapshot, in_question, is_of
@@ -53,20 +54,6 @@ _NO_LOG = (
     "Submit the run again"
 )
 _SUSPENDED = ("SUSPENDED", "STOPPED")
-_SUBMIT = "`pipeline cancel` it and submit it again"
-_ASK_FOR_OTHERS = f"change slurm.nodes, or constraint, exclude and options of slurm.{{key}}, {_SUBMIT}"
-_SEE_NODES = "`sinfo -R` and `scontrol show reservation` show why, and until when"
-_ASK_FOR_LESS = f"change slurm.nodes, or partition, qos and time of slurm.{{key}}, {_SUBMIT}"
-_STUCK = {
-    "BadConstraints": ("too few nodes have what it asks for", _ASK_FOR_OTHERS),
-    "ReqNodeNotAvail": ("nodes that it needs are down, drained or reserved", _SEE_NODES),
-    "Nodes required for job are": ("nodes that it needs are down, drained or reserved", _SEE_NODES),
-    "PartitionNodeLimit": ("its partition allows fewer nodes", _ASK_FOR_LESS),
-    "PartitionTimeLimit": ("its partition has a shorter time limit", _ASK_FOR_LESS),
-    "PartitionDown": ("its partition is down", _ASK_FOR_LESS),
-    "DependencyNeverSatisfied": ("a job that it waits for has failed", _SUBMIT),
-}
-"""Reasons why a job cannot start and what to do, by the first words of squeue's reason."""
 _AGAIN: tuple[Next, ...] = ("requeue", "scheduler", "relaunch")
 _BUSY: dict[Stage, State] = {
     "train": "running",
@@ -239,8 +226,8 @@ def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
     words = [f"job {job.job}" + (f" ({job.reason})" if job.reason else "")]
     if job.state == UNKNOWN:
         words = [f"job {job.job} by the run's files alone"]
-    if stuck := _stuck(job):
-        words.append(stuck)
+    if found := meaning(job.reason or (HELD if job.held else "")):
+        words.append(found.words(facts.run, job.job, resources_key(job.stage), job.excluded))
     if job.start is not None:
         words.append(f"expected to start at {when(job.start)}")
     state: State = "held" if job.held else "pending"
@@ -251,18 +238,6 @@ def _waits(facts: RunSnapshot, waiting: Sequence[QueuedJob]) -> RunVerdict:
     if before is not None and (before.end is not None or before.key in facts.lost):
         words.append(f"the last end: {listed(before.end.reason) if before.end else LOST}")
     return RunVerdict(state, stage_name(job.stage), "; ".join(words))
-
-
-def _stuck(job: QueuedJob) -> str:
-    """Reason why a job cannot start until something is done, and what to do; "" for one that waits for its turn."""
-    why, advice = next((_STUCK[word] for word in _STUCK if job.reason.startswith(word)), ("", ""))
-    if not why:
-        return ""
-    if job.excluded and advice in (_ASK_FOR_OTHERS, _SEE_NODES):
-        advice = (
-            f"it excludes {job.excluded}: `scontrol update JobId={job.job} ExcNodeList=` lets it run there; or {advice}"
-        )
-    return f"this job cannot start: {why}; {advice.format(key=resources_key(job.stage))}"
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,8 @@ def _foreign(request: _JobRequest, name: str, mine: Sequence[Association]) -> It
             f"{f'account {account}' if account else 'these accounts'}; set {request.key('partition')} to one of them",
         )
     allowed = dict.fromkeys(each for row in rows for each in row.qos)
-    if qos is not None and qos.lower() not in allowed:
+    # Since 24.11 several may be named.
+    if qos is not None and not {*qos.lower().split(",")} <= allowed.keys():
         yield (
             "qos",
             f"{request.section}.qos={qos} is not open to the user {name}"

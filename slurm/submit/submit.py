@@ -31,6 +31,7 @@ from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
 from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
 from slurm.submit.site_profile import site_of
 from slurm.submit.submission import Submission, read_submission, record
+from slurm.submit.waiting import warn_of_waiting
 
 _SUBMIT_SECONDS = 600.0
 """For another command that sends jobs of the same run: a chain of many links on a busy controller takes minutes."""
@@ -104,6 +105,7 @@ def submit(
     for warning in found_here.warnings:
         warn(console, warning)
     _print_sent(run, sent, console)
+    warn_of_waiting({run: sent}, console)
     return sent
 
 

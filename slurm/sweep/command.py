@@ -226,6 +226,7 @@ def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console
     """Send what neither is done nor was sent before."""
     from pipeline.train.run.folder import make_writable
     from slurm.submit.submit import cancel_unknown, one_at_a_time
+    from slurm.submit.waiting import warn_of_waiting
     from slurm.sweep.send import groups, send
 
     make_writable(found.folder)
@@ -249,3 +250,4 @@ def _send(found: Sweep, checked: Sequence[CheckedRun], backend: Backend, console
         say(console, f"{member.name}: {what} {job.job}")
     first = found.folder / members[0].name
     say(console, f"next: the same command with --table; pipeline status {first} (or logs, cancel)")
+    warn_of_waiting({member.folder: [job] for member, job in zip(members, sent, strict=True)}, console)

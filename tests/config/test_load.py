@@ -73,6 +73,20 @@ def test_bad_durations(tmp_path: Path, text: str) -> None:
     assert "Traceback" not in message
 
 
+@pytest.mark.parametrize("text", ["1000", "1000 steps", "1K steps", "1000.0", "1e3"])
+def test_numbers_of_steps(tmp_path: Path, text: str) -> None:
+    config = load(write(tmp_path), [f"train.checkpoint.keep_every={text}"])
+    assert config.train.checkpoint.keep_every == 1000
+    assert "keep_every: 1000\n" in dump(config)
+
+
+@pytest.mark.parametrize("text", ["10B tokens", "many steps", "1.5 steps", "0 steps", "-3"])
+def test_bad_numbers_of_steps(tmp_path: Path, text: str) -> None:
+    assert "command line: train.checkpoint.keep_every" in refused(
+        write(tmp_path), f"train.checkpoint.keep_every={text}"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("4096", 4096), ("64MiB", 64 * 2**20), ("1.5GB", 1_500_000_000), ("2 KiB", 2048), ("7B", 7)]
 )

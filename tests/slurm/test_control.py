@@ -34,9 +34,9 @@ STOPS = "while [ ! -e stop ]; do sleep .1; done; echo saved > saved"
 """A job that does as training does."""
 
 
-def cancelled(run: Path, *, now: bool = False, chain: bool = False, wait: float = WAIT) -> str:
+def cancelled(run: Path, *, now: bool = False, chain: bool = False, wait: float = WAIT, evaluate: bool = False) -> str:
     console = Console(file=io.StringIO(), width=200)
-    cancel(run, console, now=now, chain=chain, wait=wait)
+    cancel(run, console, now=now, chain=chain, wait=wait, evaluate=evaluate)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -227,6 +227,27 @@ def sent(cluster: DevCluster, run: Path) -> Iterator[Jobs]:
     found = Jobs(run)
     yield found
     scheduler.cancel(found.sent)
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_the_evaluation_of_a_cancelled_training_is_not_started(
+    run: Path, squeue: Callable[[str], None], evaluate: bool
+) -> None:
+    """The evaluation of a checkpoint, which waits for nothing, stays."""
+    for stage, number, after in (("train", "77", ()), ("eval", "78", ("77",)), ("eval", "79", ())):
+        jobs.note(run, jobs.new_job(stage, number, "slurm", "name", "none.json", after=after))
+    queue = run.parent / "queue"
+    row = "{0}|PENDING|Dependency||N/A|N/A|\n"
+    queue.write_text("".join(map(row.format, ("77", "78", "79"))))
+    squeue(f"cat {queue}")
+    scancel = run.parent / "bin" / "scancel"
+    scancel.write_text(f'#!/bin/sh\nfor job; do sed -i "/^$job|/d" {queue}; done\n')
+    scancel.chmod(0o755)
+    text = cancelled(run, evaluate=evaluate)
+    left = {"78", "79"} if evaluate else {"79"}
+    assert {line.partition("|")[0] for line in queue.read_text().split()} == left
+    assert ("eval: job 78 leaves the queue" in text) == (not evaluate)
+    assert "stays: eval: job 79" in text
 
 
 @pytest.mark.slurm

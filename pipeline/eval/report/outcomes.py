@@ -19,17 +19,22 @@ from pipeline.eval.reports import WINDOWS, Evaluation
 _MOST_BARS = 12
 _NOT_HOW = ("checkpoint", "weights", "split")
 """Keys that say what was evaluated; the rest say how."""
-_SPENT: tuple[tuple[str, str, str], ...] = (
-    ("productive", "steps that count", "s2"),
-    ("lost", "steps lost", "s1"),
-    ("waiting", "waiting for data", "s4"),
-    ("saving", "saving", "s0"),
-    ("validating", "validating", "s3"),
-    ("starting", "starting", "s5"),
-    ("down", "between attempts", "s6"),
-    ("other", "other", "s7"),
+_SPENT: tuple[tuple[str, dict[str, str], str], ...] = (
+    ("steps that count", {"productive": "steps that count"}, "s2"),
+    ("steps lost", {"lost": "steps lost"}, "s1"),
+    ("waiting for data", {"waiting": "waiting for data"}, "s4"),
+    ("saving", {"saving": "saving"}, "s0"),
+    ("validating", {"validating": "validating"}, "s3"),
+    ("starting", {"importing": "starting: imports", "starting": "starting: data, model, checkpoint"}, "s5"),
+    ("suspended", {"suspended": "suspended"}, "s7"),
+    (
+        "between attempts",
+        {"queued": "between attempts: in the queue", "down": "between attempts: no job"},
+        "s6",
+    ),
+    ("other", {"other": "other"}, "muted"),
 )
-"""Parts of the goodput, in their order."""
+"""Pieces of the chart of goodput in their order: the parts of each by field, with their labels in the table."""
 
 
 def others(runs: Sequence[RunFacts]) -> Iterator[Chart]:
@@ -46,22 +51,24 @@ def others(runs: Sequence[RunFacts]) -> Iterator[Chart]:
 
 
 def _goodput(runs: Sequence[RunFacts]) -> BarChart:
-    bars, rows, used = [], [], []
+    bars, rows = [], []
+    used: set[str] = set()
     for each in runs:
         spent = each.goodput
         if spent is None:
             continue
-        parts = [(key, label, Look(slot), float(getattr(spent, key))) for key, label, slot in _SPENT]
         wall = spent.wall or 1.0
-        bars.append(
-            Bar(
-                each.name,
-                tuple(BarPart(label, value / wall, look) for _, label, look, value in parts if value > 0),
-                f"{in_percent(spent.share)} of {seconds(spent.wall)}",
-            )
-        )
-        used += [key for key, _, _, value in parts if value > 0]
-        rows += [(each.name, label, seconds(value), in_percent(value / wall)) for _, label, _, value in parts]
+        pieces = [
+            BarPart(label, sum(getattr(spent, key) for key in parts) / wall, Look(slot))
+            for label, parts, slot in _SPENT
+        ]
+        found = tuple(piece for piece in pieces if piece.value > 0)
+        bars.append(Bar(each.name, found, f"{in_percent(spent.share)} of {seconds(spent.wall)}"))
+        used |= {piece.label for piece in found}
+        for _, parts, _ in _SPENT:
+            for key, label in parts.items():
+                value = float(getattr(spent, key))
+                rows.append((each.name, label, seconds(value), in_percent(value / wall)))
     return BarChart(
         title="Goodput",
         description="Where the time went: "
@@ -72,7 +79,7 @@ def _goodput(runs: Sequence[RunFacts]) -> BarChart:
         table=Table(("run", "part", "time", "share"), tuple(rows), 2),
         axis="share",
         note="Steps that count, out of all the time since the first start. " + _lost(runs),
-        legend=tuple(BarPart(label, 0, Look(slot)) for key, label, slot in _SPENT if key in used),
+        legend=tuple(BarPart(label, 0, Look(slot)) for label, _, slot in _SPENT if label in used),
     )
 
 

@@ -47,6 +47,9 @@ _OTHERS = 3.0
 """Seconds in which the other ranks should have noticed as well."""
 _REPORT_SECONDS = 30.0
 """Seconds after which the process ends, whatever has been reported: the log may be on a disk that hangs itself."""
+_STOPPED = 5.0
+"""Seconds in which this thread was not run, besides an interval, from which on the process was stopped: it may also
+wait for long calls of C code."""
 _LIBRARIES = {name: sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib")}
 
 
@@ -69,6 +72,9 @@ class Watchdog:
         self._phase: Phase | None = "init"
         self._step: int | None = None
         self._elapsed = 0.0
+        self._interval = min(_INTERVAL, *(limit / 4 for limit in self._limits.values()))
+        self._looked = time.monotonic()
+        self._stopped = 0.0
         self._heartbeat: Heartbeat | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -106,6 +112,16 @@ class Watchdog:
         with self._lock:
             return self._phase or "pause", self._step
 
+    def stopped(self) -> float:
+        """Seconds in which the whole process was stopped so far (SIGSTOP, as by `scontrol suspend`)."""
+        with self._lock:
+            return self._stopped + self._gap(time.monotonic())
+
+    def _gap(self, now: float) -> float:
+        """Seconds since the last look in which the process was stopped."""
+        gap = now - self._looked - self._interval
+        return gap if gap > _STOPPED else 0.0
+
     def heartbeats(self, folder: RunFolder, ranks: Processes, seconds: float) -> Heartbeat:
         """The heartbeat of this rank, to be entered with the lock of the run folder held.
 
@@ -123,13 +139,12 @@ class Watchdog:
         return self._heartbeat
 
     def _watch(self) -> None:
-        interval = min(_INTERVAL, *(limit / 4 for limit in self._limits.values()))
-        last = time.monotonic()
-        while not self._ended.wait(interval):
-            now = time.monotonic()
-            # If this thread was not run either, nothing was.
-            gap, last = min(now - last, 2 * interval), now
+        while not self._ended.wait(self._interval):
             with self._lock:
+                now = time.monotonic()
+                self._stopped += self._gap(now)
+                # If this thread was not run either, nothing was.
+                gap, self._looked = min(now - self._looked, 2 * self._interval), now
                 self._elapsed += gap
                 phase, step, elapsed = self._phase, self._step, self._elapsed
             if phase is not None and elapsed > self._limits[phase]:

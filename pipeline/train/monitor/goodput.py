@@ -17,7 +17,7 @@ from pipeline.common.format import counted, percent
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import Attempt, attempts
 
-_MEASURED = ("step_seconds", "save_blocked", "validation_seconds")
+_MEASURED = ("step_seconds", "save_blocked", "validation_seconds", "suspended")
 MOST_STEPS = 10**12
 """A step beyond is none of a run, but damage."""
 MOST = 1e100
@@ -40,12 +40,18 @@ class Goodput:
     """Time that steps waited for saves: for a copy to the memory of the host, or for a whole save."""
     validating: float
     starting: float
-    """From the start of an attempt until its first step: processes, packages, data, model, checkpoint."""
+    """From there until the first step of an attempt: data, model, checkpoint. Of older versions with `importing`."""
     down: float
-    """Between attempts."""
+    """Between attempts, with no job in the queue. Of older versions with `queued`."""
     other: float
     """Within attempts, and none of these: leaving, waiting for a hang to be noticed."""
     attempts: int
+    queued: float = 0.0
+    """Between attempts, with a job in the queue; with the node check before a launch."""
+    importing: float = 0.0
+    """From the launch of processes until all of them are there and have imported their packages."""
+    suspended: float = 0.0
+    """In which the processes were stopped, as by `scontrol suspend`."""
 
     @property
     def share(self) -> float:
@@ -62,7 +68,10 @@ class Goodput:
             "waiting for data": self.waiting,
             "saving": self.saving,
             "validating": self.validating,
+            "queued": self.queued,
+            "importing": self.importing,
             "starting": self.starting,
+            "suspended": self.suspended,
             "down": self.down,
             "other": self.other,
         }
@@ -93,29 +102,37 @@ def goodput(
 
 def _goodput(tries: Sequence[Attempt], used: GoodputSums) -> Goodput:
     now = time.time()
-    starting = other = inside = down = 0.0
+    importing = starting = other = inside = 0.0
+    between = {True: 0.0, False: 0.0}
     end = None
     for attempt in tries:
         measured, first = used.measured[attempt.number], used.first_step_began.get(attempt.number)
-        length = max(0.0, (now if attempt.end is None else attempt.end) - attempt.begin)
-        before = length if first is None else min(max(0.0, first - attempt.begin), length)
+        begin = attempt.begin if attempt.launched is None else max(attempt.launched, end or 0.0)
+        opened = begin if attempt.opened is None else attempt.opened
+        length = max(0.0, (now if attempt.end is None else attempt.end) - begin)
+        before = length if first is None else min(max(0.0, first - begin), length)
+        imports = min(max(0.0, opened - begin), before)
         # Clocks that are set while a run lasts must not make parts that are more than the whole.
         length = max(length, before + measured)
-        starting, other, inside = starting + before, other + length - before - measured, inside + length
+        importing, starting = importing + imports, starting + before - imports
+        other, inside = other + length - before - measured, inside + length
         if end is not None:
-            down += max(0.0, attempt.begin - end)
-        end = attempt.begin + length
+            between[attempt.queued] += max(0.0, begin - end)
+        end = begin + length
     return Goodput(
-        wall=inside + down,
+        wall=inside + sum(between.values()),
         productive=sum(used.productive),
         lost=used.lost,
         waiting=used.waiting,
         saving=used.saving,
         validating=used.validating,
         starting=starting,
-        down=down,
+        down=between[False],
         other=other,
         attempts=len(tries),
+        queued=between[True],
+        importing=importing,
+        suspended=used.suspended,
     )
 
 
@@ -135,7 +152,7 @@ class GoodputSums:
         """Productive time of each step that still counts, in order."""
         self._steps = array("q")
         """The number of each of them."""
-        self.lost = self.waiting = self.saving = self.validating = 0.0
+        self.lost = self.waiting = self.saving = self.validating = self.suspended = 0.0
         self.measured: dict[int, float] = defaultdict(float)
         """By attempt, in steps, saves and validations."""
         self.first_step_began: dict[int, float] = {}
@@ -166,12 +183,13 @@ class GoodputSums:
             return  # of a process that had lost the run's lock and had not noticed yet
         if attempt > self._attempt:
             self._go_on_as(attempt)
-        seconds, saving, validating = (_seconds(row, key) for key in _MEASURED)
+        seconds, saving, validating, suspended = (_seconds(row, key) for key in _MEASURED)
         self.saving += saving
         self.validating += validating
-        self.measured[attempt] += seconds + saving + validating
+        self.suspended += suspended
+        self.measured[attempt] += seconds + saving + validating + suspended
         if attempt not in self.first_step_began and ("step_seconds" in row or "passed_over" in row):
-            self.first_step_began[attempt] = ended - seconds
+            self.first_step_began[attempt] = ended - seconds - suspended
         if "step_seconds" in row:
             waiting = min(_seconds(row, "data_wait"), seconds)
             self.waiting += waiting

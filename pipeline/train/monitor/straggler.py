@@ -55,16 +55,30 @@ class WorkClock:
 
 
 class WallClock:
-    """Seconds since it was asked last."""
+    """Seconds since it was asked last, without those in which the process was stopped.
 
-    def __init__(self) -> None:
-        self._last = time.monotonic()
+    Args:
+        stopped: seconds of that so far.
+    """
+
+    def __init__(self, stopped: Callable[[], float]) -> None:
+        self._stopped = stopped
+        self._last, self._last_stopped = time.monotonic(), stopped()
+        self._suspended = 0.0
 
     def take(self) -> float:
         """Since the last call, or since this object was made."""
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
+        stopped, now = self._stopped(), time.monotonic()
+        suspended = max(0.0, stopped - self._last_stopped)
+        seconds = max(0.0, now - self._last - suspended)
+        self._last, self._last_stopped = now, stopped
+        self._suspended += suspended
         return seconds
+
+    def suspended(self) -> dict[str, float]:
+        """Metrics of the time that `take` has left out since this was asked last; {} where the process always ran."""
+        seconds, self._suspended = self._suspended, 0.0
+        return {"suspended": seconds} if seconds else {}
 
 
 def _worked() -> float:

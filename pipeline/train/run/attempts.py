@@ -33,6 +33,10 @@ from pipeline.train.run.lock import is_held
 from pipeline.train.run.lock_holder import job
 
 _BEGIN, _END = "attempt", "attempt end"
+LAUNCH, LAUNCH_END = "launch", "launch end"
+"""Events of a job that starts the processes of a stage, in `slurm.job.launch_log`."""
+_QUEUED = ("requeue", "scheduler", "next link")
+"""What follows on a launch after which a job waits in the queue."""
 _NEUTRAL_ENDS = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
 """Ends by a mistake in the run file, by hand, or by a disk: they neither make nor break a crash loop."""
 _KILLED = "ended without a record of it, as after kill -9 or the loss of a node"
@@ -66,6 +70,12 @@ class Attempt:
     """Processes by axis of parallelism."""
     config: str
     """Hash of what it was started with."""
+    launched: float | None = None
+    """Time at which its job launched its processes; None if no job did, or an earlier attempt was of that launch."""
+    opened: float | None = None
+    """Time at which its processes had found each other and opened the run."""
+    queued: bool = False
+    """True if the launch before had ended with its job, or the next one of its chain, in the queue."""
 
     @property
     def outcome(self) -> str:
@@ -99,7 +109,7 @@ def attempts(run: Path, held: Callable[[Path], bool] = is_held) -> list[Attempt]
         run: folder.
         held: whether a process may train in it now, which is asked if the last attempt has not ended.
     """
-    begins, ends, stages = _entries(run)
+    begins, ends, stages, launches = _entries(run)
     numbers = sorted(begins)
     found: list[Attempt] = []
     for number in numbers:
@@ -108,6 +118,7 @@ def attempts(run: Path, held: Callable[[Path], bool] = is_held) -> list[Attempt]
         if end is None:
             end = _inferred_end(run, begin)
         start = _stage_start(stages, begin["time"], found[-1].end if found else None)
+        launched, queued = _launch(launches, start, found[-1].begin if found else 0.0)
         found.append(
             Attempt(
                 number=number,
@@ -123,6 +134,9 @@ def attempts(run: Path, held: Callable[[Path], bool] = is_held) -> list[Attempt]
                 restarts=begin.get("restarts", 0),
                 layout=begin["layout"],
                 config=begin["config"],
+                launched=launched,
+                opened=begin["time"],
+                queued=queued,
             )
         )
     return found
@@ -168,7 +182,7 @@ class RunningAttempt:
 
 def record_missing_end(run: Path) -> None:
     """Note what is known of the last attempt if it left no line of its end. Only the holder of the lock calls this."""
-    begins, ends, _ = _entries(run)
+    begins, ends, *_ = _entries(run)
     if begins and (last := max(begins)) not in ends:
         append_entry(run, {**_inferred_end(run, begins[last]), "event": _END, "attempt": last})
 
@@ -192,7 +206,7 @@ def correct_end(run: Path, since: float, code: int, reason: str) -> None:
         code: exit code.
         reason: in words.
     """
-    begins, ends, _ = _entries(run)
+    begins, ends, *_ = _entries(run)
     if not begins:
         return
     begin = begins[max(begins)]
@@ -256,9 +270,14 @@ def _end_line(number: int, code: int | None, reason: str, step: int, seconds: fl
     }
 
 
-def _entries(run: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]], list[dict[str, Any]]]:
-    """Lines by attempt of its begin and its end, the last of each, and those of the stage; no damaged ones."""
-    begins, ends, stages = {}, {}, []
+def _entries(
+    run: Path,
+) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Lines by attempt of its begin and its end, the last of each, those of the stage, and of launches by jobs.
+
+    Damaged ones are left out.
+    """
+    begins, ends, stages, launches = {}, {}, [], []
     for line in RunFiles(run).ledger_lines():
         event = line.get("event")
         if event == _BEGIN and line.keys() >= {"attempt", "time", "host", "pid", "layout", "first_step", "config"}:
@@ -267,7 +286,9 @@ def _entries(run: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, 
             ends[line["attempt"]] = line
         elif line.get("stage") == "train" and "start" in line:
             stages.append(line)
-    return begins, ends, stages
+        elif event in (LAUNCH, LAUNCH_END) and isinstance(line.get("time"), (int, float)):
+            launches.append(line)
+    return begins, ends, stages, launches
 
 
 def _stage_start(stages: list[dict[str, Any]], begin: float, after: float | None) -> float:
@@ -278,6 +299,23 @@ def _stage_start(stages: list[dict[str, Any]], begin: float, after: float | None
         if line["event"] == "start" and line["start"] <= begin and (after is None or line["start"] >= after)
     ]
     return max(found, default=begin)
+
+
+def _launch(lines: list[dict[str, Any]], start: float, before: float) -> tuple[float | None, bool]:
+    """Time of the launch that came to a start of the stage, and whether it had waited in the queue.
+
+    Args:
+        lines: of launches, in order.
+        start: of the stage.
+        before: start of the attempt before, which a launch that came to this one alone is after.
+    """
+    queued, found = False, (None, False)
+    for line in lines:
+        if line["event"] == LAUNCH_END:
+            queued = line.get("next") in _QUEUED
+        elif line.get("stage") == "train" and before < line["time"] <= start:
+            found = line["time"], queued
+    return found
 
 
 def _inferred_end(run: Path, begin: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ import pytest
 
 from pipeline.common import storage
 from pipeline.train.run.lock import Lock
-from slurm import scheduler
+from slurm import jobs, scheduler
+from slurm.status.command import status
 from tests import tiny
 from tests.slurm.notify.receivers import received, to_file
-from tests.slurm.training import Run
+from tests.slurm.training import Run, profile_with
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 
@@ -176,3 +177,47 @@ def test_the_controller_is_away_when_the_job_has_to_decide(train: Run, whole: Pa
     first, second = train.launches()
     assert first.end is not None and (first.end.code, first.end.next) == (75, "requeue")
     assert (second.job, second.restarts, second.checkpoint) == (job, 1, first.end.checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [("train.duration=100000 steps",)], indirect=True)
+def test_the_controller_is_away_for_a_minute_in_the_middle_of_a_run(train: Run) -> None:
+    train.submit()
+    train.until_step(12)
+    controller = train.cluster.daemons()["slurmctld"]
+    assert controller is not None
+    os.kill(controller, signal.SIGKILL)
+    before = train.step()
+    time.sleep(60)
+    assert train.step() > before, "training does not ask the controller"
+    (found,) = status({train.folder: None})
+    assert found.state == "running" and found.scheduler is not None
+    train.cluster.restart()
+    assert tiny.pipeline("cancel", train.folder).returncode == 0
+    train.until_over()
+    (launch,) = train.launches()
+    assert launch.end is not None and (launch.end.code, launch.end.next) == (75, "end")
+    assert launch.end.checkpoint > before
+    train.check_left()
+
+
+@pytest.mark.slow
+def test_a_process_that_exits_with_1_is_started_again_only_so_often(train: Run, tmp_path: Path) -> None:
+    profile = profile_with(tmp_path, '[ "$SLURM_PROCID" != 3 ] || exit 1')
+    train.overrides += [f"slurm.profile={profile}", "slurm.max_restarts=1"]
+    (job,) = train.submit()
+    train.until_over()
+    ends = [launch.end for launch in train.launches() if launch.end is not None]
+    assert [(end.code, end.next, end.rank) for end in ends] == [(1, "relaunch", 3), (1, "end", 3)]
+    assert train.until_accounted()[job].state == "FAILED"
+    (found,) = status({train.folder: None})
+    assert found.state == "failed" and "rank 3" in found.why
+    train.check_left()
+
+
+@pytest.mark.parametrize("train", [("slurm.preprocess.qos=tiny", "slurm.array.tasks=3")], indirect=True)
+def test_an_array_that_its_qos_does_not_take_is_refused_as_a_whole(train: Run) -> None:
+    """The QOS takes one job of a user."""
+    done = tiny.pipeline("preprocess", train.file, *train.overrides, f"data.dir={train.folder}-data", "--slurm")
+    assert done.returncode == 1 and "QOSMaxSubmitJobPerUserLimit" in done.stderr
+    assert not jobs.sent(train.folder)

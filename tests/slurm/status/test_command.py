@@ -489,6 +489,31 @@ def test_of_a_run_that_was_stopped_nothing_is_left(run: Path, code: int, cancell
     assert (found.seconds_left is None) == (state != "failed") and found.starts_left is None
 
 
+def test_while_a_cancelled_run_is_evaluated_nothing_is_left(run: Path) -> None:
+    (run / "ledger.jsonl").unlink()
+    send(run, "eval", "80", step=5)
+    RunningAttempt(run, 2, 3, {"world_size": 1}, "hash").end(75, "it ended", 5)
+    assert (say(run, answered("80", "RUNNING")).seconds_left or 0) > 0
+    jobs.note_cancelled(run, now=False, stages=("train",))
+    found = say(run, answered("80", "RUNNING"))
+    assert (found.state, found.step, found.steps, found.seconds_left) == ("evaluating", 5, 8, None)
+
+
+def test_ranks_that_outlive_their_launch_stay_with_it(tmp_path: Path) -> None:
+    send(tmp_path)
+    first = launch(tmp_path)
+    rank = RunningAttempt(tmp_path, 1, 0, {"world_size": 1}, "hash")
+    time.sleep(1.1)
+    end(tmp_path, first, 1, "relaunch", node="n1", rank=0)
+    second = launch(tmp_path, number=2)
+    rank.end(1, "it left with 1", 3)
+    time.sleep(1.1)
+    RunningAttempt(tmp_path, 2, 0, {"world_size": 1}, "hash").end(0, "all steps are trained", 5)
+    end(tmp_path, second, 0, "done")
+    found = say(tmp_path)
+    assert [(row.number, row.launch, row.next) for row in found.attempts] == [(1, 1, "relaunch"), (2, 2, "done")]
+
+
 def beats(run: Path, attempt: int, *ages: float) -> None:
     found = [Beat(rank, f"host-{rank}", 1, attempt, 6, "step", time.time() - age) for rank, age in enumerate(ages)]
     node_file(run, 0).parent.mkdir(exist_ok=True)

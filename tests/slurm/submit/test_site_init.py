@@ -44,9 +44,10 @@ def test_a_site_that_says_everything(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"slurm: {{profile: {file}}}" in done.output
     found = load_site(str(file))
     assert found.description == "marsh"
-    assert (found.defaults.partition, found.defaults.account, found.defaults.time) == ("gpu", "vision", 2 * 24 * 60)
+    assert (found.defaults.partition, found.defaults.account, found.defaults.time) == ("gpu", "vision", 24 * 60)
+    assert (found.preprocess.partition, found.preprocess.time, found.eval.time) == ("cpu", 4 * 60, 2 * 60)
     assert (found.gpus_per_node, found.gpus_by, found.gpu_type) == (8, "gres", "h100")
-    assert (found.train.cpus_per_task, found.eval.cpus_per_task, found.preprocess.cpus_per_task) == (12, 12, 32)
+    assert (found.train.cpus_per_task, found.eval.cpus_per_task, found.preprocess.cpus_per_task) == (12, 12, 8)
     assert found.has_sacct and found.has_requeue
     text = file.read_text()
     assert "#   cpu: 10 nodes, no time limit, no gres\n" in text
@@ -54,6 +55,27 @@ def test_a_site_that_says_everything(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match="site.yaml exists and is not overwritten"):
         write_profile(tmp_path / "new")
     assert file.read_text() == text
+
+
+CLOSED = "PartitionName=closed AllowGroups=nobody-here AllowAccounts=ALL\nPartitionName=dark Hidden=YES\n"
+
+
+def test_the_partition_with_gpus_is_found_beside_the_default_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = ["cpu*|up|1:00:00|(null)|8", "big|up|3:00:00|(null)|80", f"small|up|8:00:00|{GPU}|2"]
+    rows += [
+        f"{name}|{state}|infinite|{GPU}|90" for name, state in (("gone", "down"), ("closed", "up"), ("dark", "up"))
+    ]
+    cells = [row.split("|") for row in [*rows, f"gpu|up|5:00:00|{GPU}|10"]]
+    parts = "".join(f"{a}|{b}|{c}|1-infinite|{n}/0/0/{n}|{gres}|(null)\n" for a, b, c, gres, n in cells)
+    site(tmp_path, monkeypatch, parts, f"10|96|{GPU}\n", sacctmgr="vision||normal|\n", scontrol=CONFIG + CLOSED)
+    file = write_profile(tmp_path)
+    found = load_site(str(file))
+    assert (found.defaults.partition, found.defaults.time, found.gpus_per_node) == ("gpu", 5 * 60, 8)
+    assert (found.preprocess.partition, found.preprocess.time) == ("cpu", 60)
+    assert found.eval.time == 2 * 60 and found.eval.partition is None
+    assert "the one with GPUs that has the most nodes" in file.read_text()
 
 
 def test_what_is_unknown_is_left_to_fill_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

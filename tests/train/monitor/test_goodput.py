@@ -20,7 +20,10 @@ from pipeline.train.run.attempts import append_entry, attempts
 from pipeline.train.run.folder import open_run, read_metrics
 from tests import tiny
 
-PARTS = ("productive", "lost", "waiting", "saving", "validating", "starting", "down", "other")
+PARTS = (
+    *("productive", "lost", "waiting", "saving", "validating", "queued", "importing", "starting", "suspended", "down"),
+    "other",
+)
 
 
 def begin(run: Path, number: int, time: float, first_step: int, stage: float | None = None) -> None:
@@ -96,7 +99,10 @@ def test_a_run_of_two_attempts_by_hand(tmp_path: Path) -> None:
             "waiting": 0.5 + 0.5 + 0.25,
             "saving": 1.0 + 3.0,
             "validating": 3.0,
-            "starting": 10.0 + 10.0,
+            "queued": 0.0,
+            "importing": 4.0 + 4.0,
+            "starting": 6.0 + 6.0,
+            "suspended": 0.0,
             "down": 1060.0 - 1024.0,
             "other": 2.0 + 1.0,
         }
@@ -106,6 +112,56 @@ def test_a_run_of_two_attempts_by_hand(tmp_path: Path) -> None:
     text = str(found)
     assert text.startswith("13.4 % of 1 min in 2 attempts went into steps that count; lost 4.6 %")
     assert orjson.loads(orjson.dumps(found.to_json()))["share"] == found.share
+
+
+def launch(run: Path, event: str, time: float, **more: Any) -> None:
+    append_entry(run, {"event": event, "time": time, "stage": "train", "job": "77", **more})
+
+
+def test_a_job_that_waits_in_the_queue_imports_and_is_suspended(tmp_path: Path) -> None:
+    launch(tmp_path, "launch", 1000.0)
+    begin(tmp_path, 1, 1030.0, 0, stage=1020.0)
+    rows(
+        tmp_path,
+        step(1, 1, 1042.0, 2.0),
+        step(1, 2, 1144.0, 2.0) | {"suspended": 100.0},
+        {"step": 2, "attempt": 1, "time": 1145.0, "save_blocked": 1.0},
+    )
+    end(tmp_path, 1, 115.0, 2, code=75)  # until 1145; its launch ends before its ranks have left
+    launch(tmp_path, "launch end", 1144.0, next="requeue")
+    launch(tmp_path, "launch", 1200.0)
+    begin(tmp_path, 2, 1210.0, 2, stage=1208.0)
+    rows(tmp_path, step(2, 3, 1215.0, 1.0))
+    end(tmp_path, 2, 5.0, 3, code=1)  # until 1215, within the job it is launched again
+    launch(tmp_path, "launch end", 1216.0, next="relaunch")
+    launch(tmp_path, "launch", 1217.0)
+    begin(tmp_path, 3, 1225.0, 2, stage=1220.0)
+    rows(tmp_path, step(3, 3, 1229.0, 1.0))
+    end(tmp_path, 3, 4.0, 3)
+    found = goodput(tmp_path)
+    assert parts(found) == pytest.approx(
+        {
+            "productive": 2.0 + 2.0 + 1.0,
+            "lost": 1.0,
+            "waiting": 0.0,
+            "saving": 1.0,
+            "validating": 0.0,
+            "queued": 1200.0 - 1145.0,
+            "importing": 30.0 + 10.0 + 8.0,
+            "starting": 10.0 + 4.0 + 3.0,
+            "suspended": 100.0,
+            "down": 2.0,
+            "other": 0.0,
+        }
+    )
+    assert found is not None and found.wall == pytest.approx(229.0)
+    assert "suspended 43.7 %" in str(found) and "queued 24.0 %" in str(found)
+
+
+def test_what_an_older_version_has_noted_can_be_read() -> None:
+    values = dict.fromkeys((*PARTS, "wall"), 1.0)
+    old = {key: value for key, value in values.items() if key not in ("queued", "importing", "suspended")}
+    assert Goodput(**old, attempts=1).suspended == 0.0
 
 
 def test_an_attempt_that_dies_before_its_first_step_has_lost_what_was_not_saved(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
+from typing import IO
 
 import pytest
 
-from pipeline.train.monitor.straggler import Stragglers, WorkClock, summary
+from pipeline.train.monitor.straggler import Stragglers, WallClock, WorkClock, summary
 
 
 def spin(seconds: float) -> None:
@@ -25,6 +29,48 @@ def test_work_is_what_a_thread_does_itself() -> None:
     with clock.pause():
         spin(0.3)
     assert clock.take() < worked, "as a thread does that waits for a GPU"
+
+
+def test_time_in_which_the_process_was_stopped_is_part_of_no_step() -> None:
+    stopped = [100.0]
+    clock = WallClock(lambda: stopped[0])
+    assert clock.suspended() == {}
+    stopped[0] += 1000
+    assert clock.take() == 0.0 and clock.suspended() == {"suspended": 1000.0}
+    time.sleep(0.05)
+    assert clock.take() >= 0.05 and clock.suspended() == {}
+
+
+def stopped(given: IO[str], said: IO[str]) -> float:
+    """Answer of a process to a line."""
+    given.write("\n")
+    given.flush()
+    return float(said.readline())
+
+
+@pytest.mark.guard
+def test_a_process_notices_that_it_was_stopped() -> None:
+    code = """
+import sys
+from pipeline.config.run import TimeLimitsConfig
+from pipeline.train.distributed.watchdog import Watchdog
+with Watchdog(TimeLimitsConfig()) as watchdog:
+    for _ in sys.stdin:
+        print(watchdog.stopped(), flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        places = process.stdin, process.stdout
+        assert stopped(*places) == 0.0
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(8)
+        process.send_signal(signal.SIGCONT)
+        first = stopped(*places)
+        assert first >= 6
+        time.sleep(2)
+        assert stopped(*places) == pytest.approx(first, abs=1.5), "each stop counts once"
+        process.stdin.close()
 
 
 def test_summary_of_the_ranks() -> None:
