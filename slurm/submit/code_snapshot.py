@@ -141,7 +141,7 @@ def _refuse_changed(contents: Mapping[str, bytes], final: Path) -> None:
 def _difference(contents: Mapping[str, bytes], final: Path) -> str:
     """How an archive differs from what should be in it, in words; "" where it does not."""
     if final.is_symlink() or not final.is_file():
-        return "it is no file"
+        return "it is not a file"
     data = final.read_bytes()
     if data == _archive(final.name, contents):
         return ""

@@ -63,7 +63,7 @@ pipeline_refuses() {{
   exit {EXIT_REFUSED}
 }}"""
 _CHECK = """\
-[ -f "$pipeline_code" ] && [ ! -L "$pipeline_code" ] || pipeline_refuses "$pipeline_code is not there, or is no file"
+[ -f "$pipeline_code" ] && [ ! -L "$pipeline_code" ] || pipeline_refuses "$pipeline_code is not there, or is not a file"
 [ "$(sha256sum < "$pipeline_code")" = "$pipeline_digest  -" ] ||
   pipeline_refuses "$pipeline_code is not the code that was submitted"
 """

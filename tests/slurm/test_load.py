@@ -29,7 +29,7 @@ from tests.repository import ROOT
 from tests.slurm.training import Run
 
 NODES, PROCESSES = 64, 8
-PER_LAUNCH = 5
+PER_LAUNCH = 2
 """Files of a launch beside one per node."""
 PROGRAMS = {
     "sbatch": 'echo "Submitted batch job $(grep -c ^sbatch "$log")"',

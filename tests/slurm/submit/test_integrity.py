@@ -76,8 +76,8 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "an added file": (_change, "is not the code that was submitted"),
     "a byte before it": (lambda code: code.write_bytes(b"#" + code.read_bytes()), "is not the code"),
     "nothing left": (lambda code: code.write_bytes(b""), "is not the code"),
-    "a link": (_link, "is no file"),
-    "a folder": (lambda code: (code.unlink(), code.mkdir()), "is no file"),
+    "a link": (_link, "is not a file"),
+    "a folder": (lambda code: (code.unlink(), code.mkdir()), "is not a file"),
     "no file": (lambda code: code.unlink(), "is not there"),
     "one that the group may write": (lambda code: code.chmod(0o664), "other users than"),
 }
