@@ -58,7 +58,8 @@ def module_command(name: str) -> list[str]:
 
 def archive() -> Path | None:
     """The archive that the packages are imported from; None where they are files in a folder."""
-    loader = pipeline.__spec__.loader if pipeline.__spec__ else None
+    spec = find_spec("pipeline")
+    loader = spec.loader if spec else None
     return Path(loader.archive) if isinstance(loader, zipimporter) else None
 
 
