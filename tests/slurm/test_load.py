@@ -107,7 +107,7 @@ def test_the_table_of_the_load_is_what_is_counted(
         for step_number in (1, 2, 3):
             path = run / "checkpoints" / f"step-{step_number:08d}"
             path.mkdir(parents=True)
-            about = {"step": step_number, "time": time.time(), "files": {}, "attempt": 1}
+            about: dict[str, Any] = {"step": step_number, "time": time.time(), "files": {}, "attempt": 1}
             storage.put_json(path / "COMMIT", about)
         on_poll()
         assert calls()["sbatch"] == 3 * every
