@@ -37,10 +37,18 @@ def _foreign(package: str) -> str | None:
     if spec is None:
         return f"the package `{package}` of {_NAME} is not found. {_advice(package)}"
     folders = list(spec.submodule_search_locations or ())
-    if spec.origin and any(os.path.isfile(os.path.join(folder, _MARKS[package])) for folder in folders):
+    if spec.origin and any(_has(spec.loader, os.path.join(folder, _MARKS[package])) for folder in folders):
         return None
     found = spec.origin or ", ".join(folders)
     return f"`{package}` is {found} here, which is not the package of {_NAME}. {_advice(package, found)}"
+
+
+def _has(loader: object, file: str) -> bool:
+    """True if the loader of a package, which may be that of an archive, has a file."""
+    try:
+        return bool(loader.get_data(file))  # type: ignore[attr-defined]
+    except (OSError, AttributeError):
+        return False
 
 
 def _advice(package: str, found: str = "") -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,33 +87,50 @@ def here() -> bool:
 _SQUEUE = "%i|%T|%r|%N|%S|%e|%x"
 
 
-def jobs(numbers: Sequence[str], *, seconds: float = SECONDS) -> dict[str, JobState]:
+def jobs(numbers: Sequence[str], *, own: Collection[str] = (), seconds: float = SECONDS) -> dict[str, JobState]:
     """State of jobs by number, arrays task by task; those that the controller does not show are missing.
 
     A job of this user that is missing is forgotten, so it has ended. That of another user may be hidden: `states_of`.
+    squeue loads the jobs of the whole cluster for a list of numbers, and only what is asked for with one number or
+    with `--me`.
 
     Args:
         numbers: of the jobs, or of tasks of arrays.
-        seconds: to wait for the answer.
+        own: those that are known to be this user's, of which the controller need not be asked again where they are
+            forgotten.
+        seconds: to wait for an answer.
 
     Raises:
         SchedulerError: the scheduler does not answer.
     """
-    wanted = sorted({number.partition("_")[0] for number in numbers})
+    wanted = {number.partition("_")[0] for number in numbers}
+    found: dict[str, JobState] = {}
+    if len(wanted) > 1:
+        shown = _squeue(["--me"], seconds)
+        found = {job: state for job, state in shown.items() if job.partition("_")[0] in wanted}
+        wanted -= {number.partition("_")[0] for number in (*found, *own)}
+    return found | _numbered(sorted(wanted), seconds)
+
+
+def _numbered(wanted: Sequence[str], seconds: float) -> dict[str, JobState]:
+    """Jobs and arrays, whoever's they are."""
     if not wanted:
         return {}
-    command = ["squeue", "--noheader", "--all", "--array", "--states=all", "--format", _SQUEUE]
     try:
-        text = ask([*command, "--jobs", ",".join(wanted)], seconds=seconds)
+        return _squeue(["--jobs", ",".join(wanted)], seconds)
     except SchedulerError as error:
         if not any(words in error.output for words in GONE):
             raise
         if len(wanted) == 1:
             return {}
         # One that is forgotten makes squeue refuse to speak of the others.
-        return {key: state for number in wanted for key, state in jobs([number], seconds=seconds).items()}
+        return {key: state for number in wanted for key, state in _numbered([number], seconds).items()}
+
+
+def _squeue(which: Sequence[str], seconds: float) -> dict[str, JobState]:
+    command = ["squeue", "--noheader", "--all", "--array", "--states=all", "--format", _SQUEUE, *which]
     found = {}
-    for line in text.splitlines():
+    for line in ask(command, seconds=seconds).splitlines():
         job, state, reason, nodes, start, end, excluded = line.split("|")
         reason, excluded = ("" if text in ("None", "(null)") else text for text in (reason, excluded))
         found[job] = JobState(job, state, reason, nodes, 0, _seconds(start), _seconds(end), excluded)
@@ -131,7 +148,8 @@ def states_of(owners: Mapping[str, str], me: str) -> dict[str, JobState]:
     Raises:
         SchedulerError: the scheduler does not answer.
     """
-    found = {number: state for number, state in jobs(list(owners)).items() if number in owners}
+    own = [number for number, user in owners.items() if user == me]
+    found = {number: state for number, state in jobs(list(owners), own=own).items() if number in owners}
     hidden = [number for number, user in owners.items() if number not in found and user != me]
     ended: set[str] = set()
     if hidden and shutil.which("sacct") is not None:

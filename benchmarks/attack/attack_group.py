@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,13 +29,13 @@ def group(root: Path) -> None:
     keys.append(f"slurm.private_dir={base}")
     file = victim(root, "grouped")
     done("preprocess", file)
-    _, text = done("train", file, *keys, "--slurm", "--dry-run")
-    script = text.partition("#!/bin/bash")[2].partition("--- end of script")[0]
     config = load(file, keys)
     mask = os.umask(0o022)
     permissions.apply_permissions(config)
     code = code_snapshot.take(config.run.dir, (), permissions.make_private(config, config.run.dir))
     os.umask(mask)
+    _, text = done("train", file, *keys, "--slurm", "--dry-run")  # with the digest of what is there now
+    script = text.partition("#!/bin/bash")[2].partition("--- end of script")[0]
     assert f"pipeline_code={code}" in script, script or text
     check = re.sub(r"(?m)^.* -m slurm\.job\.batch_entry .*$", "echo started", script)
 
@@ -43,16 +44,14 @@ def group(root: Path) -> None:
         return ran.returncode, ran.stdout.strip() or ran.stderr.strip().split("\n")[0][:120]
 
     said("group: nothing was changed", start() == (0, "started"), f"{start()}")
-    module, listed = code / "slurm" / "job" / "batch_entry.py", code.with_name(f"{code.name}.sha256")
     if IS_ROOT:
 
         def change() -> list[str]:
             done_to = []
             for name, does in {
-                "write": lambda: module.open("a").close(),
-                "add": (module.parent / "x.py").touch,
+                "write": lambda: code.open("a").close(),
+                "add": (code.parent / "x.zip").touch,
                 "rename": lambda: code.rename(code.with_name("moved")),
-                "list": lambda: listed.open("a").close(),
                 "submission": (code.parents[1] / "submissions" / "x.json").touch,
             }.items():
                 with suppress(PermissionError):
@@ -61,7 +60,7 @@ def group(root: Path) -> None:
             return done_to
 
         with as_other(change) as did:
-            said("group: a colleague changes code, list or submissions", did == [], f"permitted: {did or 'nothing'}")
+            said("group: a colleague changes code or submissions", did == [], f"permitted: {did or 'nothing'}")
 
     def evil(path: Path) -> Callable[[], object]:
         path.parent.mkdir(exist_ok=True)
@@ -69,29 +68,27 @@ def group(root: Path) -> None:
         path.write_bytes((before or b"") + b"\nevil = 1\n")
         return lambda: path.write_bytes(before) if before is not None else path.unlink()
 
-    def swapped(path: Path, link: bool) -> Callable[[], object]:
+    def linked(path: Path) -> Callable[[], object]:
         kept = path.rename(base / "kept")
-        if link:
-            path.symlink_to(kept)
-            return lambda: (path.unlink(), kept.rename(path))
-        subprocess.run(["cp", "-r", kept, path], check=True)
-        (path / "jobs.py").write_text("evil = 1\n")
-        return lambda: (subprocess.run(["rm", "-r", path], check=True), kept.rename(path))
+        path.symlink_to(kept)
+        return lambda: (path.unlink(), kept.rename(path))
+
+    def added(path: Path, name: str) -> Callable[[], object]:
+        before = path.read_bytes()
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr(name, "evil = 1")
+        return lambda: path.write_bytes(before)
 
     def opened(path: Path) -> Callable[[], object]:
         path.chmod(0o664)
         return lambda: path.chmod(0o644)
 
-    bytecode = module.parent / "__pycache__" / f"batch_entry.{sys.implementation.cache_tag}.pyc"
     forced: dict[str, Callable[[], Callable[[], object]]] = {
-        "a module was changed": lambda: evil(module),
-        "bytecode was added": lambda: evil(bytecode),
-        "sitecustomize.py was added": lambda: evil(code / "sitecustomize.py"),
-        "a name with a line break was added": lambda: evil(code / "slurm" / "jobs.py\nf slurm"),
-        "the list was changed": lambda: evil(listed),
-        "a folder was replaced by another": lambda: swapped(code / "slurm", False),
-        "a folder was replaced by a link": lambda: swapped(code / "slurm", True),
-        "the group may write to a module": lambda: opened(module),
+        "bytes were added": lambda: evil(code),
+        "sitecustomize.py was added": lambda: added(code, "sitecustomize.py"),
+        "bytecode was added": lambda: added(code, "torch.pyc"),
+        "the archive was replaced by a link": lambda: linked(code),
+        "the group may write to the archive": lambda: opened(code),
     }
     for name, does in forced.items():
         back = does()

@@ -45,7 +45,7 @@ def assumed(device: Device) -> Shares:
 
 def write(lines: Iterable[dict[str, Any]]) -> Path:
     """Write the file; returns its path."""
-    FILE.write_text(measured(lines))
+    Path(str(FILE)).write_text(measured(lines))
     return FILE
 
 

@@ -1,15 +1,28 @@
-"""Imports of heavy packages and of numba, which may be missing; and modules that run in a process of their own."""
+"""Imports: of heavy packages and of numba, which may be missing; files of our own packages, which may be in an archive.
+
+A job imports the packages from one archive, a zip, whose modules have a `__file__` that no other program can open.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-from collections.abc import Callable, Generator
+import tempfile
+import zipfile
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+from zipimport import zipimporter
 
+import xxhash
+
+import pipeline
 from pipeline.common.paths import cache_folder
 
 
@@ -43,6 +56,55 @@ def module_command(name: str) -> list[str]:
     return [sys.executable, *(() if looks_there else ("-P",)), "-m", name]
 
 
+def archive() -> Path | None:
+    """The archive that the packages are imported from; None where they are files in a folder."""
+    spec = find_spec("pipeline")
+    loader = spec.loader if spec else None
+    return Path(loader.archive) if isinstance(loader, zipimporter) else None
+
+
+@cache
+def packaged_folder(name: str) -> Path:
+    """A folder that comes with the packages; out of an archive, a copy that ends with the process.
+
+    Args:
+        name: relative to the folder that has the packages, like `slurm/profiles`.
+    """
+    source = archive()
+    if source is None:
+        return Path(str(pipeline.__file__)).parents[1] / name
+    copy = tempfile.TemporaryDirectory(prefix="pipeline-")
+    _COPIES.append(copy)
+    with zipfile.ZipFile(source) as found:
+        found.extractall(copy.name, [each for each in found.namelist() if each.startswith(f"{name}/")])
+    return Path(copy.name) / name
+
+
+_COPIES: list[tempfile.TemporaryDirectory[str]] = []
+"""Removed when the process ends."""
+
+
+def source_files(package: str) -> Iterator[tuple[str, bytes]]:
+    """Names, relative to a package, and contents of its Python files."""
+    if (source := archive()) is not None:
+        with zipfile.ZipFile(source) as found:
+            for name in found.namelist():
+                if name.startswith(f"{package}/") and name.endswith(".py"):
+                    yield name.removeprefix(f"{package}/"), found.read(name)
+        return
+    folder = Path(str(sys.modules[package].__file__)).resolve().parent
+    for file in folder.rglob("*.py"):
+        yield str(file.relative_to(folder)), file.read_bytes()
+
+
+def source_hash(module: ModuleType) -> int:
+    """xxh3-64 of the source of a module of ours."""
+    spec = module.__spec__
+    assert spec is not None
+    name = spec.name.rpartition(".")[2] + ".py"
+    return xxhash.xxh3_64_intdigest(files(spec.parent or spec.name).joinpath(name).read_bytes())
+
+
 def has_numba() -> bool:
     """Tell whether numba is installed. Without it, plain Python and NumPy do the same work."""
     return find_spec("numba") is not None
@@ -54,6 +116,9 @@ def njit(function: Callable[..., Any]) -> Any:
     Use it as a decorator, in modules that are imported only where `has_numba()`. Arithmetic keeps the order of the
     source (no fastmath), so all machines agree.
     """
+    if (source := archive()) is not None:  # numba opens the file by its path
+        code = function.__code__
+        function.__code__ = code.replace(co_filename=str(source.parent / code.co_filename))
     return load_numba().njit(cache=True, nogil=True, error_model="numpy")(function)
 
 

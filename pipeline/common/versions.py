@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 import pipeline
 from pipeline import __version__
-from pipeline.common.hashing import file_hash, value_hash
+from pipeline.common.hashing import value_hash
+from pipeline.common.imports import source_files
 
 _PATIENCE_S = 10.0
 """For git, on a file system that may be slow."""
@@ -39,8 +41,7 @@ def versions() -> dict[str, Any]:
 @cache
 def code_hash() -> str:
     """Hash of the source files of this package as they are now, whether they are of a commit or not."""
-    folder = Path(pipeline.__file__).resolve().parent
-    return value_hash({str(file.relative_to(folder)): file_hash(file) for file in folder.rglob("*.py")})
+    return value_hash({name: xxhash.xxh3_64_intdigest(data) for name, data in source_files("pipeline")})
 
 
 @cache

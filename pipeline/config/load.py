@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import pipeline
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.imports import packaged_folder
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
 from pipeline.config.parsing.code_keys import note_origins
@@ -255,8 +255,8 @@ def _shipped_names(without: Sequence[str] = ()) -> list[str]:
 
 def packaged_configs() -> Path:
     """The folder of the run files that ship: inside the installed package, or beside it in a checkout."""
-    inside = Path(pipeline.__file__).parent / "configs"
-    return inside if inside.is_dir() else Path(pipeline.__file__).parents[1] / "configs"
+    inside = packaged_folder("pipeline/configs")
+    return inside if inside.is_dir() else packaged_folder("configs")
 
 
 def _document(path: Path, *, own: bool = True) -> ParsedFile:

@@ -149,6 +149,13 @@ class SiteConfig(Section):
     """Further options of every srun, like `--container-image=...` or `--mpi=none`."""
     network_interface: TextLine | None = None
     """For NCCL and gloo, like `ib0`."""
+    health_command: Annotated[Line, CODE] = ""
+    """The site's own check of a node, in the words of bash, like `/usr/sbin/nhc`. It runs once on each node, outside of
+    any container, before every launch of a training and in `pipeline doctor RUN.yaml`. A node is unfit where it ends
+    with another code than 0, or not within 60 s."""
+    health_minutes: float | None = Field(default=None, ge=1)
+    """Minutes from one `health_command` to the next while a training runs. A node that fails is named in the job's log
+    and not used for the next launch; the training continues."""
     has_sacct: bool = True
     """True if `sacct` works here."""
     has_requeue: bool = True

@@ -28,12 +28,14 @@ from pipeline.common.console import alarm, echo, say, warn
 from pipeline.common.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
 from pipeline.common.process_identity import node_name
 from pipeline.config.load import load_run, load_written
+from slurm.doctor.health import health_check
 from slurm.doctor.image import LONGEST, image_checks
 from slurm.doctor.node import NodeRank, disks, host_name, memory, shared_memory, software
 from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
 
 if TYPE_CHECKING:
     from pipeline.config import Config
+    from pipeline.config.slurm import SiteConfig
     from slurm.doctor.network import Rendezvous
 
 TOTAL_SECONDS = 120.0
@@ -50,6 +52,8 @@ class NodeRequirements:
     data: Path | None = None
     data_now: bool = False
     """The data must be there already."""
+    health: str = ""
+    """The site's own check, where it runs here; a job runs it outside of its container."""
 
 
 def doctor_command(run_file: Path, folder: Path, gpus: int) -> list[str]:
@@ -81,7 +85,7 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
     needs = NodeRequirements()
     if run is not None:
         config = load_run(run, overrides)
-        needs = NodeRequirements(_gpus(config), config.run.dir, config.data_dir)
+        needs = NodeRequirements(_gpus(config), config.run.dir, config.data_dir, health=_site(config).health_command)
     with _limited(TOTAL_SECONDS + LONGEST if image else TOTAL_SECONDS):
         examination = Examination(node_rank)
         with examination.surviving():
@@ -145,6 +149,9 @@ class Examination:
         self._add(memory(), *([shared_memory()] if torch.cuda.device_count() else []), host_name())
         self.begin(f"disks ({', '.join(map(str, filter(None, (needs.run, needs.data, 'tmp'))))})")
         self._add(*disks(needs.run, needs.data, data_needed=needs.data_now))
+        if needs.health:
+            self.begin("health_command")
+            self._add(health_check(needs.health))
 
     def image(self, needs: NodeRequirements) -> None:
         """Contents of the image, and what does not fit this node."""
@@ -248,9 +255,13 @@ def _gpus(config: Config) -> int:
     least = 1 if config.launch.device == "cuda" else 0
     if "SLURM_JOB_ID" not in os.environ:
         return least
+    return max(least, _site(config).gpus_per_node)
+
+
+def _site(config: Config) -> SiteConfig:
     from slurm.submit.site_profile import site_of
 
-    return max(least, site_of(config).gpus_per_node)
+    return site_of(config)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from slurm.job.array_end import array_end
 from slurm.job.ending import SRUN_LINES, Ending, ExitFile, exit_state, judge, read_exit_file, too_few_nodes
 from slurm.job.eval_jobs import Evaluations
 from slurm.job.folder_watch import FolderWatch
+from slurm.job.health_checks import HealthChecks
 from slurm.job.job_queue import JobQueue
 from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.job.pack import Pack
@@ -150,6 +151,7 @@ class JobStart:
         self._queue = JobQueue(submission, (self._job, self._restarts), self._allocation, self._signals, self._say)
         self._notices = JobNotices(self._run, submission.stage, self._warn, job=self._job, restarts=self._restarts)
         self._folder = FolderWatch(submission, self._job, self._signals, self._say)
+        self._health = HealthChecks(submission, self._allocation, self._say)
         self._full_disk: str | None = None
         """Problem of the disk of run.dir that the check of the nodes found on all of them."""
 
@@ -247,6 +249,8 @@ class JobStart:
         submission = self._submission
         logs = self._make_logs(number)
         warnings = self._check_nodes(logs) if self._allocation and submission.doctor else []
+        if submission.stage == "train":
+            self._health.check(logs)
         nodes = self._nodes()
         if submission.stage == "train":
             self._wait_for_lock()
@@ -469,6 +473,8 @@ class JobStart:
         self._looked = time.monotonic()
         self._notices.look(self._attempt, running=True)
         self._warn_of_failed_saves()
+        if self._launched is not None and self._submission.stage == "train":
+            self._health.look(self._launched.nodes, self._run / self._launched.logs)
         if self._evaluations is not None:
             self._evaluations.look()
 
@@ -498,6 +504,7 @@ class JobStart:
         finally:
             if self._guard is not None:
                 self._guard.terminate()
+            self._health.stop()
             if self._evaluations is not None:
                 self._evaluations.look()
             self._notices.close(hurried=signal.SIGTERM in self._signals)

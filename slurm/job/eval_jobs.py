@@ -29,7 +29,10 @@ SENDS = 3
 JOBS = 2
 """Jobs of a checkpoint at most: one that ends without a report is sent once more."""
 ASK_EVERY = 60.0
-"""Seconds between questions to the scheduler about jobs that have left no report yet."""
+"""Seconds to the next question to the scheduler about jobs that have left no report; twice as long after each that
+brought nothing new."""
+ASK_AT_LEAST = 960.0
+"""The longest pause."""
 _Identity = tuple[str, int]
 """Name and time of a checkpoint; a run that goes back may come to the same name again."""
 
@@ -55,7 +58,7 @@ class Evaluations:
         self._refused: Counter[_Identity] = Counter()
         self._ended: set[str] = set()
         """Jobs that had ended at the last look without a report, which may take a moment to be seen from here."""
-        self._asked = -ASK_EVERY
+        self._asked, self._pause = -ASK_EVERY, ASK_EVERY
         self._warned: set[str] = set()
 
     def look(self) -> None:
@@ -123,12 +126,14 @@ class Evaluations:
 
     def _which_ended(self, owners: dict[str, str]) -> set[str]:
         """Jobs that the scheduler neither runs nor is going to, now and when it was asked before."""
-        if not owners or time.monotonic() - self._asked < ASK_EVERY:
+        if not owners or time.monotonic() - self._asked < self._pause:
             return set()
-        self._asked = time.monotonic()
+        self._asked, self._pause = time.monotonic(), min(2 * self._pause, ASK_AT_LEAST)
         states = scheduler.states_of(owners, jobs.user())
         before = self._ended
         self._ended = {each for each in owners if each not in states or not states[each].active}
+        if self._ended - before:  # the report may take a moment to be seen from here
+            self._pause = ASK_EVERY
         return self._ended & before
 
     def _one_waits(self, sent: list[Job]) -> bool:
@@ -153,6 +158,7 @@ class Evaluations:
             self._warn(error)
             return
         self._sent[identity][job.job] = job
+        self._pause = ASK_EVERY
         say(self._console, f"job {job.job} evaluates step {checkpoint.step}")
 
     def _warn(self, error: Exception) -> None:

@@ -110,7 +110,7 @@ class JobQueue:
         # Not those of a later submission, which may have taken the run over from this one.
         sent = [job.job for job in every if job.job != self._job and job.submission == of]
         try:
-            states = scheduler.jobs(sent)
+            states = scheduler.jobs(sent, own=sent)
         except scheduler.SchedulerError as error:
             self._warn(error)
             return []

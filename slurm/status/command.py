@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import when
 from pipeline.config import Config
 from pipeline.config.load import load_run
-from slurm import scheduler
+from slurm import jobs, scheduler
 from slurm.scheduler import Accounted, SchedulerError
 from slurm.status.files import RunSnapshot, is_run
 from slurm.status.queued import SchedulerSnapshot
@@ -28,6 +28,8 @@ from slurm.sweep import folder as sweep_folder
 
 _EVERY = 5.0
 """Seconds between pictures."""
+_ASK_EVERY = 30.0
+"""Seconds between questions to the scheduler while runs are watched and their files have nothing new."""
 _SQUEUE, _SACCT = 6.0, 3.0
 """Seconds that the scheduler and its accounting are waited for."""
 _RUNS = Path("runs")
@@ -49,12 +51,13 @@ def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, 
         UserError: one of them does not exist, or there is none.
     """
     named = _named(runs)
+    ask = _RememberedAnswer() if watch else _query_scheduler
     try:
         on_screen = watch and console.is_terminal and not as_json
         with Live(console=console, auto_refresh=False) if on_screen else nullcontext() as live:
             while True:
                 folders = named or _found()
-                found = status(folders, spent=as_json or len(folders) == 1)
+                found = status(folders, spent=as_json or len(folders) == 1, ask=ask)
                 if live is not None:
                     live.update(picture(found, console), refresh=True)
                 elif as_json:
@@ -72,16 +75,39 @@ def show_status(runs: Sequence[Path], console: Console, *, watch: bool = False, 
             raise
 
 
-def status(folders: Mapping[Path, Config | None], *, spent: bool = True) -> list[RunStatus]:
+def status(
+    folders: Mapping[Path, Config | None],
+    *,
+    spent: bool = True,
+    ask: Callable[[Sequence[RunSnapshot]], SchedulerSnapshot] | None = None,
+) -> list[RunStatus]:
     """Status of runs; the scheduler is asked once for all of them.
 
     Args:
         folders: of the runs, with the run file where that was named.
         spent: whether the goodput is wanted.
+        ask: has the scheduler's answer about the jobs of runs.
     """
     facts = [RunSnapshot(folder, config) for folder, config in folders.items()]
-    snapshot = _query_scheduler(facts)
+    snapshot = (ask or _query_scheduler)(facts)
     return [describe(each, snapshot, spent=spent) for each in facts]
+
+
+class _RememberedAnswer:
+    """The scheduler's answer, asked for again after a while, or when the files of the runs have something new."""
+
+    def __init__(self) -> None:
+        self._about: object = None
+        self._time = 0.0
+        self._snapshot = SchedulerSnapshot({})
+
+    def __call__(self, facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
+        about = [
+            (each.run, each.questions(), each.cancelled, [(x.key, x.end) for x in each.launches]) for each in facts
+        ]
+        if about != self._about or time.monotonic() - self._time >= _ASK_EVERY:
+            self._snapshot, self._about, self._time = _query_scheduler(facts), about, time.monotonic()
+        return self._snapshot
 
 
 def _named(runs: Sequence[Path]) -> dict[Path, Config | None]:
@@ -133,7 +159,8 @@ def _query_scheduler(facts: Sequence[RunSnapshot]) -> SchedulerSnapshot:
     if not numbers:
         return SchedulerSnapshot({})
     try:
-        states = scheduler.jobs(numbers, seconds=_SQUEUE)
+        own = [number for each in facts for job in each.sent if job.user == jobs.user() for number in job.numbers]
+        states = scheduler.jobs(numbers, own=own, seconds=_SQUEUE)
     except ValueError as error:  # the command failed, or a line of its output has another form
         return SchedulerSnapshot(None, problem=_short("squeue", error))
     gone = sorted({number for each in facts for number in _to_account(each) if number not in states})

@@ -1,29 +1,36 @@
-"""The code that jobs run: a copy of the packages as they were when the run was submitted, in the run folder.
+"""The code that jobs run: an archive of the packages as they were when the run was submitted, in the run folder.
 
 A job may start days later. What is edited, pulled or upgraded meanwhile does not change what it runs, and what it ran
-can be looked up afterwards.
+can be looked up afterwards. The archive is one file on a disk that all nodes read, and has the modules' bytecode, so
+that no process compiles them. Python imports from it; its digest is in the job's script.
 """
 
 from __future__ import annotations
 
+import io
+import marshal
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import xxhash
 
 import pipeline
-import slurm
-from pipeline.common import storage
+from pipeline.common import imports, storage, trust
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
+from pipeline.common.paths import cache_folder
 from pipeline.common.redaction import is_secret_variable, masked
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import packaged_configs
@@ -36,28 +43,31 @@ _RECORDED = re.compile(
 )
 """Names that are kept. conda has more, which may hold the tokens of channels and say nothing of what is computed."""
 _GIT_SECONDS = 20.0
+_SUFFIX = ".zip"
+_HEADER = MAGIC_NUMBER + (1).to_bytes(4, "little") + bytes(8)
+"""Of bytecode that Python takes without a look at the source (PEP 552), which the digest of the archive vouches for."""
 
 
 def take(run: Path, modules: Sequence[str] = (), into: Path | None = None) -> Path:
-    """Copy the packages into a run folder, unless the same copy is there, and note what they run with.
+    """Put the packages into an archive of a run folder, unless the same one is there, and note what they run with.
 
-    Only their owner may write to the files. A list of them with their digests is beside the copy.
+    Only their owner may write to it.
 
     Args:
         run: folder.
         modules: that jobs load, for the note.
-        into: folder for another copy, which jobs run in place of the one in the run folder.
+        into: folder for another archive, which jobs run in place of the one in the run folder.
 
     Returns:
-        Folder of the copy, for PYTHONPATH.
+        The archive, for PYTHONPATH.
 
     Raises:
-        UserError: there is a copy with other files than it should have.
+        UserError: there is an archive with other files than it should have.
     """
     contents = _contents()
     final = _place(RunFiles(run).slurm, contents)
     _write(contents, run, final)
-    _note_environment(run, final.name, modules)
+    _note_environment(run, final.stem, modules)
     if into is not None:
         final = _place(into, contents)
         _write(contents, into, final)
@@ -65,77 +75,111 @@ def take(run: Path, modules: Sequence[str] = (), into: Path | None = None) -> Pa
 
 
 def place(run: Path, into: Path | None = None) -> tuple[Path, str]:
-    """The folder into which `take` would copy now, and the digest of its list."""
-    contents = _contents()
-    return _place(into or RunFiles(run).slurm, contents), integrity.sha256(integrity.listing(contents))
+    """The archive that `take` would make now, and its digest; a word for the digest of one that is still to be made."""
+    code = _place(into or RunFiles(run).slurm, _contents())
+    return code, digest(code) if code.is_file() else "DIGEST"
 
 
 def digest(code: Path) -> str:
-    """Digest of the list of a copy that `take` has made."""
-    return integrity.sha256(integrity.list_file(code).read_bytes())
+    """Digest of an archive that `take` has made."""
+    return integrity.sha256(code.read_bytes())
 
 
 def _write(contents: Mapping[str, bytes], root: Path, final: Path) -> None:
-    """Put the files into a folder below `root`, unless they are there."""
+    """Put the archive below `root`, unless it is there."""
     storage.make_below(root, final.parent)
-    with integrity.for_owner_alone():
-        _write_for_owner(contents, final)
-
-
-def _write_for_owner(contents: Mapping[str, bytes], final: Path) -> None:
-    if final.is_dir():
+    if final.is_symlink() or final.exists():
         _refuse_changed(contents, final)
-    else:
-        temporary = storage.temporary(final)
-        temporary.mkdir()
-        for name, data in contents.items():
-            file = temporary / name
-            storage.make_below(temporary, file.parent)
-            with storage.naming(final):  # a full disk names no file
-                file.write_bytes(data)
-        integrity.others_cannot_write(temporary, *temporary.rglob("*"))
-        try:
-            storage.commit(temporary, final)
-        except OSError:
-            if not final.is_dir():
-                raise
-            shutil.rmtree(temporary)  # somebody else was faster
-    wanted = integrity.listing(contents)
-    listed = integrity.list_file(final)
-    if not listed.exists() or listed.read_bytes() != wanted:
-        storage.put(listed, wanted)
-        integrity.others_cannot_write(listed)
+        return
+    with integrity.for_owner_alone():
+        storage.put(final, _archive(final.name, contents))
+    integrity.others_cannot_write(final)
+
+
+def _archive(name: str, contents: Mapping[str, bytes]) -> bytes:
+    """The archive with files and bytecode. It is kept in the user's cache, as compiling takes some seconds."""
+    kept = cache_folder() / "code" / name
+    with suppress(OSError, UserError):
+        trust.refuse_replaceable(kept, "")
+        return kept.read_bytes()
+    data = _pack(name, contents)
+    with suppress(OSError, UserError), integrity.for_owner_alone():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        for old in kept.parent.glob(f"*{_SUFFIX}"):
+            old.unlink()
+        storage.put(kept, data)
+    return data
+
+
+def _pack(name: str, contents: Mapping[str, bytes]) -> bytes:
+    """The archive, made anew."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file, data in contents.items():
+            archive.writestr(zipfile.ZipInfo(file), data, zipfile.ZIP_DEFLATED)
+        for file, code in _modules(name, contents):
+            archive.writestr(zipfile.ZipInfo(file), _HEADER + marshal.dumps(code), zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def _modules(name: str, contents: Mapping[str, bytes]) -> Iterator[tuple[str, CodeType]]:
+    """Names and contents of the files with bytecode; a traceback has the name of the archive before that of a file."""
+    for file, data in contents.items():
+        if file.endswith(".py"):
+            yield f"{file}c", compile(data, f"{name}/{file}", "exec", dont_inherit=True, optimize=0)
 
 
 def _refuse_changed(contents: Mapping[str, bytes], final: Path) -> None:
-    """A `UserError` where a copy is not what it should be; bytecode that somebody's Python left is removed."""
-    for cache in list(final.rglob("__pycache__")):
-        shutil.rmtree(cache)
-    found = {str(file.relative_to(final)): file for file in final.rglob("*") if file.is_symlink() or not file.is_dir()}
-    odd = sorted(contents.keys() ^ found.keys())
-    odd += [name for name, data in contents.items() if name in found and not _is(found[name], data)]
-    if odd:
+    """A `UserError` where an archive is not what it should be."""
+    if odd := _difference(contents, final):
         raise UserError(
-            f"{final} has changed since the code was copied to it ({odd[0]!a} was changed, added or removed); "
-            "find out by whom, end the jobs that run it, remove the folder, and submit again"
+            f"{final} has changed since the code was copied to it ({odd}); find out by whom, end the jobs that run it, "
+            "remove the file, and submit again"
         )
 
 
-def _is(file: Path, data: bytes) -> bool:
-    return file.is_file() and not file.is_symlink() and file.read_bytes() == data
+def _difference(contents: Mapping[str, bytes], final: Path) -> str:
+    """How an archive differs from what should be in it, in words; "" where it does not."""
+    if final.is_symlink() or not final.is_file():
+        return "it is not a file"
+    data = final.read_bytes()
+    if data == _archive(final.name, contents):
+        return ""
+    # Made on another machine: bytecode is compared as what it does, since there are several ways to write it.
+    modules = dict(_modules(final.name, contents))
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            names = archive.namelist()
+            odd = sorted(contents.keys() ^ modules.keys() ^ set(names))
+            odd += [name for name in names if names.count(name) > 1]
+            odd = odd or [name for name in contents if archive.read(name) != contents[name]]
+            odd = odd or [name for name in modules if not _is_bytecode(archive.read(name), modules[name])]
+    except (zipfile.BadZipFile, OSError, zlib.error) as error:
+        return f"it cannot be read: {error}"
+    return f"{odd[0]!a} was changed, added or removed" if odd else ""
+
+
+def _is_bytecode(data: bytes, code: CodeType) -> bool:
+    try:
+        return data[: len(_HEADER)] == _HEADER and bool(marshal.loads(data[len(_HEADER) :]) == code)
+    except (ValueError, EOFError, TypeError):
+        return False
 
 
 def _place(folder: Path, contents: Mapping[str, bytes]) -> Path:
-    digest = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128(str(sys.implementation.cache_tag).encode())
     for name, data in sorted(contents.items()):
         digest.update(f"{name}\0{len(data)}\0".encode())
         digest.update(data)
-    return folder / jobs.CODE / digest.hexdigest()[:16]
+    return folder / jobs.CODE / f"{digest.hexdigest()[:16]}{_SUFFIX}"
 
 
 def _contents() -> dict[str, bytes]:
-    """All files that the copy has, by name: they are read once, so that the hash is that of what is written."""
-    code = {name: Path(str(module.__file__)).parent for name, module in (("pipeline", pipeline), ("slurm", slurm))}
+    """All files that the archive has, by name, but for bytecode: they are read once, so that the hash is theirs."""
+    if (source := imports.archive()) is not None:
+        with zipfile.ZipFile(source) as archive:
+            return {name: archive.read(name) for name in archive.namelist() if not name.endswith(".pyc")}
+    code = {name: imports.packaged_folder(name) for name in ("pipeline", "slurm")}
     found = {}
     # In a checkout the run files that ship are beside the packages, in an installation inside.
     for name, folder in {**code, "configs": packaged_configs()}.items():

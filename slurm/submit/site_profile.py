@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pipeline.common.errors import UserError
+from pipeline.common.imports import packaged_folder
 from pipeline.config import Config
 from pipeline.config.parsing.code_keys import refuse_code_of_others
 from pipeline.config.parsing.document import PLACEHOLDER, Problem, parse
@@ -19,12 +20,14 @@ from pipeline.config.slurm import SiteConfig, is_profile_file
 from slurm.jobs import Backend
 from slurm.submit import sbatch_env
 
-_FOLDER = Path(__file__).parents[1] / "profiles"
+
+def _folder() -> Path:
+    return packaged_folder("slurm/profiles")
 
 
 def shipped() -> list[str]:
     """Names of the profiles that come with the package."""
-    return sorted(file.stem for file in _FOLDER.glob("*.yaml"))
+    return sorted(file.stem for file in _folder().glob("*.yaml"))
 
 
 def site_of(config: Config, backend: Backend = "local", environment: Mapping[str, str] = os.environ) -> SiteConfig:
@@ -104,7 +107,7 @@ def _find(name: str, tried: Path | None) -> Path:
         near = difflib.get_close_matches(name, shipped(), n=1)
         guess = f"; did you mean {near[0]}? If not, " if near else "; "
         raise UserError(f"slurm.profile = {name}: no profile has this name{guess}{_names()}")
-    return _FOLDER / f"{name}.yaml"
+    return _folder() / f"{name}.yaml"
 
 
 def _names() -> str:
@@ -112,4 +115,4 @@ def _names() -> str:
 
 
 def _all_keys() -> str:
-    return f"All keys, with what they mean: {_FOLDER / 'generic.yaml'}"
+    return f"All keys, with what they mean: {_folder() / 'generic.yaml'}"

@@ -198,7 +198,7 @@ def script(
         run: folder.
         planned: what the job asks for.
         site: where it runs.
-        code: snapshot, and the digest of its list.
+        code: archive, and its digest.
         config: of the run.
         backend: to the scheduler, or into the background of this machine.
     """
@@ -354,7 +354,7 @@ def _parameters(
     Args:
         planned: what the job asks for.
         site: where it runs.
-        code: snapshot, and the digest of its list.
+        code: archive, and its digest.
         config: of the run.
         folders: run folder and its id, of each task of an array if their runs differ.
         private: folder for what jobs execute, where that is not the run folder.
@@ -446,8 +446,6 @@ def _exports(site: SiteConfig, code: Path | None, planned: PlannedJob) -> dict[s
     found = dict(site.environment)
     # Else `python -m` takes the packages from the folder in which the run was submitted, if it is a checkout.
     found["PYTHONSAFEPATH"] = "1"
-    # Bytecode in the snapshot would be a file that nobody has submitted.
-    found["PYTHONDONTWRITEBYTECODE"] = "1"
     if trusted := os.environ.get(TRUSTED):  # a site may have jobs start without the user's environment
         found[TRUSTED] = trusted
     if planned.resources.cpus_per_task:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,3 +77,40 @@ def test_the_end_of_a_job_does_not_end_what_it_asks(scontrol: Path) -> None:
     scontrol.write_text("#!/bin/sh\nkill -TERM $$\necho 7\n")
     assert scheduler.ask(["scontrol"]) == "7\n"
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """A cluster with jobs 1, 2 and 3 of this user and 8 and 9 of others; returns how squeue selected jobs so far."""
+    file, calls = tmp_path / "squeue", tmp_path / "calls"
+    file.write_text(
+        "#!/bin/bash\n"
+        f"calls={shlex.quote(str(calls))}\n"
+        "shift 6\n"
+        'echo "$*" >> "$calls"\n'
+        'case "$*" in --me) all="1 2_0 2_1 3";; *) all=$(echo "$2" | tr , " ");; esac\n'
+        "for job in $all; do case $job in [12389]*) "
+        'echo "$job|RUNNING|None|n1|N/A|N/A|";; *) [ "$all" != "$job" ] || '
+        "{ echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; } ;; esac; done\n"
+    )
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return lambda: calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_the_jobs_of_the_whole_cluster_are_not_asked_for(squeue: Callable[[], list[str]]) -> None:
+    """With one number squeue sends REQUEST_JOB_INFO_SINGLE, with `--me` REQUEST_JOB_USER_INFO, with two the whole."""
+    assert scheduler.jobs([]) == {} and squeue() == []
+    assert set(scheduler.jobs(["1"])) == {"1"}
+    assert set(scheduler.jobs(["2_0", "2_1"])) == {"2"}
+    assert scheduler.jobs(["77"]) == {}
+    assert set(scheduler.jobs(["1", "2_0", "3"])) == {"1", "2_0", "2_1", "3"}
+    assert squeue() == ["--jobs 1", "--jobs 2", "--jobs 77", "--me"]
+
+
+def test_what_is_forgotten_or_anothers_is_asked_for_once(squeue: Callable[[], list[str]]) -> None:
+    assert set(scheduler.jobs(["1", "77", "78"], own=["1", "77", "78"])) == {"1"}
+    assert squeue() == ["--me"]  # forgotten, whatever their number
+    assert set(scheduler.jobs(["1", "77", "9"], own=["77"])) == {"1", "9"}
+    assert set(scheduler.states_of({"1": "me", "77": "me", "8": "other"}, "me")) == {"1", "8"}
+    assert squeue()[1:] == ["--me", "--jobs 9", "--me", "--jobs 8"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ import tokenizers
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import file_hash, value_hash
+from pipeline.common.hashing import value_hash
+from pipeline.common.imports import source_hash
 from pipeline.common.limited_child import ChildLimits, run_limited
 from pipeline.data.tokenization import engines, hard_texts
 from pipeline.data.tokenization.definition import load_definition
@@ -144,14 +146,14 @@ def _prove_in_child(job: dict[str, Any]) -> dict[str, Any]:
 
 def _about(name: str, tokenizer: Tokenizer) -> dict[str, str]:
     """All that a result depends on."""
-    code = "".join(f"{file_hash(Path(str(module.__file__))):016x}" for module in (engines, hard_texts))
+    code = "".join(f"{source_hash(module):016x}" for module in (engines, hard_texts, sys.modules[__name__]))
     return {
         "engine": name,
         "tokenizers": tokenizers.__version__,
         "tokenizer": tokenizer.fingerprint,
         "cpu": _cpu(),
         "unicode": unicodedata.unidata_version,
-        "code": code + f"{file_hash(Path(__file__)):016x}",
+        "code": code,
     }
 
 

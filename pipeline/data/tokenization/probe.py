@@ -7,10 +7,10 @@ probed when they are first opened, which takes some tenths of a second; that the
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ import xxhash
 from tokenizers import Regex, pre_tokenizers
 
 from pipeline.common.errors import MachineError, UserError
-from pipeline.common.hashing import file_hash, mix
+from pipeline.common.hashing import mix
+from pipeline.common.imports import source_hash
 from pipeline.common.limited_child import ChildLimits, run_limited
 from pipeline.common.paths import StrPath, check_once
 from pipeline.data.sources.records import printable
@@ -72,7 +73,7 @@ def is_proved(definition: Definition) -> bool:
 @lru_cache(maxsize=1)
 def _code() -> str:
     """Hash of the code of probe and bounds."""
-    return "".join(f"{file_hash(Path(each)):016x}"[:8] for each in (__file__, str(bounds.__file__)))
+    return "".join(f"{source_hash(each):016x}"[:8] for each in (sys.modules[__name__], bounds))
 
 
 def failing_regex(definition: str, texts: Iterable[str]) -> str:

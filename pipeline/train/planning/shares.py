@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from importlib.resources import files
 
-FILE = Path(__file__).with_name("measured.json")
+FILE = files("pipeline.train.planning").joinpath("measured.json")
 """Measured shares by name of the device. `python benchmarks/gpu_evidence.py --calibrate` writes it; nobody edits it."""
 UPDATE_BYTES = {"fp32": 40, "bf16": 112}
 """Bytes that a step moves per parameter, by `train.optimizer.states`: gradient for norm and clipping; weight, gradient

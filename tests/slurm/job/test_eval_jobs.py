@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import orjson
@@ -100,6 +101,12 @@ class Site:
 
     def sent(self) -> list[Job]:
         return jobs.sent(self.run)
+
+    @property
+    def questions(self) -> int:
+        """Calls of squeue so far."""
+        file = self.folder / "asked"
+        return len(file.read_text().splitlines()) if file.exists() else 0
 
     @property
     def steps(self) -> list[int | None]:
@@ -243,6 +250,29 @@ def test_a_job_that_ends_without_a_report_is_sent_once_more(site: Site) -> None:
     for again in (looking, looking, site.evaluations()):
         again.look()
     assert site.steps == [4, 4]
+
+
+def test_many_jobs_are_one_question_and_nothing_new_is_asked_for_less_often(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(evaluations, "ASK_EVERY", 60.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    due = site.evaluations()
+    for step in (4, 8, 12):
+        site.commit(step)
+    due.look()
+    site.queue(j1="PENDING", j2="PENDING", j3="PENDING")
+    asked = []
+    for clock[0] in range(10, 4 * 3600, 10):
+        before = site.questions
+        due.look()
+        if site.questions > before:
+            assert site.questions == before + 1
+            asked.append(clock[0])
+    pauses = [after - before for before, after in pairwise(asked)]
+    assert pauses[:5] == [120, 240, 480, 960, 960] and set(pauses[5:]) == {960}
+    assert site.steps == [4, 8, 12]
 
 
 def test_a_scheduler_that_does_not_answer_ends_nothing(site: Site) -> None:

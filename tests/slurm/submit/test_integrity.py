@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,20 +31,16 @@ from slurm.submit.submission import read_submission
 from slurm.submit.submit import send_all, write_submission
 from tests import tiny
 
-NAMES = ("pipeline/__init__.py", "pipeline/page.html", "slurm/a b.py", "configs/$(touch x)é.yaml")
-
 
 @pytest.fixture(params=["code", 'it\'s `$HOME` "ü"'])
 def code(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A small copy with its list, in a folder of an ordinary name or an odd one."""
-    folder = tmp_path / request.param
-    contents = {name: f"# {name}\n".encode() for name in NAMES}
-    for name, data in contents.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    integrity.list_file(folder).write_bytes(integrity.listing(contents))
-    integrity.others_cannot_write(folder, *folder.rglob("*"), integrity.list_file(folder))
-    return folder
+    """A small archive, in a folder of an ordinary name or an odd one."""
+    file = tmp_path / request.param / "0123.zip"
+    file.parent.mkdir()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("pipeline/__init__.py", "a = 1")
+    integrity.others_cannot_write(file.parent, file)
+    return file
 
 
 def check(code: Path, digest: str, *, owned: bool = True) -> subprocess.CompletedProcess[str]:
@@ -64,46 +62,24 @@ def test_what_is_as_it_was_is_run_where_it_was(code: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "started\n/\n", "")
 
 
-def _list_again(code: Path) -> None:
-    """As somebody does who changes the list, too."""
-    files = {str(file.relative_to(code)): file.read_bytes() for file in code.rglob("*") if file.is_file()}
-    integrity.list_file(code).write_bytes(integrity.listing(files))
-
-
 def _link(code: Path) -> None:
-    same = code.parent / "elsewhere"
-    same.write_bytes((code / NAMES[0]).read_bytes())
-    (code / NAMES[0]).unlink()
-    (code / NAMES[0]).symlink_to(same)
+    code.rename(code.parent / "moved")
+    code.symlink_to(code.parent / "moved")
 
 
-def _linked_folder(code: Path) -> None:
-    (code / "pipeline").rename(code.parent / "moved")
-    (code / "pipeline").symlink_to(code.parent / "moved")
-
-
-def _bytecode(code: Path) -> None:
-    cache = code / "pipeline" / "__pycache__"
-    cache.mkdir()
-    (cache / "__init__.cpython-311.pyc").write_bytes(b"")
+def _change(code: Path) -> None:
+    with zipfile.ZipFile(code, "a") as archive:
+        archive.writestr("sitecustomize.py", "")
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a changed file": (lambda code: (code / NAMES[0]).write_text("import evil"), "pipeline/__init__.py: FAILED"),
-    "a missing file": (lambda code: (code / NAMES[1]).unlink(), "< f pipeline/page.html"),
-    "an added file": (lambda code: (code / "sitecustomize.py").touch(), "> f sitecustomize.py"),
-    "a path file": (lambda code: (code / "x.pth").touch(), "> f x.pth"),
-    "a module that shadows": (lambda code: (code / "torch.py").touch(), "> f torch.py"),
-    "bytecode": (_bytecode, "> f pipeline/__pycache__/__init__.cpython-311.pyc"),
-    "a name of several lines": (lambda code: (code / "a\nf pipeline").touch(), "> f a\n> f pipeline"),
-    "a name that ends a line": (lambda code: (code / "zzz\n").touch(), "> f zzz"),
-    "an escape in a name": (lambda code: (code / "\x1b[2J").touch(), "> f ^[[2J"),
-    "a link": (_link, "> l pipeline/__init__.py"),
-    "a folder by link": (_linked_folder, "> l pipeline"),
-    "another list": (lambda code: ((code / "torch.py").touch(), _list_again(code)), "is not the list of files"),
-    "no list": (lambda code: integrity.list_file(code).unlink(), ".sha256 cannot be read"),
-    "no folder": (lambda code: code.rename(code.parent / "gone"), "cannot be read"),
-    "one that the group may write": (lambda code: (code / NAMES[0]).chmod(0o664), "other users than"),
+    "an added file": (_change, "is not the code that was submitted"),
+    "a byte before it": (lambda code: code.write_bytes(b"#" + code.read_bytes()), "is not the code"),
+    "nothing left": (lambda code: code.write_bytes(b""), "is not the code"),
+    "a link": (_link, "is not a file"),
+    "a folder": (lambda code: (code.unlink(), code.mkdir()), "is not a file"),
+    "no file": (lambda code: code.unlink(), "is not there"),
+    "one that the group may write": (lambda code: code.chmod(0o664), "other users than"),
 }
 
 
@@ -119,7 +95,7 @@ def test_whatever_was_changed_is_named_and_nothing_is_run(code: Path, change: st
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 @pytest.mark.parametrize("code", ["code"], indirect=True)
 def test_the_same_files_of_another_user_are_refused(code: Path) -> None:
-    os.chown(code / "pipeline", 12345, 12345)  # who could put others in their place while the job runs
+    os.chown(code, 12345, 12345)  # who could write to it while the job runs
     assert "other users than 0 may write to" in refused(code, code_snapshot.digest(code))
 
 
@@ -134,18 +110,43 @@ def test_only_their_owner_may_write_to_code_and_submissions(tmp_path: Path) -> N
         file = write_submission(run, config, site, plan(config, site, ["train"], "slurm")[0], "slurm", code)
     finally:
         os.umask(before)
-    for each in [code, *code.rglob("*"), integrity.list_file(code), file, file.with_suffix(".yaml")]:
+    for each in [code, file, file.with_suffix(".yaml")]:
         assert not each.stat().st_mode & 0o022, each
 
 
-def test_a_copy_that_was_changed_is_not_sent_again(tmp_path: Path) -> None:
+def _with(code: Path, name: str, data: bytes) -> bytes:
+    """The archive with another content of a file, or one more."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(code) as before, zipfile.ZipFile(buffer, "w") as after:
+        for each in before.namelist():
+            after.writestr(each, data if each == name else before.read(each))
+        if name not in before.namelist():
+            after.writestr(name, data)
+    return buffer.getvalue()
+
+
+def test_an_archive_that_was_changed_is_not_sent_again(tmp_path: Path) -> None:
     code = code_snapshot.take(tmp_path)
-    (code / "pipeline" / "__pycache__").mkdir()
-    (code / "pipeline" / "__pycache__" / "x.pyc").touch()
-    assert code_snapshot.take(tmp_path) == code and not list(code.rglob("__pycache__"))
-    (code / "sitecustomize.py").touch()
-    with pytest.raises(UserError, match="'sitecustomize.py' was changed, added or removed"):
+    whole = code.read_bytes()
+    with zipfile.ZipFile(code) as archive:
+        other = archive.read("slurm/jobs.pyc")
+    for name, data in {
+        "sitecustomize.py": b"",
+        "slurm/__init__.py": b"evil = 1",
+        "slurm/__init__.pyc": other,
+        "slurm/control.pyc": other[:-9],
+    }.items():
+        code.write_bytes(whole)
+        code.write_bytes(_with(code, name, data))
+        with pytest.raises(UserError, match=f"'{name}' was changed, added or removed"):
+            code_snapshot.take(tmp_path)
+    code.write_bytes(whole[:-100])
+    with pytest.raises(UserError, match="cannot be read"):
         code_snapshot.take(tmp_path)
+    # The same files and bytecode, as another machine writes them.
+    code.write_bytes(whole)
+    code.write_bytes(_with(code, "slurm/py.typed", b""))
+    assert code.read_bytes() != whole and code_snapshot.take(tmp_path) == code
 
 
 @pytest.mark.parametrize("which", [".json", ".yaml"])
@@ -200,7 +201,7 @@ def test_with_a_group_jobs_execute_what_lies_where_only_the_owner_may_write(tmp_
     # The group can read all of it in the run folder, where it may also put what it asks for.
     kept = RunFiles(run).slurm / "submissions"
     assert {each.name for each in kept.iterdir()} == {file.name, file.with_suffix(".yaml").name}
-    assert (RunFiles(run).slurm / "code" / code.name / "pipeline" / "cli" / "main.py").exists()
+    assert (RunFiles(run).slurm / "code" / code.name).read_bytes() == code.read_bytes()
     assert run.stat().st_mode & 0o020 and RunFiles(run).slurm.stat().st_mode & 0o020
 
 
@@ -273,11 +274,11 @@ def test_a_colleague_of_the_group_goes_on_with_code_of_their_own() -> None:
             os.umask(before)
         code = read_submission(mine).code
         assert code
-        for path in (mine, mine.with_suffix(".yaml"), code / "pipeline" / "cli" / "main.py", integrity.list_file(code)):
+        for path in (mine, mine.with_suffix(".yaml"), code):
             assert as_colleague(path.read_bytes) == 0
             assert as_colleague(lambda path=path: path.open("r+")) == 1
             assert as_colleague(lambda path=path: path.rename(path.with_name("moved"))) == 1
-        for folder in (*code.parents[: len(code.relative_to(root).parts)], root):
+        for folder in code.parents[: len(code.relative_to(root).parts)]:
             assert as_colleague(lambda folder=folder: (folder / "sitecustomize.py").touch()) == 1
 
 
@@ -333,9 +334,8 @@ def test_a_job_of_a_cluster_whose_files_were_changed_is_refused(run_file: Path, 
     (job,) = send_all(run, config, site, planned, "slurm", code)
     mark = run / "evil"
     if change == "code":
-        with (code / "slurm" / "job" / "batch_entry.py").open("a") as file:
-            file.write(f"\nopen({str(mark)!r}, 'w')\n")
-        (code / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w')\n")
+        with zipfile.ZipFile(code, "a") as archive:
+            archive.writestr("sitecustomize.py", f"open({str(mark)!r}, 'w')\n")
     if change == "submission":
         submission = run / job.submission
         submission.write_text(submission.read_text().replace('"container_prefix": ""', '"container_prefix": "touch"'))
@@ -346,10 +346,9 @@ def test_a_job_of_a_cluster_whose_files_were_changed_is_refused(run_file: Path, 
     assert not mark.exists()
     if change == "nothing":
         assert details["JobState"] == "COMPLETED", log
-        assert not list(code.rglob("__pycache__"))
         return
     assert (details["JobState"], details["ExitCode"], details["Restarts"]) == ("FAILED", f"{EXIT_REFUSED}:0", "0")
-    assert "> f sitecustomize.py" in log if change == "code" else str(job.submission) in log
+    assert f"{code} is not the code" in log if change == "code" else str(job.submission) in log
     assert not (run / "logs").exists()
 
 
@@ -360,8 +359,8 @@ def test_a_job_of_a_run_of_a_group_executes_nothing_of_the_run_folder(run_file: 
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
     array, finish = jobs.sent(run)
-    for module in run.glob("slurm/code/*/slurm/job/batch_entry.py"):  # the copy to read
-        module.write_text("raise SystemExit(1)")
+    for archive in run.glob("slurm/code/*.zip"):  # the copy to read
+        archive.write_bytes(b"")
     for file in (run / "slurm" / "submissions").iterdir():
         file.write_text("")
     for job in (array, finish):

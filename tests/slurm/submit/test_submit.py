@@ -101,7 +101,6 @@ def test_the_script_asks_for_what_run_file_and_profile_say(tmp_path: Path) -> No
         "ulimit -n 65536",
         """export NCCL_DEBUG='it'"'"'s $HOME'""",
         "export PYTHONSAFEPATH=1",
-        "export PYTHONDONTWRITEBYTECODE=1",
         "export SRUN_CPUS_PER_TASK=6",
         "export PYTHONPATH=/snapshot${PYTHONPATH:+:$PYTHONPATH}",
     ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import MachineError, UserError, install_extra
-from pipeline.common.hashing import file_hash
+from pipeline.common.imports import source_hash
 from pipeline.common.limited_child import ChildLimits, run_limited
 from pipeline.common.paths import check_once
 from pipeline.data.curate.models.fasttext_file import ModelFile
@@ -75,7 +75,7 @@ def try_model(model: ModelFile, key: str) -> None:
     Raises:
         UserError: the library crashed, took too long or too much memory; MachineError if no process could be started.
     """
-    about = f"{model.hash}-{fasttext_version()}-{file_hash(Path(__file__)):016x}"
+    about = f"{model.hash}-{fasttext_version()}-{source_hash(sys.modules[__name__]):016x}"
     check_once("fasttext", about, partial(_predict_in_child, model, key), file=str(model.path))
 
 

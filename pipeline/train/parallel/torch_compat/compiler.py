@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.common.imports import source_hash
+
 _collectives = torch.ops._c10d_functional
 
 
@@ -69,7 +71,7 @@ def prepare_async_tp(group: dist.ProcessGroup) -> None:
     is not needed any more, but the pass still leaves alone what it was not called for.
     """
     import torch._inductor.config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     class _FlattenGathers(CustomGraphPass):
@@ -77,7 +79,7 @@ def prepare_async_tp(group: dist.ProcessGroup) -> None:
             flatten_gathers(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((__file__,))
+            return f"{source_hash(sys.modules[__name__]):016x}"
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
