@@ -474,7 +474,7 @@ def _environment(*, rank_only: bool = False) -> Iterator[None]:
     """
     before = dict(os.environ)
     for name in before:
-        of_job = is_slurm_variable(name) or name.startswith("PMI")
+        of_job = is_slurm_variable(name) or name.startswith(("PMI", "OMPI_"))
         of_rank = name in _RANK_VARIABLES or name.startswith(("SUBMITIT_", "TORCHELASTIC_"))
         if of_rank or (not rank_only and (of_job or name in _DEVICES)):
             del os.environ[name]

@@ -531,6 +531,7 @@ def test_a_folder_with_blanks_quotes_and_signs(clean: Path) -> None:
 def test_a_job_can_be_submitted_from_inside_of_one(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inherited = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "SBATCH_PARTITION": "nowhere", "SLURM_MEM_PER_NODE": "5"}
     ranks = {"RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "3", "MASTER_ADDR": "gone", "PIPELINE_LOGS": "/gone"}
+    ranks |= {"PMIX_RANK": "3", "OMPI_COMM_WORLD_RANK": "3"}
     for name, value in {**inherited, **ranks, "MINE": "kept"}.items():
         monkeypatch.setenv(name, value)
     config = config_of(
