@@ -63,7 +63,7 @@ def curate(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from pipeline.config.load import load_run
 
-    config = load_run(run, overrides or (), None)
+    config = load_run(run, overrides or (), of_data=True)
     words = shlex.join([str(run), *(overrides or ())])
     if status:
         from pipeline.data.curate.results.status import print_status
@@ -73,7 +73,7 @@ def curate(
         from pipeline.data.curate.results.what_if import what_if as show
         from pipeline.data.provenance.excerpts import ExcerptReader
 
-        changed = load_run(run, [*(overrides or ()), *_full_keys(what_if)], None)
+        changed = load_run(run, [*(overrides or ()), *_full_keys(what_if)], of_data=True)
         show(config, changed, Console(), ExcerptReader(config.data.curate), listed=listed)
     elif compare:
         from pipeline.data.curate.results.compare import compare as show_differences

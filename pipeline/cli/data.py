@@ -316,7 +316,7 @@ def data_why(
     from pipeline.data.provenance.run import print_result
     from pipeline.data.provenance.why_removed import why
 
-    config = load_run(run, overrides or ())
+    config = load_run(run, overrides or (), of_data=True)
     found = why(config, source, document, cluster=cluster, text=text, verify=verify, say=_note)
     print_result(found, as_json)
     if not found.agrees:

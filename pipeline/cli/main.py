@@ -96,7 +96,7 @@ def preprocess(
     # NumPy's library of matrix products would start a thread for each core, and this command multiplies no matrices.
     # Without them it has one thread, and can fork its workers.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    config = _load(run, overrides)
+    config = _load(run, overrides, of_data=True)
     if status:
         from pipeline.data.preprocess.status import print_status
 
@@ -488,14 +488,16 @@ def main() -> None:
     sys.exit(code)
 
 
-def _load(run: Path, overrides: list[str] | None, values: dict[str, Any] | None = None) -> Config:
+def _load(
+    run: Path, overrides: list[str] | None, values: dict[str, Any] | None = None, *, of_data: bool = False
+) -> Config:
     """The config, before a stage and its heavy packages are imported: a mistake in it shows at once.
 
     Of a run folder it is what the run was trained with, overrides of that time included.
     """
     from pipeline.config.load import load_run
 
-    return load_run(run, overrides or (), values)
+    return load_run(run, overrides or (), values, of_data=of_data)
 
 
 def _which(step: int | None, weights: Path | None) -> WeightsOf:

@@ -27,6 +27,7 @@ from pipeline.config.parsing.document import PLACEHOLDER, ParsedFile, Place, Pro
 from pipeline.config.parsing.interpolation import Interpolation, InterpolationError, escaped, is_plain, parse_text
 from pipeline.config.parsing.problems import misspelled, place_of, secrets_of, show, translate
 from pipeline.config.parsing.schema import KeyPath, dotted
+from pipeline.config.parsing.values import leaves, merged, stand_in
 from pipeline.config.root import Config
 from pipeline.config.slurm import is_profile_file
 
@@ -39,7 +40,9 @@ _BESIDE_RUN_FILE = (RunFiles.ledger, RunFiles.metrics, EXPORT_ORIGIN, LAUNCHER_L
 """Files that a run, an export and a launch leave beside the file that they have written."""
 
 
-def load(path: StrPath, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
+def load(
+    path: StrPath, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None, *, of_data: bool = False
+) -> Config:
     """Load, merge and validate a user's run file.
 
     The one in a run folder is read as by `load_written`.
@@ -48,6 +51,7 @@ def load(path: StrPath, overrides: Sequence[str] = (), values: Mapping[str, Any]
         path: The run file, or the name of one that ships with the package (`quickstart.yaml`).
         overrides: `key.path=value`, the value in YAML; list entries by index (`data.sources.0.weight=2`).
         values: Values by key path that are taken as they are, after everything else (command line options).
+        of_data: The stage makes data and reads neither `model` nor `train`, which may be missing; see `stand_in`.
 
     Returns:
         The validated config.
@@ -56,7 +60,7 @@ def load(path: StrPath, overrides: Sequence[str] = (), values: Mapping[str, Any]
         UserError: Everything that is wrong, in one message with a line for each violation.
     """
     path = find(Path(path))
-    return _validated(path, list(_documents(path, ())), overrides, values)
+    return _validated(path, list(_documents(path, ())), overrides, values, of_data=of_data)
 
 
 def load_written(path: Path, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
@@ -99,6 +103,8 @@ def _validated(
     documents: Sequence[ParsedFile],
     overrides: Sequence[str],
     values: Mapping[str, Any] | None,
+    *,
+    of_data: bool = False,
 ) -> Config:
     failed: set[KeyPath] = set()
     problems = [problem for document in documents for problem in document.problems]
@@ -108,7 +114,7 @@ def _validated(
         if document.written:
             problems += _refuse_expressions(document, failed)
         problems += _unparsable_interpolations(document.value, document.places, failed)
-        plain = _merged(plain, document.value)
+        plain = merged(plain, document.value)
         _overlay(places, document)
     for override in overrides:
         problems += _override(plain, places, override, failed)
@@ -133,6 +139,8 @@ def _validated(
             failed.add(key_path)
             problems.append(Problem(place, f"{dotted(key_path)} = {PLACEHOLDER}: fill in a value here"))
     config: Config | None = None
+    if of_data:
+        stand_in(plain)
     try:
         config = Config.model_validate(plain)
     except ValidationError as error:
@@ -155,20 +163,23 @@ def _validated(
     return config
 
 
-def load_run(run: StrPath, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None) -> Config:
+def load_run(
+    run: StrPath, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None, *, of_data: bool = False
+) -> Config:
     """Load a run file, or the one that training has written into a run folder, which may have been moved since.
 
     Args:
         run: The run file or the run folder.
         overrides: As for `load`.
         values: As for `load`.
+        of_data: As for `load`.
 
     Raises:
         UserError: As for `load`, or the folder has no run file.
     """
     run = Path(run)
     if not run.is_dir():
-        return load(find(run, "run file or run folder"), overrides, values)
+        return load(find(run, "run file or run folder"), overrides, values, of_data=of_data)
     if not (run / RUN_FILE).is_file():
         raise no_run_folder(run)
     return load_written(run / RUN_FILE, overrides, {**(values or {}), "run.dir": os.path.abspath(run)})
@@ -309,21 +320,9 @@ def _shown(path: Path) -> str:
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
-def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value that is not a mapping: lists, then their entries, scalars."""
-    if isinstance(value, dict):
-        for key, below in value.items():
-            yield from _leaves(below, (*path, key))
-        return
-    yield path, value
-    if isinstance(value, list):
-        for index, below in enumerate(value):
-            yield from _leaves(below, (*path, index))
-
-
 def _overlay(places: dict[KeyPath, Place], document: ParsedFile) -> None:
     """Let the document's places take the place of those whose values it replaced."""
-    replaced = {path for path, _ in _leaves(document.value) if path in places}
+    replaced = {path for path, _ in leaves(document.value) if path in places}
     for old in list(places):
         if any(old[:depth] in replaced for depth in range(1, len(old) + 1)):
             del places[old]
@@ -332,16 +331,9 @@ def _overlay(places: dict[KeyPath, Place], document: ParsedFile) -> None:
     places[()] = root if root.source != document.places[()].source else document.places[()]
 
 
-def _merged(below: Any, above: Any) -> Any:
-    """Sections key by key; any other value of `above` replaces the one of `below`."""
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return above
-    return below | {key: _merged(below.get(key), value) for key, value in above.items()}
-
-
 def _unparsable_interpolations(plain: Any, places: Mapping[KeyPath, Place], failed: set[KeyPath]) -> Iterator[Problem]:
     """Find `${` without its end, and take the value out so that merging can go on."""
-    for path, value in list(_leaves(plain)):
+    for path, value in list(leaves(plain)):
         if isinstance(value, str) and "${" in value:
             try:
                 parse_text(value)
@@ -469,7 +461,7 @@ def _interpolate(
     """Replace every `${...}` in place, and collect where there was one."""
     interpolation = Interpolation(plain, places)
     found: list[tuple[KeyPath, Any]] = []
-    for path, value in _leaves(plain):
+    for path, value in leaves(plain):
         if not isinstance(value, str) or "${" not in value:
             continue
         try:
@@ -487,7 +479,7 @@ def _refuse_expressions(document: ParsedFile, failed: set[KeyPath]) -> Iterator[
     if document.value.pop("include", None) is not None:
         place = place_of(("include",), document.places)
         yield Problem(place, "include: the files of a run are complete and must not include others; remove it")
-    for path, value in list(_leaves(document.value)):
+    for path, value in list(leaves(document.value)):
         if isinstance(value, str) and not is_plain(value):
             failed.add(path)
             _assign(document.value, path, None)

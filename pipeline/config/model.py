@@ -25,11 +25,17 @@ class InitConfig(Section):
     """Standard deviation of the normal distribution."""
     mup_base_dim: int | None = Field(default=None, ge=1)
     """mup: width at which learning rate and std are those of the config."""
+    mup_fixed: list[Text] | None = None
+    """mup: sizes that the model of `mup_base_dim` has as well, of `mla.q_rank`, `mla.kv_rank`, `experts.ffn_dim` and
+    `experts.shared_ffn_dim`; the others grow with dim, all of them where it is []. Needed if the model has one of them
+    and another dim."""
 
     @model_validator(mode="after")
     def _mup(self) -> InitConfig:
         if (self.scheme == "mup") != (self.mup_base_dim is not None):
             raise ValueError("mup_base_dim is needed with scheme: mup and not allowed otherwise")
+        if self.mup_fixed is not None and self.scheme != "mup":
+            raise ValueError(f"mup_fixed needs scheme: mup, and scheme is {self.scheme}; leave it out")
         return self
 
 

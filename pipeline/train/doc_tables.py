@@ -12,6 +12,7 @@ from pipeline.config.reference import table as keys
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.data.curate.rules.doc_table import tables as curation
 from pipeline.data.loading.objectives.pictures import pictures
+from pipeline.train.feature_table import features
 from pipeline.train.huggingface.names import LAYER, Names, TensorRule
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.model.tensor_names import EXPERT
@@ -144,6 +145,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         "schedules": schedules(),
         "tested": tested(),
     },
+    "model.md": lambda: {"features": features()},
     "objectives.md": pictures,
     "curation-rules.md": curation,
     "checkpoints.md": lambda: {"winners": winners()},

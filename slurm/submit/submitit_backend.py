@@ -472,7 +472,9 @@ def _environment(*, rank_only: bool = False) -> Iterator[None]:
     """
     before = dict(os.environ)
     for name in before:
-        of_job = is_slurm_variable(name) or name.startswith("PMI")
+        # Settings that a site's modules make stay: those of MCA.
+        of_launcher = name.startswith(("PMI", "OMPI_")) and not name.startswith(("OMPI_MCA_", "PMIX_MCA_"))
+        of_job = is_slurm_variable(name) or of_launcher
         of_rank = name in _RANK_VARIABLES or name.startswith(("SUBMITIT_", "TORCHELASTIC_"))
         if of_rank or (not rank_only and (of_job or name in _DEVICES)):
             del os.environ[name]

@@ -15,7 +15,7 @@ from pipeline import __version__
 from pipeline.cli.main import main
 from pipeline.common.errors import NumericalError, Stopped, UnsavedError, UserError
 from pipeline.config.load import dump, load
-from tests.config.runfile import write
+from tests.config.runfile import MINIMAL, write
 
 HEAVY = {
     "torch",
@@ -246,3 +246,20 @@ def test_options_stand_for_config_keys(
     call("generate", "run.yaml", "generate.top_p=0.5", "--prompt", "${x: ???", "--top-k", "5", "--step", "7")
     options, step = seen[0]
     assert (options.prompt, options.top_k, options.top_p, options.temperature, step) == ("${x: ???", 5, 0.5, 0.8, 7)
+
+
+def test_stages_of_data_need_no_section_about_training(
+    call: Callable[..., tuple[int, str, str]], tmp_path: Path, stages: types.ModuleType
+) -> None:
+    write(tmp_path, MINIMAL.partition("model:")[0])
+    seen = []
+    stages.preprocess = lambda config, **_: seen.append(config.data.sources[0].name)  # type: ignore[attr-defined]
+    assert call("preprocess", "run.yaml")[0] == 0 and seen == ["words"]
+    assert call("curate", "run.yaml", "--status")[2].startswith("error: data.curate")
+    code, _, error = call("train", "run.yaml")
+    assert code == 2 and "model: required" in error and "train: required" in error
+    # The length of packs is that of the training's windows.
+    code, _, error = call("preprocess", "run.yaml", "data.loader.packing=best_fit")
+    assert code == 2 and "train: required" in error and "model: required" not in error
+    code, _, error = call("preprocess", "run.yaml", "modle.layers=2")
+    assert code == 2 and "modle" in error

@@ -377,6 +377,8 @@ class _Stage:
         cache = cache_folder() / "engines"
         choice = choose_engine(setting, self._tokenizer, cache, condemned, self._context.engine)
         say(self._console, f"engine: {choice.name} ({choice.why})")
+        if note := self._tokenizer.template_note:
+            say(self._console, note)
         return choice
 
     def _finish(self, plan: SourcePlan) -> SourceReport:

@@ -250,6 +250,19 @@ class Tokenizer:
                 known[start:end] = b"\1" * (end - start)
         return sum(not is_known and not each.isspace() for each, is_known in zip(normalized, known, strict=True))
 
+    @cached_property
+    def template_note(self) -> str:
+        """What to know of tokens that the file's template puts around a text, and this class does not; "" for none."""
+        with parsing("tokenizers"):
+            empty = self._engine.encode("")
+        tokens = [token for token, added in zip(empty.tokens, empty.special_tokens_mask, strict=True) if added]
+        if not tokens:
+            return ""
+        return (
+            f"tokenizer: its template puts {', '.join(tokens)} around a text, and documents are stored without; each "
+            f"ends with {self.end_of_document_token}"
+        )
+
     @property
     def added_tokens(self) -> list[str]:
         """The added tokens, special or not, by id."""

@@ -97,8 +97,10 @@ class BadInput:
             skipped = (
                 "raise data.preprocess.max_error_rate"
                 if settings.on_error == "skip"
-                else ("skip bad records: data.preprocess.on_error: skip")
+                else "skip bad records: data.preprocess.on_error: skip"
             )
+            # Of a source without a good record nothing would be left.
+            third = f"\n  3. {skipped}" if rejected.total() < records else ""
             raise UserError(
                 f"source {self._name!r}: {bad} of {counted(records, 'record')} "
                 f"{'is' if bad == 1 else 'are'} bad, more than data.preprocess.{allowed} allows: "
@@ -106,8 +108,7 @@ class BadInput:
                 f"all are in {path}{empty}\n"
                 "Do one of these, and run the same command again:\n"
                 f"  1. correct type, text_key or paths of the source in the run file, and {self._start_over}\n"
-                f"  2. fix the files, and {self._start_over}\n"
-                f"  3. {skipped}"
+                f"  2. fix the files, and {self._start_over}{third}"
             )
 
     def _write_damaged(self) -> None:

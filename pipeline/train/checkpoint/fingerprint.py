@@ -76,6 +76,9 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
             del kind[key]
     for name in LATER_KEYS:
         _leave_out_default(keys, config.model, name)
+    # Without it all sizes grow, as with [].
+    if fixed := keys["init"].pop("mup_fixed"):
+        keys["init"]["mup_fixed"] = sorted(fixed)
     if plugins := layer_plugins(config.model):
         keys["plugins"] = plugins
     return keys

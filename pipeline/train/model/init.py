@@ -73,8 +73,9 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     - `normal`: `init.std` everywhere.
     - `depth_scaled`: as normal, but matrices that write to the residual stream get std / sqrt(2 * layers), so
       that the stream's size does not grow with depth (Radford et al. 2019).
-    - `mup`: as depth_scaled, but all matrices of the layers are divided by sqrt(dim / mup_base_dim) too. Embedding and
-      head keep `init.std`; the head's input is multiplied by mup_base_dim / dim (`DecoderSpec.logit_scale`), and
+    - `mup`: as depth_scaled, but all matrices of the layers are divided by the root of their fan-in over that in the
+      model of `mup_base_dim`, too: sqrt(dim / mup_base_dim), and 1 of a size in `mup_fixed`. Embedding and head keep
+      `init.std`; the head's input is multiplied by mup_base_dim / dim (`DecoderSpec.logit_scale`), and
       attention logits are divided by head_dim instead of its root, scaled to agree for heads of 64
       (the scale of attention). Learning rates: `lr_scale`. Source: Yang et al. 2022 (Tensor Programs V), table 8, Adam.
     """
@@ -85,9 +86,14 @@ def weight_std(name: str, spec: DecoderSpec, init: InitConfig) -> float:
     std = init.std
     if init.scheme != "normal" and matrix.to_residual:
         std /= math.sqrt(2 * len(spec.layers))
-    if init.mup_base_dim is not None:
-        std *= math.sqrt(init.mup_base_dim / spec.dim)
-    return std
+    return std * math.sqrt(_base_fan_in(matrix, spec, init))
+
+
+def _base_fan_in(matrix: Matrix | Stack, spec: DecoderSpec, init: InitConfig) -> float:
+    """Fan-in of a matrix of a layer in muP's base model, divided by the own one; 1 without muP."""
+    if init.mup_base_dim is None or matrix.input_key in (init.mup_fixed or ()):
+        return 1.0
+    return init.mup_base_dim / spec.dim
 
 
 def is_layer_matrix(name: str, spec: DecoderSpec) -> bool:
@@ -140,10 +146,12 @@ def _part(name: str, spec: DecoderSpec) -> tuple[LayerPartSpec | None, str]:
 
 
 def lr_scale(name: str, spec: DecoderSpec, init: InitConfig) -> float:
-    """Factor on a parameter's learning rate (Adam): mup_base_dim / dim for the layers' matrices with muP, else 1."""
-    if init.mup_base_dim is not None and is_layer_matrix(name, spec):
-        return init.mup_base_dim / spec.dim
-    return 1.0
+    """Factor on a parameter's learning rate (Adam): `_base_fan_in` for matrices of layers, 1 for others."""
+    if not is_layer_matrix(name, spec):
+        return 1.0
+    matrix = _matrix(name, spec) or stack_of(name, spec)
+    assert matrix is not None
+    return _base_fan_in(matrix, spec, init)
 
 
 def local_range(parameter: Tensor, dim: int, coordinate: Sequence[int] | None = None) -> range:

@@ -53,6 +53,9 @@ class Matrix:
     """Its input comes from a `whole` matrix, so that each rank keeps its part of the gradient of that."""
     of_encoder: bool = False
     """In a decoder's layer, it multiplies the encoder's positions."""
+    input_key: str | None = None
+    """Key below `model:` that gives `columns`, of a size that need not grow with the width of the model: a rank, the
+    hidden size of an expert. muP asks whether it does (`init.mup_fixed`). None: it grows."""
     muon: bool = True
     """Muon may have it; see `takes_muon`. False: its rows are of some heads each, and no map between spaces."""
 
@@ -119,6 +122,8 @@ class Stack:
     bias: bool = False
     """Each has a bias; `bias_name` is a parameter [count, rows]."""
     to_residual: bool = False
+    """See `Matrix`."""
+    input_key: str | None = None
     """See `Matrix`."""
 
     @property

@@ -75,6 +75,13 @@ class TestBadInput:
         assert [way[:5] for way in ways] == ["  1. ", "  2. ", "  3. "], "one action each"
         assert ways[-1].endswith("raise data.preprocess.max_error_rate")
 
+    def test_no_limit_helps_a_source_without_a_good_record(self, tmp_path, tokenizer):
+        lines = [b'{"body": "x"}\n'] * 9 + [b'{"text": ""}\n']
+        config = self.jsonl(tmp_path, *lines, tokenizer=tokenizer)
+        with pytest.raises(UserError) as error:
+            preprocess(config)
+        assert [line[:4] for line in str(error.value).splitlines() if line.startswith("  ")] == ["  1.", "  2."]
+
     def test_empty_documents_are_no_errors(self, tmp_path):
         config = self.jsonl(tmp_path, *GOOD, b'{"text": ""}\n' * 50, preprocess={"on_error": "fail"})
         assert preprocess(config).rejected == {"s": {"empty document": 50}}

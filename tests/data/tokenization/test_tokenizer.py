@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from pipeline.common.errors import UserError
 from pipeline.config.tokenizer import TokenizerConfig
@@ -302,3 +303,16 @@ def test_training_cuts_long_words():
     config = TokenizerConfig(train={"vocab_size": 300})
     # The bytes, the end of a document, and a's in powers of two up to 1,024.
     assert Tokenizer.train(iter(["a" * 2**21, "b c"]), config).vocab_size == 256 + 1 + 10
+
+
+def test_what_a_template_would_add_is_said(tmp_path: Path) -> None:
+    engine = tokenizers.Tokenizer.from_str(train(special_tokens=["<bos>"]).definition)
+    plain = tmp_path / "plain.json"
+    engine.save(str(plain))
+    engine.post_processor = TemplateProcessing("<bos> $A", None, [("<bos>", engine.token_to_id("<bos>"))])
+    marked = tmp_path / "marked.json"
+    engine.save(str(marked))
+    loaded = [Tokenizer.load(file, TokenizerConfig(path=file)) for file in (plain, marked)]
+    assert [each.encode("a b") for each in loaded] == [train(special_tokens=["<bos>"]).encode("a b")] * 2
+    notes = [each.template_note for each in loaded]
+    assert notes[0] == "" and "puts <bos> around" in notes[1]

@@ -530,7 +530,8 @@ def test_a_folder_with_blanks_quotes_and_signs(clean: Path) -> None:
 def test_a_job_can_be_submitted_from_inside_of_one(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inherited = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "SBATCH_PARTITION": "nowhere", "SLURM_MEM_PER_NODE": "5"}
     ranks = {"RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "3", "MASTER_ADDR": "gone", "PIPELINE_LOGS": "/gone"}
-    for name, value in {**inherited, **ranks, "MINE": "kept"}.items():
+    ranks |= {"PMIX_RANK": "3", "OMPI_COMM_WORLD_RANK": "3"}
+    for name, value in {**inherited, **ranks, "MINE": "kept", "OMPI_MCA_btl": "tcp"}.items():
         monkeypatch.setenv(name, value)
     config = config_of(
         clean,
@@ -547,5 +548,6 @@ def test_a_job_can_be_submitted_from_inside_of_one(clean: Path, monkeypatch: pyt
     seen = [dict(line.partition("=")[::2] for line in file.read_text().splitlines()) for file in clean.glob("*.env")]
     assert len(seen) == array.tasks
     for each in seen:
-        assert each["MINE"] == "kept" and not set(each) & (set(ranks) | {"SBATCH_PARTITION", "SLURM_MEM_PER_NODE"})
+        assert each["MINE"] == "kept" and each["OMPI_MCA_btl"] == "tcp"
+        assert not set(each) & (set(ranks) | {"SBATCH_PARTITION", "SLURM_MEM_PER_NODE"})
     assert array.log(config.run.dir, 1).read_text().endswith(" done\n")

@@ -373,6 +373,15 @@ def _without_effect(config: Config, layout: Layout) -> Iterator[str]:
     yield from optimizer_without_effect(config)
     yield from balance_without_effect(config)
     yield from overlap_without_effect(config, layout)
+    objectives = {objective.type for _, objective in config.objectives()}
+    if config.train.loss.mask_document_start and objectives <= {"masked", "spans", "ul2"}:
+        yield (
+            f"train.loss.mask_document_start has no effect with train.objective.type={', '.join(sorted(objectives))}, "
+            "which predicts what it hides"
+        )
+    model = config.model
+    if model.document_attention and {model.layer(kind).mixer for kind in model.layer_kinds} == {"none"}:
+        yield "model.document_attention has no effect: no layer of the model has a mixer"
     if layout.cp == 1 and parallel.cp_method != ParallelConfig().cp_method:
         yield f"parallel.cp_method={parallel.cp_method} has no effect with parallel.cp=1"
     if layout.tp == 1 and not parallel.sequence_parallel:
@@ -396,8 +405,11 @@ WARNINGS: Sequence[Rule] = (
     ),
     Rule(("train.micro_batch_size", "parallel.pp"), "A step has fewer micro-batches than `pp`.", _short_pipeline),
     Rule(
-        ("parallel", "train.recompute", "train.optimizer.muon", "train.optimizer.groups", "train.balance"),
-        "A key is set that has no effect in the layout.",
+        (
+            *("parallel", "train.recompute", "train.optimizer.muon", "train.optimizer.groups", "train.balance"),
+            *("train.loss.mask_document_start", "model.document_attention"),
+        ),
+        "A key is set that has no effect in the layout, or with the model or objective.",
         _without_effect,
     ),
     Rule(

@@ -19,6 +19,24 @@ def _muon(config: Config, _: Layout) -> Iterator[str]:
         )
 
 
+def _mup(config: Config, _: Layout) -> Iterator[str]:
+    init, spec = config.model.init, spec_of(config)
+    if init.mup_base_dim is None:
+        return
+    products = [each for layer in spec.different_layers for each in (*layer.matrices.values(), *layer.stacks.values())]
+    sizes = {each.input_key: each.columns for each in products if each.input_key is not None}
+    if unknown := [key for key in init.mup_fixed or () if key not in sizes]:
+        known = f"of which it has {', '.join(sizes)}" if sizes else "of which it has none"
+        yield f"model.init.mup_fixed={unknown[0]}: the model has no such rank or hidden size, {known}; leave it out"
+    if init.mup_fixed is None and sizes and init.mup_base_dim != spec.dim:
+        given = ", ".join(f"{key}={size}" for key, size in sizes.items())
+        yield (
+            f"model.init.scheme=mup with model.dim={spec.dim} and mup_base_dim={init.mup_base_dim}: muP needs to know "
+            f"which sizes grow with dim: set model.init.mup_fixed to those of {given} that the model of width "
+            f"{init.mup_base_dim} has, too, or to [] if all of them grow"
+        )
+
+
 def _groups(config: Config, _: Layout) -> Iterator[str]:
     if groups := config.train.optimizer.groups:
         yield from unmatched_patterns(groups, spec_of(config))
@@ -39,6 +57,13 @@ OPTIMIZER_RULES: Sequence[Rule] = (
         ("train.optimizer.type", "model.init.scheme"),
         "`type: muon` goes with all layouts, and with all schemes of initial weights except `mup`.",
         _muon,
+        of_training=True,
+    ),
+    Rule(
+        ("model.init.mup_fixed",),
+        "With `init.scheme: mup`, a model that has ranks or experts and another width than `mup_base_dim` says which "
+        "of their sizes grow with the width.",
+        _mup,
         of_training=True,
     ),
     Rule(

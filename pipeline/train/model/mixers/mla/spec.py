@@ -115,14 +115,16 @@ class MlaSpec(MixerSpec):
         else:
             of_queries = (
                 Matrix("wqa", self.q_rank, self.dim, "whole"),
-                Matrix("wqb", queries, self.q_rank, "rows", of_whole=True),
+                Matrix("wqb", queries, self.q_rank, "rows", of_whole=True, input_key="mla.q_rank"),
             )
         return (
             *of_queries,
             Matrix("wkva", self.kv_rank, self.dim, "whole"),
             Matrix("wkr", self.rope_dim, self.dim, "whole"),
-            Matrix("wkb", self.heads * self.nope_dim, self.kv_rank, "rows", of_whole=True),
-            Matrix("wvb", self.heads * self.value_dim, self.kv_rank, "rows", of_whole=True),
+            *(
+                Matrix(name, self.heads * size, self.kv_rank, "rows", of_whole=True, input_key="mla.kv_rank")
+                for name, size in (("wkb", self.nope_dim), ("wvb", self.value_dim))
+            ),
             Matrix("wo", self.dim, self.heads * self.value_dim, "columns", to_residual=True),
         )
 

@@ -107,7 +107,11 @@ class ExpertsSpec(LayerPartSpec):
         """The router, and those of the shared mlp."""
         found = [Matrix("router", self.router.count, self.dim, "positions", self.router.bias, fp8=False)]
         if self.shared is not None:
-            found += [replace(each, name=f"shared.{each.name}") for each in self.shared.matrices]
+            key = "experts.shared_ffn_dim"
+            found += [
+                replace(each, name=f"shared.{each.name}", input_key=key if each.to_residual else None)
+                for each in self.shared.matrices
+            ]
         if self.shared_gate:
             found.append(Matrix("shared_gate", 1, self.dim, "positions", fp8=False))
         return tuple(found)
@@ -116,10 +120,11 @@ class ExpertsSpec(LayerPartSpec):
     def stacks(self) -> tuple[Stack, ...]:
         """See `LayerPartSpec`."""
         count, used = self.router.count, self.router.top_k
+        key = "experts.ffn_dim"
         return (
             Stack("experts.w1", count, used, self.ffn_dim, self.dim, self.bias),
             Stack("experts.w3", count, used, self.ffn_dim, self.dim, self.bias),
-            Stack("experts.w2", count, used, self.dim, self.ffn_dim, self.bias, to_residual=True),
+            Stack("experts.w2", count, used, self.dim, self.ffn_dim, self.bias, to_residual=True, input_key=key),
         )
 
     @property
