@@ -23,10 +23,13 @@ def submitted(
     *,
     take_over: bool = False,
 ) -> bool:
-    """Send stages to where the options say; False if they are to run here and now."""
+    """Send stages to where the options say, or show what they would do; False if they are to run here and now."""
     if not (slurm or local):
         if dry_run and stages not in (["preprocess"], ["curate"]):
-            raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")
+            from slurm.local.preview import preview
+
+            preview(config, stages, Console(), step)
+            return True
         if not dry_run and stages != ["eval"] and RunFiles(config.run.dir).jobs.exists():
             from slurm.local import by_hand
 
