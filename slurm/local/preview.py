@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from pipeline.common.console import Console, say
+from pipeline.common.errors import UserError
 from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.parsing.code_keys import refuse_code_of_others
@@ -58,7 +60,7 @@ def preview(config: Config, stages: Sequence[StageName], console: Console, step:
 
 def _print_training(config: Config, processes: int, console: Console, found: Problems) -> None:
     """The layout, the time and the disk of a training here."""
-    with found.collecting():
+    with suppress(UserError):  # it is among the problems already
         check(config, console, {})
     with found.collecting():
         if is_meant_for_this_machine(config, processes):

@@ -21,7 +21,7 @@ from slurm.local import stages
 from slurm.local.preview import preview
 from tests import tiny
 
-PATTERNS = {"curate": CURATE_CHECKS, "preprocess": PREPROCESS_CHECKS, "train": TRAIN_CHECKS, "eval": EVAL_CHECKS}
+CHECKS = {"curate": CURATE_CHECKS, "preprocess": PREPROCESS_CHECKS, "train": TRAIN_CHECKS, "eval": EVAL_CHECKS}
 
 
 class Planted(NamedTuple):
@@ -42,7 +42,7 @@ class Planted(NamedTuple):
     plant: Callable[[Path], None] = lambda root: None
 
 
-def a_table_without_text(root: Path) -> None:
+def tables(root: Path) -> None:
     for number in range(3):
         name = "text" if number < 2 else "body"
         (root / "tables").mkdir(exist_ok=True)
@@ -62,32 +62,38 @@ TABLES = [{"name": "t", "type": "parquet", "paths": ["{root}/tables/*.parquet"]}
 CUT = [{"name": "t", "type": "jsonl", "paths": ["{root}/cut/*.gz"]}]
 CURATED = {"rules": {"gopher_quality": {}}}
 ADOPTED = [{"name": "t", "dataset": "{root}/none"}]
+GREEDY = {"prompts": ["a"], "temperature": 1}
+LAMBADA = [{"type": "lambada", "path": "{root}/none.jsonl"}]
+AGAINST = {**CURATED, "duplicates": {"exact": "text"}, "against": ["{root}/none"]}
+MODEL = {"language": {"model": "{root}/none.bin"}}
+CUT_EVAL = {"processes": 2, "parallel": {"cp": 2}}
+ITEMS = {"decontaminate": {"files": ["{root}/none.jsonl"]}}
 BEFORE_DATA = [
-    Planted("curate", "columns of tables", {"data.sources": TABLES, "data.curate": CURATED}, "2.parquet has no column", a_table_without_text),
+    Planted("curate", "columns of tables", {"data.sources": TABLES, "data.curate": CURATED}, "2.parquet has", tables),
     Planted("curate", "ends of files", {"data.sources": CUT, "data.curate": CURATED}, "a.jsonl.gz", a_cut_file),
-    Planted("curate", "items of evaluations", {"data.curate": {"decontaminate": {"paths": ["{root}/none.jsonl"]}}}, "none.jsonl"),
-    Planted("curate", "earlier curations", {"data.curate": {**CURATED, "duplicates": {"exact": True}, "against": ["{root}/none"]}}, "none"),
-    Planted("curate", "models and plans", {"data.curate": {"models": {"m": {"path": "{root}/none.bin"}}, "rules": {"models": {"m": {"min": 0.5}}}}}, "none.bin"),
+    Planted("curate", "items of evaluations", {"data.curate": ITEMS}, "none.jsonl"),
+    Planted("curate", "earlier curations", {"data.curate": AGAINST}, "/none"),
+    Planted("curate", "models and plans", {"data.curate": MODEL}, "none.bin"),
     Planted("preprocess", "data folder", {"data.dir": "{root}/file/data"}, "/file is a file", a_file),
-    Planted("preprocess", "columns of tables", {"data.sources": TABLES}, "2.parquet has no column", a_table_without_text),
+    Planted("preprocess", "columns of tables", {"data.sources": TABLES}, "2.parquet has no column", tables),
     Planted("preprocess", "ends of files", {"data.sources": CUT}, "a.jsonl.gz", a_cut_file),
     Planted("preprocess", "tokenizer", {"tokenizer": {"path": "{root}/none.json"}}, "tokenizer.path"),
     Planted("train", "layout", {"parallel.tp": 3, "launch.processes": 3}, "model.heads=2 cannot be cut"),
-    Planted("train", "loggers", {"train.metrics.loggers": [{"type": "no_such_logger"}]}, "no_such_logger"),
+    Planted("train", "loggers", {"train.metrics.mlflow": {"experiment": "a"}}, "train.metrics.mlflow"),
     Planted("train", "schedule", {"train.schedule.warmup": "9 steps"}, "warmup 9 steps lasts"),
     Planted("train", "checkpoint to resume from", {"resume": {"from": "latest"}}, "train first"),
     Planted("train", "checkpoints to evaluate", {"eval.every_checkpoint": True}, "train.checkpoint.keep_every"),
-    Planted("eval", "layout of the evaluation", {"eval.processes": 2, "eval.parallel": {"cp": 2}, "eval.max_length": 31}, "eval.max_length=31"),
-    Planted("eval", "kinds of benchmarks", {"eval.continuations": {"prompts": ["a"], "temperature": 1}, "eval.processes": 2}, "eval.continuations.temperature"),
-    Planted("eval", "files of eval.tasks", {"eval.tasks": [{"type": "lambada", "path": "{root}/none.jsonl"}]}, "none.jsonl"),
-    Planted("eval", "held-out splits", {"data.splits": {"heldout": 0}, "train.validation.samples": 0}, "nothing is held out"),
+    Planted("eval", "layout of the evaluation", {"eval": {**CUT_EVAL, "max_length": 31}}, "=31"),
+    Planted("eval", "kinds of benchmarks", {"eval": {"continuations": GREEDY, "processes": 2}}, "temperature"),
+    Planted("eval", "files of eval.tasks", {"eval.tasks": LAMBADA}, "none.jsonl"),
+    Planted("eval", "held-out splits", {"data.splits": {"heldout": 0}, "train.validation.samples": 0}, "held out"),
 ]  # fmt: skip
 WITH_DATA = [
     Planted("preprocess", "plans of datasets", {"data.preprocess.max_document_bytes": 4000}, "max_document_bytes"),
     Planted("preprocess", "tokenizer", {"tokenizer": {"train": {"vocab_size": 301}}}, "the tokenizer in"),
-    Planted("train", "datasets and their order", {"blend.max_epochs": 0.001}, "epochs"),
+    Planted("train", "datasets and their order", {"data.splits": {"heldout": 0.3}}, "made with other settings"),
     Planted("train", "weights to start from", {"train.init_from": {"path": "{root}/none"}}, "train.init_from.path"),
-    Planted("eval", "checkpoint to evaluate", {}, "no checkpoint"),
+    Planted("eval", "checkpoint to evaluate", {}, "does not have a checkpoint"),
 ]
 ELSEWHERE = {
     ("preprocess", "added files"): "tests/data/preprocess/test_grow.py",
@@ -121,7 +127,7 @@ def names(config: Config) -> list[Any]:
 
 def test_each_check_has_a_planted_problem() -> None:
     planted = {(each.stage, each.check) for each in [*BEFORE_DATA, *WITH_DATA]} | ELSEWHERE.keys()
-    assert planted == {(stage, check.name) for stage, checks in PATTERNS.items() for check in checks}
+    assert planted == {(stage, check.name) for stage, checks in CHECKS.items() for check in checks}
 
 
 @pytest.mark.parametrize("planted", BEFORE_DATA, ids=lambda each: f"{each.stage}: {each.check}")
