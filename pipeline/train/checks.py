@@ -20,6 +20,7 @@ from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.run_plan import plan_run
+from pipeline.train.schedule_seam import find_seam
 from pipeline.train.warm_start import check_init_from
 
 
@@ -92,13 +93,16 @@ def _tokenizer_comes(scope: TrainScope) -> str:
 def _data(scope: TrainScope, found: Problems) -> None:
     """Datasets, their order and the schedule over them, and the plan that the checkpoint has."""
     config = scope.config
-    plan = plan_run(config, resume_checkpoint(config, found))
+    checkpoint = resume_checkpoint(config, found)
+    plan = plan_run(config, checkpoint)
     if plan.length.steps == 0:
         raise UserError(f"the run has no step ({plan.length.reason}); give it at least one")
     check_run_file(config, plan.datasets)
     Schedule(config.train.schedule, config.train.duration, plan.length.steps, plan.journal.tokens)
     open_validation(config, plan.tokenizer, check=True)
     found.warn(*plan.warnings)
+    if checkpoint is not None and (seam := find_seam(config, checkpoint, plan)) is not None:
+        found.warn(str(seam))
 
 
 def _data_comes(scope: TrainScope) -> str:
