@@ -16,7 +16,7 @@ from pipeline.train.checks import TRAIN_CHECKS, TrainScope
 
 @dataclass
 class Scopes:
-    """Scopes of the stages that make data, for previews; None for a stage that was not looked at."""
+    """Scopes of the stages that make data, for previews; None for a stage that cannot be shown."""
 
     curate: CurateScope | None = None
     preprocess: PreprocessScope | None = None
@@ -54,8 +54,8 @@ def look_at_stages(
         found.look(CURATE_CHECKS, scopes.curate)
     if "preprocess" in stages:
         sources = find_source_files(config, found)
-        scopes.preprocess = PreprocessScope(config, sources, curation_comes="curate" in stages)
-        found.look(PREPROCESS_CHECKS, scopes.preprocess)
+        scope = PreprocessScope(config, sources, curation_comes="curate" in stages)
+        scopes.preprocess = scope if found.look(PREPROCESS_CHECKS, scope) else None
     if "train" in stages:
         found.look(TRAIN_CHECKS, TrainScope(config, train, makes_data))
     if "eval" in stages:

@@ -23,11 +23,13 @@ class Check(Generic[Scope]):
         name: what is looked at, for messages.
         look: adds problems and warnings; a `UserError` that it raises is a problem, too.
         waits_for: reason why it cannot be looked at yet; empty if it can.
+        is_first: nothing behind it can be looked at where it finds a problem.
     """
 
     name: str
     look: Callable[[Scope, Problems], None]
     waits_for: Callable[[Scope], str] = lambda scope: ""
+    is_first: bool = False
 
 
 class Problems:
@@ -79,14 +81,22 @@ class Problems:
         """Note something that was not looked at."""
         self._left_out.setdefault(reason, {})[what] = None
 
-    def look(self, checks: Iterable[Check[Scope]], scope: Scope) -> None:
-        """Look at each thing, but for those that wait for something; a problem of one does not hide the others'."""
+    def look(self, checks: Iterable[Check[Scope]], scope: Scope) -> bool:
+        """Look at each thing, but for those that wait for something; a problem of one does not hide the others'.
+
+        Returns:
+            False if a check that comes first has found a problem.
+        """
         for check in checks:
             if reason := check.waits_for(scope):
                 self.leave_out(check.name, reason)
                 continue
+            before = len(self)
             with self.collecting():
                 check.look(scope, self)
+            if check.is_first and len(self) > before:
+                return False
+        return True
 
     @contextmanager
     def collecting(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ class Seam:
         if not self.rises:
             return line
         return (
-            f"{line}: the schedule now ends later, as if it had always been so. To continue without the rise, fork from "
+            f"{line}: the schedule now ends later, as if it had always been so. To go without the rise, fork from "
             "a checkpoint before the decay (pipeline fork); with train.schedule.type wsd a run can be made longer"
         )
 

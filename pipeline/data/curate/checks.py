@@ -16,7 +16,7 @@ from pipeline.data.curate.measurers import items_folder, measure_settings
 from pipeline.data.curate.passes.of_scope import check_against
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.work.frozen_plan import is_begun
-from pipeline.data.work.source_checks import check_columns, check_ends
+from pipeline.data.work.source_checks import check_files
 from pipeline.data.work.units import SourceFiles
 
 
@@ -78,8 +78,7 @@ def _plans(scope: CurateScope, found: Problems) -> None:
 
 
 CURATE_CHECKS: tuple[Check[CurateScope], ...] = (
-    Check("columns of tables", lambda scope, found: check_columns(scope.config, _new(scope), found)),
-    Check("ends of files", lambda scope, found: check_ends(scope.config, _new(scope), found)),
+    Check("columns and ends of files", lambda scope, found: check_files(scope.config, _new(scope), found)),
     Check("items of evaluations", _items),
     Check("earlier curations", _against),
     Check("models and plans", _plans),

@@ -20,7 +20,7 @@ from pipeline.data.preprocess.source_plan import ADD_APART, is_planned, make_pla
 from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import is_begun
-from pipeline.data.work.source_checks import check_columns, check_ends
+from pipeline.data.work.source_checks import check_files
 from pipeline.data.work.units import SourceFiles, reading
 
 
@@ -100,7 +100,8 @@ def _decisions(scope: PreprocessScope, found: Problems) -> None:
 def _plans(scope: PreprocessScope, found: Problems) -> None:
     """Datasets that were begun with other settings or files."""
     config = scope.config
-    tokenizer = known_tokenizer(config)
+    with reading(config, []):
+        tokenizer = known_tokenizer(config)
     begun = [each for each in scope.sources if (config.data_dir / each.source.name / PLAN_FILE).exists()]
     if tokenizer is None or not begun:
         return
@@ -123,10 +124,9 @@ def _curation_comes(scope: PreprocessScope) -> str:
 
 
 PREPROCESS_CHECKS: tuple[Check[PreprocessScope], ...] = (
-    Check("data folder", _data_dir),
+    Check("data folder", _data_dir, is_first=True),
     Check("added files", _growth),
-    Check("columns of tables", lambda scope, found: check_columns(scope.config, _new(scope), found)),
-    Check("ends of files", lambda scope, found: check_ends(scope.config, _new(scope), found)),
+    Check("columns and ends of files", lambda scope, found: check_files(scope.config, _new(scope), found)),
     Check("tokenizer", _tokenizer, _files_are_missing),
     Check("decisions of the curation", _decisions, _curation_comes),
     Check("plans of datasets", _plans, _curation_comes),

@@ -120,8 +120,8 @@ def print_dry_run(console: Console, config: Config, *, grow: bool = False) -> No
     sources = find_source_files(config, found, grow=grow)
     with reading(config, sources):
         scope = PreprocessScope(config, sources)
-        found.look(PREPROCESS_CHECKS, scope)
-        print_sources(console, scope, found)
+        if found.look(PREPROCESS_CHECKS, scope):
+            print_sources(console, scope, found)
     found.raise_problems()
 
 
@@ -166,7 +166,7 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
     samples = {}
     notes: list[str] = []
     for whole in sources:
-        with problems.collecting():
+        with problems.collecting(), reading(config, [whole]):
             found = whole.generation(-1) if whole.grows else whole
             if settings.on_damaged_file != "fail" and (damaged := look_at_ends(found.files, found.reader)):
                 notes.append(str(damaged_error(found.source.name, damaged, found.bytes)))

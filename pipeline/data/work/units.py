@@ -6,7 +6,7 @@ A document is known by its unit and its row there, so stages that read the same 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,9 @@ def may_not_be_read(key: str, error: PermissionError) -> MachineError:
 
 def _find(config: Config, source: InputConfig, key: str, grow: bool) -> SourceFiles:
     # Another command may write the plan just now; settings and files are of one.
-    plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
+    plan = None
+    with suppress(NotADirectoryError):  # of which the checks of the stage tell
+        plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
 
     def planned() -> Any:
         """Settings of the plan that is there; none if it cannot be read."""

@@ -69,14 +69,14 @@ MODEL = {"language": {"model": "{root}/none.bin"}}
 CUT_EVAL = {"processes": 2, "parallel": {"cp": 2}}
 ITEMS = {"decontaminate": {"files": ["{root}/none.jsonl"]}}
 BEFORE_DATA = [
-    Planted("curate", "columns of tables", {"data.sources": TABLES, "data.curate": CURATED}, "2.parquet has", tables),
-    Planted("curate", "ends of files", {"data.sources": CUT, "data.curate": CURATED}, "a.jsonl.gz", a_cut_file),
+    Planted("curate", "columns and ends of files", {"data.sources": TABLES, "data.curate": CURATED}, "2.parquet has", tables),
+    Planted("curate", "columns and ends of files", {"data.sources": CUT, "data.curate": CURATED}, "a.jsonl.gz", a_cut_file),
     Planted("curate", "items of evaluations", {"data.curate": ITEMS}, "none.jsonl"),
     Planted("curate", "earlier curations", {"data.curate": AGAINST}, "/none"),
     Planted("curate", "models and plans", {"data.curate": MODEL}, "none.bin"),
     Planted("preprocess", "data folder", {"data.dir": "{root}/file/data"}, "/file is a file", a_file),
-    Planted("preprocess", "columns of tables", {"data.sources": TABLES}, "2.parquet has no column", tables),
-    Planted("preprocess", "ends of files", {"data.sources": CUT}, "a.jsonl.gz", a_cut_file),
+    Planted("preprocess", "columns and ends of files", {"data.sources": TABLES}, "2.parquet has no column", tables),
+    Planted("preprocess", "columns and ends of files", {"data.sources": CUT}, "a.jsonl.gz", a_cut_file),
     Planted("preprocess", "tokenizer", {"tokenizer": {"path": "{root}/none.json"}}, "tokenizer.path"),
     Planted("train", "layout", {"parallel.tp": 3, "launch.processes": 3}, "model.heads=2 cannot be cut"),
     Planted("train", "loggers", {"train.metrics.mlflow": {"experiment": "a"}}, "train.metrics.mlflow"),
@@ -130,7 +130,7 @@ def test_each_check_has_a_planted_problem() -> None:
     assert planted == {(stage, check.name) for stage, checks in CHECKS.items() for check in checks}
 
 
-@pytest.mark.parametrize("planted", BEFORE_DATA, ids=lambda each: f"{each.stage}: {each.check}")
+@pytest.mark.parametrize("planted", BEFORE_DATA, ids=lambda each: f"{each.stage}: {each.says}")
 def test_before_there_are_data(tmp_path: Path, planted: Planted) -> None:
     config = load(tiny.write_run(tmp_path, filled(planted.changes, tmp_path)))
     planted.plant(tmp_path)
@@ -153,7 +153,7 @@ def preprocessed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("planted", WITH_DATA, ids=lambda each: f"{each.stage}: {each.check}")
+@pytest.mark.parametrize("planted", WITH_DATA, ids=lambda each: f"{each.stage}: {each.says}")
 def test_where_there_are_data(preprocessed: Path, planted: Planted) -> None:
     file = tiny.write_run(preprocessed, filled(planted.changes, preprocessed), name="changed.yaml")
     config = load(file)
