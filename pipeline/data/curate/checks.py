@@ -78,7 +78,7 @@ def _plans(scope: CurateScope, found: Problems) -> None:
 
 
 CURATE_CHECKS: tuple[Check[CurateScope], ...] = (
-    Check("columns and ends of files", lambda scope, found: check_files(scope.config, _new(scope), found)),
+    Check("files of sources", lambda scope, found: check_files(scope.config, _new(scope), found)),
     Check("items of evaluations", _items),
     Check("earlier curations", _against),
     Check("models and plans", _plans),

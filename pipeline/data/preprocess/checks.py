@@ -126,7 +126,7 @@ def _curation_comes(scope: PreprocessScope) -> str:
 PREPROCESS_CHECKS: tuple[Check[PreprocessScope], ...] = (
     Check("data folder", _data_dir, is_first=True),
     Check("added files", _growth),
-    Check("columns and ends of files", lambda scope, found: check_files(scope.config, _new(scope), found)),
+    Check("files of sources", lambda scope, found: check_files(scope.config, _new(scope), found)),
     Check("tokenizer", _tokenizer, _files_are_missing),
     Check("decisions of the curation", _decisions, _curation_comes),
     Check("plans of datasets", _plans, _curation_comes),

@@ -69,14 +69,14 @@ MODEL = {"language": {"model": "{root}/none.bin"}}
 CUT_EVAL = {"processes": 2, "parallel": {"cp": 2}}
 ITEMS = {"decontaminate": {"files": ["{root}/none.jsonl"]}}
 BEFORE_DATA = [
-    Planted("curate", "columns and ends of files", {"data.sources": TABLES, "data.curate": CURATED}, "2.parquet has", tables),
-    Planted("curate", "columns and ends of files", {"data.sources": CUT, "data.curate": CURATED}, "a.jsonl.gz", a_cut_file),
+    Planted("curate", "files of sources", {"data.sources": TABLES, "data.curate": CURATED}, "2.parquet has", tables),
+    Planted("curate", "files of sources", {"data.sources": CUT, "data.curate": CURATED}, "a.jsonl.gz", a_cut_file),
     Planted("curate", "items of evaluations", {"data.curate": ITEMS}, "none.jsonl"),
     Planted("curate", "earlier curations", {"data.curate": AGAINST}, "/none"),
     Planted("curate", "models and plans", {"data.curate": MODEL}, "none.bin"),
     Planted("preprocess", "data folder", {"data.dir": "{root}/file/data"}, "/file is a file", a_file),
-    Planted("preprocess", "columns and ends of files", {"data.sources": TABLES}, "2.parquet has no column", tables),
-    Planted("preprocess", "columns and ends of files", {"data.sources": CUT}, "a.jsonl.gz", a_cut_file),
+    Planted("preprocess", "files of sources", {"data.sources": TABLES}, "2.parquet has no column", tables),
+    Planted("preprocess", "files of sources", {"data.sources": CUT}, "a.jsonl.gz", a_cut_file),
     Planted("preprocess", "tokenizer", {"tokenizer": {"path": "{root}/none.json"}}, "tokenizer.path"),
     Planted("train", "layout", {"parallel.tp": 3, "launch.processes": 3}, "model.heads=2 cannot be cut"),
     Planted("train", "loggers", {"train.metrics.mlflow": {"experiment": "a"}}, "train.metrics.mlflow"),
