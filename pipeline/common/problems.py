@@ -91,10 +91,10 @@ class Problems:
             if reason := check.waits_for(scope):
                 self.leave_out(check.name, reason)
                 continue
-            before = len(self)
+            before = len(self._problems)
             with self.collecting():
                 check.look(scope, self)
-            if check.is_first and len(self) > before:
+            if check.is_first and len(self._problems) > before:
                 return False
         return True
 
