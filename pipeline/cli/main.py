@@ -55,7 +55,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(convert_app, name="convert")
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="With --slurm or --local: show what would be submitted.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done or submitted; write nothing.")]
 
 
 def _version(wanted: bool) -> None:

@@ -24,7 +24,7 @@ def submitted(
     take_over: bool = False,
     in_allocation: bool = False,
 ) -> bool:
-    """Run stages where the options say; False if they are to run here and now."""
+    """Run stages where the options say, or show what they would do; False if they are to run here and now."""
     if in_allocation:
         if slurm or local or dry_run:
             raise UserError("--in-allocation sends no job; leave --slurm, --local and --dry-run out")
@@ -34,7 +34,10 @@ def submitted(
         return True
     if not (slurm or local):
         if dry_run and stages not in (["preprocess"], ["curate"]):
-            raise UserError("--dry-run shows what --slurm or --local would submit; add one of them")
+            from slurm.local.preview import preview
+
+            preview(config, stages, Console(), step)
+            return True
         if not dry_run and stages != ["eval"] and RunFiles(config.run.dir).jobs.exists():
             from slurm.local import by_hand
 

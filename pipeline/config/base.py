@@ -151,13 +151,32 @@ def _whole(number: str, scale: int) -> int | None:
         return None
 
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""Beginning of a URL; `Path` has made one slash of two."""
+
+
 def absolute(path: Path) -> Path:
-    """Relative to the working directory, `~` expanded; a resolved config must not depend on where it is read."""
+    """Relative to the working directory, `~` expanded; a resolved config must not depend on where it is read.
+
+    Raises:
+        ValueError: it is a URL.
+    """
+    _refuse_url(str(path))
     return Path(os.path.abspath(path.expanduser()))
+
+
+def _refuse_url(path: str) -> None:
+    if found := _URL.match(path):
+        raise ValueError(
+            f"must be a path, not a {found[0].rstrip(':/')} URL: only mounted file systems are read and written. Mount "
+            "the bucket (mount-s3, gcsfuse, rclone mount) or copy it (rclone copy, aws s3 sync), and name the folder. "
+            "A source may name a dataset of the Hugging Face Hub with `hub`"
+        )
 
 
 def absolute_glob(pattern: str) -> str:
     """`absolute` for a path that may have wildcards."""
+    _refuse_url(pattern)
     return os.path.abspath(os.path.expanduser(pattern))
 
 

@@ -13,25 +13,25 @@ from rich.table import Table
 
 from pipeline.common import storage
 from pipeline.common.console import Console, say, warn
-from pipeline.common.errors import UserError
 from pipeline.common.format import percent
+from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.objective import mixed_values, objective_values
 from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
-from pipeline.data.datasets.open import has_split
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.eval.benchmarks import Benchmarks, run_benchmarks
-from pipeline.eval.continuations import Continuations, refuse_continuations, write_continuations
-from pipeline.eval.encoders import masked_alone, refuse_tasks
+from pipeline.eval.checks import EVAL_CHECKS, EvalScope
+from pipeline.eval.continuations import Continuations, write_continuations
+from pipeline.eval.encoders import masked_alone
 from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
+from pipeline.eval.heldout_data import heldout_splits, named_sets
 from pipeline.eval.reports import WINDOWS, evaluated_by, identity, report_path
 from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, described
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
 from pipeline.train.exported_model import with_tokenizer
-from pipeline.train.open_run import open_heldout, open_set_windows
 from pipeline.train.setup import ALONE, check_tokenizer, init_rank
 from pipeline.train.validation import HeldOutLoss, heldout_loss
 
@@ -175,12 +175,16 @@ def evaluate_everything(
 ) -> Figures:
     """`evaluate` of an engine that is opened by `load`, when the data has been looked at; with all its figures."""
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
-    refuse_tasks(config)
     refuse_code_of_others(config, *TASK_KEYS)
-    refuse_continuations(config, ranks.world_size)
+
+    def check() -> None:
+        found = Problems()
+        found.look(EVAL_CHECKS, EvalScope(config, ranks.world_size, finds_checkpoint=False))
+        found.raise_problems()
+
     with watched(config, ranks) as beat:
         init_rank(config, ranks)
-        broadcast_from_rank0(lambda: check_heldout(config))  # rank 0 alone says what is wrong
+        broadcast_from_rank0(check)  # rank 0 alone says what is wrong
         engine = load()
         beat()
         continuations = write_continuations(engine, console, beat)  # first: what is wrong with a prompt shows at once
@@ -331,55 +335,6 @@ def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -
 
     documents, size = broadcast_from_rank0(read)
     return documents, size
-
-
-def heldout_splits(config: Config) -> dict[str, HeldOut]:
-    """The held-out splits that have documents, by source; none is wanted where there are named sets.
-
-    Raises:
-        UserError: none has.
-    """
-    wanted = config.eval
-    if config.heldout_sets and not has_split(config, wanted.split):
-        return {}
-    opened = open_heldout(config, wanted.split, stride=wanted.stride, documents=wanted.documents)
-    splits = {name: split for name, split in opened.items() if len(split)}
-    if not splits and not config.heldout_sets:
-        raise UserError(
-            f"nothing is held out (data.splits.{config.eval.split} is {config.data.splits.get(config.eval.split)}), so "
-            "there is nothing to evaluate on; raise it, or add sources with more documents, and preprocess into a new "
-            "data.dir"
-        )
-    return splits
-
-
-def named_sets(config: Config) -> dict[str, dict[str, HeldOut]]:
-    """The windows of the sets of `heldout_sets`, by source; without sources that have no token.
-
-    Raises:
-        UserError: as `open_set_windows`.
-    """
-    wanted = config.eval
-    return {
-        name: {
-            source: split
-            for source, split in open_set_windows(
-                config, name, stride=wanted.stride, documents=wanted.documents
-            ).items()
-            if len(split)
-        }
-        for name in config.heldout_sets
-    }
-
-
-def check_heldout(config: Config) -> None:
-    """Check that there is something to evaluate on, and that it can be opened.
-
-    Raises:
-        UserError: as `heldout_splits` and `named_sets`.
-    """
-    heldout_splits(config)
-    named_sets(config)
 
 
 def read_report(config: Config, of: int | Path) -> EvalReport | None:

@@ -37,6 +37,7 @@ from pipeline.train.resume import changes
 from pipeline.train.run.folder import make_writable
 from pipeline.train.run.lock import Lock
 from pipeline.train.run_plan import RunPlan, plan_run
+from pipeline.train.schedule_seam import find_seam
 
 
 def fork(
@@ -82,6 +83,8 @@ def fork(
     _check_start(config, plan, checkpoint)
     with damage_named(checkpoint):
         lines = list(_lines(checkpoint, config, plan, parent, child))
+        seam = find_seam(config, checkpoint, plan)
+    lines += [] if seam is None else [f"fork: {seam}"]
     for line in lines:
         say(console, line)
     if dry_run:

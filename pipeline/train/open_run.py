@@ -32,6 +32,7 @@ from pipeline.train.run.attempts import refuse_crash_loop
 from pipeline.train.run.folder import RunFolder, open_run, refuse_lost_checkpoints
 from pipeline.train.run.rollback import rollback_lines
 from pipeline.train.run_plan import RunPlan, plan_run
+from pipeline.train.schedule_seam import find_seam
 from pipeline.train.setup import check_tokenizer
 
 
@@ -65,6 +66,8 @@ def open_run_everywhere(
             for line in rollback_lines(checkpoints, checkpoint, config, damage):
                 report(line)
         plans.append(plan_run(config, checkpoint))
+        if checkpoint is not None and (seam := find_seam(config, checkpoint, plans[0])) is not None:
+            (warn if seam.rises else say)(console, str(seam))
         # Only now: a run that is refused has gone back nowhere.
         if checkpoint is not None:
             checkpoints.resume_from(checkpoint, config.resume.step, report)

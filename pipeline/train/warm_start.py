@@ -89,6 +89,40 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
     return [first, *lines], WeightsOrigin(origin)
 
 
+def check_init_from(config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> list[str]:
+    """Check that the weights of `train.init_from` are there and fit, in one process; their hashes are not compared.
+
+    Args:
+        config: with train.init_from.
+        tokenizer: of this run.
+        spec: of the model that gets them.
+
+    Returns:
+        warnings.
+
+    Raises:
+        UserError: as `warm_start`.
+    """
+    wanted = config.train.init_from
+    assert wanted is not None
+    if wanted.hf is not None:
+        return _check_hf(wanted.hf, config, tokenizer, spec)
+    path, kind = _folder(wanted), _kind(wanted)
+    if kind == "exported":
+        return _check_export(ExportedWeights.open(path), config, tokenizer, spec)
+    if kind == "checkpoint":
+        checkpoint = Checkpoints(path.parent).at(int(path.name.removeprefix("step-")), _sizes)
+    else:
+        checkpoint = Checkpoints.of_run(path).at(wanted.step, _sizes)
+    _check_fit(_shapes_in(checkpoint, wanted.weights), spec, checkpoint.path)
+    return _check_run(checkpoint.state()["fingerprints"]["model"], checkpoint.path, config, tokenizer, spec)
+
+
+def _sizes(checkpoint: Checkpoint) -> list[str]:
+    """Damage that the sizes of its files show."""
+    return checkpoint.problems(full=False)
+
+
 def _checkpoint(wanted: InitFromConfig) -> Checkpoint | None:
     """The checkpoint that is meant, verified; None where the folder has weights that were exported."""
     path = _folder(wanted)
@@ -193,29 +227,27 @@ def _check_tokenizer(there: Tokenizer, config: Config, tokenizer: Tokenizer, whe
 # A model of Hugging Face's
 
 
+def _check_hf(folder: Path, config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> list[str]:
+    """Check that the model in a folder is this one; warnings."""
+    found = HuggingFaceFolder(folder, vocab_multiple=config.model.vocab_multiple)
+    ours, theirs = spec.vocab_size, found.spec.vocab_size
+    if ours != theirs:
+        raise UserError(
+            f"train.init_from.hf: the model in {folder} has {theirs} tokens with logits, and this one {ours}; set "
+            f"model.vocab_size={theirs}"
+        )
+    shapes = {name: each.shape for name, each in found.tensors.items()}
+    _check_fit(shapes, spec, folder, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
+    lines = _check_tokenizer(found.tokenizer(config.tokenizer), config, tokenizer, folder)
+    return [*lines, *_check_meaning(found.model.model_dump(mode="json"), config, spec)]
+
+
 def _from_hf(
     folder: Path, config: Config, tokenizer: Tokenizer, model: ParallelModel
 ) -> tuple[list[str], WeightsOrigin]:
     """Each rank reads the rows and columns that it has, wherever in their tensors they are."""
-
-    def opened() -> HuggingFaceFolder:
-        return HuggingFaceFolder(folder, vocab_multiple=config.model.vocab_multiple)
-
-    def check() -> list[str]:
-        found = opened()
-        ours, theirs = model.spec.vocab_size, found.spec.vocab_size
-        if ours != theirs:
-            raise UserError(
-                f"train.init_from.hf: the model in {folder} has {theirs} tokens with logits, and this one {ours}; set "
-                f"model.vocab_size={theirs}"
-            )
-        shapes = {name: each.shape for name, each in found.tensors.items()}
-        _check_fit(shapes, model.spec, folder, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
-        lines = _check_tokenizer(found.tokenizer(config.tokenizer), config, tokenizer, folder)
-        return [*lines, *_check_meaning(found.model.model_dump(mode="json"), config, model.spec)]
-
-    lines = broadcast_from_rank0(check)
-    found = opened()
+    lines = broadcast_from_rank0(lambda: _check_hf(folder, config, tokenizer, model.spec))
+    found = HuggingFaceFolder(folder, vocab_multiple=config.model.vocab_multiple)
     with torch.no_grad():
         for name, rows, others, local in local_shards(model):
             found.read_into(local, name, rows, *others)

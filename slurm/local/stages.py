@@ -24,6 +24,7 @@ from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
 from slurm.local.stage_ledger import Ledger
 
 if TYPE_CHECKING:
+    from pipeline.common.problems import Problems
     from pipeline.eval.perplexity import EvalReport
     from pipeline.train.checkpoint.exported import WeightsOf
     from pipeline.train.distributed.rank import Processes
@@ -40,7 +41,7 @@ def curate(config: Config, *, dry_run: bool = False, units: bool = False) -> Non
         refuse_code_of_others(config, *TASK_KEYS)
     if dry_run:
         with _terminate_stops():
-            stage(config, dry_run=True, problems=_task_problems(config))
+            stage(config, dry_run=True, task_problems=_task_problems)
         return
     with _stage(config, "curate"), _terminate_stops():
         _write_task_items(config)
@@ -251,7 +252,8 @@ def evaluate(config: Config, which: WeightsOf = None, console: Console | None = 
 
 def _evaluate_elsewhere(config: Config, which: WeightsOf, console: Console | None) -> EvalReport | None:
     """On processes that are started for it."""
-    from pipeline.eval.perplexity import check_heldout, read_report
+    from pipeline.eval.heldout_data import check_heldout
+    from pipeline.eval.perplexity import read_report
     from pipeline.train.checkpoint.manager import Checkpoints
 
     with heavy_imports():
@@ -284,19 +286,16 @@ def run(config: Config, console: Console | None = None) -> None:
             "`pipeline eval`"
         )
     console = console or Console()
-    from pipeline.train.optim.lr_schedule import refuse_short_duration
-    from pipeline.train.parallel.rules.layout import check_evaluation_layout
-
     # What could not be trained or evaluated is refused before anything is tokenized, where that can be told.
     refuse_code_of_others(config, "notify", *TASK_KEYS)
-    check_evaluation_layout(config, config.eval.processes)
-    refuse_short_duration(config.train.schedule, config.train.duration)
+    _refuse_problems(config)
     if config.data.curate is not None:
         curate(config)
     preprocess(config)
 
     from pipeline.eval.benchmarks import benchmarks_are_made
-    from pipeline.eval.perplexity import check_heldout, read_report
+    from pipeline.eval.heldout_data import check_heldout
+    from pipeline.eval.perplexity import read_report
     from pipeline.eval.summary import show, summarize
 
     check_heldout(config)
@@ -305,6 +304,38 @@ def run(config: Config, console: Console | None = None) -> None:
     report = report or evaluate(config, step, console)
     assert report is not None, "the run folder was written to just now"
     show(config, summarize(config, report, _ledger(config).seconds(), console), console)
+
+
+def _refuse_problems(config: Config) -> None:
+    """Refuse a run of which a later stage would be refused, as its preview does.
+
+    In a process of its own: this one must not import torch, with whose threads it could not fork workers.
+    """
+    from pipeline.data.work.worker_pool import Done, Lost, Workers
+
+    with _terminate_stops(), Workers[str, "Problems"](_looker, (config,), 1) as workers:
+        for event in workers.insist(["the checks of the run"]):
+            if isinstance(event, Done):
+                event.result.raise_problems()
+            if isinstance(event, Lost) and event.is_last:
+                raise MachineError(f"the checks of the run: {event.how}; run the same command again")
+
+
+def _looker(config: Config) -> Callable[[str, Callable[[int], None]], Problems]:
+    """In a process of its own: returns the function that looks at all stages."""
+
+    def look(job: str, progress: Callable[[int], None]) -> Problems:
+        from pipeline.common.problems import Problems
+        from pipeline.train.layout_check import world_size
+        from slurm.checks import look_at_stages
+
+        found = Problems()
+        stages = ["preprocess", "train", "eval"]
+        stages = stages if config.data.curate is None else ["curate", *stages]
+        look_at_stages(config, stages, found, train=world_size(config, {}), evaluate=config.eval.processes)
+        return found
+
+    return look
 
 
 @contextmanager

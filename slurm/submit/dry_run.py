@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
 from pipeline.common.console import say, verbatim, warn
 from pipeline.common.format import counted, duration, minutes, rounded, size
+from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.train.planning.jobs import jobs_needed
@@ -25,7 +26,7 @@ def show(
     planned: Sequence[PlannedJob],
     backend: Backend,
     script_of: Callable[[PlannedJob], str],
-    warnings: Iterable[str],
+    found: Problems,
 ) -> None:
     """Print the jobs that would be sent, what they cost, and their scripts.
 
@@ -36,7 +37,7 @@ def show(
         planned: the jobs in the order in which they would be sent.
         backend: on a cluster or on this machine.
         script_of: gives the text of a job's script.
-        warnings: what `preflight.check` has found.
+        found: by `preflight.examine`.
     """
     say(console, f"run: {config.run.dir}")
     say(console, f"profile: {config.slurm.profile}" if backend == "slurm" else "where: this machine, in the background")
@@ -50,9 +51,16 @@ def show(
     for job in planned:
         verbatim(console, f"\n--- script of {job.name} ---\n{script_of(job).rstrip()}\n--- end of script ---")
     say(console, "")
-    for line in warnings:
-        warn(console, line)
+    show_findings(console, found)
     say(console, "nothing was sent and nothing was written (--dry-run)")
+
+
+def show_findings(console: Console, found: Problems) -> None:
+    """Print warnings, and what was not looked at."""
+    for line in found.warnings:
+        warn(console, line)
+    for line in found.left_out:
+        say(console, f"not looked at: {line}")
 
 
 def job_lines(number: int, job: PlannedJob, backend: Backend) -> Iterator[str]:

@@ -12,25 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.common.capacity import free_space, nearest
-from pipeline.common.errors import UserError
 from pipeline.common.format import duration, minutes
+from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.parsing.code_keys import refuse_code_of_others
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder
-from pipeline.data.preprocess.run_file_check import check_run_file
-from pipeline.data.work.units import find_source_files
-from pipeline.eval.perplexity import check_heldout
-from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.policy import cadences
-from pipeline.train.open_run import open_validation
-from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
-from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout, layout_warnings
+from pipeline.train.parallel.rules.layout import check_evaluation_layout
 from pipeline.train.planning.jobs import jobs_needed
-from pipeline.train.run.folder import refuse_lost_checkpoints
-from pipeline.train.run_plan import plan_run
+from slurm.checks import look_at_stages
 from slurm.doctor.node import space
 from slurm.forecast.course import START_S, Forecast, forecast, job_seconds
 from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend
@@ -39,8 +32,9 @@ from slurm.submit import sbatch_env
 from slurm.submit.disk_space import checkpoints_room
 from slurm.submit.job_plan import PlannedJob, eval_job, gpus_key
 from slurm.submit.preflight_cluster import check_cluster
-from slurm.submit.problems import PreflightReport
 
+_STAGES = {"decide": "curate", "finish": "preprocess"}
+"""Stages that the last jobs of arrays belong to."""
 _FEW_FILES = 10_000
 """Inodes below which a warning is due."""
 
@@ -58,13 +52,13 @@ def check(
         MachineError: there are problems, all of them of the machine or the scheduler.
     """
     found = examine(config, site, planned, backend, dry_run=dry_run)
-    found.raise_problems()
+    found.raise_problems("nothing was sent")
     return found.warnings
 
 
 def examine(
     config: Config, site: SiteConfig, planned: Sequence[PlannedJob], backend: Backend, *, dry_run: bool = False
-) -> PreflightReport:
+) -> Problems:
     """Look for all that would end the jobs of a run at their start, or that is probably not meant.
 
     Args:
@@ -74,7 +68,7 @@ def examine(
         backend: on a cluster or on this machine.
         dry_run: nothing will be sent, so what only the scheduler knows is left out where there is none.
     """
-    found = PreflightReport()
+    found = Problems()
     makes_data = any(job.stage in (*ARRAYS, *LAST_OF_ARRAYS) for job in planned)
     with found.collecting():
         refuse_code_of_others(config)
@@ -84,12 +78,18 @@ def examine(
     _check_folder("run.dir", config.run.dir, found)
     if makes_data:
         _check_folder("data.dir", config.data_dir, found)
-        _check_sources(config, found)
-    for job in planned:
-        if job.stage == "train":
-            _check_training(config, site, job, makes_data, backend, found)
-        if job.stage == "eval":
-            _check_evaluation(config, job, planned, makes_data, found)
+        for source_config in config.data.inputs.values():
+            if source_config.dataset is not None:
+                with found.collecting():
+                    Dataset.open(dataset_folder(config, source_config, TRAIN))
+    by_stage = {_STAGES.get(job.stage, job.stage): job for job in planned}
+    processes = {stage: by_stage[stage].processes for stage in ("train", "eval") if stage in by_stage}
+    step = by_stage["eval"].step if "eval" in by_stage else None
+    look_at_stages(
+        config, by_stage, found, train=processes.get("train", 1), evaluate=processes.get("eval", 1), step=step
+    )
+    if (training := by_stage.get("train")) is not None:
+        _check_training_job(config, site, training, backend, found)
     if backend == "slurm":
         for key, value, todo in _needs_gpus(config, planned):
             found.problem(
@@ -123,7 +123,7 @@ def _names_gpus(job: PlannedJob) -> bool:
     return "gpu" in options.get("gres", "") or any(name.startswith(("gpus-per-", "tres-per-")) for name in options)
 
 
-def _check_folder(key: str, path: Path, found: PreflightReport) -> None:
+def _check_folder(key: str, path: Path, found: Problems) -> None:
     """Check that a folder can be written to, or made. Quotas are not known here."""
     there = nearest(path)
     todo = f"set {key} to a folder of yours on a disk that all nodes share"
@@ -139,43 +139,18 @@ def _check_folder(key: str, path: Path, found: PreflightReport) -> None:
         found.warn(f"{key}={path}: there are only {files:,} inodes free; remove small files there")
 
 
-def _check_sources(config: Config, found: PreflightReport) -> None:
-    """Check the sources that preprocessing reads."""
-    with found.collecting():
-        for source in find_source_files(config):
-            source.reader.check_columns(source.files)
-    for source_config in config.data.inputs.values():
-        if source_config.dataset is not None:
-            with found.collecting():
-                Dataset.open(dataset_folder(config, source_config, TRAIN))
-
-
-def _check_training(
-    config: Config, site: SiteConfig, job: PlannedJob, makes_data: bool, backend: Backend, found: PreflightReport
-) -> None:
-    with found.collecting():
-        layout = check_layout(config, job.processes)
-        found.warn(*layout_warnings(config, layout))
-        if layout.tp > job.processes_per_node:
-            found.warn(
-                f"parallel.tp={layout.tp} is more than the {job.processes_per_node} processes of a node, so that every "
-                f"layer communicates over the network; parallel.tp={job.processes_per_node} or less is faster"
-            )
+def _check_training_job(config: Config, site: SiteConfig, job: PlannedJob, backend: Backend, found: Problems) -> None:
+    """Check what only a job of a training has: nodes, devices, room, time."""
+    tp = config.parallel.tp
+    if tp > job.processes_per_node:
+        found.warn(
+            f"parallel.tp={tp} is more than the {job.processes_per_node} processes of a node, so that every "
+            f"layer communicates over the network; parallel.tp={job.processes_per_node} or less is faster"
+        )
     if backend == "slurm":
         _check_devices(config, site, job, found)
         if config.slurm.doctor:
             _check_run_space(config, found)
-    with found.collecting():
-        checkpoint = _resume_point(config, found)
-        refuse_short_duration(config.train.schedule, config.train.duration)
-        if not makes_data:
-            _check_start(config, checkpoint, found)
-    if config.eval.every_checkpoint and config.train.checkpoint.keep_every is None:
-        found.problem(
-            "eval.every_checkpoint=true evaluates the checkpoints that are kept for ever, but without "
-            "train.checkpoint.keep_every there are none; set train.checkpoint.keep_every to a number of steps, or "
-            "eval.every_checkpoint=false"
-        )
     if config.eval.every_checkpoint and backend == "slurm":
         with found.collecting():
             eval_job(config, site, None)
@@ -187,7 +162,7 @@ def _check_training(
             _check_time(config, job, ahead, found)
 
 
-def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: PreflightReport) -> None:
+def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: Problems) -> None:
     """Processes of a node against its GPUs."""
     if config.launch.device == "cpu" or not site.gpus_per_node:
         return
@@ -205,68 +180,7 @@ def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: Pre
         )
 
 
-def _resume_point(config: Config, found: PreflightReport) -> Checkpoint | None:
-    """The checkpoint that training would resume from, by its name and the sizes of its files.
-
-    Raises:
-        UserError: there is none, though there must be one.
-    """
-    checkpoints, wanted = Checkpoints.of_run(config.run.dir), config.resume.from_
-    latest = checkpoints.latest()
-    if latest is None:
-        if wanted is not None:
-            raise checkpoints.not_there(config.resume.step)
-        refuse_lost_checkpoints(config.run.dir)
-        return None
-    named = [checkpoint for checkpoint in checkpoints.all() if checkpoint.step == config.resume.step]
-    if config.resume.step is not None and not named:
-        found.warn(
-            f"resume.from={config.resume.step}: {checkpoints.folder} has no such checkpoint; training refuses to "
-            f"start, unless it already resumed from there before: then it resumes from step {latest.step:,}"
-        )
-    checkpoint = named[0] if named else latest
-    if problems := checkpoint.problems(full=False):
-        found.warn(f"checkpoint {checkpoint.path.name} is damaged, an older one will be used: {'; '.join(problems)}")
-        return None
-    return checkpoint
-
-
-def _check_start(config: Config, checkpoint: Checkpoint | None, found: PreflightReport) -> None:
-    """Check what training does before its first step, short of building the model.
-
-    Raises:
-        UserError: it would refuse the data, or that the run goes on with them from the checkpoint.
-    """
-    plan = plan_run(config, checkpoint)
-    if plan.length.steps == 0:
-        raise UserError(f"the run has no step ({plan.length.reason}); give it at least one")
-    check_run_file(config, plan.datasets)
-    Schedule(config.train.schedule, config.train.duration, plan.length.steps, plan.journal.tokens)
-    open_validation(config, plan.tokenizer, check=True)
-    found.warn(*plan.warnings)
-
-
-def _check_evaluation(
-    config: Config, job: PlannedJob, planned: Sequence[PlannedJob], makes_data: bool, found: PreflightReport
-) -> None:
-    with found.collecting():
-        check_evaluation_layout(config, job.processes)
-    if not makes_data:
-        with found.collecting():
-            check_heldout(config)
-    elif not config.heldout_sets and all(
-        split.share == 0 and not split.documents for split in config.data.splits.values()
-    ):
-        found.problem(
-            f"nothing is held out (data.splits.{config.eval.split} is {config.data.splits.get(config.eval.split)}), so "
-            f"there is nothing to evaluate on; set data.splits.{config.eval.split} to a share or a number of documents"
-        )
-    if not any(other.stage == "train" for other in planned):
-        with found.collecting():
-            Checkpoints.of_run(config.run.dir).find(job.step)
-
-
-def _check_run_space(config: Config, found: PreflightReport) -> None:
+def _check_run_space(config: Config, found: Problems) -> None:
     """Check the disk of run.dir by the limits of the check of the nodes, which would end the job."""
     seen = space("run.dir", config.run.dir)
     if not seen.ok:
@@ -276,7 +190,7 @@ def _check_run_space(config: Config, found: PreflightReport) -> None:
         )
 
 
-def _check_room(config: Config, ahead: Forecast, found: PreflightReport) -> None:
+def _check_room(config: Config, ahead: Forecast, found: Problems) -> None:
     """Disk for the checkpoints."""
     if ahead.disk is not None:
         problem, warning = checkpoints_room(config, ahead.disk, ahead.course)
@@ -286,7 +200,7 @@ def _check_room(config: Config, ahead: Forecast, found: PreflightReport) -> None
             found.warn(warning)
 
 
-def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: PreflightReport) -> None:
+def _check_time(config: Config, job: PlannedJob, ahead: Forecast, found: Problems) -> None:
     """The time limit of a job against its stop and its saves."""
     limit, given = 60 * job.minutes, config.launch.stop_before_end_seconds
     if given is not None and limit <= 2 * given:

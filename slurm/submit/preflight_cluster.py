@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted, minutes
+from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from slurm import scheduler
@@ -17,11 +18,10 @@ from slurm.jobs import user
 from slurm.scheduler import Association, Partition
 from slurm.submit import sbatch_env
 from slurm.submit.job_plan import PlannedJob, gpus_key, resources_key
-from slurm.submit.problems import PreflightReport
 
 
 def check_cluster(
-    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], found: PreflightReport, *, dry_run: bool = False
+    config: Config, site: SiteConfig, planned: Sequence[PlannedJob], found: Problems, *, dry_run: bool = False
 ) -> None:
     """Compare jobs with what the scheduler says, which is asked once for each thing.
 
@@ -93,7 +93,7 @@ class _JobRequest:
 
 
 def _check_partitions(
-    request: _JobRequest, partitions: Mapping[str, Partition], settings: Mapping[str, str], found: PreflightReport
+    request: _JobRequest, partitions: Mapping[str, Partition], settings: Mapping[str, str], found: Problems
 ) -> None:
     names = request.job.resources.partition
     if names is None:
@@ -181,7 +181,7 @@ def _gpus(gres: str) -> int:
     return sum(int(count) if count.isdecimal() else 1 for count in counts)
 
 
-def _check_array(request: _JobRequest, settings: Mapping[str, str], found: PreflightReport) -> None:
+def _check_array(request: _JobRequest, settings: Mapping[str, str], found: Problems) -> None:
     """The largest index of an array is one less than `MaxArraySize`."""
     most, tasks = settings.get("MaxArraySize", ""), request.job.tasks
     if tasks > 1 and most.isdecimal() and tasks > int(most):
@@ -195,7 +195,7 @@ def _check_array(request: _JobRequest, settings: Mapping[str, str], found: Prefl
         )
 
 
-def _check_features(request: _JobRequest, partitions: Mapping[str, Partition], found: PreflightReport) -> None:
+def _check_features(request: _JobRequest, partitions: Mapping[str, Partition], found: Problems) -> None:
     """A feature that no node has is refused."""
     constraint = request.job.resources.constraint
     there = frozenset[str]().union(*(partition.features for partition in partitions.values()))
@@ -207,7 +207,7 @@ def _check_features(request: _JobRequest, partitions: Mapping[str, Partition], f
         )
 
 
-def _check_accounts(jobs: Sequence[_JobRequest], settings: Mapping[str, str], found: PreflightReport) -> None:
+def _check_accounts(jobs: Sequence[_JobRequest], settings: Mapping[str, str], found: Problems) -> None:
     """Accounts and qualities of service against those of this user."""
     name = user()
     try:
@@ -264,7 +264,7 @@ def _check_preemption(
     trained: Sequence[_JobRequest],
     partitions: Mapping[str, Partition],
     settings: Mapping[str, str],
-    found: PreflightReport,
+    found: Problems,
     *,
     accounting: bool,
 ) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pydantic import ValidationError
 
 from pipeline.common.errors import UserError
+from pipeline.common.problems import Problems
 from pipeline.config.slurm import ResourcesConfig, SiteConfig, SlurmConfig
 from slurm.jobs import ARRAYS, LAST_OF_ARRAYS
 from slurm.submit.job_plan import PlannedJob, resources_key
-from slurm.submit.problems import PreflightReport
 
 _TAKEN = {
     "account": "SBATCH_ACCOUNT",
@@ -96,9 +96,7 @@ def resources(environment: Mapping[str, str], site: SiteConfig, run: SlurmConfig
     return found
 
 
-def check(
-    environment: Mapping[str, str], site: SiteConfig, planned: Sequence[PlannedJob], found: PreflightReport
-) -> None:
+def check(environment: Mapping[str, str], site: SiteConfig, planned: Sequence[PlannedJob], found: Problems) -> None:
     """Find variables that sbatch would obey, and that jobs of this plan do not get.
 
     Args:

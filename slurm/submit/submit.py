@@ -15,6 +15,7 @@ from pipeline.common import run_identity, storage
 from pipeline.common.console import say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.problems import Problems
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import dump
@@ -85,8 +86,8 @@ def submit(
 
     found_here = preflight.examine(config, site, planned, backend, dry_run=dry_run)
     if dry_run:
-        _show(config, site, planned, backend, found_here.warnings, console)
-    found_here.raise_problems()
+        _show(config, site, planned, backend, found_here, console)
+    found_here.raise_problems("nothing was sent")
     if dry_run:
         return []
     permissions.apply_permissions(config)
@@ -120,7 +121,7 @@ def _show(
     site: SiteConfig,
     planned: Sequence[PlannedJob],
     backend: Backend,
-    warnings: Sequence[str],
+    found: Problems,
     console: Console,
 ) -> None:
     """Print what would be sent."""
@@ -132,7 +133,7 @@ def _show(
     def script_of(job: PlannedJob) -> str:
         return submitit_backend.script(config.run.dir, job, site, code, config, backend)
 
-    show(console, config, site, planned, backend, script_of, warnings)
+    show(console, config, site, planned, backend, script_of, found)
 
 
 def send_all(

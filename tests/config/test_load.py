@@ -14,6 +14,7 @@ from pipeline.config.load import dump, find, load, load_run, packaged_configs
 from pipeline.config.parsing.document import parse, render
 from pipeline.config.parsing.schema import keys
 from pipeline.config.root import Config
+from tests import tiny
 from tests.config.runfile import MINIMAL, refused, write
 
 
@@ -157,6 +158,15 @@ corpus: x
 )
 def test_unknown_key_names_the_nearest(tmp_path: Path, override: str, hint: str) -> None:
     assert hint in refused(write(tmp_path), override)
+
+
+@pytest.mark.parametrize("key", ["data.sources.0.paths", "tokenizer.path", "data.dir", "run.dir"])
+def test_a_url_is_named_as_one(tmp_path: Path, key: str) -> None:
+    url = "s3://bucket/folder/*.jsonl"
+    value = f"[{url}]" if key.endswith("paths") else url
+    with pytest.raises(UserError, match="not a s3 URL: only mounted file systems") as error:
+        load(tiny.write_run(tmp_path), [f"{key}={value}", *(["tokenizer.train=null"] if "tokenizer" in key else [])])
+    assert key in str(error.value)
 
 
 def test_a_misspelled_required_key_is_one_problem(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.eval.perplexity import evaluate, heldout_splits, read_report
+from pipeline.eval.heldout_data import heldout_splits
+from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.eval.server.watch import load_served
 from pipeline.eval.summary import show, summarize
 from pipeline.eval.text import continue_prompt

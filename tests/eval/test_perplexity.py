@@ -20,7 +20,8 @@ from pipeline.config.load import load
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.data.preprocess.stage import open_datasets, preprocess
-from pipeline.eval.perplexity import evaluate, heldout_splits, read_report
+from pipeline.eval.heldout_data import heldout_splits
+from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
 from pipeline.eval.reports import read_evaluations
 from pipeline.train.model.decoder import Context

@@ -100,7 +100,19 @@ def test_keys_that_differ_are_shown_one_line_each_and_win(
         "train.ema: none -> {decay: 0.5}",
     ]
     assert column(run, "lr")[4:] == [5e-3] * 4
+    changed = "train.duration: 4 steps -> 8 steps; train.optimizer.lr: 0.01 -> 0.005"
+    assert f"learning rate 1.00e-02 -> 5.00e-03 at step 5 ({changed})" in out
     assert len([path for path in (run / "checkpoints").iterdir() if path.name.startswith("step-")]) == 4
+
+
+def test_a_rise_of_the_learning_rate_is_told(root: Path) -> None:
+    run = train(root, "decayed", "train.duration=4 steps")
+    code, out = start(root, "decayed", "train.duration=12 steps")
+    before, after = column(run, "lr")[3:5]
+    assert code == 0 and after > 2 * before
+    line = f"learning rate {before:.2e} -> {after:.2e} at step 5 (train.duration: 4 steps -> 12 steps)"
+    assert any(line in each and "pipeline fork" in each for each in tiny.warnings_of(out))
+    assert "learning rate" not in start(root, "decayed", "train.duration=12 steps")[1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ same. The decisions are the same bytes for any number of workers, commands at a 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,9 @@ from pipeline.common import storage
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError
 from pipeline.common.format import counted
+from pipeline.common.problems import Problems
 from pipeline.config.root import Config
+from pipeline.data.curate.checks import CURATE_CHECKS, CurateScope, no_tasks
 from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, plan_sources, unit_source
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
@@ -28,7 +30,7 @@ from pipeline.data.curate.passes.excerpts import ReadTexts
 from pipeline.data.curate.passes.finish import SourceCuration, finish_source
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.names import MEASURE
-from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, check_against, make_scopes
+from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, make_scopes
 from pipeline.data.curate.passes.run import JobOutcome, run_jobs
 from pipeline.data.curate.results.differences import estimated_before, find_differences
 from pipeline.data.curate.results.summary import print_summary
@@ -60,7 +62,7 @@ def curate(
     dry_run: bool = False,
     units: bool = False,
     read_texts: ReadTexts | None = None,
-    problems: Sequence[str] = (),
+    task_problems: Callable[[Config], list[str]] = no_tasks,
 ) -> CurationReport:
     """Run the stage; prints progress and a table.
 
@@ -69,7 +71,7 @@ def curate(
         dry_run: only print what there is to do.
         units: do free jobs of the first pass that is not complete, and finish nothing. A later run without this does.
         read_texts: reads examples for the report.
-        problems: with `dry_run`, more that the command would be refused for.
+        task_problems: reasons why items of evaluation tasks could not be read.
 
     Raises:
         UserError: something in the config or the data has to be fixed first.
@@ -79,13 +81,17 @@ def curate(
     started = time.monotonic()
     console = Console()
     curate_config(config)
-    sources = find_source_files(config, held_out=False)
-    check_against(curate_config(config))
+    problems = Problems()
+    sources = find_source_files(config, problems, held_out=False)
+    scope = CurateScope(config, sources, task_problems)
     with reading(config, sources):
+        problems.look(CURATE_CHECKS, scope)
         if dry_run:
             from pipeline.data.curate.results.dry_run import print_dry_run
 
-            print_dry_run(console, config, sources, problems)
+            print_dry_run(console, scope)
+        problems.raise_problems()
+        if dry_run:
             return CurationReport()
         if (contamination := curate_config(config).decontaminate) is not None:
             make_data_dir(config, items_folder(config))

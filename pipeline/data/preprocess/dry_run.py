@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
@@ -13,20 +14,15 @@ from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, rounded, size
 from pipeline.common.paths import cache_folder
+from pipeline.common.problems import Problems
 from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import active_curation
 from pipeline.data.packing.pack_pass import PackPass
+from pipeline.data.preprocess.checks import PREPROCESS_CHECKS, PreprocessScope, known_tokenizer
 from pipeline.data.preprocess.make_tokenizer import is_unused
-from pipeline.data.preprocess.run_tokenizer import (
-    ORIGIN_FILE,
-    OtherTokenizer,
-    check_tokenizer_settings,
-    run_tokenizer,
-    tokenizer_folder,
-)
+from pipeline.data.preprocess.run_tokenizer import OtherTokenizer, check_tokenizer_settings
 from pipeline.data.preprocess.source_plan import counting_job, make_plan
-from pipeline.data.preprocess.split_counts import known_splits
-from pipeline.data.preprocess.splits import Splits, split_names
+from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
 from pipeline.data.preprocess.status import SourceProgress, read_state
 from pipeline.data.preprocess.tokenize_unit import SourceJob, cut_text
 from pipeline.data.sources.compression import FORMATS, MAGIC, compression_of
@@ -40,7 +36,7 @@ from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import is_begun
 from pipeline.data.work.progress import NOTHING_TO_DO
-from pipeline.data.work.units import SourceFiles, cut_units
+from pipeline.data.work.units import SourceFiles, cut_units, find_source_files, reading
 from pipeline.data.work.worker_count import worker_count
 
 SAMPLE_BYTES = 2**20
@@ -109,31 +105,53 @@ class SourceSample:
         return f"{self.bad:,} of {counted(self.records, 'sampled record')} {are} bad: {', '.join(reasons)}"
 
 
-def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) -> None:
-    """Print units, bytes, and estimates of tokens and time.
+def print_dry_run(console: Console, config: Config, *, grow: bool = False) -> None:
+    """Look at a run, then print units, bytes, and estimates of tokens and time.
+
+    Args:
+        console: where to.
+        config: the run.
+        grow: files that were added are appended.
+
+    Raises:
+        UserError: the stage would be refused, or the sample of a source has bad records and no document.
+    """
+    found = Problems()
+    sources = find_source_files(config, found, grow=grow)
+    with reading(config, sources):
+        scope = PreprocessScope(config, sources)
+        if found.look(PREPROCESS_CHECKS, scope):
+            print_sources(console, scope, found)
+    found.raise_problems()
+
+
+def print_sources(console: Console, scope: PreprocessScope, problems: Problems) -> None:
+    """Print units, bytes, and estimates of tokens and time of the sources whose files were found.
 
     Writes nothing but the engine's proof, in the user's cache folder.
 
-    Raises:
-        UserError: the sample of a source has bad records and no document.
+    Args:
+        console: where to.
+        scope: the run.
+        problems: gets those that a sample of the documents shows.
     """
-    for problem in PackPass(config).adopted_problems():
-        say(console, f"would be refused: {problem}")
+    config, sources = scope.config, scope.sources
     if not sources:
         say(console, NOTHING_TO_DO)
         return
     settings, train = config.data.preprocess, config.tokenizer.train
     say(console, f"output: {config.data_dir}")
-    tokenizer = _tokenizer(config)
+    tokenizer = None
+    with suppress(UserError):  # it was said
+        tokenizer = known_tokenizer(config)
     origin = "will be trained" if tokenizer is None else "trained"
     say(console, f"tokenizer: {config.tokenizer.path if train is None else f'{origin}, {train.vocab_size:,} entries'}")
-    try:
-        check_tokenizer_settings(config)
-    except OtherTokenizer as error:
-        again = is_unused(config, sources)
-        say(console, f"it would be made again: {error.difference}" if again else f"would be refused: {error}")
-    except UserError as error:
-        say(console, f"would be refused: {error}")
+    with suppress(UserError):
+        try:
+            check_tokenizer_settings(config)
+        except OtherTokenizer as error:
+            if is_unused(config, list(sources)):
+                say(console, f"it would be made again: {error.difference}")
     engine: Engine | None = None
     if tokenizer is not None:
         choice = choose_engine(settings.engine, tokenizer, cache_folder() / "engines", set())
@@ -146,43 +164,41 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         column.justify = "right"
     seconds = 0.0
     samples = {}
-    problems: list[str] = []
     notes: list[str] = []
     for whole in sources:
-        found = whole.generation(-1) if whole.grows else whole
-        found.reader.check_columns(found.files)
-        if damaged := look_at_ends(found.files, found.reader):
-            refuses = settings.on_damaged_file == "fail"
-            (problems if refuses else notes).append(str(damaged_error(found.source.name, damaged, found.bytes)))
-        units = cut_units(found, settings.seed, settings.unit_bytes)
-        samples[found.source.name] = sample = take_sample(
-            units, counting_job(found, config, _unknown(config)), tokenizer, engine
-        )
-        if sample.bad and not sample.documents:
-            problems.append(_problem(config, found, sample))
-        if sample.coverage.unknown_share > settings.max_unknown:
-            problems.append(sample.coverage.refusal(found.source.name, settings.max_unknown, so_far=True))
-        scale = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
-        workers = worker_count(config, max(len(units), 1))
-        took = sample.seconds * scale / workers
-        seconds += took
-        table.add_row(
-            found.source.name,
-            found.reader.type,
-            f"{len(found.files):,}",
-            f"{found.bytes:,}",
-            f"{len(units):,}",
-            rounded(sample.tokens * scale),
-            duration(took) if engine is not None else "-",
-        )
-    if problems:
-        raise UserError("\n".join(problems))
+        with problems.collecting(), reading(config, [whole]):
+            found = whole.generation(-1) if whole.grows else whole
+            if settings.on_damaged_file != "fail" and (damaged := look_at_ends(found.files, found.reader)):
+                notes.append(str(damaged_error(found.source.name, damaged, found.bytes)))
+            units = cut_units(found, settings.seed, settings.unit_bytes)
+            samples[found.source.name] = sample = take_sample(
+                units, counting_job(found, config, unknown_splits(config)), tokenizer, engine
+            )
+            if sample.bad and not sample.documents:
+                problems.problem(_problem(config, found, sample))
+            if sample.coverage.unknown_share > settings.max_unknown:
+                problems.problem(sample.coverage.refusal(found.source.name, settings.max_unknown, so_far=True))
+            scale = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
+            workers = worker_count(config, max(len(units), 1))
+            took = sample.seconds * scale / workers
+            seconds += took
+            table.add_row(
+                found.source.name,
+                found.reader.type,
+                f"{len(found.files):,}",
+                f"{found.bytes:,}",
+                f"{len(units):,}",
+                rounded(sample.tokens * scale),
+                duration(took) if engine is not None else "-",
+            )
     console.print(table)
     for note in notes:
         say(console, note)
     states = {state.name: state for state in read_state(config)}
     for whole in sources:
         found = whole.generation(-1) if whole.grows else whole
+        if found.source.name not in samples:
+            continue
         more = len(found.files) - _FILES_SHOWN
         files = [file.path for file in found.files[:_FILES_SHOWN]] + ([f"and {more:,} more"] if more > 0 else [])
         say(console, f"{found.source.name}: {', '.join(files)}")
@@ -193,8 +209,9 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
             say(console, f"{found.source.name}: {line}")
         for each in sample.damaged:
             say(console, f"{found.source.name}: {each}")
-        if made := _made(config, whole, tokenizer, states[found.source.name]):
-            say(console, f"{found.source.name}: {made}")
+        with problems.collecting():
+            if made := _made(config, whole, tokenizer, states[found.source.name]):
+                say(console, f"{found.source.name}: {made}")
         for line in PackPass(config).plan_in_words(found.source.name):
             say(console, f"{found.source.name}: {line}")
     read = size(sum(sample.text_bytes for sample in samples.values()))
@@ -212,13 +229,6 @@ def print_dry_run(console: Console, config: Config, sources: list[SourceFiles]) 
         )
     if any(split.documents for split in config.data.splits.values()):
         say(console, "All documents are read twice, because data.splits has numbers of documents.")
-
-
-def _tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer, if there is one by now."""
-    if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
-        return run_tokenizer(config)
-    return None if config.tokenizer.path is None else Tokenizer.load(config.tokenizer.path, config.tokenizer)
 
 
 def _problem(config: Config, found: SourceFiles, sample: SourceSample) -> str:
@@ -249,31 +259,22 @@ def _hint(found: SourceFiles, sample: SourceSample) -> str:
 
 
 def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state: SourceProgress) -> str:
-    """State of a source's datasets, or why the stage would refuse them; empty if nothing is there."""
+    """State of a source's datasets; empty if nothing is there, or it speaks against the stage."""
     if not state.units:
-        return f"would be refused: {state.problem}" if state.problem else ""
+        return ""
     if tokenizer is not None:
         # Where documents would have to be counted, files or data.splits differ, and the ends do not matter.
         curation = active_curation(config, found)
-        splits = known_splits(config, found, curation) or _unknown(config)
+        splits = known_splits(config, found, curation) or unknown_splits(config)
         plan = make_plan(found, tokenizer, config, splits, curation)
-        try:
-            if differences := plan.differences(state.folder):
-                if found.grows and plan.can_grow and plan.extends(state.folder):
-                    units = len(plan.units) - plan.earlier[-1][1]
-                    return f"{counted(units, 'unit')} would be appended; all before would stay as it is"
-                verdict = "would be refused" if is_begun(state.folder) else "would be planned again"
-                return f"{verdict}: {'; '.join(differences)}"
-        except UserError as error:
-            return f"would be refused: {error}"
+        if differences := plan.differences(state.folder):
+            if found.grows and plan.can_grow and plan.extends(state.folder):
+                units = len(plan.units) - plan.earlier[-1][1]
+                return f"{counted(units, 'unit')} would be appended; all before would stay as it is"
+            return "" if is_begun(state.folder) else f"would be planned again: {'; '.join(differences)}"
     if state.state == "finished":
         return "finished"
     return f"{state.done:,} of {counted(state.units, 'unit')} {'is' if state.units == 1 else 'are'} done"
-
-
-def _unknown(config: Config) -> Splits:
-    """Splits of which nobody knows yet where they end."""
-    return Splits(tuple(split_names(config.data)), (0,) * len(config.data.splits), config.data.split_by == "id")
 
 
 def take_sample(

@@ -18,6 +18,8 @@ from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
     OtherTokenizer,
     check_same,
+    check_tokenizer_settings,
+    named_tokenizer,
     open_kept,
     run_file_settings,
     saved_origin,
@@ -61,7 +63,7 @@ def prepare_tokenizer(
     folder, sources = tokenizer_folder(config), [found for found in sources if not found.held_out]
     saved = saved_origin(folder)
     if config.tokenizer.path is not None:
-        tokenizer = Tokenizer.load(config.tokenizer.path, config.tokenizer)
+        tokenizer = named_tokenizer(config)
         origin: dict[str, Any] = {"path": str(config.tokenizer.path), "fingerprint": tokenizer.fingerprint}
         if saved is not None:
             check_same(config, tokenizer, saved)
@@ -87,6 +89,26 @@ def prepare_tokenizer(
     tokenizer.save(folder)
     storage.put_json(folder / ORIGIN_FILE, origin)
     return tokenizer
+
+
+def check_kept_tokenizer(config: Config, sources: list[SourceFiles]) -> None:
+    """Compare the kept tokenizer with the one that the run file asks for, as `prepare_tokenizer` does.
+
+    Raises:
+        OtherTokenizer: it is another one, and something was made with it.
+        UserError: there is nothing to train on, or a file is damaged.
+    """
+    try:
+        check_tokenizer_settings(config)
+        if config.tokenizer.path is not None:
+            return
+        settings = _training_settings(config, [found for found in sources if not found.held_out])
+        saved = saved_origin(tokenizer_folder(config))
+        if saved is not None and saved.get("train") != settings:
+            raise OtherTokenizer(config, what_differs(saved, settings))
+    except OtherTokenizer:
+        if not is_unused(config, sources):
+            raise
 
 
 def _training_settings(config: Config, sources: list[SourceFiles]) -> dict[str, Any]:

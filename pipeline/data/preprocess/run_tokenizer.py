@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.config.root import Config
-from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from pipeline.config.tokenizer import TokenizerConfig
+from pipeline.data.tokenization.tokenizer import SPECIAL_FILE, TOKENIZER_FILE, Tokenizer
 
 ORIGIN_FILE = "origin.json"
 
@@ -30,6 +32,37 @@ def run_tokenizer(config: Config) -> Tokenizer:
     return open_kept(folder)
 
 
+def named_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer of `tokenizer.path`.
+
+    Raises:
+        UserError: as `Tokenizer.load`.
+    """
+    path = config.tokenizer.path
+    assert path is not None
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        return Tokenizer.load(path, config.tokenizer)  # says so
+    return _load(path, config.tokenizer.model_dump_json(), _state(file))
+
+
+# Checks and the stage ask for the same files, and a large vocabulary takes a second.
+@lru_cache(maxsize=2)
+def _load(path: Path, settings: str, state: tuple[int, ...]) -> Tokenizer:
+    return Tokenizer.load(path, TokenizerConfig.model_validate_json(settings))
+
+
+@lru_cache(maxsize=2)
+def _open(folder: Path, state: tuple[int, ...]) -> Tokenizer:
+    return Tokenizer.open(folder)
+
+
+def _state(*files: Path) -> tuple[int, ...]:
+    """Inode, size and time of change of files, which tell whether they were written again."""
+    found = [file.stat() for file in files if file.is_file()]
+    return tuple(number for each in found for number in (each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns))
+
+
 def check_tokenizer_settings(config: Config) -> None:
     """Compare the kept tokenizer with what the run file asks for by now. Looks at no documents.
 
@@ -46,7 +79,7 @@ def check_tokenizer_settings(config: Config) -> None:
         if known.get("train") != asked:
             raise OtherTokenizer(config, what_differs(known, asked))
     elif path.exists() or str(path) != saved.get("path"):  # the file it was loaded from need not be there any more
-        check_same(config, Tokenizer.load(path, config.tokenizer), saved)
+        check_same(config, named_tokenizer(config), saved)
 
 
 def saved_origin(folder: Path) -> Any:
@@ -62,7 +95,7 @@ def saved_origin(folder: Path) -> Any:
 def open_kept(folder: Path) -> Tokenizer:
     """The kept tokenizer."""
     try:
-        tokenizer = Tokenizer.open(folder)
+        tokenizer = _open(folder, _state(folder / TOKENIZER_FILE, folder / SPECIAL_FILE))
     except UserError as error:
         problem = str(error)
     else:

@@ -22,6 +22,7 @@ from pipeline.data.preprocess.splits import (
     all_held_out,
     documents_wanted,
     make_splits,
+    split_names,
     splits_from_settings,
     splits_in_words,
 )
@@ -70,6 +71,11 @@ def known_splits(config: Config, found: SourceFiles, curation: AppliedCuration |
     if found.held_out:
         return all_held_out(config.data)
     return _planned(config, found, curation) if documents_wanted(config.data) else make_splits(config.data)
+
+
+def unknown_splits(config: Config) -> Splits:
+    """Splits of which nobody knows yet where they end."""
+    return Splits(tuple(split_names(config.data)), (0,) * len(config.data.splits), config.data.split_by == "id")
 
 
 def _planned(config: Config, found: SourceFiles, curation: AppliedCuration | None) -> Splits | None:

@@ -19,13 +19,14 @@ from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
 from pipeline.common.paths import cache_folder
+from pipeline.common.problems import Problems
 from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import applied_curations
-from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE, TRAIN
+from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, PLAN_FILE
 from pipeline.data.datasets.manifest import read_manifest
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.packing.pack_pass import PackPass
+from pipeline.data.preprocess.checks import PREPROCESS_CHECKS, PreprocessScope, check_adopted
 from pipeline.data.preprocess.disk_space import dataset_warning
 from pipeline.data.preprocess.finalize import REPORT_FILE, Finalizer
 from pipeline.data.preprocess.make_tokenizer import prepare_tokenizer, withdraw_tokenizer
@@ -34,12 +35,13 @@ from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
     OtherTokenizer,
     check_tokenizer_settings,
+    named_tokenizer,
     run_tokenizer,
     tokenizer_folder,
 )
 from pipeline.data.preprocess.run_units import Outcome, tokenize_units
 from pipeline.data.preprocess.shuffle_pass import ShufflePass
-from pipeline.data.preprocess.source_plan import ADD_APART, SourcePlan, is_planned, make_plan, source_job
+from pipeline.data.preprocess.source_plan import SourcePlan, make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits, known_splits
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import (
@@ -50,13 +52,11 @@ from pipeline.data.preprocess.tokenize_unit import (
     read_condemned,
     receipt_stands,
 )
-from pipeline.data.sources.damage import damaged_error, look_at_ends
 from pipeline.data.sources.records import NOT_BAD, START, Unit
 from pipeline.data.tokenization.coverage import coverage_of
 from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.work.freezing import freeze_alone, make_data_dir
-from pipeline.data.work.frozen_plan import is_begun
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.receipts import Receipts
@@ -85,14 +85,13 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False, gr
     """
     started = time.monotonic()
     console = Console()
-    _check_data_dir(config)
-    sources = find_source_files(config, grow=grow)
-    with reading(config, sources):
-        if dry_run:
-            from pipeline.data.preprocess.dry_run import print_dry_run
+    if dry_run:
+        from pipeline.data.preprocess.dry_run import print_dry_run
 
-            print_dry_run(console, config, sources)
-            return PreprocessReport()
+        print_dry_run(console, config, grow=grow)
+        return PreprocessReport()
+    sources = _checked_sources(config, grow=grow)
+    with reading(config, sources):
         tokenizer, plans = _frozen_plans(config, console, sources, units=units, grow=grow)
         try:
             stage = _Stage(config, console, tokenizer, plans)
@@ -107,10 +106,19 @@ def grow_plans(config: Config) -> None:
     Raises:
         UserError: something in the config or the data has to be fixed first.
     """
-    _check_data_dir(config)
-    sources = find_source_files(config, grow=True)
+    sources = _checked_sources(config, grow=True)
     with reading(config, sources):
         _frozen_plans(config, Console(), sources, units=True, grow=True)
+
+
+def _checked_sources(config: Config, *, grow: bool) -> list[SourceFiles]:
+    """The sources of a run that nothing speaks against."""
+    found = Problems()
+    sources = find_source_files(config, found, grow=grow)
+    with reading(config, sources):
+        found.look(PREPROCESS_CHECKS, PreprocessScope(config, sources))
+    found.raise_problems()
+    return sources
 
 
 def is_complete(config: Config) -> bool:
@@ -128,7 +136,7 @@ def is_complete(config: Config) -> bool:
     tokenizer = run_tokenizer(config)
     if config.tokenizer.path is not None:
         check_tokenizer_settings(config)
-        asked = Tokenizer.load(config.tokenizer.path, config.tokenizer)
+        asked = named_tokenizer(config)
         if asked.special_tokens != tokenizer.special_tokens:  # then the kept one is written anew
             return False
         _check_datasets(config, tokenizer)
@@ -153,16 +161,10 @@ def _frozen_plans(
     config: Config, console: Console, sources: list[SourceFiles], *, units: bool, grow: bool
 ) -> tuple[Tokenizer, list[SourcePlan]]:
     """Make tokenizer and plans, or compare them with those that are there."""
-    if grow:
-        _check_growing(config, console, sources)
+    for found in sources if grow else ():
+        if not found.grows:
+            say(console, f"{found.source.name}: no files were added to a plan")
     curations = applied_curations(config, sources)
-    for found in sources:
-        is_new = not is_planned(config, found) and not is_begun(config.data_dir / found.source.name)
-        new = found.generation(-1) if found.grows else found
-        found.reader.check_columns(new.files, every=is_new or found.grows)
-        refuses = (is_new or found.grows) and config.data.preprocess.on_damaged_file == "fail"
-        if refuses and (damaged := look_at_ends(new.files, found.reader)):
-            raise damaged_error(found.source.name, damaged, new.bytes)
     splits = find_splits(config, console, sources, curations)
     tokenizer = _tokenizer(config, console, sources, splits)
     if not sources:
@@ -177,23 +179,6 @@ def _frozen_plans(
         freeze_alone(plan, config, config.data_dir / plan.found.source.name, console)
     _remove_stale(config, plans)
     return tokenizer, plans
-
-
-def _check_growing(config: Config, console: Console, sources: list[SourceFiles]) -> None:
-    """Refuse sources that files cannot be added to; say which have none."""
-    for found in sources:
-        if not found.grows:
-            say(console, f"{found.source.name}: no files were added to a plan")
-            continue
-        curated = config.data.curate is not None and config.data.curate.mode == "apply"
-        if curated or config.data.preprocess.shuffle == "global":
-            key, why = ("data.curate.mode: apply", "its decisions compare all documents of a source")
-            if not curated:
-                key, why = ("data.preprocess.shuffle: global", "it permutes all documents of a source")
-            raise UserError(
-                f"--grow: source {found.source.name!r} has {counted(len(found.generations[-1]), 'added file')}, which "
-                f"cannot be appended with {key}: {why}. {ADD_APART}; curate that one first, if it is to be"
-            )
 
 
 @dataclass(frozen=True)
@@ -414,13 +399,6 @@ def _is_done(source: SourceJob, unit: Unit, receipts: Receipts, condemned: dict[
     return False
 
 
-def _check_data_dir(config: Config) -> None:
-    for path in (config.data_dir, *config.data_dir.parents):
-        if path.exists() and not path.is_dir():
-            within = "" if path == config.data_dir else f"{config.data_dir}: "
-            raise UserError(f"data.dir {within}{path} is a file; set data.dir to a folder")
-
-
 def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], splits: dict[str, Splits]) -> Tokenizer:
     check = partial(_check_datasets, config)
     folder = tokenizer_folder(config)
@@ -457,23 +435,10 @@ def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], spl
 
 
 def _check_datasets(config: Config, tokenizer: Tokenizer) -> None:
-    """Datasets made elsewhere have to be there, with the run's tokenizer, and with their packs if it needs any."""
-    for at, source in config.data.inputs.items():
-        if source.dataset is None:
-            continue
-        folder = dataset_folder(config, source, TRAIN)
-        key, split = f"{at}.dataset", folder.name
-        if not folder.is_dir():
-            raise UserError(f"{key}: {source.dataset} has no folder {split}/; name the folder that has {split}/ in it")
-        info = Dataset.open(folder).manifest.tokenizer
-        if info.fingerprint != tokenizer.fingerprint:
-            raise UserError(
-                f"{key}: {folder} was made with another tokenizer ({info.vocab_size} entries, fingerprint "
-                f"{info.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint}); set "
-                f"tokenizer.path: {folder / 'tokenizer.json'}, or make the dataset again with this run's tokenizer"
-            )
-    if problems := list(PackPass(config).adopted_problems()):
-        raise UserError("\n".join(problems))
+    """Datasets made elsewhere, which are checked here for a tokenizer that was trained just now."""
+    found = Problems()
+    check_adopted(config, tokenizer, found)
+    found.raise_problems()
 
 
 def _start_over(config: Config, plan: SourcePlan) -> str:

@@ -6,7 +6,7 @@ A document is known by its unit and its row there, so stages that read the same 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.common import storage
 from pipeline.common.errors import MachineError
 from pipeline.common.hashing import key, value_hash
+from pipeline.common.problems import Problems
 from pipeline.config.data import HeldOutSourceConfig, InputConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import PLAN_FILE
@@ -88,21 +89,32 @@ def reader_of(source: InputConfig, config: Config) -> Reader:
     return source_format(source.type).from_config(source, **limits)
 
 
-def find_source_files(config: Config, *, held_out: bool = True, grow: bool = False) -> list[SourceFiles]:
+def find_source_files(
+    config: Config, problems: Problems | None = None, *, held_out: bool = True, grow: bool = False
+) -> list[SourceFiles]:
     """Look for the files of all sources that have `paths` or `hub`.
 
     Args:
         config: the run.
+        problems: gets those of each source, which is then left out; by default the problems of all are raised.
         held_out: of the sources that are never trained on, too, as the last ones.
         grow: files that are new to a source that was begun are a generation of their own.
+
+    Raises:
+        UserError: a source has no files, or files that cannot be read as its `type`.
+        MachineError: files may not be read.
     """
+    own = Problems() if problems is None else problems
     found = []
     for place, source in config.data.inputs.items():
         if source.dataset is None and (held_out or not isinstance(source, HeldOutSourceConfig)):
-            try:
-                found.append(_find(config, source, place, grow))
-            except PermissionError as error:
-                raise may_not_be_read(f"{place}.{source_format(source.type).key}", error) from error
+            with own.collecting():
+                try:
+                    found.append(_find(config, source, place, grow))
+                except PermissionError as error:
+                    raise may_not_be_read(f"{place}.{source_format(source.type).key}", error) from error
+    if problems is None:
+        own.raise_problems()
     return found
 
 
@@ -142,7 +154,9 @@ def may_not_be_read(key: str, error: PermissionError) -> MachineError:
 
 def _find(config: Config, source: InputConfig, key: str, grow: bool) -> SourceFiles:
     # Another command may write the plan just now; settings and files are of one.
-    plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
+    plan = None
+    with suppress(NotADirectoryError):  # of which the checks of the stage tell
+        plan = storage.find_json(config.data_dir / source.name / PLAN_FILE, *PLAN_KEYS)
 
     def planned() -> Any:
         """Settings of the plan that is there; none if it cannot be read."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from pipeline.common import storage
 from pipeline.common.console import say
 from pipeline.common.hashing import file_hash
+from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.eval import TaskConfig
 from pipeline.eval.engine import GenerationEngine, measuring
@@ -70,6 +71,13 @@ def run_tasks(
     if engine.is_first:
         print_results(config, source, console, "tasks", _rows(config, results), path if keep else None)
     return results
+
+
+def check_files(config: Config, found: Problems) -> None:
+    """Check that the files of `eval.tasks` are there and hold what their tasks read."""
+    for task in config.eval.tasks:
+        with found.collecting():
+            _read(task)
 
 
 def tasks_are_made(config: Config, step: int) -> bool:

@@ -91,16 +91,22 @@ def test_training_does_not_begin_with_damaged_packs(config):
         plan_run(config, None, check=True)
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_adopted_without_packs_is_refused(done, tmp_path, dry_run):
+    folder = shutil.copytree(done.data_dir / "t", tmp_path / "t")
+    source = {"name": "t", "dataset": str(folder)}
+    config = make_config(tmp_path, [source], tokenizer={"path": str(folder / "train" / "tokenizer.json")})
+    with pytest.raises(
+        UserError, match=rf"^data\.sources\.0\.dataset: .*`pipeline data pack {folder}/train --length 16`"
+    ):
+        preprocess(best_fit(config, 16), dry_run=dry_run)
+
+
 def test_adopted_without_packs(done, tmp_path, capsys):
     folder = shutil.copytree(done.data_dir / "t", tmp_path / "t")
     source = {"name": "t", "dataset": str(folder)}
     tokenizer = {"path": str(folder / "train" / "tokenizer.json")}
     config = best_fit(make_config(tmp_path, [source], tokenizer=tokenizer), 16)
-    command = f"pipeline data pack {folder}/train --length 16"
-    with pytest.raises(UserError, match=rf"^data\.sources\.0\.dataset: .*`{command}`"):
-        preprocess(config)
-    preprocess(config, dry_run=True)
-    assert command in capsys.readouterr().out.replace("\n", " ")
     run(f"data pack {folder} --length 16 --length 24 --dry-run")
     assert "1 of 1 block to make" in capsys.readouterr().out
     assert not (folder / "train" / "packs").exists()

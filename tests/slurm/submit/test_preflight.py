@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.common import slurm_commands
 from pipeline.common.errors import EXIT_OTHER, UserError
+from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.slurm import SiteConfig
@@ -24,7 +25,6 @@ from slurm.scheduler import Partition
 from slurm.submit.job_plan import StageName, plan
 from slurm.submit.preflight import _check_room, check
 from slurm.submit.preflight_cluster import gpus_of
-from slurm.submit.problems import PreflightReport
 from tests import tiny
 
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("free", "word"), [(100, "less than"), (500, "not much more"), (600, "")])
 def test_a_tight_disk_is_a_warning(tmp_path: Path, free: int, word: str) -> None:
-    findings = PreflightReport()
+    findings = Problems()
     disk = Disk(each=100, there=1, most=4, free=free, files_free=None)
     _check_room(load(tiny.write_run(tmp_path)), Forecast(None, None, "", disk), findings)
     assert not findings.problems
@@ -169,7 +169,7 @@ def test_exports_need_room_besides_checkpoints(tmp_path: Path) -> None:
 
 
 def test_problems_of_the_machine_alone_are_no_mistake_of_the_user() -> None:
-    findings = PreflightReport()
+    findings = Problems()
     with findings.collecting():
         scheduler.ask(["false"])
     with pytest.raises(UserError) as machine:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from pipeline.cli.main import main
 from pipeline.common.errors import UserError
+from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from slurm import jobs, scheduler
@@ -26,7 +27,6 @@ from slurm.submit import preflight, sbatch_env, submitit_backend
 from slurm.submit.batch_script import SETUP_LINES
 from slurm.submit.dry_run import job_lines
 from slurm.submit.job_plan import PlannedJob, StageName, plan
-from slurm.submit.problems import PreflightReport
 from slurm.submit.site_profile import site_of
 from slurm.submit.submission import Submission
 from slurm.submit.submit import submit
@@ -122,7 +122,7 @@ def test_places_of_processes_are_named_to_the_srun_of_a_training(tmp_path: Path)
 
 def looked_at(config: Config, environment: dict[str, str], *stages: StageName) -> tuple[list[str], list[str]]:
     """Problems and warnings that variables of the shell are for the jobs of a run."""
-    found, site = PreflightReport(), site_of(config, "slurm", environment)
+    found, site = Problems(), site_of(config, "slurm", environment)
     sbatch_env.check(environment, site, plan(config, site, stages or ["train"], "slurm"), found)
     return found.problems, found.warnings
 

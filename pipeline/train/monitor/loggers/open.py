@@ -59,6 +59,15 @@ def open_loggers(
     return [*loggers, ("terminal", Terminal(console, folder.step, total, metrics.log_every_steps))]
 
 
+def check_loggers(config: Config) -> None:
+    """Check that the loggers of a run file can be opened; nothing is sent.
+
+    Raises:
+        UserError: as `open_loggers`.
+    """
+    _trackers(config)
+
+
 _Opener = Callable[[RunInfo], Logger | BatchLogger]
 
 

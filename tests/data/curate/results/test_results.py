@@ -145,7 +145,7 @@ def test_a_dry_run_names_all_that_would_be_refused(corpus, tmp_path):
     missing = tmp_path / "missing.jsonl"
     config = curate_config(tmp_path, corpus, {"decontaminate": {"files": [str(missing)]}})
     with pytest.raises(UserError) as error:
-        curate(config, dry_run=True, problems=["no task 'x'"])
+        curate(config, dry_run=True, task_problems=lambda _: ["no task 'x'"])
     assert str(missing) in str(error.value) and "no task 'x'" in str(error.value)
     assert not config.data_dir.exists()
 

@@ -1,0 +1,140 @@
+"""Problems of a run, collected so that the user sees all of them at once.
+
+A preview and the start of a stage look at the same `Check`s: what the one finds, the other finds in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from pipeline.common.errors import MachineError, UserError
+
+Scope = TypeVar("Scope")
+
+
+@dataclass(frozen=True)
+class Check(Generic[Scope]):
+    """A look at one thing that may end a stage at its start.
+
+    Attributes:
+        name: what is looked at, for messages.
+        look: adds problems and warnings; a `UserError` that it raises is a problem, too.
+        waits_for: reason why it cannot be looked at yet; empty if it can.
+        is_first: nothing behind it can be looked at where it finds a problem.
+    """
+
+    name: str
+    look: Callable[[Scope, Problems], None]
+    waits_for: Callable[[Scope], str] = lambda scope: ""
+    is_first: bool = False
+
+
+class Problems:
+    """Problems, each of which would end the run, warnings, and what was not looked at."""
+
+    def __init__(self) -> None:
+        self._problems: dict[str, UserError] = {}
+        self._warnings: dict[str, None] = {}
+        self._left_out: dict[str, dict[str, None]] = {}
+        """Things that were not looked at, by the reason."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """To another process go messages, and whether each is the machine's: errors may hold more than can be sent."""
+        errors = [(text, isinstance(error, MachineError)) for text, error in self._problems.items()]
+        return _received, (errors, self.warnings, self._left_out)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Each once, in the order in which they were found."""
+        return list(self._warnings)
+
+    @property
+    def problems(self) -> list[str]:
+        """Each problem once, in the order in which they were found."""
+        return list(self._problems)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Things that were not looked at, a line for each reason."""
+        return [f"{', '.join(things)}: {reason}" for reason, things in self._left_out.items()]
+
+    def problem(self, text: str) -> None:
+        """Add a problem that has to be fixed first."""
+        self._problems.setdefault(text, UserError(text))
+
+    def warn(self, *texts: str) -> None:
+        """Add warnings: what is allowed and probably not meant."""
+        self._warnings |= dict.fromkeys(texts)
+
+    def add(self, other: Problems) -> None:
+        """Add what another look has found."""
+        self._problems |= other._problems
+        self._warnings |= other._warnings
+        for reason, things in other._left_out.items():
+            for each in things:
+                self.leave_out(each, reason)
+
+    def leave_out(self, what: str, reason: str) -> None:
+        """Note something that was not looked at."""
+        self._left_out.setdefault(reason, {})[what] = None
+
+    def look(self, checks: Iterable[Check[Scope]], scope: Scope) -> bool:
+        """Look at each thing, but for those that wait for something; a problem of one does not hide the others'.
+
+        Returns:
+            False if a check that comes first has found a problem.
+        """
+        for check in checks:
+            if reason := check.waits_for(scope):
+                self.leave_out(check.name, reason)
+                continue
+            before = len(self._problems)
+            with self.collecting():
+                check.look(scope, self)
+            if check.is_first and len(self._problems) > before:
+                return False
+        return True
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A `UserError` inside is a problem, and ends only what is inside."""
+        try:
+            yield
+        except UserError as error:
+            self._problems.setdefault(str(error), error)
+        except OSError as error:
+            text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            self._problems.setdefault(text, MachineError(text))
+
+    def raise_problems(self, what: str = "") -> None:
+        """Raise all problems as one error, if there are any; one alone is raised as it was found.
+
+        Args:
+            what: what does not happen because of them, for the beginning of the message: `nothing was sent`.
+
+        Raises:
+            UserError: there are some; the message lists all.
+            MachineError: all of them are the machine's.
+        """
+        if not self._problems:
+            return
+        errors = list(self._problems.values())
+        begin = f"{what}: " if what else ""
+        if len(errors) == 1:
+            if not what:
+                raise errors[0]
+            kind: type[UserError] = MachineError if isinstance(errors[0], MachineError) else UserError
+            raise kind(f"{begin}{next(iter(self._problems))}")
+        kind = MachineError if all(isinstance(error, MachineError) for error in errors) else UserError
+        lines = "".join(f"\n- {text.replace(chr(10), chr(10) + '  ')}" for text in self._problems)
+        raise kind(f"{begin}there are {len(errors)} problems:{lines}")
+
+
+def _received(errors: list[tuple[str, bool]], warnings: list[str], left_out: dict[str, dict[str, None]]) -> Problems:
+    found = Problems()
+    found._problems = {text: MachineError(text) if machines else UserError(text) for text, machines in errors}
+    found._warnings, found._left_out = dict.fromkeys(warnings), left_out
+    return found

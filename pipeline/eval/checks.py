@@ -1,0 +1,95 @@
+"""Everything that may end an evaluation at its start and that can be told before: for previews and for its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.common.errors import UserError
+from pipeline.common.problems import Check, Problems
+from pipeline.config import Config
+from pipeline.eval.continuations import refuse_continuations
+from pipeline.eval.encoders import refuse_tasks
+from pipeline.eval.heldout_data import check_heldout
+from pipeline.eval.tasks.builtin import check_files
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.parallel.rules.layout import check_evaluation_layout
+
+
+@dataclass(frozen=True)
+class EvalScope:
+    """An evaluation that is about to start.
+
+    Attributes:
+        config: the run.
+        processes: that evaluate.
+        step: of the checkpoint; None for the latest one.
+        data_comes: preprocessing runs before it, so datasets need not be there yet.
+        finds_checkpoint: False if training runs before it, or the weights are opened by other means.
+    """
+
+    config: Config
+    processes: int
+    step: int | None = None
+    data_comes: bool = False
+    finds_checkpoint: bool = True
+
+
+def _layout(scope: EvalScope, found: Problems) -> None:
+    check_evaluation_layout(scope.config, scope.processes)
+
+
+def _kinds(scope: EvalScope, found: Problems) -> None:
+    """Benchmarks that the model or the number of processes does not allow."""
+    with found.collecting():
+        refuse_tasks(scope.config)
+    refuse_continuations(scope.config, scope.processes)
+
+
+def _files(scope: EvalScope, found: Problems) -> None:
+    check_files(scope.config, found)
+
+
+def _harness(scope: EvalScope, found: Problems) -> None:
+    harness = scope.config.eval.harness
+    if harness is not None and scope.config.model.direction != "both":  # of which that was said
+        from pipeline.eval.tasks.harness import check_harness_tasks
+
+        check_harness_tasks(scope.config, harness)
+
+
+def _splits(scope: EvalScope, found: Problems) -> None:
+    """Splits that hold nothing out, which can be told before there are datasets."""
+    config = scope.config
+    holds = config.heldout_sets or any(split.share or split.documents for split in config.data.splits.values())
+    if scope.data_comes and not holds:
+        raise UserError(
+            f"nothing is held out (data.splits.{config.eval.split} is {config.data.splits.get(config.eval.split)}), so "
+            f"there is nothing to evaluate on; set data.splits.{config.eval.split} to a share or a number of documents"
+        )
+
+
+def _heldout(scope: EvalScope, found: Problems) -> None:
+    check_heldout(scope.config)
+
+
+def _data_comes(scope: EvalScope) -> str:
+    return "preprocessing comes first and makes them" if scope.data_comes else ""
+
+
+def _checkpoint(scope: EvalScope, found: Problems) -> None:
+    Checkpoints.of_run(scope.config.run.dir).find(scope.step)
+
+
+def _no_checkpoint_yet(scope: EvalScope) -> str:
+    return "" if scope.finds_checkpoint else "training comes first and makes it"
+
+
+EVAL_CHECKS: tuple[Check[EvalScope], ...] = (
+    Check("layout of the evaluation", _layout),
+    Check("kinds of benchmarks", _kinds),
+    Check("files of eval.tasks", _files),
+    Check("names of eval.harness.tasks", _harness),
+    Check("held-out splits", _splits),
+    Check("held-out datasets", _heldout, _data_comes),
+    Check("checkpoint to evaluate", _checkpoint, _no_checkpoint_yet),
+)

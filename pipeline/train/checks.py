@@ -1,0 +1,147 @@
+"""Everything that may end a training at its start and that can be told before: for previews and for whoever starts it.
+
+Nothing is written, no model is built and no weight is read. Ranks look again, at what they use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.common.errors import UserError
+from pipeline.common.problems import Check, Problems
+from pipeline.config import Config
+from pipeline.data.preprocess.checks import known_tokenizer
+from pipeline.data.preprocess.run_file_check import check_run_file
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
+from pipeline.train.layout_check import planned_model, planned_spec
+from pipeline.train.monitor.loggers.open import check_loggers
+from pipeline.train.open_run import open_validation
+from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
+from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
+from pipeline.train.run.folder import refuse_lost_checkpoints
+from pipeline.train.run_plan import plan_run
+from pipeline.train.schedule_seam import find_seam
+from pipeline.train.warm_start import check_init_from
+
+
+@dataclass(frozen=True)
+class TrainScope:
+    """A training that is about to start.
+
+    Attributes:
+        config: the run.
+        processes: that train.
+        data_comes: preprocessing runs before it, so datasets need not be there yet.
+    """
+
+    config: Config
+    processes: int
+    data_comes: bool = False
+
+
+def _layout(scope: TrainScope, found: Problems) -> None:
+    layout = check_layout(scope.config, scope.processes)
+    found.warn(*layout_warnings(scope.config, layout))
+
+
+def _model(scope: TrainScope, found: Problems) -> None:
+    try:
+        known_tokenizer(scope.config)
+    except UserError:
+        if scope.data_comes:
+            return  # the checks of preprocessing say so
+    planned_model(scope.config)
+
+
+def _loggers(scope: TrainScope, found: Problems) -> None:
+    check_loggers(scope.config)
+
+
+def _checkpoint(scope: TrainScope, found: Problems) -> None:
+    resume_checkpoint(scope.config, found)
+
+
+def _schedule(scope: TrainScope, found: Problems) -> None:
+    refuse_short_duration(scope.config.train.schedule, scope.config.train.duration)
+
+
+def _kept_checkpoints(scope: TrainScope, found: Problems) -> None:
+    if scope.config.eval.every_checkpoint and scope.config.train.checkpoint.keep_every is None:
+        raise UserError(
+            "eval.every_checkpoint=true evaluates the checkpoints that are kept for ever, but without "
+            "train.checkpoint.keep_every there are none; set train.checkpoint.keep_every to a number of steps, or "
+            "eval.every_checkpoint=false"
+        )
+
+
+def _weights(scope: TrainScope, found: Problems) -> None:
+    config = scope.config
+    if config.train.init_from is None or Checkpoints.of_run(config.run.dir).latest() is not None:
+        return
+    tokenizer = known_tokenizer(config)
+    assert tokenizer is not None, "or the check waits"
+    found.warn(*check_init_from(config, tokenizer, planned_spec(config)))
+
+
+def _tokenizer_comes(scope: TrainScope) -> str:
+    config = scope.config
+    if config.train.init_from is None or config.tokenizer.path is not None or not scope.data_comes:
+        return ""
+    return "" if known_tokenizer(config) is not None else "they go with a tokenizer that is not trained yet"
+
+
+def _data(scope: TrainScope, found: Problems) -> None:
+    """Datasets, their order and the schedule over them, and the plan that the checkpoint has."""
+    config = scope.config
+    checkpoint = resume_checkpoint(config, found)
+    plan = plan_run(config, checkpoint)
+    if plan.length.steps == 0:
+        raise UserError(f"the run has no step ({plan.length.reason}); give it at least one")
+    check_run_file(config, plan.datasets)
+    Schedule(config.train.schedule, config.train.duration, plan.length.steps, plan.journal.tokens)
+    open_validation(config, plan.tokenizer, check=True)
+    found.warn(*plan.warnings)
+    if checkpoint is not None and (seam := find_seam(config, checkpoint, plan)) is not None:
+        found.warn(str(seam))
+
+
+def _data_comes(scope: TrainScope) -> str:
+    return "preprocessing comes first and makes them" if scope.data_comes else ""
+
+
+TRAIN_CHECKS: tuple[Check[TrainScope], ...] = (
+    Check("layout", _layout),
+    Check("model", _model),
+    Check("loggers", _loggers),
+    Check("checkpoint to resume from", _checkpoint),
+    Check("schedule", _schedule),
+    Check("checkpoints to evaluate", _kept_checkpoints),
+    Check("weights to start from", _weights, _tokenizer_comes),
+    Check("datasets and their order", _data, _data_comes),
+)
+
+
+def resume_checkpoint(config: Config, found: Problems) -> Checkpoint | None:
+    """The checkpoint that training would resume from, by its name and the sizes of its files.
+
+    Raises:
+        UserError: there is none, though there must be one.
+    """
+    checkpoints, wanted = Checkpoints.of_run(config.run.dir), config.resume.from_
+    latest = checkpoints.latest()
+    if latest is None:
+        if wanted is not None:
+            raise checkpoints.not_there(config.resume.step)
+        refuse_lost_checkpoints(config.run.dir)
+        return None
+    named = [checkpoint for checkpoint in checkpoints.all() if checkpoint.step == config.resume.step]
+    if config.resume.step is not None and not named:
+        found.warn(
+            f"resume.from={config.resume.step}: {checkpoints.folder} has no such checkpoint; training refuses to "
+            f"start, unless it already resumed from there before: then it resumes from step {latest.step:,}"
+        )
+    checkpoint = named[0] if named else latest
+    if problems := checkpoint.problems(full=False):
+        found.warn(f"checkpoint {checkpoint.path.name} is damaged, an older one will be used: {'; '.join(problems)}")
+        return None
+    return checkpoint

@@ -1,0 +1,100 @@
+"""The learning rate where a resumed run leaves the schedule that its checkpoint was written with.
+
+The schedule is computed from the place in the run, as if it had always been so. A longer `train.duration` therefore
+lifts the rate at once wherever it has decayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.common.errors import UserError
+from pipeline.config import Config
+from pipeline.config.base import Duration
+from pipeline.config.train import ScheduleConfig
+from pipeline.data.order.journal_file import saved_journal
+from pipeline.data.order.run_length import run_length
+from pipeline.data.order.sampler import Sampler
+from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.optim.lr_schedule import Schedule
+from pipeline.train.run_plan import RunPlan
+
+RISE = 1.2
+"""Factor from which a rise is warned about."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A change of the schedule behind a checkpoint.
+
+    Attributes:
+        step: first step of the new schedule.
+        before: learning rate of the step before.
+        expected: learning rate of the step by the schedule of the checkpoint.
+        after: learning rate of the step now.
+        changed: keys with both values, in words.
+    """
+
+    step: int
+    before: float
+    expected: float
+    after: float
+    changed: str
+
+    def __str__(self) -> str:
+        line = f"learning rate {self.before:.2e} -> {self.after:.2e} at step {self.step:,} ({self.changed})"
+        if not self.rises:
+            return line
+        return (
+            f"{line}: the schedule now ends later, as if it had always been so. To go without the rise, fork from "
+            "a checkpoint before the decay (pipeline fork); with train.schedule.type wsd a run can be made longer"
+        )
+
+    @property
+    def rises(self) -> bool:
+        """True if the rate rises by more than `RISE`, and by more than it would have risen without the change."""
+        return self.after > RISE * max(self.before, self.expected)
+
+
+def find_seam(config: Config, checkpoint: Checkpoint, plan: RunPlan) -> Seam | None:
+    """The change of the schedule behind a checkpoint; None if there is none, or no step follows.
+
+    Args:
+        config: of now.
+        checkpoint: that the run resumes from.
+        plan: of now.
+    """
+    state, step, steps = checkpoint.state(), checkpoint.step, plan.length.steps
+    now, before = _values(config.model_dump(mode="json")), _values(state.get("config", {}))
+    changed = [f"{key}: {before[key]} -> {now[key]}" for key in now if before.get(key) != now[key]]
+    if not 0 < step < steps or not changed or before.keys() != now.keys():
+        return None
+    with suppress(ValidationError, UserError):
+        saved = saved_journal(config.run.dir, state["journal"], step)
+        duration = Duration.model_validate(before["train.duration"])
+        shape = ScheduleConfig.model_validate(state["config"]["train"]["schedule"])
+        old = config.model_copy(update={"train": config.train.model_copy(update={"duration": duration})})
+        planned = run_length(old, Sampler(saved)).steps
+        then = Schedule(shape, duration, planned, saved.tokens)
+        here = Schedule(config.train.schedule, config.train.duration, steps, plan.journal.tokens)
+        peak = float(before["train.optimizer.lr"])
+        return Seam(
+            step + 1,
+            peak * then.factor(saved.tokens(step)),
+            peak * then.factor(saved.tokens(min(step + 1, planned))),
+            config.train.optimizer.lr * here.factor(plan.journal.tokens(step + 1)),
+            "; ".join(changed),
+        )
+    return None
+
+
+def _values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that decide the learning rate, by key."""
+    train = config.get("train", {})
+    found = {f"train.schedule.{key}": value for key, value in train.get("schedule", {}).items()}
+    return found | {"train.duration": train.get("duration"), "train.optimizer.lr": train.get("optimizer", {}).get("lr")}
