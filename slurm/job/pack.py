@@ -131,5 +131,6 @@ def is_done(file: Path) -> bool:
     """True if all stages of a submission have ended well since it was written."""
     submission, since = read_submission(file), file.stat().st_mtime
     stages = [submission.stage, *(read_submission(Path(each)).stage for each in submission.then)]
-    ends = [(launches(submission.run, stage) or [None])[-1] for stage in stages]
-    return all(last and last.end and last.end.next == "done" and last.end.time > since for last in ends)
+    last = [each for stage in stages for each in launches(submission.run, stage)[-1:]]
+    done = [each for each in last if each.end and each.end.next == "done" and each.end.time > since]
+    return len(done) == len(stages)

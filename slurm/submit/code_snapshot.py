@@ -139,7 +139,7 @@ def _refuse_changed(contents: Mapping[str, bytes], final: Path) -> None:
 
 
 def _difference(contents: Mapping[str, bytes], final: Path) -> str:
-    """How an archive differs from what should be in it, in words; "" where it does not."""
+    """Difference of an archive from what should be in it, in words; "" where there is none."""
     if final.is_symlink() or not final.is_file():
         return "it is not a file"
     data = final.read_bytes()
