@@ -123,7 +123,7 @@ def _validated(
     _take_as_written(plain, places)
     # Files of runs that earlier versions have written stay readable.
     written = {document.places[()].source for document in documents if document.written}
-    own = [(key, value) for key, value in _leaves(plain) if place_of(key, places).source not in written]
+    own = [(key, value) for key, value in leaves(plain) if place_of(key, places).source not in written]
     problems += secrets_of(own, places)
     by_name = isinstance(plain.get("data"), dict) and isinstance(plain["data"].get("sources"), dict)
     problems += _list_sources(plain, places, failed)

@@ -52,7 +52,9 @@ class Connection(H11Protocol):
 
     def _of_my_address(self) -> set[Any]:
         mine = self.client and self.client[0]
-        return {each for each in self.connections if each.client and each.client[0] == mine}
+        return {
+            each for each in self.connections if isinstance(each, Connection) and each.client and each.client[0] == mine
+        }
 
     def _has_place(self, rivals: set[Any], most: int) -> bool:
         """Tell whether there is a place, if need be that of the rival which has waited longest."""

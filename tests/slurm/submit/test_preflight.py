@@ -159,7 +159,7 @@ def test_a_tight_disk_is_a_warning(tmp_path: Path, free: int, word: str) -> None
 
 
 def test_exports_need_room_besides_checkpoints(tmp_path: Path) -> None:
-    findings = PreflightReport()
+    findings = Problems()
     disk = Disk(each=100, there=1, most=4, free=900, files_free=None, exports=250)
     config = load(tiny.write_run(tmp_path, {"train.checkpoint.export": {"every_steps": 4}}))
     _check_room(config, Forecast(None, None, "", disk), findings)

@@ -23,8 +23,9 @@ def _mup(config: Config, _: Layout) -> Iterator[str]:
     init, spec = config.model.init, spec_of(config)
     if init.mup_base_dim is None:
         return
-    products = [each for layer in spec.different_layers for each in (*layer.matrices.values(), *layer.stacks.values())]
-    sizes = {each.input_key: each.columns for each in products if each.input_key is not None}
+    layers = spec.different_layers
+    sizes = {each.input_key: each.columns for layer in layers for each in layer.matrices.values() if each.input_key}
+    sizes |= {each.input_key: each.columns for layer in layers for each in layer.stacks.values() if each.input_key}
     if unknown := [key for key in init.mup_fixed or () if key not in sizes]:
         known = f"of which it has {', '.join(sizes)}" if sizes else "of which it has none"
         yield f"model.init.mup_fixed={unknown[0]}: the model has no such rank or hidden size, {known}; leave it out"
