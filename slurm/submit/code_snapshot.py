@@ -21,7 +21,6 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import xxhash
@@ -117,16 +116,18 @@ def _pack(name: str, contents: Mapping[str, bytes]) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for file, data in contents.items():
             archive.writestr(zipfile.ZipInfo(file), data, zipfile.ZIP_DEFLATED)
-        for file, code in _modules(name, contents):
-            archive.writestr(zipfile.ZipInfo(file), _HEADER + marshal.dumps(code), zipfile.ZIP_DEFLATED)
+        for file, data in _bytecode(name, contents):
+            archive.writestr(zipfile.ZipInfo(file), data, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 
-def _modules(name: str, contents: Mapping[str, bytes]) -> Iterator[tuple[str, CodeType]]:
+def _bytecode(name: str, contents: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the files with bytecode; a traceback has the name of the archive before that of a file."""
     for file, data in contents.items():
         if file.endswith(".py"):
-            yield f"{file}c", compile(data, f"{name}/{file}", "exec", dont_inherit=True, optimize=0)
+            code = compile(data, f"{name}/{file}", "exec", dont_inherit=True, optimize=0)
+            # Later versions of the format refer to objects, and the same code has several forms.
+            yield f"{file}c", _HEADER + marshal.dumps(code, 2)
 
 
 def _refuse_changed(contents: Mapping[str, bytes], final: Path) -> None:
@@ -145,29 +146,21 @@ def _difference(contents: Mapping[str, bytes], final: Path) -> str:
     data = final.read_bytes()
     if data == _archive(final.name, contents):
         return ""
-    # Made on another machine: bytecode is compared as what it does, since there are several ways to write it.
-    modules = dict(_modules(final.name, contents))
+    # Another machine may have compressed it otherwise.
+    wanted = {**contents, **dict(_bytecode(final.name, contents))}
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
-            odd = sorted(contents.keys() ^ modules.keys() ^ set(names))
+            odd = sorted(wanted.keys() ^ set(names))
             odd += [name for name in names if names.count(name) > 1]
-            odd = odd or [name for name in contents if archive.read(name) != contents[name]]
-            odd = odd or [name for name in modules if not _is_bytecode(archive.read(name), modules[name])]
+            odd = odd or [name for name in wanted if archive.read(name) != wanted[name]]
     except (zipfile.BadZipFile, OSError, zlib.error) as error:
         return f"it cannot be read: {error}"
     return f"{odd[0]!a} was changed, added or removed" if odd else ""
 
 
-def _is_bytecode(data: bytes, code: CodeType) -> bool:
-    try:
-        return data[: len(_HEADER)] == _HEADER and bool(marshal.loads(data[len(_HEADER) :]) == code)
-    except (ValueError, EOFError, TypeError):
-        return False
-
-
 def _place(folder: Path, contents: Mapping[str, bytes]) -> Path:
-    digest = xxhash.xxh3_128(str(sys.implementation.cache_tag).encode())
+    digest = xxhash.xxh3_128(f"{sys.implementation.name} {platform.python_version()}".encode())
     for name, data in sorted(contents.items()):
         digest.update(f"{name}\0{len(data)}\0".encode())
         digest.update(data)
