@@ -153,6 +153,7 @@ def _difference(contents: Mapping[str, bytes], final: Path) -> str:
             names = archive.namelist()
             odd = sorted(wanted.keys() ^ set(names))
             odd += [name for name in names if names.count(name) > 1]
+            odd = odd or [name for name in wanted if archive.getinfo(name).file_size != len(wanted[name])]
             odd = odd or [name for name in wanted if archive.read(name) != wanted[name]]
     except (zipfile.BadZipFile, OSError, zlib.error) as error:
         return f"it cannot be read: {error}"
