@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess

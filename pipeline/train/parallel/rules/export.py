@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.train.huggingface.configs import to_hf_config
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rules.base import Rule
 
@@ -16,6 +15,9 @@ _KEY = "train.checkpoint.export"
 def _family(config: Config, layout: Layout) -> Iterator[str]:
     if config.train.checkpoint.export is None:
         return
+    # A launcher looks at rules, too, and is not to wait for what only conversion needs.
+    from pipeline.train.huggingface.configs import to_hf_config
+
     try:
         # Whether a family computes the model does not depend on the vocabulary.
         to_hf_config(config.model, config.model.vocab_size or 1, config.max_positions)
