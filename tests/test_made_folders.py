@@ -25,6 +25,7 @@ _ROOTS = {
     "pipeline/train/checkpoint/export.py: made_folder": "--to of the command, which a person starts",
     "pipeline/train/run/folder.py: make_writable": "run.dir, not in a job",
     "slurm/devcluster/settings.py: write": "the folder of a development cluster",
+    "slurm/submit/code_snapshot.py: _archive": "the cache of the user",
     "slurm/sweep/table.py: note_members": "the folder of a sweep, by the command that begins it",
 }
 """By file and function. What a worker, a rank or a job calls has no place here: what it works in was made before."""

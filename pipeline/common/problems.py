@@ -1,6 +1,6 @@
 """Problems of a run, collected so that the user sees all of them at once.
 
-A preview and the start of a stage look at the same `Check`s: what the one finds, the other finds in the same words.
+A preview and the start of a stage look at the same checks: what the one finds, the other finds in the same words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Scope = TypeVar("Scope")
 
 
 @dataclass(frozen=True)
-class Check(Generic[Scope]):
+class StartCheck(Generic[Scope]):
     """A look at one thing that may end a stage at its start.
 
     Attributes:
@@ -81,7 +81,7 @@ class Problems:
         """Note something that was not looked at."""
         self._left_out.setdefault(reason, {})[what] = None
 
-    def look(self, checks: Iterable[Check[Scope]], scope: Scope) -> bool:
+    def look(self, checks: Iterable[StartCheck[Scope]], scope: Scope) -> bool:
         """Look at each thing, but for those that wait for something; a problem of one does not hide the others'.
 
         Returns:

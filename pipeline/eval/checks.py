@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
-from pipeline.common.problems import Check, Problems
+from pipeline.common.problems import Problems, StartCheck
 from pipeline.config import Config
 from pipeline.eval.continuations import refuse_continuations
 from pipeline.eval.encoders import refuse_tasks
@@ -84,12 +84,12 @@ def _no_checkpoint_yet(scope: EvalScope) -> str:
     return "" if scope.finds_checkpoint else "training comes first and makes it"
 
 
-EVAL_CHECKS: tuple[Check[EvalScope], ...] = (
-    Check("layout of the evaluation", _layout),
-    Check("kinds of benchmarks", _kinds),
-    Check("files of eval.tasks", _files),
-    Check("names of eval.harness.tasks", _harness),
-    Check("held-out splits", _splits),
-    Check("held-out datasets", _heldout, _data_comes),
-    Check("checkpoint to evaluate", _checkpoint, _no_checkpoint_yet),
+EVAL_CHECKS: tuple[StartCheck[EvalScope], ...] = (
+    StartCheck("layout of the evaluation", _layout),
+    StartCheck("kinds of benchmarks", _kinds),
+    StartCheck("files of eval.tasks", _files),
+    StartCheck("names of eval.harness.tasks", _harness),
+    StartCheck("held-out splits", _splits),
+    StartCheck("held-out datasets", _heldout, _data_comes),
+    StartCheck("checkpoint to evaluate", _checkpoint, _no_checkpoint_yet),
 )

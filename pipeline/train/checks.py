@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
-from pipeline.common.problems import Check, Problems
+from pipeline.common.problems import Problems, StartCheck
 from pipeline.config import Config
 from pipeline.data.preprocess.checks import known_tokenizer
 from pipeline.data.preprocess.run_file_check import check_run_file
@@ -109,15 +109,15 @@ def _data_comes(scope: TrainScope) -> str:
     return "preprocessing comes first and makes them" if scope.data_comes else ""
 
 
-TRAIN_CHECKS: tuple[Check[TrainScope], ...] = (
-    Check("layout", _layout),
-    Check("model", _model),
-    Check("loggers", _loggers),
-    Check("checkpoint to resume from", _checkpoint),
-    Check("schedule", _schedule),
-    Check("checkpoints to evaluate", _kept_checkpoints),
-    Check("weights to start from", _weights, _tokenizer_comes),
-    Check("datasets and their order", _data, _data_comes),
+TRAIN_CHECKS: tuple[StartCheck[TrainScope], ...] = (
+    StartCheck("layout", _layout),
+    StartCheck("model", _model),
+    StartCheck("loggers", _loggers),
+    StartCheck("checkpoint to resume from", _checkpoint),
+    StartCheck("schedule", _schedule),
+    StartCheck("checkpoints to evaluate", _kept_checkpoints),
+    StartCheck("weights to start from", _weights, _tokenizer_comes),
+    StartCheck("datasets and their order", _data, _data_comes),
 )
 
 

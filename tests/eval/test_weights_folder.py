@@ -30,7 +30,7 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.perplexity import EvalReport, evaluate, read_report
 from pipeline.eval.reports import read_evaluations, read_weights_evaluations
-from pipeline.eval.server.serve import opened
+from pipeline.eval.server.serve import Access, opened
 from pipeline.eval.tasks.builtin import run_tasks
 from pipeline.train.checkpoint.export import average, export
 from pipeline.train.checkpoint.exported import ExportedWeights
@@ -270,7 +270,7 @@ def test_options_that_exclude_each_other(root: Path, config: Config) -> None:
     code, _, error = pipeline("eval", root / "run", "--weights", root / "exported", "--slurm")
     assert code == 2 and "leave out --slurm" in error
     watching = load(root / "run.yaml", ["serve.port=0", "serve.watch=true"])
-    with pytest.raises(UserError, match="--watch"), opened(watching, root / "exported", None, QUIET):
+    with pytest.raises(UserError, match="--watch"), opened(watching, root / "exported", Access(), None, QUIET):
         pass
 
 

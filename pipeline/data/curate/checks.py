@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.common.errors import UserError
-from pipeline.common.problems import Check, Problems
+from pipeline.common.problems import Problems, StartCheck
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import CurationPlan, curate_config, make_curation_plan
 from pipeline.data.curate.decontamination.index import INDEX_FILE
@@ -77,9 +77,9 @@ def _plans(scope: CurateScope, found: Problems) -> None:
                 raise plan.refusal(plan.folder, differences)
 
 
-CURATE_CHECKS: tuple[Check[CurateScope], ...] = (
-    Check("files of sources", lambda scope, found: check_files(scope.config, _new(scope), found)),
-    Check("items of evaluations", _items),
-    Check("earlier curations", _against),
-    Check("models and plans", _plans),
+CURATE_CHECKS: tuple[StartCheck[CurateScope], ...] = (
+    StartCheck("files of sources", lambda scope, found: check_files(scope.config, _new(scope), found)),
+    StartCheck("items of evaluations", _items),
+    StartCheck("earlier curations", _against),
+    StartCheck("models and plans", _plans),
 )

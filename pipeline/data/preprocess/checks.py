@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
-from pipeline.common.problems import Check, Problems
+from pipeline.common.problems import Problems, StartCheck
 from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import applied_curations
 from pipeline.data.datasets.dataset import Dataset
@@ -65,7 +65,7 @@ def _growth(scope: PreprocessScope, found: Problems) -> None:
 
 
 def _new(scope: PreprocessScope) -> Iterator[tuple[SourceFiles, bool]]:
-    """What is read of each source, with True if no plan has it yet."""
+    """The files that are read of each source, with True if no plan has them yet."""
     for source in scope.sources:
         if source.grows:
             yield source.generation(-1), True
@@ -123,13 +123,13 @@ def _curation_comes(scope: PreprocessScope) -> str:
     return "curation comes first and makes them" if waits else ""
 
 
-PREPROCESS_CHECKS: tuple[Check[PreprocessScope], ...] = (
-    Check("data folder", _data_dir, is_first=True),
-    Check("added files", _growth),
-    Check("files of sources", lambda scope, found: check_files(scope.config, _new(scope), found)),
-    Check("tokenizer", _tokenizer, _files_are_missing),
-    Check("decisions of the curation", _decisions, _curation_comes),
-    Check("plans of datasets", _plans, _curation_comes),
+PREPROCESS_CHECKS: tuple[StartCheck[PreprocessScope], ...] = (
+    StartCheck("data folder", _data_dir, is_first=True),
+    StartCheck("added files", _growth),
+    StartCheck("files of sources", lambda scope, found: check_files(scope.config, _new(scope), found)),
+    StartCheck("tokenizer", _tokenizer, _files_are_missing),
+    StartCheck("decisions of the curation", _decisions, _curation_comes),
+    StartCheck("plans of datasets", _plans, _curation_comes),
 )
 
 

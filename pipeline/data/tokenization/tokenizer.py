@@ -252,7 +252,7 @@ class Tokenizer:
 
     @cached_property
     def template_note(self) -> str:
-        """What to know of tokens that the file's template puts around a text, and this class does not; "" for none."""
+        """Note on tokens that the file's template puts around a text, and this class does not; "" for none."""
         with parsing("tokenizers"):
             empty = self._engine.encode("")
         tokens = [token for token, added in zip(empty.tokens, empty.special_tokens_mask, strict=True) if added]

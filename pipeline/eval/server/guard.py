@@ -19,7 +19,7 @@ from pipeline.eval.server.refusal import Refusal
 
 OPEN = ("/", "/health")
 """Need no key: the page asks for it, and a supervisor has none."""
-HAS_KEY = "pipeline.has_key"
+HAS_KEY = "pipeline has key"
 """In the scope: whether the request has the key of the server, or none is needed."""
 COUNTS = "pipeline.counts"
 """In the scope: what the request has cost, for the log."""

@@ -8,11 +8,12 @@ import ssl
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.common.console import say
+from pipeline.common.console import say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.eval.server.app import create_app, max_open
@@ -118,7 +119,7 @@ def opened(
         link = PrivateLink(console)
         app = create_app(serving, settings, keys=keys, hosts=hosts)
         key = keys.key if isinstance(keys, MadeKey) else None
-        server = Server(app, serving, listening, tls, lambda url: _lines(link, served.title, url, key))
+        server = Server(app, serving, listening, tls, partial(_announce, console, link, served.title, key))
         worker.start()
         if watch is not None:
             watch.start()
@@ -133,9 +134,11 @@ def opened(
             log("ended")
 
 
-def _lines(link: PrivateLink, what: str, url: str, key: str | None) -> list[str]:
-    """Lines to print of a server that listens. The page takes the key out of the link, whose end no browser sends."""
-    return [f"{what} on {url}"] if key is None else link.lines(what, url, f"{url}/#key={key}")
+def _announce(console: Console, link: PrivateLink, what: str, key: str | None, url: str) -> None:
+    """Print where a server listens. The page takes the key out of the link, whose end no browser sends."""
+    with suppress(OSError):  # as in its log
+        for line in [f"{what} on {url}"] if key is None else link.lines(what, url, f"{url}/#key={key}"):
+            verbatim(console, line)  # on a terminal it has the key, which `say` would mask
 
 
 class Server(StoppableServer):
@@ -146,7 +149,7 @@ class Server(StoppableServer):
         serving: what it answers from.
         listening: bound socket.
         tls: certificate and key; None for plain HTTP.
-        lines: to print, from the URL.
+        announce: says where it is, from the URL.
     """
 
     def __init__(
@@ -155,16 +158,15 @@ class Server(StoppableServer):
         serving: Serving,
         listening: socket.socket,
         tls: ssl.SSLContext | None,
-        lines: Callable[[str], list[str]],
+        announce: Callable[[str], None],
     ) -> None:
         super().__init__(app, listening, max_open(serving.settings) + _IDLE, tls)
-        self._serving, self._lines = serving, lines
+        self._serving, self._announce = serving, announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Say where it is: now, since a signal is answered as it should be from here on."""
         await super().startup(sockets)
-        for line in self._lines(self.url):
-            self._serving.log(line)
+        self._announce(self.url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let what is being continued end, for a while, and refuse the rest."""

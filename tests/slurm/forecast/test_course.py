@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from pipeline.common.format import duration, rounded
+from pipeline.common.problems import Problems
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.load import load
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
@@ -175,8 +176,9 @@ def test_a_run_that_has_begun_is_measured_and_what_remains_is_told(run: Path) ->
 
 def printed(config: Any, site: SiteConfig, where: Any, warnings: list[str]) -> str:
     out = io.StringIO()
-    jobs = plan(config, site, ["preprocess", "train", "eval"], where)
-    show(Console(file=out), config, site, jobs, where, lambda each: f"#SBATCH --job-name={each.name} [x]\n", warnings)
+    jobs, found = plan(config, site, ["preprocess", "train", "eval"], where), Problems()
+    found.warn(*warnings)
+    show(Console(file=out), config, site, jobs, where, lambda each: f"#SBATCH --job-name={each.name} [x]\n", found)
     return out.getvalue()
 
 
