@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.common.problems import Problems, StartCheck
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import CurationPlan, curate_config, make_curation_plan
-from pipeline.data.curate.decontamination.index import INDEX_FILE
+from pipeline.data.curate.decontamination.index import INDEX_FILE, open_index
 from pipeline.data.curate.decontamination.items import all_items
 from pipeline.data.curate.files import curate_folder
 from pipeline.data.curate.measurers import items_folder, measure_settings
@@ -64,7 +65,7 @@ def _against(scope: CurateScope, found: Problems) -> None:
 def _plans(scope: CurateScope, found: Problems) -> None:
     """Models and settings of the measures, and measures that were begun with others."""
     config = scope.config
-    has_items = (items_folder(config) / INDEX_FILE).is_file()
+    has_items = _has_index(items_folder(config) / INDEX_FILE)
     for source in scope.sources:
         with found.collecting():
             try:
@@ -75,6 +76,15 @@ def _plans(scope: CurateScope, found: Problems) -> None:
             is_planned = (plan.folder / PLAN_FILE).exists()
             if is_planned and (differences := plan.differences(plan.folder)) and is_begun(plan.folder):
                 raise plan.refusal(plan.folder, differences)
+
+
+def _has_index(path: Path) -> bool:
+    """Tell whether there is an index of evaluations; a damaged one is written anew by the stage."""
+    try:
+        open_index(path)
+    except UserError:
+        return False
+    return True
 
 
 CURATE_CHECKS: tuple[StartCheck[CurateScope], ...] = (
