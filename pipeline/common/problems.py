@@ -69,14 +69,6 @@ class Problems:
         """Add warnings: what is allowed and probably not meant."""
         self._warnings |= dict.fromkeys(texts)
 
-    def add(self, other: Problems) -> None:
-        """Add what another look has found."""
-        self._problems |= other._problems
-        self._warnings |= other._warnings
-        for reason, things in other._left_out.items():
-            for each in things:
-                self.leave_out(each, reason)
-
     def leave_out(self, what: str, reason: str) -> None:
         """Note something that was not looked at."""
         self._left_out.setdefault(reason, {})[what] = None
@@ -121,16 +113,13 @@ class Problems:
         """
         if not self._problems:
             return
-        errors = list(self._problems.values())
-        begin = f"{what}: " if what else ""
-        if len(errors) == 1:
-            if not what:
-                raise errors[0]
-            kind: type[UserError] = MachineError if isinstance(errors[0], MachineError) else UserError
-            raise kind(f"{begin}{next(iter(self._problems))}")
+        errors, texts = list(self._problems.values()), self.problems
+        if len(errors) == 1 and not what:
+            raise errors[0]
         kind = MachineError if all(isinstance(error, MachineError) for error in errors) else UserError
-        lines = "".join(f"\n- {text.replace(chr(10), chr(10) + '  ')}" for text in self._problems)
-        raise kind(f"{begin}there are {len(errors)} problems:{lines}")
+        lines = "".join(f"\n- {text.replace(chr(10), chr(10) + '  ')}" for text in texts)
+        message = texts[0] if len(texts) == 1 else f"there are {len(texts)} problems:{lines}"
+        raise kind(f"{what}: {message}" if what else message)
 
 
 def _received(errors: list[tuple[str, bool]], warnings: list[str], left_out: dict[str, dict[str, None]]) -> Problems:

@@ -143,14 +143,14 @@ _NAME = re.compile(r"""([A-Za-z][A-Za-z0-9_.\-]*)(?:\\?["'])?\]?\s{0,2}\Z""")
 _NAME_CHARACTERS = 64
 _VALUE = re.compile(r"""\s{0,2}(?:\\?"([^"\\\n]{1,256})|'([^'\n]{1,256})|([^\s"'&;,<>(){}\[\]\\]{1,64}))""")
 _REST = [re.compile(pattern) for pattern in (r"""[^"\\\n]*""", r"""[^'\n]*""", r"""[^\s"'&;,<>(){}\[\]\\]*""")]
-"""Of a value that is longer; its beginning decides what it is, so that no text is read again for each name in it."""
+"""The rest of a longer value. Its beginning decides what it is: no text is read again for each name in it."""
 _NOTHING = ("$", "%(", "{", "/", "./", "~/", "***")
 """Beginnings of values that are variables, templates and paths."""
 _VALUE_ENDS = re.compile(r"""\s*(?:[",;'}\]\\]|$)""", re.MULTILINE)
 _RANDOM_RUN = re.compile(r"(?=[A-Za-z]{0,15}[0-9])(?=[0-9]{0,15}[A-Za-z])[A-Za-z0-9]{16}")
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\Z")
 _RANDOM_CHARACTERS, _RANDOM_BITS = 20, 4.0
-"""Of a text that is random, though it has other signs in it."""
+"""Fewest characters, and bits per character, of a text that is random though it has other signs in it."""
 
 
 def is_secret_variable(name: str) -> bool:
@@ -250,7 +250,7 @@ _IN_DOUBT: tuple[tuple[tuple[str, ...], Callable[[str], str]], ...] = (
     (("bearer", "basic", "digest"), partial(_SCHEME.sub, r"\1***")),
     (("=", ":"), _masked_values),
 )
-"""The same of what may be harmless as well."""
+"""As `_SURE`, for texts that may be harmless as well."""
 
 
 def masked(text: str) -> str:

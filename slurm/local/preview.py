@@ -47,7 +47,7 @@ def preview(config: Config, stages: Sequence[StageName], console: Console, step:
     if scopes.curate is not None:
         print_curation(console, scopes.curate)
     if scopes.preprocess is not None:
-        with reading(config, list(scopes.preprocess.sources)):
+        with reading(config, scopes.preprocess.sources):
             print_sources(console, scopes.preprocess, found)
     if "train" in stages:
         _print_training(config, processes, console, found)

@@ -65,7 +65,10 @@ def _against(scope: CurateScope, found: Problems) -> None:
 def _plans(scope: CurateScope, found: Problems) -> None:
     """Models and settings of the measures, and measures that were begun with others."""
     config = scope.config
-    has_items = _has_index(items_folder(config) / INDEX_FILE)
+    contamination = curate_config(config).decontaminate
+    has_items = contamination is not None and _has_index(items_folder(config) / INDEX_FILE)
+    # Without an index, which the stage writes anew, a plan that has one cannot be compared yet.
+    compares = contamination is None or has_items
     for source in scope.sources:
         with found.collecting():
             try:
@@ -73,7 +76,7 @@ def _plans(scope: CurateScope, found: Problems) -> None:
             except FileNotFoundError as error:
                 raise UserError(f"source {source.source.name!r}: {error.filename} is missing") from None
             scope.plans.append(plan)
-            is_planned = (plan.folder / PLAN_FILE).exists()
+            is_planned = compares and (plan.folder / PLAN_FILE).exists()
             if is_planned and (differences := plan.differences(plan.folder)) and is_begun(plan.folder):
                 raise plan.refusal(plan.folder, differences)
 

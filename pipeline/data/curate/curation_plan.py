@@ -126,6 +126,11 @@ def curate_config(config: Config) -> CurateConfig:
     return config.data.curate
 
 
+def with_items(plan: CurationPlan, config: Config) -> CurationPlan:
+    """The plan with the items of evaluations that are there by now; models are not read again."""
+    return make_curation_plan(plan.found, config, measure_settings(config, plan.found.source, known=plan.settings))
+
+
 def plan_sources(config: Config, sources: list[SourceFiles]) -> list[CurationPlan]:
     """Plans of all sources that have files."""
     return [make_curation_plan(found, config, measure_settings(config, found.source)) for found in sources]

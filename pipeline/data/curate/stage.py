@@ -21,7 +21,7 @@ from pipeline.common.format import counted
 from pipeline.common.problems import Problems
 from pipeline.config.root import Config
 from pipeline.data.curate.checks import CURATE_CHECKS, CurateScope, no_tasks
-from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, plan_sources, unit_source
+from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, unit_source, with_items
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.measure_units import measure_units, missing_units
@@ -93,10 +93,12 @@ def curate(
         problems.raise_problems()
         if dry_run:
             return CurationReport()
+        plans = scope.plans
         if (contamination := curate_config(config).decontaminate) is not None:
             make_data_dir(config, items_folder(config))
             prepare_index(contamination, items_folder(config))
-        stage = CurationStage(config, console, plan_sources(config, sources), read_texts)
+            plans = [with_items(plan, config) for plan in plans]
+        stage = CurationStage(config, console, plans, read_texts)
         stage.freeze()
         try:
             report = stage.make_units() if units else stage.run()

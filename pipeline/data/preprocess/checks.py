@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.common.problems import Problems, StartCheck
 from pipeline.config.root import Config
-from pipeline.data.curate.results.apply import applied_curations
+from pipeline.data.curate.results.apply import AppliedCuration, applied_curations
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder
@@ -35,8 +36,17 @@ class PreprocessScope:
     """
 
     config: Config
-    sources: Sequence[SourceFiles]
+    sources: list[SourceFiles]
     curation_comes: bool = False
+
+    @cached_property
+    def curations(self) -> dict[str, AppliedCuration]:
+        """Decisions that documents follow, by source; models are opened for them.
+
+        Raises:
+            UserError: as `applied_curations`.
+        """
+        return applied_curations(self.config, self.sources)
 
 
 def _data_dir(scope: PreprocessScope, found: Problems) -> None:
@@ -78,7 +88,7 @@ def _tokenizer(scope: PreprocessScope, found: Problems) -> None:
     """The tokenizer of the run file, beside the one that is kept, and datasets made elsewhere."""
     config = scope.config
     with reading(config, []):
-        check_kept_tokenizer(config, list(scope.sources))
+        check_kept_tokenizer(config, scope.sources)
         tokenizer = known_tokenizer(config)
     if tokenizer is not None:
         check_adopted(config, tokenizer, found)
@@ -93,8 +103,8 @@ def _files_are_missing(scope: PreprocessScope) -> str:
 
 
 def _decisions(scope: PreprocessScope, found: Problems) -> None:
-    """Decisions of the curation."""
-    applied_curations(scope.config, list(scope.sources))
+    """Decisions of the curation, which raise where they are not those of the run file."""
+    _ = scope.curations
 
 
 def _plans(scope: PreprocessScope, found: Problems) -> None:
@@ -105,9 +115,8 @@ def _plans(scope: PreprocessScope, found: Problems) -> None:
     begun = [each for each in scope.sources if (config.data_dir / each.source.name / PLAN_FILE).exists()]
     if tokenizer is None or not begun:
         return
-    curations = applied_curations(config, list(scope.sources))
     for source in begun:
-        folder, curation = config.data_dir / source.source.name, curations.get(source.source.name)
+        folder, curation = config.data_dir / source.source.name, scope.curations.get(source.source.name)
         # Where documents would have to be counted, files or data.splits differ, and the ends do not matter.
         splits = known_splits(config, source, curation) or unknown_splits(config)
         plan = make_plan(source, tokenizer, config, splits, curation)

@@ -150,7 +150,7 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
         try:
             check_tokenizer_settings(config)
         except OtherTokenizer as error:
-            if is_unused(config, list(sources)):
+            if is_unused(config, sources):
                 say(console, f"it would be made again: {error.difference}")
     engine: Engine | None = None
     if tokenizer is not None:

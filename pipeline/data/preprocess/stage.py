@@ -90,9 +90,9 @@ def preprocess(config: Config, *, dry_run: bool = False, units: bool = False, gr
 
         print_dry_run(console, config, grow=grow)
         return PreprocessReport()
-    sources = _checked_sources(config, grow=grow)
-    with reading(config, sources):
-        tokenizer, plans = _frozen_plans(config, console, sources, units=units, grow=grow)
+    scope = _checked(config, grow=grow)
+    with reading(config, scope.sources):
+        tokenizer, plans = _frozen_plans(scope, console, units=units, grow=grow)
         try:
             stage = _Stage(config, console, tokenizer, plans)
             return stage.make_units(started) if units else stage.run(started)
@@ -106,19 +106,19 @@ def grow_plans(config: Config) -> None:
     Raises:
         UserError: something in the config or the data has to be fixed first.
     """
-    sources = _checked_sources(config, grow=True)
-    with reading(config, sources):
-        _frozen_plans(config, Console(), sources, units=True, grow=True)
+    scope = _checked(config, grow=True)
+    with reading(config, scope.sources):
+        _frozen_plans(scope, Console(), units=True, grow=True)
 
 
-def _checked_sources(config: Config, *, grow: bool) -> list[SourceFiles]:
-    """The sources of a run that nothing speaks against."""
+def _checked(config: Config, *, grow: bool) -> PreprocessScope:
+    """A run that nothing speaks against, with its sources."""
     found = Problems()
-    sources = find_source_files(config, found, grow=grow)
-    with reading(config, sources):
-        found.look(PREPROCESS_CHECKS, PreprocessScope(config, sources))
+    scope = PreprocessScope(config, find_source_files(config, found, grow=grow))
+    with reading(config, scope.sources):
+        found.look(PREPROCESS_CHECKS, scope)
     found.raise_problems()
-    return sources
+    return scope
 
 
 def is_complete(config: Config) -> bool:
@@ -158,21 +158,21 @@ def is_complete(config: Config) -> bool:
 
 
 def _frozen_plans(
-    config: Config, console: Console, sources: list[SourceFiles], *, units: bool, grow: bool
+    scope: PreprocessScope, console: Console, *, units: bool, grow: bool
 ) -> tuple[Tokenizer, list[SourcePlan]]:
     """Make tokenizer and plans, or compare them with those that are there."""
+    config, sources = scope.config, scope.sources
     for found in sources if grow else ():
         if not found.grows:
             say(console, f"{found.source.name}: no files were added to a plan")
-    curations = applied_curations(config, sources)
-    splits = find_splits(config, console, sources, curations)
+    splits = find_splits(config, console, sources, scope.curations)
     tokenizer = _tokenizer(config, console, sources, splits)
     if not sources:
         say(console, NOTHING_TO_DO)
     if not units and (warning := dataset_warning(config, sources, tokenizer.dtype.itemsize)):
         warn(console, warning)
     plans = [
-        make_plan(found, tokenizer, config, splits[found.source.name], curations.get(found.source.name))
+        make_plan(found, tokenizer, config, splits[found.source.name], scope.curations.get(found.source.name))
         for found in sources
     ]
     for plan in plans:

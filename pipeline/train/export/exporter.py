@@ -53,7 +53,7 @@ class ExportReport:
     step: int
     seconds: float
     words: str
-    """What was written, or why nothing was."""
+    """Files that were written, or the reason why there are none."""
     failed: bool
 
 

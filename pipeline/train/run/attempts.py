@@ -36,7 +36,7 @@ _BEGIN, _END = "attempt", "attempt end"
 LAUNCH, LAUNCH_END = "launch", "launch end"
 """Events of a job that starts the processes of a stage, in `slurm.job.launch_log`."""
 _QUEUED = ("requeue", "scheduler", "next link")
-"""What follows on a launch after which a job waits in the queue."""
+"""Ends of a launch after which a job waits in the queue."""
 _NEUTRAL_ENDS = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)
 """Ends by a mistake in the run file, by hand, or by a disk: they neither make nor break a crash loop."""
 _KILLED = "ended without a record of it, as after kill -9 or the loss of a node"
