@@ -46,14 +46,14 @@ def look_at_stages(
     """
     scopes = Scopes()
     makes_data = "curate" in stages or "preprocess" in stages
+    sources = find_source_files(config, found, held_out="preprocess" in stages) if makes_data else []
     if "curate" in stages:
         from pipeline.eval.curation_items import task_problems
 
-        sources = find_source_files(config, found, held_out=False)
-        scopes.curate = CurateScope(config, sources, task_problems)
+        curated = [source for source in sources if not source.held_out]
+        scopes.curate = CurateScope(config, curated, task_problems)
         found.look(CURATE_CHECKS, scopes.curate)
     if "preprocess" in stages:
-        sources = find_source_files(config, found)
         scope = PreprocessScope(config, sources, curation_comes="curate" in stages)
         scopes.preprocess = scope if found.look(PREPROCESS_CHECKS, scope) else None
     if "train" in stages:

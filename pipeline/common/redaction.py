@@ -96,10 +96,6 @@ _MORE_TOKENS = (
     (":AA", r"[0-9]{8,10}:AA[A-Za-z0-9_\-]{32,34}"),
 )  # fmt: skip
 """Further ones, which `masked` knows."""
-_TOKENS = [
-    (needle, re.compile(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9_\-])"))
-    for needle, pattern in (*SERVICE_TOKENS, *_MORE_TOKENS)
-]
 _MIXED = [re.compile(pattern) for pattern in ("[a-z]", "[A-Z]", "[0-9]")]
 
 _USER = re.compile(r"""://(?:[^\s/?#"<>]{0,2048}@|[^\s/?#:@"<>]{0,256}:(?!\d{0,9}(?:[/?#\s"]|$))[^\s@"<>]{0,2048}@)""")
@@ -169,9 +165,9 @@ def is_secret_key(key: str) -> bool:
 
 
 def _masked_tokens(text: str) -> str:
-    for needle, pattern in _TOKENS:
-        if needle in text:
-            text = pattern.sub(_masked_token, text)
+    for needle, pattern in (*SERVICE_TOKENS, *_MORE_TOKENS):
+        if needle in text:  # few texts have one: a pattern is compiled when it is needed, and kept by `re`
+            text = re.sub(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9_\-])", _masked_token, text)
     return text
 
 
