@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import orjson
@@ -16,6 +15,7 @@ from pipeline.train.run.attempts import attempts
 from pipeline.train.run.folder import read_metrics
 from tests import tiny
 from tests.repository import ROOT
+from tests.waiting import until
 
 SCRIPT = ROOT / "docs" / "torchrun.sbatch"
 SCONTROL = """#!/bin/bash
@@ -50,12 +50,14 @@ def test_the_script_trains_stops_in_time_is_requeued_and_resumes(tmp_path: Path)
     script = SCRIPT.read_text()
     assert len(script.splitlines()) <= 32 and "#SBATCH --signal=B:USR1@300" in script
     job = started(tmp_path, "train.duration=100000 steps")
-    run, end = tmp_path / "run", time.monotonic() + 300
-    while not any("loss" in row for row in (read_metrics(run) if (run / "metrics.jsonl").exists() else [])):
-        assert time.monotonic() < end and job.poll() is None, job.communicate(timeout=5)
-        time.sleep(0.2)
+    run = tmp_path / "run"
+
+    def has_trained() -> bool:
+        return any("loss" in row for row in (read_metrics(run) if (run / "metrics.jsonl").exists() else []))
+
+    until(has_trained, job)
     job.send_signal(signal.SIGUSR1)
-    text, _ = job.communicate(timeout=300)
+    text, _ = job.communicate()
     stopped = orjson.loads((run / "exit.json").read_bytes())
     assert (stopped["code"], job.returncode) == (75, 1), text
     calls = tmp_path / "programs" / "scontrol.calls"

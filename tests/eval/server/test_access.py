@@ -51,8 +51,8 @@ def test_a_key_is_made_and_shown_on_the_terminal_alone(config: Config, monkeypat
         assert isinstance(keys, MadeKey)
         console = Console(file=log, force_terminal=log.isatty(), width=200)
         with opened(config, None, Access(), keys, console) as server, in_thread(server):
-            assert httpx2.get(f"{server.url}/v1/models", timeout=60).status_code == 401
-            assert httpx2.get(f"{server.url}/v1/models", headers=bearer(keys.key), timeout=60).status_code == 200
+            assert httpx2.get(f"{server.url}/v1/models", timeout=None).status_code == 401
+            assert httpx2.get(f"{server.url}/v1/models", headers=bearer(keys.key), timeout=None).status_code == 200
             link, file = f"{server.url}/#key={keys.key}", re.search(r"is in (\S+),", log.getvalue())
             if log.isatty():
                 assert file is None and log.getvalue().count(keys.key) == 1 and link in log.getvalue()
@@ -144,7 +144,7 @@ def test_keys_change_while_the_server_runs(config: Config, tmp_path: Path, monke
 
 
 def through(path: Path) -> httpx2.Client:
-    return httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=60)
+    return httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=None)
 
 
 def test_a_socket_is_open_to_its_user_alone(config: Config, tmp_path: Path) -> None:
@@ -199,19 +199,19 @@ def test_tls(config: Config, certificate: Access) -> None:
     with running(config, key=KEY, access=certificate) as server:
         assert server.url.startswith("https://127.0.0.1:")
         trusting = ssl.create_default_context(cafile=str(certificate.certificate))
-        with httpx2.Client(verify=trusting, base_url=server.url, timeout=60) as client:
+        with httpx2.Client(verify=trusting, base_url=server.url, timeout=None) as client:
             assert client.get("/v1/models", headers=bearer(KEY)).status_code == 200
             body = {"prompt": "the", "max_tokens": 30, "stream": True}
             with client.stream("POST", "/v1/completions", json=body, headers=bearer(KEY)) as streamed:
                 assert [line for line in streamed.iter_lines() if line][-1] == "data: [DONE]"
         port = server.server.listening[0].getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as plain:
+        with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"HTTP" not in plain.recv(100)
         old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
         old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as first, pytest.raises((OSError, ssl.SSLError)):
+        with socket.create_connection(("127.0.0.1", port)) as first, pytest.raises((OSError, ssl.SSLError)):
             old.wrap_socket(first)
 
 
@@ -254,6 +254,6 @@ def test_the_key_is_asked_for_before_the_body(config: Config) -> None:
 
 
 def _status(server: Running, head: bytes) -> int:
-    with socket.create_connection(server.server.listening[0].getsockname(), timeout=60) as connection:
+    with socket.create_connection(server.server.listening[0].getsockname()) as connection:
         connection.sendall(head)
         return int(connection.recv(4096).split()[1])

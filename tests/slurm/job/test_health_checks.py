@@ -14,6 +14,7 @@ from slurm.doctor import health
 from slurm.doctor.health import health_check, unhealthy
 from slurm.job.health_checks import HealthChecks
 from tests.slurm.training import Run, profile_with
+from tests.waiting import until
 
 SRUN = """#!/bin/bash
 # On each node of the list, as srun does.
@@ -99,10 +100,7 @@ def test_while_a_training_runs(
     found.look(["n1", "n2"], tmp_path)
     assert not (tmp_path / "health.log").exists()
     monkeypatch.setattr(time, "monotonic", lambda: now + 1801)
-    end = time.time() + 60
-    while not told and time.time() < end:
-        found.look(["n1", "n2"], tmp_path)
-        time.sleep(0.05)
+    until(lambda: found.look(["n1", "n2"], tmp_path) or told)
     assert list(allocation.unhealthy) == ["n2"] and "the training continues" in told[0]
     assert '"node":"n1"' in (tmp_path / "health.log").read_text()
 
