@@ -25,6 +25,7 @@ from slurm.submit.job_plan import plan
 from slurm.submit.site_profile import load_site
 from slurm.submit.submit import send_all
 from tests import tiny
+from tests.clock import set_time
 from tests.repository import ROOT
 from tests.slurm.training import Run
 
@@ -99,8 +100,7 @@ def test_the_table_of_the_load_is_what_is_counted(
     job.log(run).touch()  # as SLURM does
     rows["a job is submitted"] = said(calls()), str(sum(files_in(folder) for folder in folders) - 1)  # a lock
     clock = [1e6]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    set_time(monkeypatch, monotonic=lambda: clock[0], sleep=lambda seconds: None)
 
     def srun(step: SrunStep, on_poll: Callable[[], None], on_start: Any) -> int:
         rows["a launch begins"] = said(calls()), str(NODES + PER_LAUNCH)
@@ -146,8 +146,7 @@ def test_an_hour_of_watching(
         if clock[0] >= 1e6 + 3600:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", sleep)
+    set_time(monkeypatch, monotonic=lambda: clock[0], sleep=sleep)
     pictures = io.StringIO()
     show_status([run], Console(file=pictures), watch=True, as_json=True)
     assert len(pictures.getvalue().splitlines()) == 720

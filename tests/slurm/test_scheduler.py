@@ -7,13 +7,12 @@ import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from slurm import scheduler
-from slurm.job import allocation
 from slurm.job.allocation import Allocation
+from tests.clock import set_time
 
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 """SLURM 22.05, whose controller was killed."""
@@ -34,7 +33,7 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Each pause of an allocation lasts ten minutes, in no time."""
     passed = [0.0]
     sleep = lambda seconds: passed.append(passed[-1] + 600.0)  # noqa: E731
-    monkeypatch.setattr(allocation, "time", SimpleNamespace(monotonic=lambda: passed[-1], sleep=sleep))
+    set_time(monkeypatch, monotonic=lambda: passed[-1], sleep=sleep)
     return passed
 
 

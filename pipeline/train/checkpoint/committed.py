@@ -19,6 +19,8 @@ from pipeline.common.hashing import file_hash
 from pipeline.common.run_files import CHECKPOINT_STATE
 from pipeline.config.checkpoint import CheckpointConfig
 
+ABANDONED = "abandoned"
+"""Folder beside checkpoints and exports, for those that a run has gone back from."""
 COMMIT = "COMMIT"
 VALIDATION_LOSSES = "validation_losses"
 """In state.json of runs that keep the best: the losses of the sets that were scored at this step, by name; "" is the
@@ -51,6 +53,17 @@ PATIENCE_S = 60.0
 
 Files = dict[str, tuple[int, str]]
 """File name -> (bytes, xxh3 in hexadecimal)."""
+
+
+def place_in_abandoned(path: Path) -> Path:
+    """The free path to which a folder that a run goes back from is moved: in `abandoned/` beside it, which is made."""
+    folder, number = path.with_name(ABANDONED), 1
+    folder.mkdir(exist_ok=True)
+    target = folder / path.name
+    while target.exists():
+        number += 1
+        target = folder / f"{path.name}.{number}"
+    return target
 
 
 def step_of(name: str) -> int | None:

@@ -22,11 +22,13 @@ from pipeline.common.paths import StrPath
 from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.committed import (
+    ABANDONED,
     COMMIT,
     UNREADABLE,
     Checkpoint,
     Files,
     Parent,
+    place_in_abandoned,
     record_of,
     step_of,
     validation_losses,
@@ -36,7 +38,6 @@ from pipeline.train.checkpoint.policy import best, to_prune
 
 __all__ = ["Checkpoint", "Checkpoints", "Files", "NotRemoved", "Verify", "record_of"]
 
-ABANDONED = "abandoned"
 _LATEST = "latest"
 _GOING_BACK = "going-back"
 _FOLLOWED = "resumed-from.json"
@@ -299,7 +300,7 @@ class Checkpoints:
             storage.put_json(tmp / COMMIT, {"step": step, "time": time.time(), "files": everything})
             before()
             if final.path.exists():
-                os.replace(final.path, self._place_in_abandoned(final))
+                os.replace(final.path, place_in_abandoned(final.path))
             storage.commit(tmp, final.path)
         # It is committed, and found as a child of what `latest` names, where a full disk has no room for that one line.
         with suppress(OSError):
@@ -459,20 +460,12 @@ class Checkpoints:
         if self._read(_LATEST) != checkpoint.path.name:
             self._point_to(checkpoint)
         for each in reversed(later):
-            target = self._place_in_abandoned(each)
+            target = place_in_abandoned(each.path)
             report(f"resuming from step {checkpoint.step}; moving {each.path.name} to {target}")
             os.replace(each.path, target)
         if later:
             storage.sync(self.folder)
             (self.folder / _GOING_BACK).unlink(missing_ok=True)
-
-    def _place_in_abandoned(self, checkpoint: Checkpoint) -> Path:
-        self._abandoned.mkdir(exist_ok=True)
-        target, number = self._abandoned / checkpoint.path.name, 1
-        while target.exists():
-            number += 1
-            target = target.with_name(f"{checkpoint.path.name}.{number}")
-        return target
 
 
 def _descends(child: Checkpoint, parent: Checkpoint) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.common.links import remove_folder
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import RunFiles
-from pipeline.train.checkpoint.committed import step_of
-from pipeline.train.checkpoint.manager import ABANDONED
+from pipeline.train.checkpoint.committed import place_in_abandoned, step_of
 
 
 class ExportFolders:
@@ -42,25 +42,23 @@ class ExportFolders:
     def clean(self) -> None:
         """Remove what is unfinished. Only the holder of the run's lock may call this, while it exports nothing."""
         for path in self.unfinished():
-            shutil.rmtree(path, ignore_errors=True)
+            self._remove(path, path.name)
 
     def remove(self, steps: Iterable[int]) -> None:
-        """Remove the folders of some steps, each under another name first."""
+        """Remove the folders of some steps, each under another name first; what cannot be removed stays."""
         for step in steps:
-            with suppress(FileNotFoundError):
-                dying = storage.temporary(self.path(step))
-                os.replace(self.path(step), dying)
-                shutil.rmtree(dying)
+            self._remove(self.path(step), storage.temporary(self.path(step)).name)
 
     def abandon_after(self, step: int) -> list[Path]:
         """Move the folders of later steps to `abandoned/`, as their checkpoints are; returns where they are now."""
         moved = []
         for later in (each for each in self.steps() if each > step):
-            target, number = self.folder / ABANDONED / self.path(later).name, 1
-            target.parent.mkdir(exist_ok=True)
-            while target.exists():
-                number += 1
-                target = target.with_name(f"{self.path(later).name}.{number}")
+            target = place_in_abandoned(self.path(later))
             os.replace(self.path(later), target)
             moved.append(target)
         return moved
+
+    @staticmethod
+    def _remove(path: Path, dying: str) -> None:
+        with suppress(OSError, UserError):  # a link of somebody else in the place of the folder is left alone
+            remove_folder(path, dying)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from pipeline.common import retry, storage
+from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.data.datasets import dataset as dataset_module
 from pipeline.data.datasets import indexed
@@ -21,6 +21,7 @@ from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.order.packs import instances_of
 from pipeline.data.order.phases import plan_journal
+from tests.clock import set_time
 from tests.data.loading.test_loader import run_file
 
 BY = ["mmap", "pread"]
@@ -77,7 +78,7 @@ def folder(parts, tmp_path_factory):
 @pytest.fixture
 def no_pauses(monkeypatch):
     pauses = []
-    monkeypatch.setattr(retry.time, "sleep", pauses.append)
+    set_time(monkeypatch, sleep=pauses.append)
     return pauses
 
 

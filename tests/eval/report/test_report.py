@@ -27,6 +27,7 @@ from pipeline.eval.report.gather import gather
 from pipeline.train.fork import fork
 from pipeline.train.monitor.goodput import goodput
 from tests import tiny
+from tests.clock import set_time
 from tests.eval.report.reading import Report, number, read, steps_that_count
 from tests.train.runs import start, train
 from tests.waiting import until
@@ -258,7 +259,7 @@ def test_no_sign_of_life(root: Path, tmp_path: Path) -> None:
 
 def _report(run: Path, out: Path, now: float) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "time", lambda: now)
+        set_time(patch, time=lambda: now)
         return report([run], Console(quiet=True), out=out)
 
 

@@ -23,6 +23,7 @@ from slurm.doctor.image import (
     mounts,
     user,
 )
+from tests.clock import set_time
 
 
 def test_the_driver_must_have_the_major_version_of_cuda_that_torch_was_built_for() -> None:
@@ -118,7 +119,7 @@ def test_what_comes_from_outside_of_the_image(tmp_path: Path) -> None:
 def test_the_clock_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock("run.dir", tmp_path / "run").ok and not list(tmp_path.iterdir())
     now = image.time.time
-    monkeypatch.setattr(image.time, "time", lambda: now() - 100)
+    set_time(monkeypatch, time=lambda: now() - 100)
     late = clock("run.dir", tmp_path)
     assert not late.ok and "+100 s" in late.message
 

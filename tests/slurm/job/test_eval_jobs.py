@@ -33,6 +33,7 @@ from slurm.submit.site_profile import load_site
 from slurm.submit.submission import Submission, read_submission
 from slurm.submit.submit import write_submission
 from tests import tiny
+from tests.clock import set_time
 from tests.slurm.training import Run
 
 SBATCH = """#!/bin/sh
@@ -257,7 +258,7 @@ def test_many_jobs_are_one_question_and_nothing_new_is_asked_for_less_often(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(evaluations, "ASK_EVERY", 60.0)
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    set_time(monkeypatch, monotonic=lambda: clock[0])
     due = site.evaluations()
     for step in (4, 8, 12):
         site.commit(step)

@@ -13,6 +13,7 @@ import pytest
 from slurm.doctor import health
 from slurm.doctor.health import health_check, unhealthy
 from slurm.job.health_checks import HealthChecks
+from tests.clock import set_time
 from tests.slurm.training import Run, profile_with
 from tests.waiting import until
 
@@ -99,7 +100,7 @@ def test_while_a_training_runs(
     now = time.monotonic()
     found.look(["n1", "n2"], tmp_path)
     assert not (tmp_path / "health.log").exists()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 1801)
+    set_time(monkeypatch, monotonic=lambda: now + 1801)
     until(lambda: found.look(["n1", "n2"], tmp_path) or told)
     assert list(allocation.unhealthy) == ["n2"] and "the training continues" in told[0]
     assert '"node":"n1"' in (tmp_path / "health.log").read_text()

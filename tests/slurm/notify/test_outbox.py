@@ -6,14 +6,13 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from slurm.notify import outbox
 from slurm.notify.notice import Notice
 from slurm.notify.outbox import Outbox, deliver
 from slurm.notify.webhook import post
+from tests.clock import set_time
 from tests.slurm.notify.receivers import SECRET, entry, received, serving, to_file
 from tests.waiting import runs, until
 
@@ -54,7 +53,7 @@ def test_a_command_that_hangs_ends_with_its_children(tmp_path: Path, monkeypatch
         """Its time is over as soon as both children have begun."""
         return 10.0 if pids.exists() and pids.read_text().count("\n") == 2 else 0.0
 
-    monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=monotonic))
+    set_time(monkeypatch, monotonic=monotonic)
     script = f"sleep 600 & echo $! >> '{pids}'; sh -c 'echo $$ >> {pids}; sleep 600'; sleep 600"
     problem = deliver(entry(command=["sh", "-c", script], timeout_seconds=1), NOTICE)
     assert "timeout_seconds (1)" in problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -173,3 +174,23 @@ def test_the_average_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint.export.weights is ema"):
         load(file, [key])
     assert isinstance(load(file, [key, "train.ema={}"]), Config)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to somebody else")
+def test_nothing_is_removed_behind_a_link_of_somebody_else(tmp_path: Path) -> None:
+    other = ExportFolders.of_run(tmp_path / "other")
+    unfinished = other.folder / f".step-00000002{storage.TEMPORARY_SUFFIX}"
+    for folder in (other.path(1), unfinished):
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text("")
+    run = tmp_path / "shared" / "run"
+    run.mkdir(parents=True)
+    RunFiles(run).hf.symlink_to(other.folder)
+    os.lchown(RunFiles(run).hf, 65534, 65534)
+    folders = ExportFolders.of_run(run)
+    folders.clean()
+    folders.remove([1])
+    assert other.steps() == [1] and unfinished.exists()
+    other.remove([1])
+    other.clean()
+    assert not other.steps() and not unfinished.exists()

@@ -24,6 +24,7 @@ from pipeline.train.run.folder import read_metrics
 from pipeline.train.run_log import long_on_cpu
 from pipeline.train.trainer import train
 from tests import tiny
+from tests.clock import set_time
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +140,7 @@ def test_a_bar_goes_back_with_a_run_that_does() -> None:
 def test_lines_where_no_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step at once, and the time left by the steps behind it: 2 s each, after one of 100 s."""
     now = 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    set_time(monkeypatch, monotonic=lambda: now)
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
     lines = Terminal(console, 20, 120, 10)
     row = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens_per_second": 1.0}

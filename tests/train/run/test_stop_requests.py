@@ -17,6 +17,7 @@ from pipeline.config.load import load
 from pipeline.train import trainer
 from pipeline.train.run.stop_requests import Requests, StopRequest
 from slurm.local.stages import _terminate_stops
+from tests.clock import set_time
 from tests.train.runs import exact, train
 
 NOTHING = StopRequest(stop=False, save=False)
@@ -125,7 +126,7 @@ def test_the_time_kept_for_the_end_is_measured(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(begin + 100))
 
     def asks(after: float) -> str | None:
-        monkeypatch.setattr(time, "time", lambda: begin + after)
+        set_time(monkeypatch, time=lambda: begin + after)
         return requests.reason()
 
     with Requests(tmp_path, before_end=None) as requests:

@@ -19,6 +19,7 @@ from pipeline.train.run import lock_holder
 from pipeline.train.run.folder import note_end, open_run
 from pipeline.train.run.heartbeat import node_file
 from pipeline.train.run.lock import Lock, clear, refusal, take_over, taken_over
+from tests.clock import set_time
 
 ME, OTHER = os.getuid(), os.getuid() + 1
 GONE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -157,7 +158,7 @@ def test_a_holder_of_whom_nothing_is_known_is_not_taken_over_while_it_gives_sign
         node_file(late, 0).write_text("{} \n")
         os.utime(node_file(late, 0), (time.time() - 3600,) * 2)
 
-    monkeypatch.setattr(lock_holder.time, "sleep", beat)
+    set_time(monkeypatch, sleep=beat)
     with pytest.raises(UserError, match="sign of life just now"):
         take_over(late)
     assert orjson.loads((late / "lock").read_bytes())["attempt"] == 3
