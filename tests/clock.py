@@ -23,7 +23,6 @@ def set_time(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -
     """
     clock = _Clock(**{**vars(time), **functions})
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ("pipeline", "slurm") and isinstance(
-            getattr(module, "time", None), (ModuleType, _Clock)
-        ):
+        is_ours = name.partition(".")[0] in ("pipeline", "slurm")
+        if is_ours and isinstance(getattr(module, "time", None), (ModuleType, _Clock)):
             monkeypatch.setattr(module, "time", clock)
