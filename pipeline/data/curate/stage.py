@@ -26,6 +26,7 @@ from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.measure_units import measure_units, missing_units
 from pipeline.data.curate.measurers import Measuring, choose_engine, comparison_engine, items_folder
+from pipeline.data.curate.passes.across import ACROSS, across_folder, across_jobs, across_lines
 from pipeline.data.curate.passes.excerpts import ReadTexts
 from pipeline.data.curate.passes.finish import SourceCuration, finish_source
 from pipeline.data.curate.passes.jobs import CurationJob
@@ -144,8 +145,8 @@ class CurationStage:
             if plan.found.source.hub is not None:
                 say(self._console, HUB_TWICE.format(plan.name))
             freeze_alone(plan, self._config, plan.folder, self._console)
-        for scope in self.scopes:
-            make_data_dir(self._config, scope.folder)
+        for folder in (*(scope.folder for scope in self.scopes), across_folder(self._config)):
+            make_data_dir(self._config, folder)
 
     @cached_property
     def context(self) -> Measuring:
@@ -172,6 +173,8 @@ class CurationStage:
         report = CurationReport(self.decide())
         report.made = self._made
         print_summary(self._console, report.sources, self._curate.mode)
+        for line in across_lines(self._config, self._passes()):
+            say(self._console, line)
         return report
 
     def decide(self, *, activate: bool = True) -> list[SourceCuration]:
@@ -276,13 +279,17 @@ class CurationStage:
         names: list[str] = []
         missing: list[CurationJob] = []
         shared: dict[Path, Any] = {}
-        for passes in self._passes():
+        scopes = self._passes()
+        for passes in scopes:
             for name in passes.pass_names():
                 if found := [job for job in passes.jobs(name) if job.find() is None]:
                     names += [name] if name not in names else []
                     missing += found
                     shared |= passes.shared(name)
                     break
+        if across := [job for job in across_jobs(self._config, scopes) if job.find() is None]:
+            names.append(ACROSS)
+            missing += across
         if not missing:
             return None
         name = " and ".join(names)

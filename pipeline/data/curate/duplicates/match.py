@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.common.hashing import value_hash
-from pipeline.data.curate.duplicates.compared import Compared, read_compared
+from pipeline.data.curate.duplicates.compared import Compared, ComparedChunk, read_compared
 from pipeline.data.curate.duplicates.files import EDGE, write_array
 from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.curate.duplicates.kinds import RUN_TYPES, Kind
@@ -74,18 +75,23 @@ class MatchJob(CurationJob):
 
 
 def gather(
-    compared: Compared, kind: Kind, first: int, end: int, progress: Progress
+    compared: Compared,
+    kind: Kind,
+    first: int,
+    end: int,
+    progress: Progress,
+    numbers_of: Callable[[ComparedChunk, npt.NDArray[np.uint32]], npt.NDArray[np.uint64]] = ComparedChunk.numbers,
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64] | None, npt.NDArray[np.uint64]]:
     """Rows of a range of hashes of all chunks: (hash, its other half if it has one, document).
 
-    Rows of one hash come in the order of documents.
+    Rows of one hash come in the order of documents. `numbers_of` gives the last from the rows of a chunk.
     """
     hashes, rest, numbers = [], [], []
     for each in compared.chunks:
         with each.reading(), RunFile(each.path(kind), RUN_TYPES[kind], "measure") as run:
             records = run.read_range(first, end)
         hashes.append(np.ascontiguousarray(records["hash"]))
-        numbers.append(each.numbers(records["row"]))
+        numbers.append(numbers_of(each, records["row"]))
         if kind in ("exact", "url"):
             rest.append(np.ascontiguousarray(records["rest"]))
         progress(0)  # a sign of life

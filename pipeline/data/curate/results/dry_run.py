@@ -14,6 +14,7 @@ from pipeline.config.curation.curate import CurateConfig
 from pipeline.data.curate.checks import CurateScope
 from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config
 from pipeline.data.curate.duplicates.kinds import kinds_of
+from pipeline.data.curate.passes.across import compared_alone
 from pipeline.data.curate.passes.of_scope import make_scopes
 from pipeline.data.curate.results.status import read_progress
 from pipeline.data.datasets.files import PLAN_FILE
@@ -45,7 +46,10 @@ def print_dry_run(console: Console, scope: CurateScope) -> None:
     written = text // _DOCUMENT_BYTES * _bytes_per_document(curate)
     say(console, f"about {size(written)} would be written, if a document has {size(_DOCUMENT_BYTES)}")
     if len(plans) == len(scope.sources):
-        for each in make_scopes(config, scope.plans):
+        scopes = make_scopes(config, scope.plans)
+        if len(scopes) > 1 and any(each.compared for each in scopes):
+            say(console, compared_alone([each.name for each in scopes], [each.preference for each in scopes]))
+        for each in scopes:
             compared = ", ".join(rule.name for rule in each.compared) or "nothing is compared"
             say(console, f"scope {each.name} ({', '.join(each.preference)}): {compared}")
             for plan, rules in zip(each.plans, each.rules, strict=True):
