@@ -156,20 +156,22 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="a100, h100, h100-pcie, h200, b200, gh200, mi300x, or the device's name in gres; default: h100."
+            help="a100, h100, h100-pcie, h200, b200, gh200, mi300x, or the device's name in gres; default: that of the "
+            "cluster's profile, or h100."
         ),
     ] = None,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Also search for the fastest layouts that fit. May take minutes.")
     ] = False,
     as_json: AsJson = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list what is assumed.")] = False,
     trusted: TrustFilesOf = None,
 ) -> None:
     """Estimate memory, time and communication of a training run. Starts nothing. Exit code 2 if it does not fit."""
     config = _load(run, overrides)
     from slurm.forecast.command import estimate
 
-    if not estimate(config, Console(), nodes=nodes, device=device, suggest=suggest, as_json=as_json):
+    if not estimate(config, Console(), nodes=nodes, device=device, suggest=suggest, as_json=as_json, verbose=verbose):
         raise typer.Exit(EXIT_REFUSED)
 
 

@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.train.layout_check import world_size
 from pipeline.train.parallel.layout import resolve
-from pipeline.train.planning.devices import Device, find_device
+from pipeline.train.planning.devices import Device, device_of_gres, find_device
 from pipeline.train.planning.plan import ResourcePlan, plan
 from pipeline.train.planning.show import device_json, plan_lines, suggestion_lines, suggestions_json, to_json
 from pipeline.train.planning.suggest import MOST_PLANS
@@ -33,6 +33,7 @@ def estimate(
     device: str | None = None,
     suggest: bool = False,
     as_json: bool = False,
+    verbose: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> bool:
     """Print the plan of a training.
@@ -41,9 +42,10 @@ def estimate(
         config: the run.
         console: where to.
         nodes: how many, each full of devices; by default `processes_of` says.
-        device: the name of one; an H100 by default, which is said.
+        device: the name of one; by default that of the profile, or an H100, which is said.
         suggest: look for layouts that fit, too.
         as_json: one JSON object.
+        verbose: list what is assumed.
         environment: asked for `WORLD_SIZE` where the run file names no number of processes.
 
     Returns:
@@ -52,7 +54,8 @@ def estimate(
     Raises:
         UserError: the device is not known, or the layout is refused and no other is asked for.
     """
-    chosen = device_of(config, device or _DEVICE)
+    name, of_profile = _default_device(config) if device is None else (device, False)
+    chosen = device_of(config, name)
     processes = processes_of(config, chosen, nodes, environment)
     found: ResourcePlan | None = None
     seconds, default_time = _job_seconds(config)
@@ -68,10 +71,11 @@ def estimate(
         about = device_json(chosen, config.train.precision.compute)
         values, lines = {"refused": str(error), "device": about}, [f"refused: {error}"]
     else:
-        values, lines = to_json(found), list(plan_lines(found, nodes is not None, default_time))
+        values, lines = to_json(found), list(plan_lines(found, nodes is not None, default_time, verbose))
     if not as_json:
         if device is None:
-            say(console, f"device: {_DEVICE} (default; --device NAME for another)")
+            why = f"gpu_type of profile {config.slurm.profile}" if of_profile else "default"
+            say(console, f"device: {name} ({why}; --device NAME for another)")
         _print_lines(console, lines)
     if suggest:
         try:
@@ -100,6 +104,13 @@ def _suggestions(config: Config, device: Device, processes: int) -> list[tuple[d
 def _print_lines(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
         (verbatim if line.startswith("  ") else say)(console, line)  # the indented ones are rows of tables
+
+
+def _default_device(config: Config) -> tuple[str, bool]:
+    """Name of the device where the command names none; True if it is that of the cluster's profile."""
+    if "slurm" in config.model_fields_set and (known := device_of_gres(site_of(config).gpu_type)) is not None:
+        return known.name, True
+    return _DEVICE, False
 
 
 def device_of(config: Config, name: str) -> Device:

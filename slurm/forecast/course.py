@@ -32,14 +32,12 @@ from pipeline.train.layout_check import planned_spec
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.footprint import checkpoint_bytes, export_bytes
-from pipeline.train.planning.devices import Device, calibrated, device_of_gres
+from pipeline.train.planning.devices import calibrated, device_of_gres
+from pipeline.train.planning.published import TYPICAL, expected
 from pipeline.train.run.attempts import attempts
 from slurm.submit.job_plan import PlannedJob
 from slurm.submit.stop_lead_time import signal_seconds
 
-ASSUMED_MFU = 0.35
-"""Share of the peak that a run is taken to reach before any of its steps, attention counted whole, on a device without
-measured shares."""
 START_S = 180.0
 """Taken for the start of a job: processes, packages, data, checkpoint."""
 _ROWS = 1000
@@ -110,6 +108,8 @@ class Forecast:
     """Time of the steps that remain; None where nothing is known of their speed."""
     how: str
     """Source of `seconds`, in words."""
+    bounds: tuple[float, float] | None
+    """Least and most seconds, where they are planned."""
     disk: Disk | None
     """None where the size of the vocabulary is not known."""
 
@@ -129,8 +129,8 @@ def forecast(config: Config, site: SiteConfig, job: PlannedJob) -> Forecast:
     course: Course | None = None
     with suppress(UserError, OSError):  # what is wrong with the data is not told here
         course = read_course(config, spec)
-    seconds, how = _duration(config, site, job, course)
-    return Forecast(course, seconds, how, None if spec is None else checkpoints_disk(config, spec, course))
+    seconds, how, bounds = _duration(config, site, job, course)
+    return Forecast(course, seconds, how, bounds, None if spec is None else checkpoints_disk(config, spec, course))
 
 
 def read_course(config: Config, spec: DecoderSpec | None) -> Course:
@@ -167,12 +167,6 @@ def flops_of(journal: Journal, spec: DecoderSpec, steps: int) -> float:
     return sum(count * flops_per_token(spec, length, causal=False) for length, count in tokens.items())
 
 
-def peak_flops(gpu: str | None, compute: str) -> float | None:
-    """Dense peak of a GPU in FLOP/s, by its name in gres; None where it is not known."""
-    known = device_of_gres(gpu)
-    return None if known is None or compute == "fp32" else known.flops[compute]
-
-
 def measured_rate(rows: Iterable[dict[str, Any]]) -> float | None:
     """Tokens a second from rows of metrics, saves and validations included; None without a step.
 
@@ -206,35 +200,30 @@ def most_checkpoints(rules: CheckpointConfig, steps: int) -> int:
     return for_ever + sum(1 for step in others if rules.keep_every is None or step % rules.keep_every)
 
 
-def _duration(config: Config, site: SiteConfig, job: PlannedJob, course: Course | None) -> tuple[float | None, str]:
-    """Seconds of the steps that remain, and where the number comes from."""
+def _duration(
+    config: Config, site: SiteConfig, job: PlannedJob, course: Course | None
+) -> tuple[float | None, str, tuple[float, float] | None]:
+    """Seconds of the steps that remain, where the number comes from, and bounds."""
     if course is None:
-        return None, "unknown"
+        return None, "unknown", None
     if measured := _measured(config.run.dir, job.processes):
         rate, how = measured
-        return course.tokens_left / rate, how
-    device = device_of_gres(site.gpu_type) if job.gpus_per_node else None
-    peak = peak_flops(site.gpu_type, config.train.precision.compute)
-    if device is None or peak is None or course.flops is None:
-        return None, "unknown until the run has made some steps"
-    mfu, why, note = _mfu(config, replace(calibrated(device), node_devices=job.gpus_per_node), job.processes)
-    how = (
-        f"planned from FLOPs: {job.processes:,} x {site.gpu_type} at {percent(mfu, 0)} ({why}) of "
-        f"{peak / 1e12:,.0f} TFLOP/s{note}"
-    )
-    return course.flops / (peak * mfu * job.processes), how
+        return course.tokens_left / rate, how, None
+    known = device_of_gres(site.gpu_type) if job.gpus_per_node else None
+    if known is None or course.flops is None:
+        return None, "unknown until the run has made some steps", None
+    from pipeline.train.planning.plan import mean_mfu  # which imports what trains
 
-
-def _mfu(config: Config, device: Device, processes: int) -> tuple[float, str, str]:
-    """Share of the peak that a run is taken to reach, where it comes from, and a note behind it."""
-    if device.measured is None:
-        return ASSUMED_MFU, "assumed", f"; nothing was measured on {device.name}"
-    from pipeline.train.planning.plan import mean_mfu  # only where shares were measured
-
+    device = replace(calibrated(known), node_devices=job.gpus_per_node)
     try:
-        return mean_mfu(config, device, processes), f"planned with shares {device.measured}", ""
-    except UserError:  # the layout is refused, which training says better
-        return ASSUMED_MFU, "assumed", ""
+        mfu = mean_mfu(config, device, job.processes)
+    except UserError:
+        return None, "unknown: the layout is refused", None
+    peak = device.flops[config.train.precision.compute]
+    time = expected(course.flops / (peak * mfu * job.processes), device)
+    how = f"planned for {job.processes:,} x {site.gpu_type} at {percent(mfu, 0)} of {peak / 1e12:,.0f} TFLOP/s, "
+    how += f"times {TYPICAL:g} as in published runs" if device.measured is None else f"{device.measured}"
+    return time.seconds, how, (time.least, time.most)
 
 
 def _measured(run: Path, processes: int) -> tuple[float, str] | None:

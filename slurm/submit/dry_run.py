@@ -151,20 +151,23 @@ def _time_lines(config: Config, job: PlannedJob, backend: Backend, ahead: Foreca
         return
     rate = course.tokens_left / ahead.seconds
     yield f"step: {duration(step)}, {rounded(rate)} tokens/s ({ahead.how})"
+    length = f"time: {duration(ahead.seconds)} of steps"
+    if ahead.bounds is not None:
+        length += f" ({' to '.join(map(duration, ahead.bounds))})"
     starts = 1
     if backend == "slurm":
         stop = signal_seconds(config, job.minutes)
         needed = jobs_needed(ahead.seconds, job_seconds(config, job.minutes))
         if needed is None:
-            yield f"time: {duration(ahead.seconds)} of steps; {minutes(job.minutes)} per job leave no time for them"
+            yield f"{length}; {minutes(job.minutes)} per job leave no time for them"
             return
         starts = needed
         yield (
-            f"time: {duration(ahead.seconds)} of steps, about {counted(starts, 'job')} of {minutes(job.minutes)} "
+            f"{length}, about {counted(starts, 'job')} of {minutes(job.minutes)} "
             f"({duration(START_S)} for the start of each and {duration(stop)} before its end are subtracted)"
         )
     else:
-        yield f"time: {duration(ahead.seconds)} of steps"
+        yield length
     whole = ahead.seconds + starts * START_S
     all_, unit = cost(job, whole)
     yield f"cost until the end: {all_:,.1f} {unit}"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +23,28 @@ KINDS: tuple[MemoryKind, ...] = ("parameters", "moments", "batches", "gradients"
 # What FSDP's collectives fill and read; tensor parallelism has functional ones.
 _GATHERS = ("c10d::_allgather_base_", "c10d::all_gather_into_tensor")
 _SCATTERS = ("c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor")
+
+
+_PLAIN = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.t.default,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.select.int,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.as_strided.default,
+        torch.ops.aten.mm.default,
+        torch.ops.aten.mul.Tensor,
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.silu.default,
+    }
+)
+"""Most of the operations of a step; each makes one tensor on the device of its arguments."""
 
 
 @dataclass(eq=False)
@@ -81,11 +104,13 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, with local tensors
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most of all operations ask for it, and the mode below takes long to say so
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1  # the pipeline asks whether all ranks agree
         self._time += 1
         self._look_at_elastic()
-        result = func(*args, **(kwargs or {}))
+        result = _shortened(func, args) if func in _PLAIN and not kwargs else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             self._book(tensor)
         if func.namespace == "c10d":
@@ -172,6 +197,16 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 at = time
             now[kinds[memory]] += delta
         yield at, dict(now)
+
+
+def _shortened(func: Any, args: tuple[Any, ...]) -> Any:
+    """The result of an operation of `_PLAIN` on fake tensors, without what `FakeTensorMode` does for all others."""
+    first = args[0]
+    if type(first) is not FakeTensor or any(isinstance(each, Tensor) and type(each) is not FakeTensor for each in args):
+        return func(*args)
+    with in_kernel_invocation_manager(first.fake_mode):
+        made = func(*args)
+    return FakeTensor(first.fake_mode, made, first.fake_device)
 
 
 def _kind(memory: _Storage, passes: Passes, sizes: set[int]) -> MemoryKind:

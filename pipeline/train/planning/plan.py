@@ -21,6 +21,7 @@ from pipeline.train.planning.devices import Device
 from pipeline.train.planning.experts import OVER_MEAN, ExpertPlan, expert_plan, expert_warnings
 from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.planning.memory import RankMemory, memory
+from pipeline.train.planning.published import TimeRange, expected
 from pipeline.train.planning.timing import (
     StepSeconds,
     assumptions,
@@ -131,11 +132,16 @@ class ResourcePlan:
     @property
     def jobs(self) -> int | None:
         """Jobs that the run takes, one after the other; None where that is not known."""
-        return None if self.job_seconds is None else jobs_needed(self.hours * 3600, self.job_seconds)
+        return None if self.job_seconds is None else jobs_needed(self.expected.seconds, self.job_seconds)
+
+    @property
+    def expected(self) -> TimeRange:
+        """Time of all steps, by what runs took that were planned alike."""
+        return expected(self.hours * 3600, self.device)
 
     @property
     def hours(self) -> float:
-        """Hours of all steps."""
+        """Hours of all steps as they are planned."""
         return sum(phase.steps * phase.seconds.total for phase in self.phases) / 3600
 
 

@@ -16,6 +16,7 @@ from pipeline.train.planning.devices import Device
 from pipeline.train.planning.experts import expert_json, expert_lines
 from pipeline.train.planning.memory import RankMemory
 from pipeline.train.planning.plan import RESERVE, PhasePlan, ResourcePlan
+from pipeline.train.planning.published import LEAST, MOST, PUBLISHED, TYPICAL
 from pipeline.train.planning.suggest import as_arguments
 from pipeline.train.planning.timing import basis
 
@@ -33,13 +34,16 @@ _TIGHT = 0.97
 """Share of the limit: what needs more is called tight, as an estimate may be off by some percent."""
 
 
-def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = False) -> Iterator[str]:
+def plan_lines(
+    plan: ResourcePlan, nodes: bool = False, default_time: bool = False, verbose: bool = False
+) -> Iterator[str]:
     """A plan in words.
 
     Args:
         plan: The plan.
         nodes: Whether the number of processes was asked for by `--nodes`.
         default_time: Whether nothing says how long a job is, so that it is as long as is usual without.
+        verbose: Whether to list what is assumed.
     """
     yield from _verdict(plan, nodes)
     yield from (f"warning: {line}" for line in plan.warnings)
@@ -69,7 +73,10 @@ def plan_lines(plan: ResourcePlan, nodes: bool = False, default_time: bool = Fal
         yield f"  {left_out}"
     yield from (line for phase in last for line in _phase_lines(plan, phase))
     yield from _run_lines(plan, default_time)
-    yield from (f"assumes: {line}" for line in plan.assumptions)
+    first, *others = plan.assumptions
+    yield f"assumes: {first}" + ("" if verbose else f"; --verbose lists {counted(len(others), 'further assumption')}")
+    if verbose:
+        yield from (f"assumes: {line}" for line in others)
 
 
 def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
@@ -80,7 +87,7 @@ def suggestion_lines(suggestions: Suggestions) -> Iterator[str]:
         fraction = other.peak_bytes / other.memory_limit
         tight = ", tight" if fraction >= _TIGHT else ""
         yield (
-            f"  {duration(other.hours * 3600)}, mfu {percent(other.main.mfu, 1)}, {gib(other.peak_bytes)} GiB "
+            f"  {duration(other.expected.seconds)}, mfu {percent(other.main.mfu, 1)}, {gib(other.peak_bytes)} GiB "
             f"per process ({percent(fraction, 0)} of the limit{tight}): {keys}"
         )
 
@@ -103,8 +110,8 @@ def to_json(plan: ResourcePlan) -> dict[str, Any]:
         "phases": [_phase_json(plan, phase) for phase in plan.phases],
         "steps": plan.steps,
         "tokens": plan.tokens,
-        "hours": plan.hours,
-        "device_hours": plan.hours * plan.layout.world_size,
+        **_hours(plan),
+        "device_hours": plan.expected.seconds / 3600 * plan.layout.world_size,
         "links": plan.jobs,
         "assumptions": plan.assumptions,
         "warnings": plan.warnings,
@@ -128,7 +135,7 @@ def suggestions_json(suggestions: Suggestions) -> list[dict[str, Any]]:
     return [
         {
             "overrides": dict(overrides),
-            "hours": other.hours,
+            **_hours(other),
             "mfu": other.main.mfu,
             "mfu_causal": other.main.mfu_causal,
             "step_seconds": other.main.seconds.total,
@@ -136,6 +143,16 @@ def suggestions_json(suggestions: Suggestions) -> list[dict[str, Any]]:
         }
         for overrides, other in suggestions
     ]
+
+
+def _hours(plan: ResourcePlan) -> dict[str, float]:
+    time = plan.expected
+    return {
+        "hours": time.seconds / 3600,
+        "hours_least": time.least / 3600,
+        "hours_most": time.most / 3600,
+        "hours_planned": plan.hours,
+    }
 
 
 def _memory_json(rank: RankMemory) -> dict[str, Any]:
@@ -284,9 +301,9 @@ def _phase_lines(plan: ResourcePlan, phase: PhasePlan) -> Iterator[str]:
 
 
 def _run_lines(plan: ResourcePlan, default_time: bool) -> Iterator[str]:
-    hours = plan.hours * plan.layout.world_size
+    time = plan.expected
     yield f"length: {counted(plan.steps, 'step')}, {plan.tokens:,} tokens"
-    line = f"time: {duration(plan.hours * 3600)} of steps, {hours:,.1f} device-hours"
+    line = f"time: {time}, {time.seconds / 3600 * plan.layout.world_size:,.1f} device-hours"
     if plan.job_seconds is not None:
         if plan.jobs is None:
             line += "; the time limit of a job leaves no time for steps"
@@ -295,3 +312,9 @@ def _run_lines(plan: ResourcePlan, default_time: bool) -> Iterator[str]:
         if default_time:
             line += " (this is the default; say how long yours are in slurm.train.time)"
     yield line
+    if plan.device.measured is None:
+        yield (
+            f"  the steps above would take {duration(plan.hours * 3600)}; published runs took {LEAST:g} to {MOST:g} "
+            f"times as long as their plans, {TYPICAL:g} in the median, and one with all of its work "
+            f"{max(PUBLISHED.values()):g} times"
+        )

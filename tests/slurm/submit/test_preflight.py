@@ -153,7 +153,7 @@ def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
 def test_a_tight_disk_is_a_warning(tmp_path: Path, free: int, word: str) -> None:
     findings = Problems()
     disk = Disk(each=100, there=1, most=4, free=free, files_free=None)
-    _check_room(load(tiny.write_run(tmp_path)), Forecast(None, None, "", disk), findings)
+    _check_room(load(tiny.write_run(tmp_path)), Forecast(None, None, "", None, disk), findings)
     assert not findings.problems
     assert [word in line for line in findings.warnings] == ([True] if word else [])
 
@@ -162,7 +162,7 @@ def test_exports_need_room_besides_checkpoints(tmp_path: Path) -> None:
     findings = Problems()
     disk = Disk(each=100, there=1, most=4, free=900, files_free=None, exports=250)
     config = load(tiny.write_run(tmp_path, {"train.checkpoint.export": {"every_steps": 4}}))
-    _check_room(config, Forecast(None, None, "", disk), findings)
+    _check_room(config, Forecast(None, None, "", None, disk), findings)
     (line,) = findings.warnings
     assert "550 bytes that checkpoints and exports still take" in line or "550 B that checkpoints and exports" in line
     assert "lower train.checkpoint.export.keep" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from pipeline.train.parallel.step_shapes import step_counts
 from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.exchange import _even
 from pipeline.train.planning.plan import RESERVE, plan
+from pipeline.train.planning.published import LEAST, MOST, PUBLISHED, TYPICAL
 from pipeline.train.planning.show import plan_lines
 from pipeline.train.planning.timing import StepSeconds
 from slurm.forecast.command import device_of, processes_of
@@ -96,8 +98,7 @@ def test_steps_are_those_of_the_journal(run_file: Path) -> None:
 def test_jobs_are_as_many_as_the_time_takes(run_file: Path) -> None:
     found = plan(load(run_file, PIPELINE), H100, 8)
     assert found.jobs is None
-    seconds = found.hours * 3600
-    assert replace(found, job_seconds=seconds / 2.5).jobs == 3
+    assert replace(found, job_seconds=found.expected.seconds / 2.5).jobs == 3
     assert replace(found, job_seconds=-1.0).jobs is None
     assert any("leaves no time for steps" in line for line in plan_lines(replace(found, job_seconds=-1.0)))
 
@@ -150,9 +151,21 @@ def test_the_size_of_the_vocabulary_is_enough(tmp_path: Path) -> None:
         planned_spec(_without_tokenizer(tmp_path))
 
 
+def test_times_of_published_runs_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs/planning.md").read_text()
+    table = page.split("| time over its plan |")[1].split("\n\n")[0].splitlines()[2:]
+    times = [float(row.strip(" |").rpartition("|")[2]) for row in table]
+    assert sorted(times) == sorted(PUBLISHED.values())
+    assert f"{statistics.median(times):g}" == f"{TYPICAL:g}" == "1.24" and (min(times), sorted(times)[-2]) == (
+        LEAST,
+        MOST,
+    )
+
+
 SCHEMA = {
     "": "fits layout device parameters parameters_padded active_parameters experts checkpoint_bytes "
-    "memory_limit_bytes memory phases steps tokens hours device_hours links assumptions warnings",
+    "memory_limit_bytes memory phases steps tokens hours hours_least hours_most hours_planned device_hours links "
+    "assumptions warnings",
     "layout": "pp dp_replicate dp_shard cp tp dp world_size",
     "device": "name memory_bytes flops source shares measured",
     "memory": "pp_rank parameters weights moments gradients unsharded activations working total when",
@@ -210,11 +223,12 @@ def test_what_does_not_fit_ends_with_2(run_file: Path, call: Callable[..., tuple
     assert first.endswith("in steps of 1 x 2,048 tokens (train)")
     code, text, _ = call(run_file, large, "train.batch_size=8", "--nodes", 1)
     assert code == 2 and text.splitlines()[2].startswith("change: more nodes (--nodes) in parallel.dp_shard")
-    code, text, _ = call(
-        run_file, large, "train.batch_size=64", "--nodes", 8, "--device", "b200", "train.recompute.mode=full"
-    )
+    full = [run_file, large, "train.batch_size=64", "--nodes", 8, "--device", "b200", "train.recompute.mode=full"]
+    code, text, _ = call(*full)
     assert code == 0 and text.startswith("fits, as estimated: ") and "devices: 64 x b200" in text
-    assert "assumes: " in text and "NVIDIA DGX B200 datasheet" in text
+    assert text.count("assumes: ") == 1 and "NVIDIA DGX B200 datasheet" in text
+    _, verbose, _ = call(*full, "--verbose")
+    assert f"; --verbose lists {verbose.count('assumes: ') - 1} further assumptions" in text
 
 
 def test_what_is_refused(run_file: Path, call: Callable[..., tuple[int, str, str]]) -> None:

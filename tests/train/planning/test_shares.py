@@ -16,8 +16,8 @@ from pipeline.train.planning import shares
 from pipeline.train.planning.bounds import least_seconds, micro_batch
 from pipeline.train.planning.devices import DEVICES, Device, calibrated, device_of_driver, find_device
 from pipeline.train.planning.plan import mean_mfu, plan
+from pipeline.train.planning.published import LEAST, MOST, TYPICAL
 from pipeline.train.planning.timing import assumptions, rank_parameters, step_time
-from slurm.forecast import course as forecasting
 from slurm.forecast.course import forecast
 from tests.slurm.forecast.test_course import job
 from tests.train.planning.test_timing import LAYOUTS, LLAMA_8B, Case, train
@@ -179,10 +179,10 @@ def test_the_forecast_of_a_job_uses_them(tmp_path: Path, given: Callable[..., De
     mfu = mean_mfu(config, h200, 8)
     assert mfu == pytest.approx(plan(config, h200, 8).main.mfu, rel=1e-12)
     assert assumed.seconds is not None and ahead.seconds is not None
-    assert ahead.seconds == pytest.approx(assumed.seconds * forecasting.ASSUMED_MFU / mfu, rel=1e-12)
-    assert f"(planned with shares {SOURCE}) of 989 TFLOP/s" in ahead.how
-    other = forecast(config, SiteConfig(gpus_per_node=8, gpu_type="h100"), eight)
-    assert other.seconds == assumed.seconds and other.how.endswith(f"; {ASSUMED} h100")
+    h100 = mean_mfu(config, replace(h200, measured=None), 8)
+    assert ahead.seconds == pytest.approx(assumed.seconds / TYPICAL * h100 / mfu, rel=1e-12)
+    assert ahead.how.endswith(f"of 989 TFLOP/s, {SOURCE}") and assumed.how.endswith("as in published runs")
+    assert ahead.bounds == (ahead.seconds * LEAST, ahead.seconds * MOST)
 
 
 @pytest.mark.parametrize(
