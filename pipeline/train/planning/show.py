@@ -73,8 +73,8 @@ def plan_lines(
         yield f"  {left_out}"
     yield from (line for phase in last for line in _phase_lines(plan, phase))
     yield from _run_lines(plan, default_time)
-    first, *others = plan.assumptions
-    yield f"assumes: {first}" + ("" if verbose else f"; --verbose lists {counted(len(others), 'further assumption')}")
+    shares, *others = plan.assumptions
+    yield f"assumes: {shares}" + ("" if verbose else f"; --verbose lists {counted(len(others), 'further assumption')}")
     if verbose:
         yield from (f"assumes: {line}" for line in others)
 
