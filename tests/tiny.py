@@ -54,6 +54,7 @@ def values(root: Path) -> dict[str, Any]:
             "metrics": {"log_every_steps": 1, "tensorboard": False},
         },
         "generate": {"prompt": "the ", "max_tokens": 8},
+        "resume": {"allow": ["schedule"]},  # many tests train on
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -185,7 +186,7 @@ def data_plan(
 
     config = load_run(run, overrides or ())
     from pipeline.data.plan.show import print_data_plan
-    from pipeline.train.optim.lr_schedule import Schedule
+    from pipeline.train.schedule_seam import planned_seam
 
     print_data_plan(
         config,
@@ -195,7 +196,7 @@ def data_plan(
         preview=preview,
         assume=assume or (),
         as_json=as_json,
-        check=lambda journal, steps: Schedule(config.train.schedule, config.train.duration, steps, journal.tokens),
+        check=partial(planned_seam, config),
     )
 
 

@@ -177,6 +177,17 @@ def warn(console: rich.console.Console, message: object) -> None:
     say(console, f"warning: {message}")
 
 
+def confirmed(console: rich.console.Console, text: str) -> bool:
+    """Ask a person whether something is meant; False where none can answer."""
+    if not is_screen(console) or not sys.stdin.isatty():
+        return False
+    say(console, text)
+    try:
+        return console.input(Text("go on? [y/N] ")).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
 def detail(console: rich.console.Console, text: str) -> None:
     """A line for who looks closely: printed with `--verbose`, and into the logs of jobs."""
     if os.environ.get(VERBOSE) == "1":

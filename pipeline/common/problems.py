@@ -5,11 +5,17 @@ A preview and the start of a stage look at the same checks: what the one finds, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
+from rich.console import Console
+
+from pipeline.common import storage
+from pipeline.common.console import confirmed
 from pipeline.common.errors import MachineError, UserError
 
 Scope = TypeVar("Scope")
@@ -32,6 +38,40 @@ class StartCheck(Generic[Scope]):
     is_first: bool = False
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """A person's agreement with a change of a run; the same change is agreed to once.
+
+    Attributes:
+        file: JSON Lines, `RunFiles.agreements`.
+        about: what was asked, in a word.
+        change: values before and after, as JSON.
+    """
+
+    file: Path
+    about: str
+    change: Mapping[str, Any]
+
+    def exists(self) -> bool:
+        """True if somebody has agreed."""
+        with suppress(FileNotFoundError):
+            lines = storage.json_lines(self.file)
+            return any(line.get("about") == self.about and line.get("change") == self.change for line in lines)
+        return False
+
+    def note(self) -> None:
+        """Write it down."""
+        storage.add_json_line(self.file, {"time": time.time(), "about": self.about, "change": self.change})
+
+
+@dataclass(frozen=True)
+class Question:
+    """A problem that is none if a person says so."""
+
+    text: str
+    agreement: Agreement
+
+
 class Problems:
     """Problems, each of which would end the run, warnings, and what was not looked at."""
 
@@ -40,11 +80,13 @@ class Problems:
         self._warnings: dict[str, None] = {}
         self._left_out: dict[str, dict[str, None]] = {}
         """Things that were not looked at, by the reason."""
+        self._questions: dict[str, Question] = {}
+        """Problems of which a person may say that they are none."""
 
     def __reduce__(self) -> tuple[object, ...]:
         """To another process go messages, and whether each is the machine's: errors may hold more than can be sent."""
         errors = [(text, isinstance(error, MachineError)) for text, error in self._problems.items()]
-        return _received, (errors, self.warnings, self._left_out)
+        return _received, (errors, self.warnings, self._left_out, self._questions)
 
     @property
     def warnings(self) -> list[str]:
@@ -64,6 +106,25 @@ class Problems:
     def problem(self, text: str) -> None:
         """Add a problem that has to be fixed first."""
         self._problems.setdefault(text, UserError(text))
+
+    def question(self, text: str, agreement: Agreement, otherwise: str) -> None:
+        """Add a problem that is none where it is meant.
+
+        Args:
+            text: in words.
+            agreement: written down if a person says that it is meant.
+            otherwise: how to say so where nobody can be asked.
+        """
+        if not agreement.exists():
+            self.problem(text := f"{text}; {otherwise}")
+            self._questions[text] = Question(text.removesuffix(f"; {otherwise}"), agreement)
+
+    def ask(self, console: Console) -> None:
+        """Ask the questions, where a person can answer: one that is answered with yes is no problem, and noted."""
+        for problem, question in list(self._questions.items()):
+            if confirmed(console, question.text):
+                question.agreement.note()
+                del self._problems[problem], self._questions[problem]
 
     def warn(self, *texts: str) -> None:
         """Add warnings: what is allowed and probably not meant."""
@@ -122,8 +183,14 @@ class Problems:
         raise kind(f"{what}: {message}" if what else message)
 
 
-def _received(errors: list[tuple[str, bool]], warnings: list[str], left_out: dict[str, dict[str, None]]) -> Problems:
+def _received(
+    errors: list[tuple[str, bool]],
+    warnings: list[str],
+    left_out: dict[str, dict[str, None]],
+    questions: dict[str, Question],
+) -> Problems:
     found = Problems()
+    found._questions = questions
     found._problems = {text: MachineError(text) if machines else UserError(text) for text, machines in errors}
     found._warnings, found._left_out = dict.fromkeys(warnings), left_out
     return found

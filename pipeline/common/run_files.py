@@ -58,6 +58,8 @@ class RunFiles:
     """The loss of each sample, if `train.metrics.windows` is on."""
     journal = _Entry("journal.json")
     """The plan of the data."""
+    agreements = _Entry("agreements.jsonl")
+    """A line for each question about the run that a person has answered with yes."""
     faults = _Entry("faults.jsonl")
     """A line for each step that went wrong."""
     saves = _Entry("saves.json")

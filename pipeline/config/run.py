@@ -69,8 +69,9 @@ class ResumeConfig(Section):
     needs the step here."""
     verify_on_load: Literal["full", "size"] = "full"
     """`full` reads every file of the checkpoint and compares its hash; `size` looks at names and sizes only."""
-    allow: list[Literal["data", "tokenizer", "objective", "model", "code"]] = Field(default_factory=list)
-    """Differences to accept, by name; each is otherwise an error that shows what differs."""
+    allow: list[Literal["data", "tokenizer", "objective", "model", "code", "schedule"]] = Field(default_factory=list)
+    """Differences to accept, by name; each is otherwise an error that shows what differs. `schedule`: a learning rate
+    that rises where the run resumes; a terminal is asked, and who resumes without a change of the schedule never is."""
 
     @property
     def step(self) -> int | None:

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
 from pipeline.common.problems import Problems, StartCheck
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
+from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
+from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.preprocess.checks import known_tokenizer
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -20,7 +23,7 @@ from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.run_plan import plan_run
-from pipeline.train.schedule_seam import find_seam
+from pipeline.train.schedule_seam import changed_schedule, find_seam
 from pipeline.train.warm_start import check_init_from
 
 
@@ -101,7 +104,21 @@ def _data(scope: TrainScope, found: Problems) -> None:
     Schedule(config.train.schedule, config.train.duration, plan.length.steps, plan.journal.tokens)
     open_validation(config, plan.tokenizer, check=True)
     found.warn(*plan.warnings)
-    if checkpoint is not None and (seam := find_seam(config, checkpoint, plan)) is not None:
+
+
+def _seam(scope: TrainScope, found: Problems) -> None:
+    """The learning rate where the run resumes: one that rises there is meant, or a mistake that is seen late."""
+    config = scope.config
+    checkpoint = resume_checkpoint(config, Problems())  # what is wrong with it is told already
+    if checkpoint is None or not changed_schedule(config, checkpoint):
+        return
+    plan = plan_run(config, checkpoint)
+    seam = find_seam(config, checkpoint, plan.journal, plan.length.steps)
+    if seam is None:
+        return
+    if seam.rises and "schedule" not in config.resume.allow:
+        found.question(str(seam), seam.agreement(config.run.dir), "if it is meant, say so with resume.allow=[schedule]")
+    else:
         found.warn(str(seam))
 
 
@@ -109,6 +126,15 @@ def _data_comes(scope: TrainScope) -> str:
     return "preprocessing comes first and makes them" if scope.data_comes else ""
 
 
+def _seam_waits(scope: TrainScope) -> str:
+    if not RunFiles(scope.config.run.dir).checkpoints.exists():
+        return ""  # there is nothing to resume from
+    folders = [dataset_folder(scope.config, source, TRAIN) for source in scope.config.data.sources]
+    return "" if all((folder / MANIFEST_FILE).is_file() for folder in folders) else _data_comes(scope)
+
+
+SEAM_CHECK = StartCheck("learning rate where the run resumes", _seam, _seam_waits)
+"""Of those that a person's start of a training on this machine looks at before its ranks do."""
 TRAIN_CHECKS: tuple[StartCheck[TrainScope], ...] = (
     StartCheck("layout", _layout),
     StartCheck("model", _model),
@@ -118,6 +144,7 @@ TRAIN_CHECKS: tuple[StartCheck[TrainScope], ...] = (
     StartCheck("checkpoints to evaluate", _kept_checkpoints),
     StartCheck("weights to start from", _weights, _tokenizer_comes),
     StartCheck("datasets and their order", _data, _data_comes),
+    SEAM_CHECK,
 )
 
 

@@ -83,7 +83,7 @@ def fork(
     _check_start(config, plan, checkpoint)
     with damage_named(checkpoint):
         lines = list(_lines(checkpoint, config, plan, parent, child))
-        seam = find_seam(config, checkpoint, plan)
+        seam = find_seam(config, checkpoint, plan.journal, plan.length.steps)
     lines += [] if seam is None else [f"fork: {seam}"]
     for line in lines:
         say(console, line)

@@ -66,8 +66,10 @@ def open_run_everywhere(
             for line in rollback_lines(checkpoints, checkpoint, config, damage):
                 report(line)
         plans.append(plan_run(config, checkpoint))
-        if checkpoint is not None and (seam := find_seam(config, checkpoint, plans[0])) is not None:
-            (warn if seam.rises else say)(console, str(seam))
+        if checkpoint is not None:
+            seam = find_seam(config, checkpoint, plans[0].journal, plans[0].length.steps)
+            if seam is not None:
+                (warn if seam.rises else say)(console, str(seam))
         # Only now: a run that is refused has gone back nowhere.
         if checkpoint is not None:
             checkpoints.resume_from(checkpoint, config.resume.step, report)

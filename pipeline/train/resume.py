@@ -50,7 +50,11 @@ WINNERS: dict[str, tuple[Winner, str]] = {
         "learning rate, betas, weight decay, groups, clipping; the moments are the checkpoint's, put into the format "
         "of `states`; with another `type` those of the layers' matrices begin at zero",
     ),
-    "train.schedule": ("run file", "computed from the place in the run, as if it had always been so"),
+    "train.schedule": (
+        "run file",
+        "computed from the place in the run, as if it had always been so; where the rate rises, it is asked about "
+        "(resume.allow: schedule)",
+    ),
     "train.objective": ("checkpoint", "(resume.allow: objective)"),
     "train.loss": ("run file", ""),
     "train.balance": ("run file", ""),

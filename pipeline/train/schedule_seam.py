@@ -9,23 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from pipeline.common.errors import UserError
+from pipeline.common.problems import Agreement
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.base import Duration
 from pipeline.config.train import ScheduleConfig
+from pipeline.data.order.journal import Journal
 from pipeline.data.order.journal_file import saved_journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
-from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.optim.lr_schedule import Schedule
-from pipeline.train.run_plan import RunPlan
 
 RISE = 1.2
-"""Factor from which a rise is warned about."""
+"""Factor from which a rise is asked about."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,18 @@ class Seam:
         before: learning rate of the step before.
         expected: learning rate of the step by the schedule of the checkpoint.
         after: learning rate of the step now.
-        changed: keys with both values, in words.
+        changed: keys, each with its value in the checkpoint and now.
     """
 
     step: int
     before: float
     expected: float
     after: float
-    changed: str
+    changed: Mapping[str, tuple[Any, Any]]
 
     def __str__(self) -> str:
-        line = f"learning rate {self.before:.2e} -> {self.after:.2e} at step {self.step:,} ({self.changed})"
+        changed = "; ".join(f"{key}: {before} -> {now}" for key, (before, now) in self.changed.items())
+        line = f"learning rate {self.before:.2e} -> {self.after:.2e} at step {self.step:,} ({changed})"
         if not self.rises:
             return line
         return (
@@ -60,19 +64,24 @@ class Seam:
         """True if the rate rises by more than `RISE`, and by more than it would have risen without the change."""
         return self.after > RISE * max(self.before, self.expected)
 
+    def agreement(self, run: Path) -> Agreement:
+        """That the change is meant, whatever the checkpoint: jobs resume from later ones."""
+        return Agreement(RunFiles(run).agreements, "schedule", {key: list(pair) for key, pair in self.changed.items()})
 
-def find_seam(config: Config, checkpoint: Checkpoint, plan: RunPlan) -> Seam | None:
+
+def find_seam(config: Config, checkpoint: Checkpoint, journal: Journal, steps: int) -> Seam | None:
     """The change of the schedule behind a checkpoint; None if there is none, or no step follows.
 
     Args:
         config: of now.
         checkpoint: that the run resumes from.
-        plan: of now.
+        journal: of now.
+        steps: of the whole run.
     """
-    state, step, steps = checkpoint.state(), checkpoint.step, plan.length.steps
-    now, before = _values(config.model_dump(mode="json")), _values(state.get("config", {}))
-    changed = [f"{key}: {before[key]} -> {now[key]}" for key in now if before.get(key) != now[key]]
-    if not 0 < step < steps or not changed or before.keys() != now.keys():
+    state, step = checkpoint.state(), checkpoint.step
+    before = _values(state.get("config", {}))
+    changed = changed_schedule(config, checkpoint)
+    if not 0 < step < steps or not changed:
         return None
     with suppress(ValidationError, UserError):
         saved = saved_journal(config.run.dir, state["journal"], step)
@@ -81,16 +90,32 @@ def find_seam(config: Config, checkpoint: Checkpoint, plan: RunPlan) -> Seam | N
         old = config.model_copy(update={"train": config.train.model_copy(update={"duration": duration})})
         planned = run_length(old, Sampler(saved)).steps
         then = Schedule(shape, duration, planned, saved.tokens)
-        here = Schedule(config.train.schedule, config.train.duration, steps, plan.journal.tokens)
+        here = Schedule(config.train.schedule, config.train.duration, steps, journal.tokens)
         peak = float(before["train.optimizer.lr"])
         return Seam(
             step + 1,
             peak * then.factor(saved.tokens(step)),
             peak * then.factor(saved.tokens(min(step + 1, planned))),
-            config.train.optimizer.lr * here.factor(plan.journal.tokens(step + 1)),
-            "; ".join(changed),
+            config.train.optimizer.lr * here.factor(journal.tokens(step + 1)),
+            changed,
         )
     return None
+
+
+def planned_seam(config: Config, journal: Journal, steps: int) -> list[str]:
+    """The change behind the newest checkpoint in words, if there is one; refuses a schedule that training refuses."""
+    Schedule(config.train.schedule, config.train.duration, steps, journal.tokens)
+    latest = Checkpoints.of_run(config.run.dir).latest()
+    seam = None if latest is None else find_seam(config, latest, journal, steps)
+    return [] if seam is None else [str(seam)]
+
+
+def changed_schedule(config: Config, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
+    """Keys of the schedule that are not as when a checkpoint was written: (value then, value now)."""
+    now, before = _values(config.model_dump(mode="json")), _values(checkpoint.state().get("config", {}))
+    if before.keys() != now.keys():  # an older release had others
+        return {}
+    return {key: (before[key], now[key]) for key in now if before[key] != now[key]}
 
 
 def _values(config: Mapping[str, Any]) -> dict[str, Any]:

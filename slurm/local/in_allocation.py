@@ -13,16 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.common import storage
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import Stopped, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.problems import Problems
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.train.distributed.rank import is_rank
-from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout
 from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable
 from slurm import jobs, scheduler
+from slurm.checks import look_at_stages
 from slurm.jobs import Backend
 from slurm.local import by_hand
 from slurm.submit import permissions
@@ -63,11 +64,14 @@ def run_in_allocation(
     config = _fitted(config, len(nodes), os.environ)
     site = site_of(config, "slurm")
     planned = [job for stage in stages for job in _planned(config, stage, step)]
+    processes = {job.stage: job.processes for job in planned}
+    found = Problems()
+    look_at_stages(config, stages, found, train=processes.get("train", 1), evaluate=processes.get("eval", 1), step=step)
+    found.ask(console)
+    found.raise_problems("nothing was started")
+    for warning in found.warnings:
+        warn(console, warning)
     for job in planned:
-        if job.stage == "train":
-            check_layout(config, job.processes)
-        if job.stage == "eval":
-            check_evaluation_layout(config, job.processes)
         if job.nodes > len(nodes):
             key = "slurm.nodes" if job.stage == "train" else "eval.processes"
             raise UserError(

@@ -18,6 +18,7 @@ from pipeline.common import run_identity
 from pipeline.common.console import Console, on_stop, say, warn
 from pipeline.common.errors import MachineError, Stopped, UserError
 from pipeline.common.imports import heavy_imports
+from pipeline.common.run_files import RunFiles
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.config import Config
 from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
@@ -138,6 +139,8 @@ def train(config: Config, console: Console | None = None) -> int:
     from pipeline.train.parallel.layout import fixed_processes
 
     processes = config.launch.processes or fixed_processes(config.parallel)
+    if RunFiles(config.run.dir).checkpoints.exists():
+        _settle_schedule(config, processes, console or Console())
     from slurm.notify.local import notified_training
 
     # From when the ranks are there, or the training here listens itself, a signal lets them save first.
@@ -153,6 +156,18 @@ def train(config: Config, console: Console | None = None) -> int:
 
             _check_machine(config, console)
             return stage(config, console)
+
+
+def _settle_schedule(config: Config, processes: int, console: Console) -> None:
+    """Ask about a learning rate that rises where the run resumes, or refuse it."""
+    with heavy_imports():
+        from pipeline.train.checks import SEAM_CHECK, TrainScope
+    from pipeline.common.problems import Problems
+
+    found = Problems()
+    found.look([SEAM_CHECK], TrainScope(config, processes))
+    found.ask(console)
+    found.raise_problems()
 
 
 @contextmanager
@@ -288,7 +303,7 @@ def run(config: Config, console: Console | None = None) -> None:
     console = console or Console()
     # What could not be trained or evaluated is refused before anything is tokenized, where that can be told.
     refuse_code_of_others(config, "notify", *TASK_KEYS)
-    _refuse_problems(config)
+    _refuse_problems(config, console)
     if config.data.curate is not None:
         curate(config)
     preprocess(config)
@@ -306,7 +321,7 @@ def run(config: Config, console: Console | None = None) -> None:
     show(config, summarize(config, report, _ledger(config).seconds(), console), console)
 
 
-def _refuse_problems(config: Config) -> None:
+def _refuse_problems(config: Config, console: Console) -> None:
     """Refuse a run of which a later stage would be refused, as its preview does.
 
     In a process of its own: this one must not import torch, with whose threads it could not fork workers.
@@ -316,6 +331,7 @@ def _refuse_problems(config: Config) -> None:
     with _terminate_stops(), Workers[str, "Problems"](_looker, (config,), 1) as workers:
         for event in workers.insist(["the checks of the run"]):
             if isinstance(event, Done):
+                event.result.ask(console)
                 event.result.raise_problems()
             if isinstance(event, Lost) and event.is_last:
                 raise MachineError(f"the checks of the run: {event.how}; run the same command again")

@@ -87,6 +87,8 @@ def submit(
     found_here = preflight.examine(config, site, planned, backend, dry_run=dry_run)
     if dry_run:
         _show(config, site, planned, backend, found_here, console)
+    else:
+        found_here.ask(console)
     found_here.raise_problems("nothing was sent")
     if dry_run:
         return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich import box
@@ -101,8 +102,8 @@ def _check_run(member: Member, backend: Backend | None) -> CheckedRun:
     from pipeline.data.plan.build import make_data_plan
     from pipeline.train.layout_check import planned_spec, world_size
     from pipeline.train.model.flops import num_parameters
-    from pipeline.train.optim.lr_schedule import Schedule
     from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout
+    from pipeline.train.schedule_seam import planned_seam
 
     config = member.config
     if backend is None:
@@ -115,12 +116,7 @@ def _check_run(member: Member, backend: Backend | None) -> CheckedRun:
         processes = planned.processes
     check_layout(config, processes)
     check_evaluation_layout(config, config.eval.processes)
-    schedule, duration = config.train.schedule, config.train.duration
-    course = make_data_plan(
-        config,
-        hashed_steps=0,
-        check=lambda journal, steps: Schedule(schedule, duration, steps, journal.tokens),
-    )
+    course = make_data_plan(config, hashed_steps=0, check=partial(planned_seam, config))
     return CheckedRun(member, course.steps, num_parameters(planned_spec(config)))
 
 

@@ -88,7 +88,7 @@ def make_data_plan(
     hashed_steps: int = HASHED_STEPS,
     preview: int = 0,
     assume: Sequence[str] = (),
-    check: Callable[[Journal, int], object] = lambda journal, steps: None,
+    check: Callable[[Journal, int], Sequence[str]] = lambda journal, steps: (),
 ) -> DataPlan:
     """The data plan of a run.
 
@@ -98,7 +98,7 @@ def make_data_plan(
         hashed_steps: Steps whose order is hashed, at most those of the run.
         preview: Windows to show.
         assume: `SOURCE=TOKENS` for sources that have no dataset yet.
-        check: What else training would refuse, from the journal and the steps of the run.
+        check: Refuses what else training would refuse, by the journal and the steps of the run; returns warnings.
 
     Raises:
         UserError: The run would be refused.
@@ -109,7 +109,7 @@ def make_data_plan(
     length = run_length(config, sampler)
     if length.steps == 0:
         raise UserError(f"the run has no step ({length.reason}); give it at least one")
-    check(journal, length.steps)
+    more = check(journal, length.steps)
     segments = _segment_rows(config, journal, length.steps, ranks)
     hashed = min(hashed_steps, length.steps)
     return DataPlan(
@@ -127,6 +127,7 @@ def make_data_plan(
         warnings=[
             *warnings(config, journal, sampler, length.steps, done or 0),
             *_padding_warnings(segments, ranks),
+            *more,
             *unused_weights(config, {n: each.manifest for n, each in sized.items() if isinstance(each, Dataset)}),
         ],
         hashed_steps=hashed,

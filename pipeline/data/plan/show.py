@@ -39,7 +39,7 @@ def print_data_plan(
     preview: int = 0,
     assume: Sequence[str] = (),
     as_json: bool = False,
-    check: Callable[[Journal, int], object] = lambda journal, steps: None,
+    check: Callable[[Journal, int], Sequence[str]] = lambda journal, steps: (),
 ) -> None:
     """Print the data plan of a run.
 
