@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,7 +19,7 @@ Attempt = Annotated[int | None, typer.Option(help="Attempt; default: the latest.
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (status, logs, cancel, hold, release, doctor, sweep):
+    for command in (status, logs, cancel, hold, release, doctor, drill, sweep):
         app.command()(command)
 
 
@@ -102,6 +102,24 @@ def doctor(
     from slurm.doctor.command import doctor as check
 
     check(run, overrides or (), Console(), as_json=as_json, image=image)
+
+
+def drill(
+    run: RunOrFolder,
+    kill: Annotated[
+        Literal["rank", "node", "batch"],
+        typer.Option(help="Kill one process, all processes of the run on one node, or the batch process of the job."),
+    ],
+    rank: Annotated[
+        int | None, typer.Option(help="The process, or one on the node; default: the last rank.", min=0)
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it, show what would happen.")] = False,
+    minutes: Annotated[float, typer.Option(help="Minutes to wait for the training to come back.", min=0)] = 60,
+) -> None:
+    """Kill a part of a training that a job runs, and report how it comes back. A fire drill."""
+    from slurm.drill.command import drill as drill_run
+
+    drill_run(run, Console(), kill=kill, rank=rank, yes=yes, minutes=minutes)
 
 
 def sweep(

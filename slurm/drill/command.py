@@ -1,0 +1,186 @@
+"""`pipeline drill`: kill a part of a training that runs, and watch it come back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.common.console import say
+from pipeline.common.errors import MachineError, UserError
+from pipeline.common.format import counted, duration
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.run.attempts import attempts
+from pipeline.train.run.heartbeat import ENDED, read_beats
+from slurm.drill.strike import Part, Target
+from slurm.job.launch_log import LAST, Launch, launches
+from slurm.job.restart_policy import crashes_in_a_row
+from slurm.jobs import Job
+from slurm.run_argument import run_folder
+from slurm.status.live import live_jobs, runs
+from slurm.submit.submission import Submission, read_submission
+
+_LOOK = 1.0
+"""Seconds between looks at the files of the run."""
+_EXPECTED: dict[Part, str] = {
+    "rank": "the other processes end, and the job starts all of them again on its nodes",
+    "node": "the other processes end, and the job starts all of them again, on other nodes where it has spare ones",
+    "batch": "the processes save if they can, and the job goes back into the queue and starts again",
+}
+
+
+def drill(run: Path, console: Console, *, kill: Part, rank: int | None, yes: bool, minutes: float) -> None:
+    """Kill a part of a training, and report how it came back.
+
+    Args:
+        run: run file or folder.
+        console: for what is told.
+        kill: which part.
+        rank: of the process to kill, or one on the node; the last rank by default, which is on another node than the
+            batch process where there are several.
+        yes: without it, only what would happen is told.
+        minutes: to wait for the first step after the kill.
+
+    Raises:
+        UserError: nothing trains that a job would start again, it is another user's, the kill would be the end of it,
+            or `yes` is missing.
+        MachineError: it did not come back.
+    """
+    folder = run_folder(run)
+    job = _training_job(folder)
+    if folder.stat().st_uid != os.getuid():
+        raise UserError(f"{folder} belongs to another user; drill your own runs")
+    submission = read_submission(folder / job.submission)
+    target = _target(folder, job, kill, rank)
+    before = _Before.of(folder)
+    say(console, f"to be killed: {target}")
+    for line in _expected(folder, submission, kill, before):
+        say(console, line)
+    if not yes:
+        raise UserError("nothing was killed; give --yes to do it")
+    begin = time.time()
+    target.kill()
+    say(console, f"killed at {time.strftime('%H:%M:%S', time.localtime(begin))}")
+    _watch(folder, console, before, begin, minutes)
+
+
+def _training_job(folder: Path) -> Job:
+    """The job that trains now.
+
+    Raises:
+        UserError: there is none that would start the training again.
+    """
+    found = live_jobs(folder)
+    if found.unknown is not None:
+        raise found.unknown
+    running = [each.job for each in found.active if runs(each)]
+    trains = [job for job in running if job.stage == "train" or job.where == "local"]
+    if not trains:
+        raise UserError(
+            f"no job of {folder} trains now; a drill needs one, sent with --slurm or --local: nothing else would start "
+            "the training again"
+        )
+    if trains[0].shared:
+        raise UserError(f"job {trains[0].job} has other runs, too; drill a run that has its job for itself")
+    return trains[0]
+
+
+def _target(folder: Path, job: Job, kill: Part, rank: int | None) -> Target:
+    """What is to be killed, by the signs of life of the running attempt."""
+    newest = attempts(folder)[-1:]
+    if not newest or newest[0].end is not None:
+        raise UserError(f"{folder} does not train at the moment; run the command again when it does (pipeline status)")
+    if kill == "batch":
+        if job.where == "local":
+            raise UserError("--kill batch: nothing would start a training in the background of this machine again")
+        launch = launches(folder, "train")[-1]
+        return Target(kill, job, launch.host, (0,), (launch.pid,))
+    beats = {rank: beat for rank, beat in read_beats(folder, newest[0].number).items() if beat.phase != ENDED}
+    if not beats:
+        raise UserError(f"no process of {folder} has given a sign of life yet; run the command again in a minute")
+    chosen = max(beats) if rank is None else rank
+    if chosen not in beats:
+        raise UserError(f"--rank {chosen}: there are ranks 0 to {max(beats)}")
+    host = beats[chosen].host
+    ranks = [chosen] if kill == "rank" else sorted(each for each, beat in beats.items() if beat.host == host)
+    return Target(kill, job, host, ranks, [beats[each].pid for each in ranks])
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The run as it was before the kill."""
+
+    attempt: int
+    step: int
+    """The step that rank 0 was at."""
+    checkpoint: int
+    launches: int
+
+    @staticmethod
+    def of(folder: Path) -> _Before:
+        attempt = attempts(folder)[-1].number
+        beat = read_beats(folder, attempt).get(0)
+        latest = Checkpoints.of_run(folder).latest()
+        step = 0 if beat is None or beat.step is None else beat.step
+        return _Before(attempt, step, latest.step if latest else 0, len(launches(folder, "train")))
+
+
+def _expected(folder: Path, submission: Submission, kill: Part, before: _Before) -> Iterator[str]:
+    """What should happen, in words.
+
+    Raises:
+        UserError: the kill would be one crash too many.
+    """
+    crashes = crashes_in_a_row(launches(folder, "train")[:-1], before.checkpoint)
+    if crashes + 1 > submission.max_restarts:
+        raise UserError(
+            f"it would be crash {crashes + 1} without a new checkpoint, and slurm.max_restarts is "
+            f"{submission.max_restarts}: the training would end; wait for the next checkpoint"
+        )
+    again = max(0, before.step - 1 - before.checkpoint)
+    yield f"to be expected: {_EXPECTED[kill]}"
+    yield (
+        f"the newest checkpoint is of step {before.checkpoint:,}, and the training is at step {before.step:,}: "
+        f"{counted(again, 'step')} or more would be trained again"
+    )
+
+
+def _watch(folder: Path, console: Console, before: _Before, begin: float, minutes: float) -> None:
+    """Tell what happens as it does, until a step is trained."""
+
+    def told(text: str) -> None:
+        say(console, f"after {duration(time.time() - begin)}: {text}")
+
+    def wait(what: Callable[[], bool]) -> None:
+        while not what():
+            if time.time() > begin + 60 * minutes:
+                raise MachineError(
+                    f"the training has not come back within {minutes:g} minutes; pipeline status and pipeline logs "
+                    f"{folder} --first-error say more"
+                )
+            time.sleep(_LOOK)
+
+    def ended() -> Launch:
+        return launches(folder, "train")[before.launches - 1]
+
+    wait(lambda: ended().end is not None)
+    end = ended().end
+    assert end is not None, "just waited for"
+    told(f"the end was noticed: {end.reason}")
+    if end.next in LAST:
+        raise MachineError(f"the training does not come back: {end.reason}")
+    wait(lambda: attempts(folder)[-1].number > before.attempt)
+    newest = attempts(folder)[-1]
+    told(f"attempt {newest.number} has begun, from step {newest.first_step:,}")
+
+    def trains() -> bool:
+        beat = read_beats(folder, newest.number).get(0)
+        return beat is not None and beat.step is not None and beat.step > newest.first_step + 1
+
+    wait(trains)
+    again = max(0, before.step - 1 - newest.first_step)
+    told(f"step {newest.first_step + 1:,} is trained; {counted(again, 'step')} of before are trained again")

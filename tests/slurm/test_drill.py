@@ -1,0 +1,74 @@
+"""`pipeline drill`: what is killed comes back, and what would not is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline.common.console import Console
+from pipeline.common.errors import UserError
+from pipeline.config.load import load
+from slurm import jobs
+from slurm.drill.command import drill
+from slurm.local import stages
+from tests import tiny
+from tests.slurm.training import Run
+from tests.waiting import until
+
+
+def drilled(run: Path, *words: str) -> tuple[int, str]:
+    done = tiny.pipeline("drill", run, *words)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("kill", ["rank", pytest.param("node", marks=pytest.mark.slow), "batch"])
+def test_a_training_of_a_job_comes_back(train: Run, whole: Path, kill: str) -> None:
+    train.submit()
+    train.until_saved(10)
+    code, shown = drilled(train.folder, "--kill", kill)
+    assert code == 2 and "nothing was killed; give --yes" in shown and "to be expected: " in shown
+    assert len(train.launches()) == 1
+    code, shown = drilled(train.folder, "--kill", kill, "--yes")
+    assert code == 0, shown
+    first, second, *_ = train.launches()
+    assert first.end is not None and f"the end was noticed: {first.end.reason}" in shown
+    assert f"attempt 2 has begun, from step {second.checkpoint:,}" in shown and " is trained; " in shown
+    train.until_over()
+    train.check(whole)
+
+
+@pytest.mark.guard
+def test_a_training_in_the_background_comes_back(tmp_path: Path) -> None:
+    changes = {
+        "train.duration": "100000 steps",
+        "train.checkpoint": {"every_steps": 20},
+        "launch": {"threads": 1, "processes": 2, "heartbeat_seconds": 0.2},
+        "slurm.max_restarts": 3,
+    }
+    file = tiny.write_run(tmp_path, changes)
+    stages.preprocess(load(file))
+    sent = tiny.pipeline("train", file, "--local")
+    assert sent.returncode == 0, sent.stderr
+    run = tmp_path / "run"
+    (job,) = jobs.sent(run)
+    try:
+        until((run / "checkpoints" / "latest").exists)
+        code, shown = drilled(run, "--kill", "batch", "--yes")
+        assert code == 2 and "nothing would start a training in the background" in shown
+        assert "--rank 7: there are ranks 0 to 1" in drilled(run, "--kill", "rank", "--rank", "7")[1]
+        code, shown = drilled(run, "--kill", "rank", "--rank", "1", "--yes")
+        assert code == 0 and "to be killed: rank 1 (process " in shown, shown
+        assert "attempt 2 has begun, from step " in shown
+    finally:
+        os.kill(int(job.job), signal.SIGTERM)
+        tiny.pipeline("cancel", run, "--now")
+
+
+def test_what_nobody_would_start_again_is_refused(tmp_path: Path) -> None:
+    file = tiny.write_run(tmp_path)
+    with pytest.raises(UserError, match="no job of .* trains now; a drill needs one"):
+        drill(file, Console(quiet=True), kill="rank", rank=None, yes=True, minutes=1)
