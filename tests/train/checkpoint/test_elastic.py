@@ -117,12 +117,12 @@ def _command_line(words: list[str], out: Path, name: str, hook: str, run: Path) 
         os.dup2(file.fileno(), 2)
     rename = os.replace
 
-    def replace(source: Any, final: Any) -> None:
+    def replace(source: Any, final: Any, **folders: int) -> None:
         if hook and os.fspath(final).endswith(name):
             if hook == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             (run / "stop").touch()
-        rename(source, final)
+        rename(source, final, **folders)
 
     os.replace = replace
     sys.argv = words
