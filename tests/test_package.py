@@ -80,7 +80,7 @@ def build(source: Path, out: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in out.iterdir()}
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_packages_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     """Also those that are built elsewhere, from the source archive: so it is whole, and what is in it is enough."""
     first = build(ROOT, tmp_path / "first")
@@ -98,7 +98,7 @@ def test_packages_are_the_same_bytes_each_time(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_bill_of_materials(tmp_path: Path) -> None:
     """Every locked requirement with its hashes and its licence, read here from the lines of the locks.
 

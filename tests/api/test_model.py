@@ -318,7 +318,7 @@ def test_models_that_are_no_decoders(tmp_path: Path, kind: str) -> None:
 LAYOUTS: dict[str, dict[str, int]] = {"tp": {"tp": 2}, "shard": {"dp_shard": 2}, "replicate": {"dp_replicate": 2}}
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parallel
 def test_two_processes_have_the_logits_and_gradients_of_one(windows: Path, ranks: Callable[[int], Ranks]) -> None:
     model = api.load_model(windows)

@@ -63,6 +63,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_the_rehearsal_has_all_rates(tmp_path: Path) -> None:
     shapes = {**ITEM.rehearsal, "seconds": 0.0}
     found = json.loads(json.dumps(rates.measure("cpu", tmp_path, **shapes)))

@@ -102,7 +102,7 @@ def test_items_are_written_again_only_where_something_changed(
         write_task_items(config(root, "passages"), tmp_path)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_items_of_the_harness_are_prompts_answers_and_what_is_in_them(root: Path, tmp_path: Path) -> None:
     found = items(write_task_items(config(root, "quiz"), tmp_path))
     assert [(item.task, item.name) for item in found] == [("quiz", "0"), ("quiz", "1")]
@@ -139,7 +139,7 @@ class TwoBeginnings:
         return ["The sofa", "The table"]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_dry_run_names_unknown_tasks_and_missing_files(root: Path) -> None:
     assert task_problems(config(root, "quiz", "wikitext")) == []
     problems = task_problems(config(root, "quizz", "wikitext"))

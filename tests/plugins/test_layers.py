@@ -265,7 +265,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_trained_resumed_and_recomputed(root: Path) -> None:
     straight = train(root, "straight")
     half = "checkpoints/step-00000002"

@@ -105,7 +105,7 @@ def test_another_blend_from_the_middle_of_a_run(root: Path, parent: Path) -> Non
     assert "parent" in shown.stdout and "1 land" in shown.stdout
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_forked_run_is_killed_and_goes_on_and_is_forked_again(root: Path, parent: Path) -> None:
     settings = (*WSD, "train.duration=11 steps", "blend.phases=[{weights: {sea: 1, land: 1}}]")
     forked(root, "child", 3, *settings)

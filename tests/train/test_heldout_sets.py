@@ -47,7 +47,7 @@ def test_training_is_the_same_with_and_without_sets(folder: Path) -> None:
     assert losses(plain) == {} and list(losses(sets)) == [2, 4, 6, 8]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_resumed_run_scores_the_sets_at_the_same_steps(folder: Path) -> None:
     constant = "train.schedule={type: constant, warmup: 2 steps}"
     expected = losses(train(folder, "straight", constant))

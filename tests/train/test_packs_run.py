@@ -144,7 +144,7 @@ def test_what_is_read_of_the_run(packed: Path, straight: Path) -> None:
             assert epochs[name] == tokens / Dataset.open(packed / "data" / name / "train").tokens
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_run_that_is_killed_equals_a_straight_one(packed: Path, straight: Path) -> None:
     command = tiny.command("train", packed / "run.yaml", f"run.dir={packed / 'killed'}")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -270,7 +270,7 @@ def test_the_objective_is_compared(root: Path, straight: Path) -> None:
     assert code == 2 and "train.objective.type: causal -> fim" in out and "resume.allow=[objective]" in out
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_fill_in_the_middle_resumes_exactly(tmp_path: Path) -> None:
     sentinels = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     changes = {"tokenizer.special_tokens": sentinels, "train.objective": {"type": "fim", "rate": 0.9}}

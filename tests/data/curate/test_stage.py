@@ -125,7 +125,7 @@ def test_masks_and_lines_are_gone_from_what_is_exported(done, tmp_path):
         export(config, tmp_path / "out", "parquet", Console(quiet=True))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_curating_what_was_exported_finds_no_duplicates(done, corpus, tmp_path):
     """But for documents that are more alike since repeated lines were cut out of them."""
     config, _, _ = done

@@ -158,7 +158,7 @@ class TestAdopted:
             adopt([tmp_path / "x", tmp_path / "x" / "s_1"], tmp_path / "no", tokenizer=folder)
         assert not (tmp_path / "no").exists()
 
-    @pytest.mark.guard
+    @pytest.mark.slow
     def test_trains(self, theirs, tmp_path):
         """A run whose only source was adopted, from its tokens to an evaluated model."""
         preprocess(load(write_run(tmp_path)))

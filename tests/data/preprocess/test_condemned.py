@@ -43,6 +43,7 @@ def marked(tmp_path, corpus):
     return copy
 
 
+@pytest.mark.slow
 def test_an_engine_that_errs_is_condemned_and_its_units_made_again(tmp_path, marked, errs):
     expected = mixed.config_of(tmp_path / "expected", marked, "tokenizers")
     preprocess(expected)

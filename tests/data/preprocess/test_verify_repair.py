@@ -101,7 +101,7 @@ def test_each_file_alone_and_receipts(root: Path) -> None:
     assert not list(data.rglob("*.tmp"))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_killed_at_any_instant(root: Path, tmp_path: Path) -> None:
     data, kept, log = root / "run" / "data", tmp_path / "kept", tmp_path / "renames"
     before = tree(data)

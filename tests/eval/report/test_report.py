@@ -351,6 +351,7 @@ def test_the_picture(picture: Path) -> None:
         assert colours is not None and len(colours) > 100 and max(colours)[1] == (255, 255, 255)
 
 
+@pytest.mark.slow
 def test_the_command(root: Path, tmp_path: Path) -> None:
     done = tiny.pipeline("report", root / "done", "--out", tmp_path / "r.html", "--png")
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ def run_python(code: Path, words: list[str], cwd: Path, **variables: str) -> str
     return done.stdout.strip()
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_code_that_is_edited_later_does_not_change_what_runs(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     checkout = tmp_path / "checkout"

@@ -187,7 +187,7 @@ def test_room_that_was_kept_can_be_written_on_a_full_disk(small_disk: Path) -> N
     assert sorted(path.name for path in small_disk.iterdir()) == ["filler", "log", "new"]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_read_only_run_folder_is_named(tmp_path: Path, small_disk: Path) -> None:
     file = tiny.write_run(tmp_path, {"run.dir": str(small_disk / "run")})
     assert tiny.pipeline("preprocess", file).returncode == 0

@@ -88,7 +88,7 @@ def goes_on(root: Path, name: str, whole: Path) -> None:
     assert exact(root / name) == exact(whole)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_it_trains_as_one_process_does(root: Path, whole: Path) -> None:
     done = tiny.pipeline("train", root / "run.yaml", f"run.dir={root / 'one'}")
     assert done.returncode == 0, done.stderr

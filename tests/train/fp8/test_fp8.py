@@ -284,7 +284,7 @@ def test_checkpoints_do_not_know_of_fp8(root: Path, monkeypatch: pytest.MonkeyPa
     assert column(back, "loss") == pytest.approx(column(expected, "loss"), rel=5 * LOSS)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_nothing_is_imported_that_is_not_used() -> None:
     code = (
         "import sys; sys.modules['torchao'] = sys.modules['transformer_engine'] = None; "

@@ -174,7 +174,7 @@ def test_experts_of_several_types_are_refused(glm: Path, tmp_path: Path) -> None
         HuggingFaceFolder(tmp_path).tensors  # noqa: B018
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_run_starts_from_them_and_is_exported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From files, and from what was converted; an average has no bias of its own, so the current one is exported."""
     from pipeline.config.load import load

@@ -110,7 +110,7 @@ def test_keys_that_other_programs_read_and_transformers_does_not() -> None:
     assert values["n_ctx"] == values["n_positions"] == 64
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_card_of_a_run(root: Path, tmp_path: Path) -> None:
     """Its sources, tokens and hashes, and no path; declared padding is that of the tokenizer's files."""
     name = "handover.yaml"

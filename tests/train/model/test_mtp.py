@@ -188,7 +188,7 @@ def test_initial_weights_have_the_rules_of_layers() -> None:
     assert "mtp" in LATER_KEYS
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_blocks_share_what_is_compiled_for_layers() -> None:
     config = section("norms, windows, rope", mtp={"depth": DEPTH})

@@ -48,7 +48,7 @@ def stopped(given: IO[str], said: IO[str]) -> float:
     return float(said.readline())
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_process_notices_that_it_was_stopped() -> None:
     code = """
 import sys

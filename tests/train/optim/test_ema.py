@@ -123,7 +123,7 @@ def test_every_checkpoint_has_the_average_of_the_weights_so_far(root: Path, run:
     assert averages_differ(run, 0.8, first=1, last=8) == []
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_average_does_not_change_the_training(root: Path, run: Path) -> None:
     without = train(root, "without")
     for name, weight in tensors(without, 8, "model").items():

@@ -71,7 +71,7 @@ def test_each_shape_is_compiled_once(root: Path, monkeypatch: pytest.MonkeyPatch
     assert not counters["graph_break"]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_layers_of_two_kinds_are_two_codes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # With it the operations that are kept are objects that a compiler tells apart by nothing but their identity.
     importlib.import_module("pipeline.train.model.kernels.flex")

@@ -330,7 +330,7 @@ def test_two_ranks(tied: bool) -> None:
     check([Case(s, TWO if several(s) else ONE, tied) for s in SCHEDULES], 2)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parallel
 def test_sides_on_two_ranks() -> None:
     """Cuts within the encoder and within the decoder, with an embedding that is tied and one that is not."""

@@ -216,7 +216,7 @@ MIXED = {"dp_shard": 2, "tp": 2}
 HYBRID = {"dp_replicate": 2, "dp_shard": 1, "tp": 2}
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 @pytest.mark.parallel
 def test_two_ranks_equal_one_process() -> None:
     cases = [

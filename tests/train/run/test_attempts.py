@@ -361,7 +361,7 @@ def test_a_signal_that_comes_while_an_attempt_starts_is_a_stop_and_no_death(root
     assert orjson.loads((root / "early" / "exit.json").read_bytes())["code"] == 75
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_the_ledger_of_a_run_on_one_process(root: Path) -> None:
     done = tiny.pipeline("train", root / "run.yaml", f"run.dir={root / 'ledger'}")
     assert done.returncode == 0, done.stderr

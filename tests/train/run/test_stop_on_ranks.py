@@ -44,7 +44,7 @@ def committed(run: Path) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in (run / "checkpoints").glob("step-????????/COMMIT"))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(root: Path) -> None:
     run = root / "stopped"
     command = tiny.command("train", root / "run.yaml", f"run.dir={run}", *FOUR)

@@ -97,7 +97,7 @@ def test_counts_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reference.count("abcdef")["characters"] == python_counters.count("abcdef")["characters"] == 3
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_deep_repetition_and_long_words_take_linear_time() -> None:
     # In quadratic time these would take hours.
     for text in (

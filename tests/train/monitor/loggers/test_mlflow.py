@@ -108,7 +108,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.name.startswith("pipeline.")]
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_curves_of_a_run_that_was_killed_and_resumed_are_those_of_metrics_jsonl(
     tmp_path: Path, shared: MlflowServer
 ) -> None:

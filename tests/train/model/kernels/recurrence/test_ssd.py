@@ -334,7 +334,7 @@ for _ in range(6):
 """
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_runs_have_equal_bits_with_two_threads() -> None:
     """The first call of a process, too."""
     lines = [
