@@ -183,7 +183,7 @@ def confirmed(console: rich.console.Console, text: str) -> bool:
         return False
     say(console, text)
     try:
-        return console.input(Text("go on? [y/N] ")).strip().lower() in ("y", "yes")
+        return console.input(Text("continue? [y/N] ")).strip().lower() in ("y", "yes")
     except EOFError:
         return False
 

@@ -120,7 +120,7 @@ class Problems:
             self._questions[text] = Question(text.removesuffix(f"; {otherwise}"), agreement)
 
     def ask(self, console: Console) -> None:
-        """Ask the questions, where a person can answer: one that is answered with yes is no problem, and noted."""
+        """Ask the questions, where a person can answer; one that is answered with yes is noted, and not a problem."""
         for problem, question in list(self._questions.items()):
             if confirmed(console, question.text):
                 question.agreement.note()

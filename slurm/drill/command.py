@@ -90,7 +90,7 @@ def _training_job(folder: Path) -> Job:
 
 
 def _target(folder: Path, job: Job, kill: Part, rank: int | None) -> Target:
-    """What is to be killed, by the signs of life of the running attempt."""
+    """Processes to kill, by the signs of life of the running attempt."""
     newest = attempts(folder)[-1:]
     if not newest or newest[0].end is not None:
         raise UserError(f"{folder} does not train at the moment; run the command again when it does (pipeline status)")
@@ -130,7 +130,7 @@ class _Before:
 
 
 def _expected(folder: Path, submission: Submission, kill: Part, before: _Before) -> Iterator[str]:
-    """What should happen, in words.
+    """Lines that say what should happen.
 
     Raises:
         UserError: the kill would be one crash too many.

@@ -96,9 +96,9 @@ def on_terminal(run_file: Path, answer: str, *arguments: str) -> tuple[int, str]
 @pytest.mark.guard
 def test_it_is_asked_once(run_file: Path) -> None:
     code, shown = on_terminal(run_file, "n\n", LONGER)
-    assert code == 2 and "go on? [y/N]" in shown and RISE in shown and not agreed(load(run_file))
+    assert code == 2 and "continue? [y/N]" in shown and RISE in shown and not agreed(load(run_file))
     code, shown = on_terminal(run_file, "y\n", LONGER)
-    assert code == 0 and shown.count("go on?") == 1
+    assert code == 0 and shown.count("continue?") == 1
     config = load(run_file, [LONGER])
     assert agreed(config)
     shutil.rmtree(next(config.run.dir.glob("checkpoints/step-*16")))  # jobs and later starts resume before the end

@@ -1,4 +1,4 @@
-"""How long a run takes that is planned: published runs, against plans of the same runs."""
+"""Times of published runs over their plans, and the time of a run that follows from its plan."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def across_folder(config: Config) -> Path:
 
 
 def across_lines(config: Config, scopes: Sequence[ScopePasses]) -> Iterator[str]:
-    """What is compared with what, in words, and how many texts stay in several scopes.
+    """Lines that say what is compared with what, and how many texts stay in several scopes.
 
     Args:
         config: the run.
