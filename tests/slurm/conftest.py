@@ -56,6 +56,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
         subprocess.run(["umount", "--lazy", base], check=False)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Jobs take as long as the machine is loaded: what hangs is found by the waits within the tests."""
+    for item in items:
+        if item.get_closest_marker("slurm") is not None:
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 def _folder() -> Path:
     """Not one of pytest's, which other users cannot enter: some tests send jobs as another user."""
     folder = Path(tempfile.mkdtemp(prefix="devcluster-"))

@@ -26,7 +26,7 @@ from slurm.scheduler import Accounted
 from tests import tiny
 
 STEPS = 100
-LONG = 400.0
+LONG = 1500.0
 """Seconds until a test gives up waiting for what takes some ten on an idle machine."""
 
 

@@ -266,6 +266,7 @@ def test_a_run_that_is_done_is_left_alone_by_what_asks_for_its_end(
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_an_array_of_jobs_each_of_which_goes_on_by_itself(
     run_file: Path, fresh: list[str], tmp_path: Path, cluster: DevCluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
