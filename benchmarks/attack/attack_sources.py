@@ -116,9 +116,9 @@ def sparse(begin: bytes, size: int) -> Callable[[Path], None]:
     return make
 
 
-def nested(line: bytes) -> Callable[[Path], None]:
+def nested(line: bytes) -> Callable[[Path], int]:
     """Lines of JSON: one that is nested, and one that is not."""
-    return lambda path: path.write_bytes(line + b'\n{"text": "all is well"}\n') and None
+    return lambda path: path.write_bytes(line + b'\n{"text": "all is well"}\n')
 
 
 def attacks(size: int) -> dict[str, tuple[str, Callable[[Path], Any]]]:

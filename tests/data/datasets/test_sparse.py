@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ BOUNDS = HUGE // 8
         ((1, 2, HUGE, 9, b"\0" * 9), "is not an .idx file"),
     ],
 )
-def test_nothing_is_opened(tmp_path: Path, opened: type[IndexedPart], numbers: tuple[int, ...], message: str) -> None:
+def test_nothing_is_opened(tmp_path: Path, opened: type[IndexedPart], numbers: tuple[Any, ...], message: str) -> None:
     prefix = sparse(tmp_path / "part", *numbers)
     with pytest.raises(UserError, match=rf"part\.idx.*{message}"):
         opened(prefix)
