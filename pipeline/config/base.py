@@ -85,6 +85,14 @@ class Section(BaseModel):
                 raise PydanticKnownError("int_type" if int in types else "float_type")
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _in_64_bits(cls, value: Any) -> Any:
+        # NumPy and torch compute with no others; bounds of what sizes something are at the fields.
+        if any(type(entry) is int and abs(entry) >= 2**63 for entry in (value if isinstance(value, list) else [value])):
+            raise ValueError("must be less than 2**63")
+        return value
+
 
 def _scalar_types(annotation: Any) -> Iterator[Any]:
     """The types that an annotation is made of, like int and NoneType of `int | None`."""
@@ -262,6 +270,14 @@ DataGlob = Annotated[AbsGlob, DATA]
 MAX_SEQUENCE = 2**26
 """Tokens of a window: 60 times the longest published. Plans, masks and tables of positions grow with it, and are made
 before anything is trained."""
+MAX_PROCESSES = 2**20
+"""Of a run: more than the largest clusters have. Layouts are lists of ranks."""
+MAX_LOCAL = 2**12
+"""Processes, workers or devices of a machine, each of which is started, or looked for."""
+MAX_NODES = 2**16
+"""Of a job, or jobs of an array: as many as SLURM can be built for."""
+MAX_BYTES = 2**40
+"""Of what is held in memory at once: more than machines have for one process."""
 MAX_SAMPLES = 2**26
 """Windows of a step or of a validation, each of which has an entry in lists of the sampler."""
 

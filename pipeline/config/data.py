@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import DATA, Bytes, DataGlob, DataPath, Section, Share, Text
+from pipeline.config.base import DATA, MAX_BYTES, MAX_LOCAL, Bytes, DataGlob, DataPath, Section, Share, Text
 from pipeline.config.blend import LossWeight, Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.plugins import NamedPlugin, SourceOptions, find_plugin, is_plugin
@@ -274,7 +274,7 @@ class PreprocessConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the order of documents on disk and of the tokenizer's sample; runs with different `run.seed` can share a
     data folder."""
-    workers: int | None = Field(default=None, ge=1)
+    workers: int | None = Field(default=None, ge=1, le=MAX_LOCAL)
     """Worker processes; by default one per core."""
     unit_bytes: Bytes = Field(default=2**30, ge=1)
     """Work is cut into units of at most this much text; a source below 64 of them into up to 64 units of about 16 MiB
@@ -284,7 +284,7 @@ class PreprocessConfig(Section):
     installed and proves on hard texts, and again on a sample of every unit, that its ids are the same."""
     verify_rate: float = Field(default=0.002, ge=0, le=1)
     """Share of a unit's documents, and at least 64 of them, whose ids are compared with those of `tokenizers`."""
-    max_document_bytes: Bytes = Field(default=2 * 2**20, ge=1024)
+    max_document_bytes: Bytes = Field(default=2 * 2**20, ge=1024, le=MAX_BYTES)
     """Text of a longer document is encoded in pieces, cut at a line end or space; it stays one document."""
     on_long_document: Literal["split", "reject"] = "split"
     """Treatment of documents longer than `max_document_bytes`."""
@@ -322,7 +322,7 @@ class LoaderConfig(Section):
 
     read: Literal["mmap", "pread"] = "mmap"
     """`pread` for file systems on which mapping files is slow or fails: errors can be retried there."""
-    prefetch: int = Field(default=2, ge=1)
+    prefetch: int = Field(default=2, ge=1, le=1000)
     """Steps that are read ahead; of small ones more."""
     packing: Packing = "windows"
     """Making of training samples out of documents. `windows`: each source is one text that is cut every

@@ -7,7 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, AbsPath, DataPath, KeyMark, Section, Text, parse_bytes
+from pipeline.config.base import (
+    MAX_LOCAL,
+    MAX_SAMPLES,
+    MAX_SEQUENCE,
+    AbsPath,
+    DataPath,
+    KeyMark,
+    Section,
+    Text,
+    parse_bytes,
+)
+from pipeline.config.layers.mixers import MAX_ROWS
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.parsing.task_files import files_of_folder, files_of_tasks
 
@@ -56,7 +67,7 @@ class HarnessConfig(Section):
 
     tasks: Annotated[list[str], KeyMark("code", files_of_tasks)] = Field(min_length=1)
     """Names of tasks, groups or tags, or paths of task files."""
-    num_fewshot: int | None = Field(default=None, ge=0)
+    num_fewshot: int | None = Field(default=None, ge=0, le=10_000)
     """Examples before each question; by default what the task says."""
     limit: int | None = Field(default=None, ge=1)
     """Score only the first N documents of each task, to try something out; by default all."""
@@ -98,12 +109,12 @@ class EvalConfig(Section):
     documents: bool = False
     """Score each document by itself: windows begin anew with it, and hold nothing of another one. By default the split
     is one text, in which documents follow one another as they do in training."""
-    pseudo_tokens: int = Field(default=256, ge=0)
+    pseudo_tokens: int = Field(default=256, ge=0, le=MAX_SEQUENCE)
     """Encoders: tokens of each source that are masked alone for the pseudo-perplexity, a window in the forward pass for
     each of them; 0: it is left out."""
     max_length: int | None = Field(default=None, ge=1, le=MAX_SEQUENCE)
     """Tokens that a task has as input at once; by default train.sequence_length."""
-    processes: int = Field(default=1, ge=1)
+    processes: int = Field(default=1, ge=1, le=MAX_LOCAL)
     """Processes of the evaluation, one per device. The command starts them on this machine, unless torchrun or another
     launcher has; in a job they are as many on each node as it has GPUs."""
     parallel: ParallelConfig | None = None
@@ -134,11 +145,11 @@ class GenerateConfig(Section):
 
     prompt: Text = "def "
     """Text to continue."""
-    max_tokens: int = Field(default=64, ge=1)
+    max_tokens: int = Field(default=64, ge=1, le=MAX_SEQUENCE)
     """Tokens to add at most; generation ends earlier at the end of the document."""
     temperature: float = Field(default=0.8, ge=0, le=1000)
     """Divides the logits; 0 takes the most probable token each time (greedy)."""
-    top_k: int | None = Field(default=None, ge=1)
+    top_k: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """Draw from the k most probable tokens only."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Draw from the smallest set of tokens whose probability reaches this (nucleus)."""
@@ -163,12 +174,12 @@ class ServeConfig(Section):
     """Port to listen on; 0 takes a free one, which is said."""
     slots: int = Field(default=16, ge=1, le=4096)
     """Texts that are continued together. Each holds a cache of up to `max_length` positions."""
-    queue: int = Field(default=256, ge=1)
+    queue: int = Field(default=256, ge=1, le=2**16)
     """Texts that may wait for a slot; beyond it requests are refused with status 429."""
     max_length: int | None = Field(default=None, ge=2, le=MAX_SEQUENCE)
     """Tokens of a text at most, those of its prompt and the new ones; by default the longest sequence length that the
     run trains with."""
-    max_body_bytes: Annotated[int, BeforeValidator(parse_bytes)] = Field(default=2**20, ge=1024)
+    max_body_bytes: Annotated[int, BeforeValidator(parse_bytes)] = Field(default=2**20, ge=1024, le=2**30)
     """Largest body of a request; a larger one is refused with status 413."""
     watch: bool = False
     """Take up new checkpoints as they are committed. While one is loaded, memory holds two models."""

@@ -23,7 +23,7 @@ class InitConfig(Section):
     std / sqrt(2 * layers) (GPT-2). `mup`: maximal update parametrization with respect to `mup_base_dim`."""
     std: float = Field(default=0.02, gt=0)
     """Standard deviation of the normal distribution."""
-    mup_base_dim: int | None = Field(default=None, ge=1)
+    mup_base_dim: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """mup: width at which learning rate and std are those of the config."""
     mup_fixed: list[Text] | None = None
     """mup: sizes that the model of `mup_base_dim` has as well, of `mla.q_rank`, `mla.kv_rank`, `experts.ffn_dim` and

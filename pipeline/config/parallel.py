@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Section
+from pipeline.config.base import MAX_PROCESSES, Section
+from pipeline.config.layers.mixers import MAX_LAYERS
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
@@ -23,10 +24,10 @@ class PipelineConfig(Section):
 
     schedule: ScheduleName = "1f1b"
     """Order of forward and backward passes of the micro-batches."""
-    virtual_stages: int | None = Field(default=None, ge=1)
+    virtual_stages: int | None = Field(default=None, ge=1, le=MAX_LAYERS)
     """Stages on one rank. 1 for gpipe and 1f1b, exactly 2 for zbv and dualpipev, 2 or more (by default 2) for the
     interleaved schedules."""
-    layers_per_stage: list[Annotated[int, Field(ge=0)]] | None = None
+    layers_per_stage: list[Annotated[int, Field(ge=0, le=MAX_LAYERS)]] | None = None
     """Number of layers of each stage, first to last; by default balanced, embedding and head counted. 0 is for a first
     stage with the embedding alone, and a last one with the head alone."""
 
@@ -39,12 +40,12 @@ class PipelineConfig(Section):
 class OverlapConfig(Section):
     """Communication that runs beside computation."""
 
-    forward_prefetch: int = Field(default=0, ge=0)
+    forward_prefetch: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """With dp_shard, layers whose weights are gathered ahead of the one at work in the forward pass. 0: each layer's
     when its turn comes, which on a GPU is beside the layer before, as long as the host is ahead of it. More are asked
     for before the layer is computed: for layers too small for the host, or a slow network, at the memory of these
     layers' weights."""
-    backward_prefetch: int = Field(default=1, ge=1)
+    backward_prefetch: int = Field(default=1, ge=1, le=MAX_LAYERS)
     """The same in the backward pass, where weights were given back after forward. 1 is what torch does by itself."""
     reduce: Literal["each", "last"] | None = None
     """With dp_shard and several micro-batches: add gradients up over the processes in the backward pass of each
@@ -59,23 +60,23 @@ class OverlapConfig(Section):
 class ParallelConfig(Section):
     """Degrees of parallelism. Processes = pp x dp_replicate x dp_shard x cp x tp, tp innermost, pp outermost."""
 
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Tensor parallel: every matrix is cut over N processes."""
-    pp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Pipeline parallel: the layers are cut into stages over N processes. Set train.micro_batch_size with it: a
     step needs several micro-batches."""
-    cp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Context parallel: every sequence is cut over N processes."""
     cp_method: CpMethod = "all_gather"
     """With cp, how attention sees the whole sequence. `all_gather`: each process has two pieces of it, one from either
     end, and collects all keys and values. `ulysses`: each has one piece, and exchanges it for some heads of the whole
     sequence; heads, and key and value heads, are cut over tp x cp."""
-    ep: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Expert parallel: the experts of a layer are dealt to N of the processes that share a model's weights, and tokens
     travel to them and back. It is not an axis of its own: it must divide dp_shard x cp x tp. tp cuts no expert."""
-    dp_replicate: int = Field(default=1, ge=-1)
+    dp_replicate: int = Field(default=1, ge=-1, le=MAX_PROCESSES)
     """Data parallel with a whole copy of the weights on each process, or on each group of dp_shard. -1: the rest."""
-    dp_shard: int = Field(default=-1, ge=-1)
+    dp_shard: int = Field(default=-1, ge=-1, le=MAX_PROCESSES)
     """Data parallel with weights, gradients and optimizer states sharded over N processes. -1: the rest."""
     sequence_parallel: bool = True
     """With tp, norms and residual stream are cut along the sequence too, which saves memory and sends no more. Sequence

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.base import DATA, AbsLinePath, Section
+from pipeline.config.base import DATA, MAX_LOCAL, AbsLinePath, Section
 
 
 class RunConfig(Section):
@@ -34,7 +34,7 @@ class TimeLimitsConfig(Section):
 class LaunchConfig(Section):
     """Processes of the run and their resources."""
 
-    processes: int | None = Field(default=None, ge=1)
+    processes: int | None = Field(default=None, ge=1, le=MAX_LOCAL)
     """Processes of the training, one per device; by default as many as `parallel` names. The command starts them on
     this machine, unless torchrun or another launcher has."""
     time_limits: TimeLimitsConfig = TimeLimitsConfig()

@@ -13,6 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 from pipeline.config.base import (
     CODE,
     DATA,
+    MAX_LOCAL,
+    MAX_NODES,
     AbsLinePath,
     KeyMark,
     Line,
@@ -98,7 +100,7 @@ class ResourcesConfig(Section):
     """Nodes that must not be used, like `n[17,42]`."""
     time: Minutes | None = Field(default=None, ge=1)
     """Time limit of a job. Training resumes in the next job after it (`slurm.chain`)."""
-    cpus_per_task: int | None = Field(default=None, ge=1)
+    cpus_per_task: int | None = Field(default=None, ge=1, le=2**16)
     """CPUs of each process; passed to srun, too."""
     mem_gb: float | None = Field(default=None, ge=0)
     """Memory of a node, in GB; 0: all that the node has. Without it the site's default holds."""
@@ -167,7 +169,7 @@ class SiteConfig(Section):
 class ArrayConfig(Section):
     """Preprocessing as an array of tasks, which share the units dynamically."""
 
-    tasks: int = Field(default=4, ge=1)
+    tasks: int = Field(default=4, ge=1, le=MAX_NODES)
     """Array tasks, each on one node; more than there are units are not sent."""
 
 
@@ -177,18 +179,18 @@ class SlurmConfig(Section):
     profile: Annotated[Line, AfterValidator(_absolute_file), KeyMark("code", _profile_files)] = "generic"
     """Site profile: the name of one that ships, or a file (`./site.yaml`). A relative path of a run file is looked for
     in the working directory, then beside the run file."""
-    nodes: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1, le=MAX_NODES)
     """Nodes of the training."""
-    processes_per_node: int | None = Field(default=None, ge=1)
+    processes_per_node: int | None = Field(default=None, ge=1, le=MAX_LOCAL)
     """Processes of the training on each node; by default one for each GPU (`gpus_per_node`)."""
-    gpus_per_node: int | None = Field(default=None, ge=0)
+    gpus_per_node: int | None = Field(default=None, ge=0, le=MAX_LOCAL)
     """GPUs that jobs ask for on each node; by default `gpus_per_node` of the profile."""
-    spare_nodes: int = Field(default=0, ge=0)
+    spare_nodes: int = Field(default=0, ge=0, le=MAX_NODES)
     """Nodes that a job asks for in addition, to take the place of those that fail."""
     chain: Literal["requeue", "singleton", "afterany"] = "requeue"
     """Continuation of training after a job's time: the same job again, or the next one of `links` that wait, one after
     the other, by name (`singleton`) or by dependency (`afterany`); for sites without requeue."""
-    links: int = Field(default=4, ge=1)
+    links: int = Field(default=4, ge=1, le=1000)
     """Jobs that are queued at once with `singleton` and `afterany`."""
     max_restarts: int = Field(default=5, ge=0)
     """Number of times in a row that training is started again after a crash, a hang or a lost node without a newer

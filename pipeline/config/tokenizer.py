@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import Bytes, DataPath, Section, Text
+from pipeline.config.base import MAX_BYTES, Bytes, DataPath, Section, Text
+from pipeline.config.layers.mixers import MAX_ROWS
 
 
 class TokenizerTrainConfig(Section):
     """Train a byte-level BPE tokenizer on the documents of the training split."""
 
-    vocab_size: int = Field(default=32768, ge=257)
+    vocab_size: int = Field(default=32768, ge=257, le=MAX_ROWS)
     """Entries, special tokens included."""
     min_frequency: int = Field(default=2, ge=1)
     """A pair is merged only if it occurs this often."""
-    max_bytes: Bytes = Field(default=256 * 2**20, ge=1)
+    max_bytes: Bytes = Field(default=256 * 2**20, ge=1, le=MAX_BYTES)
     """Train on a keyed sample of the documents of about this many bytes of text in all."""
 
 

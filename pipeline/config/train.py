@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, Count, DataPath, Duration, Section, Text
+from pipeline.config.base import MAX_PROCESSES, MAX_SAMPLES, MAX_SEQUENCE, Count, DataPath, Duration, Section, Text
 from pipeline.config.checkpoint import CheckpointConfig
+from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.objective import MixedObjectiveConfig
 from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
 
@@ -148,9 +149,9 @@ class BalanceConfig(Section):
 class BatchRampConfig(Section):
     """A batch size that grows to train.batch_size in equal steps over a number of tokens."""
 
-    start: int = Field(ge=1)
+    start: int = Field(ge=1, le=MAX_SAMPLES)
     """Batch size of the first step."""
-    increment: int = Field(ge=1)
+    increment: int = Field(ge=1, le=MAX_SAMPLES)
     """Size of each rise."""
     tokens: Count = Field(ge=1)
     """Target tokens after which the batch size is train.batch_size."""
@@ -192,9 +193,9 @@ class Fp8Config(Section):
     min_size: int = Field(default=1024, ge=16)
     """Matrices with fewer rows or columns than this on one process stay in the compute format: fp8 is slower there. So
     do those whose rows or columns are not a multiple of 16 (mxfp8: 32)."""
-    first_layers: int = Field(default=0, ge=0)
+    first_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Number of layers at the beginning that stay in the compute format."""
-    last_layers: int = Field(default=0, ge=0)
+    last_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Number of layers at the end that stay in it."""
     emulate: bool = False
     """torchao: round to fp8 and multiply in the compute format, for tests on devices without fp8."""
@@ -307,7 +308,7 @@ class FaultsConfig(Section):
     with the next step, `rewind` goes back to a checkpoint and skips the steps around the fault."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
     """The same for a step whose loss or gradient norm lies far above those before it. `skip` withholds its update."""
-    spike_window: int = Field(default=128, ge=8)
+    spike_window: int = Field(default=128, ge=8, le=2**20)
     """Steps before it that a step is compared with; fewer than half of them, and nothing is a spike."""
     spike_zscore: float = Field(default=6.0, gt=0)
     """Number of standard deviations above their mean that make a spike."""
@@ -354,7 +355,7 @@ class ProfileConfig(Section):
 
     steps: tuple[int, int]
     """First and last step, counted from 1."""
-    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0])
+    ranks: list[Annotated[int, Field(ge=0, le=MAX_PROCESSES)]] = Field(default=[0])
     """Processes that write traces and snapshots."""
     trace: bool = True
     """Torch profiler traces (`trace-*`), for https://ui.perfetto.dev."""

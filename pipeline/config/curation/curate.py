@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import Bytes, DataGlob, DataPath, KeyMark, Section, Text
+from pipeline.config.base import MAX_BYTES, Bytes, DataGlob, DataPath, KeyMark, Section, Text
 from pipeline.config.curation.rules import RulesConfig
 from pipeline.config.parsing.task_files import files_of_tasks
 
@@ -212,7 +212,7 @@ class CurateConfig(Section):
     """Seed of masks, of the choice among equals and of the examples in the report."""
     engine: Literal["auto", "numba", "python"] = "auto"
     """Engine of the measures. `auto` takes numba where it is installed and agrees with plain Python on hard texts."""
-    bucket_bytes: Bytes = Field(default=512 * 2**20, ge=2**16)
+    bucket_bytes: Bytes = Field(default=512 * 2**20, ge=2**16, le=MAX_BYTES)
     """Bytes that a job of the comparison sorts in memory."""
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ class ExpertsConfig(Section):
 
     count: int = Field(ge=1, le=MAX_EXPERTS)
     """Experts."""
-    top_k: int = Field(ge=1)
+    top_k: int = Field(ge=1, le=MAX_EXPERTS)
     """Experts of each token."""
     ffn_dim: int = Field(ge=1, le=MAX_WIDTH)
     """Hidden size of an expert, a multiple of 8."""
@@ -43,9 +43,9 @@ class ExpertsConfig(Section):
     """The weights of the chosen experts are their scores divided by their sum; false: the scores themselves (OLMoE)."""
     scale: float = Field(default=1.0, gt=0)
     """Factor on these weights (DeepSeek-V3: 2.5)."""
-    groups: int | None = Field(default=None, ge=1)
+    groups: int | None = Field(default=None, ge=1, le=MAX_EXPERTS)
     """Groups of equally many experts, of which only some may be chosen from (DeepSeek). Needs top_groups."""
-    top_groups: int | None = Field(default=None, ge=1)
+    top_groups: int | None = Field(default=None, ge=1, le=MAX_EXPERTS)
     """Groups that the experts of a token are chosen from."""
     group_score: Literal["top2_sum", "max"] = "top2_sum"
     """Score of a group: the sum of its two best experts (DeepSeek-V3), or its best one (DeepSeek-V2)."""

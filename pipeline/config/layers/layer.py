@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
-from pipeline.config.base import DATA, Section
+from pipeline.config.base import DATA, MAX_SEQUENCE, Section
 from pipeline.config.layers.experts import ExpertsConfig
 from pipeline.config.layers.mixers import MAX_ROWS, MAX_WIDTH, DeltaConfig, Mamba2Config, MlaConfig
 from pipeline.config.plugins import MixerOptions, MlpOptions, NamedPlugin, is_plugin
@@ -19,7 +19,7 @@ class RopeScalingConfig(Section):
     """Method of scaling."""
     factor: float = Field(gt=0)
     """Length of the new context over the original one."""
-    original_max_positions: int = Field(default=8192, ge=1)
+    original_max_positions: int = Field(default=8192, ge=1, le=MAX_SEQUENCE)
     """Context length that the unscaled frequencies were made for (llama3, yarn)."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     """llama3: wavelengths longer than original_max_positions / low_freq_factor are scaled by the full factor."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.common import storage
-from pipeline.common.errors import UserError
+from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import CHUNK_BYTES
 from pipeline.common.mapped_file import map_file
 from pipeline.common.retry import retried
@@ -39,6 +39,9 @@ SPLIT = 1
 EDITED = 2
 """Flag of a document whose text was edited by curation."""
 PARTS_A_FOLDER = 1000
+_PER_TOKEN = 16
+_EMPTY = 2**20
+"""No dataset has more sequences or documents than these, and 16 for each token, though some are empty."""
 
 
 def part_files(prefix: Path) -> tuple[Path, Path, Path]:
@@ -186,6 +189,8 @@ class _Mapped:
         try:
             self.size = os.fstat(file).st_size
             self._bytes: npt.NDArray[np.uint8] | bytes = map_file(file, self.size) if self.size else b""
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}, to map {self.size:,} bytes", str(path)) from None
         finally:
             os.close(file)
 
@@ -198,7 +203,13 @@ class _Loaded(_Mapped):
     """A file that was read as a whole."""
 
     def __init__(self, path: Path) -> None:
-        self._bytes = storage.read_bytes(path)
+        try:
+            self._bytes = storage.read_bytes(path)
+        except MemoryError:
+            raise MachineError(
+                f"{path} does not fit into the memory of this machine; look whether it is whole, or set "
+                "data.loader.read: mmap"
+            ) from None
         self.size = len(self._bytes)
 
 
@@ -271,28 +282,22 @@ class IndexedPart(TokenRanges):
         self.bin_path, self.idx_path, _ = part_files(prefix)
         self.place = self.bin_path
         try:
-            idx = retried(self._open_index, self.idx_path, "opening it")
+            index_size, header = retried(self._read_header, self.idx_path, "opening it")
             size = retried(self._open_tokens, self.bin_path, "opening it")
         except FileNotFoundError as error:
             path = Path(error.filename)
             missing = f"{path.readlink()}, which {path} links to," if path.is_symlink() else f"{path}"
             raise UserError(f"{missing} is missing; a part needs both its .bin and its .idx") from None
-        if idx.size < HEADER.size:
-            raise UserError(f"{self.idx_path}: {idx.size} bytes are too few for an .idx file; it is truncated")
-        magic, version, code, sequences, bounds = HEADER.unpack(idx.array("<u1", HEADER.size).tobytes())
-        if magic != MAGIC:
-            raise UserError(f"{self.idx_path} is not an .idx file: it begins with {magic!r} instead of {MAGIC!r}")
-        if version != VERSION:
-            raise UserError(f"{self.idx_path}: version {version} of the format; this program reads {VERSION}")
-        dtype = np.dtype(DTYPES.get(code, "V"))
-        if dtype.kind not in "iu":
-            raise UserError(f"{self.idx_path}: dtype code {code} is not an integer type (1 to 5 and 8 are)")
-        expected = HEADER.size + 12 * sequences + 8 * bounds
-        # With an i8 a sequence more, the file was written for several modalities.
-        if bounds < 1 or idx.size != expected:
+        dtype, sequences, bounds = self._parse(index_size, header)
+        # A sparse file costs nothing and may say any size: the index is not opened before the tokens explain it.
+        if max(sequences, bounds) > _EMPTY + _PER_TOKEN * (size // dtype.itemsize):
             raise UserError(
-                f"{self.idx_path}: {idx.size} bytes, but its header needs {expected}; it is truncated or damaged"
+                f"{self.idx_path}: {sequences:,} sequences and {bounds - 1:,} documents of {size // dtype.itemsize:,} "
+                f"tokens ({self.bin_path.name}); it is damaged, or does not belong to them"
             )
+        idx = retried(self._open_index, self.idx_path, "opening it")
+        if idx.size != index_size:
+            raise UserError(f"{self.idx_path} changed while it was opened")
         self.dtype = dtype
         self.sequences: int = sequences
         self.documents: int = bounds - 1
@@ -312,6 +317,34 @@ class IndexedPart(TokenRanges):
         self._pointer_view = self.pointers.view(np.uint8).data.cast("q")
         self._bound_view = self.bounds.view(np.uint8).data.cast("q")
         self._connect()
+
+    def _read_header(self) -> tuple[int, bytes]:
+        """Size of the .idx file, and its first bytes."""
+        file = storage.regular_descriptor(self.idx_path)
+        try:
+            return os.fstat(file).st_size, os.pread(file, HEADER.size, 0)
+        finally:
+            os.close(file)
+
+    def _parse(self, size: int, header: bytes) -> tuple[np.dtype[Any], int, int]:
+        """Type of ids, and numbers of sequences and bounds, of a header that explains the size of its file."""
+        if len(header) < HEADER.size:
+            raise UserError(f"{self.idx_path}: {size} bytes are too few for an .idx file; it is truncated")
+        magic, version, code, sequences, bounds = HEADER.unpack(header)
+        if magic != MAGIC:
+            raise UserError(f"{self.idx_path} is not an .idx file: it begins with {magic!r} instead of {MAGIC!r}")
+        if version != VERSION:
+            raise UserError(f"{self.idx_path}: version {version} of the format; this program reads {VERSION}")
+        dtype = np.dtype(DTYPES.get(code, "V"))
+        if dtype.kind not in "iu":
+            raise UserError(f"{self.idx_path}: dtype code {code} is not an integer type (1 to 5 and 8 are)")
+        expected = HEADER.size + 12 * sequences + 8 * bounds
+        # With an i8 a sequence more, the file was written for several modalities.
+        if bounds < 1 or size != expected:
+            raise UserError(
+                f"{self.idx_path}: {size} bytes, but its header needs {expected}; it is truncated or damaged"
+            )
+        return dtype, sequences, bounds
 
     def _open_index(self) -> _Mapped:
         return _Mapped(self.idx_path)

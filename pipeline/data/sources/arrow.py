@@ -71,7 +71,9 @@ def _saved_dataset(folder: str, key: str) -> list[str]:
             f"{key}: {folder} is a folder, but not one of `Dataset.save_to_disk` (it has no state.json); for plain "
             f"Arrow files write {os.path.join(folder, '*.arrow')!r}"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except UserError:
+        raise
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise UserError(
             f"{key}: state.json or dataset_dict.json of {folder} is damaged; save the dataset again"
         ) from None

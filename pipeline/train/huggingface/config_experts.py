@@ -67,7 +67,7 @@ def read_experts(
         kinds: by type the keys of its layers.
     """
     # A loss of training alone, and whether the forward pass computes it.
-    source.get("router_aux_loss_coef"), source.get("output_router_logits")
+    source.number("router_aux_loss_coef"), source.get("output_router_logits")
     if not any(has):
         key = next((each for each in _DECIDE if source.get(each)), "num_hidden_layers")
         source.refuse(key, source.get(key), f"with it none of the {len(has)} layers has experts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
@@ -15,6 +16,7 @@ _SCALING_KEYS: dict[str, tuple[str, ...]] = {
 """Keys that decide the frequencies of a scaling."""
 _MSCALE = ("mscale", "mscale_all_dim")
 """DeepSeek's, of YaRN."""
+_NUMBERS = {"rope_theta", *_MSCALE, *chain.from_iterable(_SCALING_KEYS.values())} - {"truncate"}
 ROPE_SHARE = "partial_rotary_factor"
 
 
@@ -49,8 +51,9 @@ def read_rope_share(source: ConfigSource, key: str, default: float) -> float:
         key: what version 4 of transformers calls it.
         default: what transformers takes where the file has none.
     """
-    inner = (source.get("rope_parameters", {}) or source.get("rope_scaling", {})).get(ROPE_SHARE)
-    found = {float(value) for value in (inner, source.get(ROPE_SHARE), source.get(key)) if value is not None}
+    inner = (source.object("rope_parameters") or source.object("rope_scaling")).get(ROPE_SHARE)
+    values = (source.as_number(ROPE_SHARE, inner), source.number(ROPE_SHARE), source.number(key))
+    found = {float(value) for value in values if value is not None}
     if len(found) > 1:
         source.refuse(key, source.get(key), f"{ROPE_SHARE} says otherwise: {sorted(found)}; remove one of them")
     return found.pop() if found else default
@@ -68,7 +71,7 @@ def read_rope_by_type(
         thetas: by type of layer the key of its theta in 4, and what transformers takes where nothing is said.
         scales_all: `rope_scaling` is that of all types.
     """
-    nested, scaling = source.get("rope_parameters", {}), source.get("rope_scaling", {})
+    nested, scaling = source.object("rope_parameters"), source.object("rope_scaling")
     unknown = {key: value for key, value in nested.items() if key not in thetas or not isinstance(value, dict)}
     if unknown:
         source.refuse("rope_parameters", unknown, f"it must have {' and '.join(thetas)}")
@@ -79,7 +82,7 @@ def read_rope_by_type(
         of_type = scaling if scales_all or name == first else {}
         if of_type and len(rope.keys() - {"rope_theta"}) and {**rope, **of_type} != rope:
             source.refuse("rope_scaling", scaling, f"rope_parameters differs from it ({rope}); remove one of them")
-        found[name] = read_rope_values(source, rope | of_type, source.get(key, default))
+        found[name] = read_rope_values(source, rope | of_type, source.number(key, default))
     return found
 
 
@@ -97,8 +100,9 @@ def read_rope_values(source: ConfigSource, values: Json, theta: float, *, mscale
         theta: what transformers takes where they have none.
         mscale: see `read_rope`.
     """
-    rope = {**values, "rope_theta": theta if values.get("rope_theta") is None else values["rope_theta"]}
-    scaling = _read_scaling(source, rope, source.get("max_position_embeddings"), mscale)
+    rope = {key: source.as_number(key, value) if key in _NUMBERS else value for key, value in values.items()}
+    rope["rope_theta"] = theta if rope.get("rope_theta") is None else rope["rope_theta"]
+    scaling = _read_scaling(source, rope, source.size("max_position_embeddings"), mscale)
     return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
 
 
@@ -109,12 +113,12 @@ def write_rope_values(layer: ModelConfig) -> Json:
 
 def _parameters(source: ConfigSource, default: float, theta_key: str) -> Json:
     """Both ways of writing it: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
-    theta, scaling = source.get("rope_theta"), source.get("rope_scaling", {})
-    named = source.get(theta_key, theta)
+    theta, scaling = source.number("rope_theta"), source.object("rope_scaling")
+    named = source.number(theta_key, theta)
     if theta not in (None, named):
         source.refuse("rope_theta", theta, f"{theta_key} is {named}; remove one of them")
     theta = named
-    parameters = source.get("rope_parameters", {})
+    parameters = source.object("rope_parameters")
     if scaling and parameters and scaling != parameters:
         source.refuse("rope_scaling", scaling, f"rope_parameters differs from it ({parameters}); remove one of them")
     found = dict(parameters or scaling)
@@ -126,7 +130,9 @@ def _parameters(source: ConfigSource, default: float, theta_key: str) -> Json:
 
 
 def _read_scaling(source: ConfigSource, rope: Json, positions: int | None, mscale: bool) -> Json | None:
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    kind = next((rope[key] for key in ("rope_type", "type") if rope.get(key) is not None), "default")
+    if not isinstance(kind, str):
+        source.refuse("rope_type", kind, "it must be a text")
     keys = (*_SCALING_KEYS.get(kind, ()), *(_MSCALE if mscale and kind == "yarn" else ()))
     known = {"rope_type", "type", "rope_theta", *keys}
     if kind == "default":

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from pipeline.common.errors import UserError
+from pipeline.config.layers.mixers import MAX_ROWS
 
 Json = dict[str, Any]
 
@@ -31,6 +32,12 @@ _DROPOUT = (
     *("attention_dropout", "residual_dropout", "embedding_dropout"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
 )
+
+
+_SHOWN = 300
+"""Characters of a value in a message."""
+_MAX_NUMBER = 1e30
+"""Factors, frequencies and bounds are far below; computing with them does not overflow."""
 
 
 class ConfigSource:
@@ -65,16 +72,51 @@ class ConfigSource:
 
     def need_count(self, key: str, most: int) -> int:
         """A number of things that are gone through one by one before the rest is checked."""
-        found = self.need(key)
-        if not isinstance(found, int) or not 1 <= found <= most:
-            self.refuse(key, found, f"it must be a whole number from 1 to {most}")
-        return found
+        return self._whole(key, self.need(key), 1, most)
 
     def count(self, key: str, default: int, least: int = 0) -> int:
         """A number that is computed with before the rest is checked."""
-        found = self.get(key, default)
-        if not isinstance(found, int) or isinstance(found, bool) or found < least:
-            self.refuse(key, found, f"it must be a whole number from {least} on")
+        return self._whole(key, self.get(key, default), least, MAX_ROWS)
+
+    def need_size(self, key: str) -> int:
+        """A size that every such file has."""
+        return self.need_count(key, MAX_ROWS)
+
+    def size(self, key: str, default: int | None = None, least: int = 1) -> Any:
+        """A size; `default`, which may be None, where there is none."""
+        return self.size_or_null(key, default, least) if self.get(key) is not None else default
+
+    def size_or_null(self, key: str, absent: int | None, least: int = 1) -> Any:
+        """A size that may be null; `absent` only where the key is not there at all."""
+        found = self.get_absent(key, absent)
+        return found if found is None else self._whole(key, found, least, MAX_ROWS)
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """A number of 0 or more; `default`, which may be None, where there is none."""
+        return self.as_number(key, self.get(key, default))
+
+    def number_or_null(self, key: str, absent: float) -> Any:
+        """A number that may be null; `absent` only where the key is not there at all."""
+        return self.as_number(key, self.get_absent(key, absent))
+
+    def object(self, key: str) -> Json:
+        """An object; an empty one where there is none."""
+        found = self.get(key, {})
+        if not isinstance(found, dict):
+            self.refuse(key, found, "it must be an object")
+        return found
+
+    def as_number(self, key: str, found: Any) -> Any:
+        """A value of an inner object, where it is None or a number of 0 or more."""
+        # Python counts True as 1, and JSON of Python has NaN, Infinity, and whole numbers that no float holds.
+        is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+        if found is not None and not (is_number and 0 <= found <= _MAX_NUMBER):
+            self.refuse(key, found, f"it must be a number from 0 to {_MAX_NUMBER:g}")
+        return found
+
+    def _whole(self, key: str, found: Any, least: int, most: int) -> int:
+        if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= most:
+            self.refuse(key, found, f"it must be a whole number from {least} to {most}")
         return found
 
     def flag(self, key: str, default: bool) -> bool:
@@ -87,12 +129,12 @@ class ConfigSource:
     def must_be(self, key: str, wanted: Collection[Any], default: Any) -> None:
         """Refuse what we do not compute."""
         found = self.get(key, default)
-        if found not in wanted:
+        if not any(found == each for each in wanted):  # a list has no hash, to look it up by
             self.refuse(key, found, f"only {' or '.join(map(repr, wanted))} is supported")
 
     def refuse(self, key: str, value: Any, why: str) -> NoReturn:
         """Raise an error: this value is nothing that we compute."""
-        raise UserError(f"{self._file}: {key}: {value!r} cannot be converted: {why}")
+        raise UserError(f"{self._file}: {key}: {_shortened(value)} cannot be converted: {why}")
 
     def overlooked(self) -> list[str]:
         """Keys that may change the result and that nobody has looked at."""
@@ -109,3 +151,11 @@ class ConfigSource:
                 why = "the model needs its own code, and code that comes with weights is never run"
             hint = f"pipeline convert from-hf DIR OUT --ignore {key}"
             self.refuse(key, value, f"{why}. If it does not change what the model computes: {hint}")
+
+
+def _shortened(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python spells out no whole number of more than 4,300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

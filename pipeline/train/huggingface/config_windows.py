@@ -22,8 +22,8 @@ def read_windows(source: ConfigSource, layers: int, *, windowed: bool) -> Json:
         layers: number of layers.
         windowed: the family can have windows; others only have the keys for them.
     """
-    window = source.get_absent("sliding_window", DEFAULT_WINDOW)
-    uses, first = source.flag("use_sliding_window", False), source.get("max_window_layers", 28)
+    window = source.size_or_null("sliding_window", DEFAULT_WINDOW, least=0)
+    uses, first = source.flag("use_sliding_window", False), source.size("max_window_layers", 28, least=0)
     if not windowed or not uses:
         window = None
     names = layer_types(
@@ -46,7 +46,7 @@ def read_periodic(
         default: the window that transformers takes where the key is missing.
     """
     types = layer_types(source, layers, (FULL, SLIDING), lambda index: SLIDING if (index + 1) % period else FULL)
-    window: int | None = source.get_absent("sliding_window", default)
+    window: int | None = source.size_or_null("sliding_window", default, least=0)
     if window is None and SLIDING in types:
         source.refuse("sliding_window", window, f"layers of the type {SLIDING} need one")
     return types, window

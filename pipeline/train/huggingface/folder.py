@@ -16,6 +16,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
 from pipeline.config.model import ModelConfig
 from pipeline.config.tokenizer import TokenizerConfig
+from pipeline.data.tokenization.definition import check_definition
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.exported import HF_CONFIG
 from pipeline.train.checkpoint.tensors import Stored
@@ -30,6 +31,7 @@ from pipeline.train.model.config import DecoderSpec, decoder_spec
 CONFIG_FILE = HF_CONFIG
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_START_TOKEN = "decoder_start_token_id"
 _ROWS = 4096
 """Rows of two tensors that are compared at a time."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -53,11 +55,12 @@ class HuggingFaceFolder:
         if not file.is_file():
             raise UserError(f"{folder} has no {CONFIG_FILE}; give the folder of a downloaded model")
         self.values: dict[str, Any] = read_json(file)
+        self._source = ConfigSource(self.values, str(file))
         self.family, model = from_hf_config(self.values, str(file), ignore)
         changes = {} if vocab_multiple is None else {"vocab_multiple": vocab_multiple}
         self.model: ModelConfig = model.model_copy(update=changes)
         """The `model:` section that computes the same."""
-        self.quantization = None if KEY in ignore else read_quantization(ConfigSource(self.values, str(file)))
+        self.quantization = None if KEY in ignore else read_quantization(self._source)
         """How its files are quantized; they are read as the numbers that they stand for."""
         self.missing_mtp = 0
         """Layers of multi-token prediction that config.json speaks of, where the files have none: transformers leaves
@@ -73,8 +76,8 @@ class HuggingFaceFolder:
     def positions(self) -> int:
         """The longest context that config.json speaks of, in tokens."""
         key, default = self.family.positions
-        source = ConfigSource(self.values, str(self.folder / CONFIG_FILE))
-        return self.model.max_positions or source.count(key, 0) or default
+        found: int = self._source.size(key, default)
+        return self.model.max_positions or found
 
     @cached_property
     def spec(self) -> DecoderSpec:
@@ -105,8 +108,8 @@ class HuggingFaceFolder:
     @property
     def start_token(self) -> int | None:
         """Id that the decoder of an encoder-decoder begins with."""
-        found = self.values.get("decoder_start_token_id")
-        return found if self.model.encoder is not None and isinstance(found, int) else None
+        found: int | None = self._source.size(_START_TOKEN, least=0)
+        return None if self.model.encoder is None else found
 
     @property
     def left_out(self) -> list[str]:
@@ -215,14 +218,18 @@ class HuggingFaceFolder:
     def _end_of_text(self) -> str:
         """The token by that name in the tokenizer's files, or else by its id in config.json."""
         if (file := self.folder / TOKENIZER_CONFIG_FILE).is_file():
-            token = read_json(file).get("eos_token")
+            source = ConfigSource(read_json(file), str(file))
+            token = source.get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and token:
+            if not isinstance(token, str | None):
+                source.refuse("eos_token", token, "it must be a text")
+            if token:
                 return token
-        ids = self.values.get("eos_token_id")
+        ids = self._source.get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
-        for entry in read_json(self.folder / TOKENIZER_FILE).get("added_tokens") or []:
-            if isinstance(first, int) and entry["id"] == first:
+        file = self.folder / TOKENIZER_FILE
+        for entry in check_definition(storage.read_bytes(file), file).state.get("added_tokens") or []:
+            if type(first) is int and entry["id"] == first:
                 return str(entry["content"])
         raise UserError(
             f"neither {TOKENIZER_CONFIG_FILE} (eos_token) nor {CONFIG_FILE} (eos_token_id) of {self.folder} says which "

@@ -70,22 +70,22 @@ def read_llama_like(
         dense: False in a family whose layers all have experts; it has no size of other mlps.
     """
     source.must_be("hidden_act", ("silu",), "silu")
-    dim, heads = source.need("hidden_size"), source.need("num_attention_heads")
-    found_kv_heads = source.get_absent("num_key_value_heads", kv_heads)  # null means as many as heads
+    dim, heads = source.need_size("hidden_size"), source.need_size("num_attention_heads")
+    found_kv_heads = source.size_or_null("num_key_value_heads", kv_heads)  # null means as many as heads
     return {
         "layers": source.need_count("num_hidden_layers", MAX_LAYERS),
         "dim": dim,
         "heads": heads,
         "kv_heads": heads if found_kv_heads is None else found_kv_heads,
-        "head_dim": source.get("head_dim", head_dim),
-        **({"ffn_dim": source.need("intermediate_size")} if dense else {}),
+        "head_dim": source.size("head_dim", head_dim),
+        **({"ffn_dim": source.need_size("intermediate_size")} if dense else {}),
         "norm": "rmsnorm",
-        "norm_eps": source.get("rms_norm_eps", eps),
+        "norm_eps": source.number("rms_norm_eps", eps),
         "mlp": "swiglu",
         **(read_rope(source, theta, shared=share is not None) if rope is None else rope),
         **({} if share is None else {"rope_share": read_rope_share(source, ROPE_SHARE, share)}),
         "tie_embeddings": source.flag("tie_word_embeddings", tied),
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
     }
 
 

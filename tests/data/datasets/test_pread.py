@@ -218,7 +218,7 @@ def test_opening_is_tried_again(folder, no_pauses, monkeypatch, read):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     dataset = Dataset.open(folder, read)
-    monkeypatch.setattr(indexed._Mapped if read == "mmap" else indexed._Loaded, "__init__", stale)
+    monkeypatch.setattr(indexed.IndexedPart, "_read_header", stale)
     with pytest.raises(MachineError, match=r"00000001\.idx: opening it failed 4 times, ESTALE") as error:
         dataset.read(0, 1)
     assert "preprocess" not in str(error.value)  # the dataset is not to blame

@@ -93,7 +93,7 @@ def config_of(name: str, **more: Any) -> dict[str, Any]:
         ("qwen3-next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: 0"),
         ("qwen3-next", {"linear_num_value_heads": 3}, "value_heads 3 must be a multiple of key_heads 2"),
         ("qwen3-next", {"linear_key_head_dim": "x"}, "linear_key_head_dim: 'x' .*whole number"),
-        ("qwen3-next", {"linear_value_head_dim": 2**40}, "value_dim"),
+        ("qwen3-next", {"linear_value_head_dim": 2**40}, "linear_value_head_dim: 1099511627776 "),
         ("qwen3-next", {"linear_conv_kernel_dim": 2**20}, "conv_size"),
         ("qwen3-next", {"num_hidden_layers": 2**40}, "num_hidden_layers"),
         ("qwen3-next", {"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers: .*none of the 4 layers has experts"),

@@ -42,13 +42,13 @@ def test_a_billion_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"])
 def test_other_sizes(tmp_path: Path, key: str) -> None:
-    with pytest.raises(UserError, match="less than or equal to"):
+    with pytest.raises(UserError, match=f"{key}: {2**40} .* whole number from 1 to"):
         _ = HuggingFaceFolder(folder(tmp_path / "hf", **{key: 2**40})).mapping
 
 
 def test_billions_of_experts(tmp_path: Path) -> None:
     moe = {"model_type": "mixtral", "num_experts_per_tok": 2}
-    with pytest.raises(UserError, match="experts.count: .*less than or equal to"):
+    with pytest.raises(UserError, match="num_local_experts: 1000000000 .* whole number from 1 to"):
         _ = HuggingFaceFolder(folder(tmp_path / "hf", **moe, num_local_experts=10**9)).mapping
 
 

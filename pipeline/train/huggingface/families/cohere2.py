@@ -43,7 +43,7 @@ def _read(source: ConfigSource) -> Json:
     for key in ("use_parallel_embedding", "use_embedding_sharing", "cache_implementation", "layer_switch"):
         source.get(key)
     found = read_llama_like(source, tied=True)
-    period = source.get("sliding_window_pattern", 4)
+    period = source.size("sliding_window_pattern", 4)
     types, window = read_periodic(source, found["layers"], period)
     kinds = {
         FULL: {"positions": "none"},
@@ -53,10 +53,10 @@ def _read(source: ConfigSource) -> Json:
         **found,
         "norm": "layernorm",
         "norm_bias": False,
-        "norm_eps": source.get("layer_norm_eps", 1e-5),
+        "norm_eps": source.number("layer_norm_eps", 1e-5),
         "residual": "parallel_shared",
         "bias": "attention" if source.flag("attention_bias", False) else "none",
-        "logit_scale": float(source.get("logit_scale", 0.0625)),
+        "logit_scale": float(source.number("logit_scale", 0.0625)),
         **read_kinds(types, kinds),
     }
 

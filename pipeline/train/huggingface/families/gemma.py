@@ -36,40 +36,40 @@ def _read(source: ConfigSource, *, heads: int, kv_heads: int) -> Json:
     source.must_be("use_bidirectional_attention", (False,), False)
     for key in ("hidden_act", "cache_implementation"):
         source.get(key)  # transformers reads another key, and the kind of a cache
-    head_dim, dim = source.get("head_dim", 256), source.need("hidden_size")
-    squared = source.get("query_pre_attn_scalar", 256)
+    head_dim, dim = source.size("head_dim", 256), source.need_size("hidden_size")
+    squared = source.number("query_pre_attn_scalar", 256)
     return {
         "layers": source.need_count("num_hidden_layers", MAX_LAYERS),
         "dim": dim,
-        "heads": source.get("num_attention_heads", heads),
-        "kv_heads": source.get("num_key_value_heads", kv_heads),
+        "heads": source.size("num_attention_heads", heads),
+        "kv_heads": source.size("num_key_value_heads", kv_heads),
         "head_dim": head_dim,
-        "ffn_dim": source.need("intermediate_size"),
+        "ffn_dim": source.need_size("intermediate_size"),
         "norm": "rmsnorm",
-        "norm_eps": source.get("rms_norm_eps", 1e-6),
+        "norm_eps": source.number("rms_norm_eps", 1e-6),
         "norm_offset": 1.0,
         "norm_place": "both",
         "mlp": "geglu",
         "attention_scale": None if squared == head_dim else squared**-0.5,
         "embedding_scale": dim**0.5,
         "tie_embeddings": source.flag("tie_word_embeddings", True),
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
     }
 
 
 def _read_gemma3(source: ConfigSource) -> Json:
     found = _read(source, heads=8, kv_heads=4)
     # Files of transformers 4.5x have the period under two names, and only the first is read.
-    period = source.get("sliding_window_pattern", 6)
+    period = source.size("sliding_window_pattern", 6)
     source.get("_sliding_window_pattern")
     types, window = read_periodic(source, found["layers"], period)
     ropes = read_rope_by_type(source, _THETAS)
     if scaling := ropes[SLIDING]["rope_scaling"]:
         source.refuse("rope_parameters", scaling, f"frequencies of {SLIDING} are not scaled in Gemma 3")
-    if source.get("attn_logit_softcapping") is not None:
+    if source.number("attn_logit_softcapping") is not None:
         source.refuse("attn_logit_softcapping", source.get("attn_logit_softcapping"), "Gemma 3 has none")
     kinds = {SLIDING: {"sliding_window": window, **ropes[SLIDING]}, FULL: ropes[FULL]}
-    cap = source.get("final_logit_softcapping")
+    cap = source.number("final_logit_softcapping")
     return {**found, "qk_norm": True, "logit_soft_cap": cap, **read_kinds(types, kinds)}
 
 
@@ -80,8 +80,8 @@ def _read_gemma2(source: ConfigSource) -> Json:
     return {
         **found,
         **read_rope(source),
-        "attention_soft_cap": source.get_absent("attn_logit_softcapping", 50.0),
-        "logit_soft_cap": source.get_absent("final_logit_softcapping", 30.0),
+        "attention_soft_cap": source.number_or_null("attn_logit_softcapping", 50.0),
+        "logit_soft_cap": source.number_or_null("final_logit_softcapping", 30.0),
         **read_kinds(types, kinds),
     }
 

@@ -18,18 +18,18 @@ def _read(source: ConfigSource) -> Json:
     source.must_be("scale_attn_by_inverse_layer_idx", (False,), False)
     source.must_be("add_cross_attention", (False,), False)
     return {
-        "layers": source.need("n_layer"),
-        "dim": source.need("n_embd"),
-        "heads": source.need("n_head"),
-        "ffn_dim": source.get("n_inner", 4 * source.need("n_embd")),
+        "layers": source.need_size("n_layer"),
+        "dim": source.need_size("n_embd"),
+        "heads": source.need_size("n_head"),
+        "ffn_dim": source.size("n_inner", 4 * source.need_size("n_embd")),
         "norm": "layernorm",
-        "norm_eps": source.get("layer_norm_epsilon", 1e-5),
+        "norm_eps": source.number("layer_norm_epsilon", 1e-5),
         "mlp": "gelu",
         "bias": "all",
         "positions": "learned",
-        "max_positions": source.get("n_positions", 1024),
+        "max_positions": source.size("n_positions", 1024),
         "tie_embeddings": source.flag("tie_word_embeddings", True),
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
     }
 
 

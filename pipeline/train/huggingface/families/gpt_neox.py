@@ -22,21 +22,21 @@ def _read(source: ConfigSource) -> Json:
     source.must_be("is_decoder", (True, False), False)  # of encoders beside it, which there are none
     for dropout in ("hidden_dropout", "classifier_dropout"):
         source.get(dropout)
-    heads = source.need("num_attention_heads")
+    heads = source.need_size("num_attention_heads")
     return {
         "layers": source.need_count("num_hidden_layers", MAX_LAYERS),
-        "dim": source.need("hidden_size"),
+        "dim": source.need_size("hidden_size"),
         "heads": heads,
-        "ffn_dim": source.get("intermediate_size", 24576),
+        "ffn_dim": source.size("intermediate_size", 24576),
         "norm": "layernorm",
-        "norm_eps": source.get("layer_norm_eps", 1e-5),
+        "norm_eps": source.number("layer_norm_eps", 1e-5),
         "mlp": _ACTIVATIONS[source.get("hidden_act", "gelu")],
         "bias": "all" if source.flag("attention_bias", True) else "mlp",
         "residual": "parallel" if source.flag("use_parallel_residual", True) else "sequential",
         **read_rope(source, shared=True, theta_key="rotary_emb_base"),
         "rope_share": read_rope_share(source, "rotary_pct", 0.25),
         "tie_embeddings": source.flag("tie_word_embeddings", False),
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
     }
 
 

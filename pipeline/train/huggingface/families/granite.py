@@ -27,10 +27,10 @@ def _read(source: ConfigSource) -> Json:
 def read_factors(source: ConfigSource) -> Json:
     """`FACTORS` of `model:`."""
     return {
-        "embedding_scale": float(source.get("embedding_multiplier", 1.0)),
-        "residual_scale": float(source.get("residual_multiplier", 1.0)),
-        "attention_scale": float(source.get("attention_multiplier", 1.0)),
-        "logit_scale": 1 / source.get("logits_scaling", 1.0),
+        "embedding_scale": float(source.number("embedding_multiplier", 1.0)),
+        "residual_scale": float(source.number("residual_multiplier", 1.0)),
+        "attention_scale": float(source.number("attention_multiplier", 1.0)),
+        "logit_scale": 1 / source.number("logits_scaling", 1.0),
     }
 
 

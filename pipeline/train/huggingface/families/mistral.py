@@ -13,7 +13,7 @@ def _read(source: ConfigSource) -> Json:
     found = read_llama_like(source, kv_heads=8)
     source.must_be("attention_bias", (False,), False)
     source.get("layer_types")  # which transformers does not read here
-    window = source.get_absent("sliding_window", DEFAULT_WINDOW)
+    window = source.size_or_null("sliding_window", DEFAULT_WINDOW, least=0)
     return {**found, "sliding_window": None if window is None else int(window)}
 
 

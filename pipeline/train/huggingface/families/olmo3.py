@@ -27,8 +27,8 @@ def _read(source: ConfigSource) -> Json:
 
 def _read_ropes(source: ConfigSource) -> tuple[Json, Json]:
     """Rope of full layers, and of those with a window."""
-    by_type, scaling = source.get("rope_parameters", {}), source.get("rope_scaling", {})
-    theta = source.get("rope_theta", _THETA)
+    by_type, scaling = source.object("rope_parameters"), source.object("rope_scaling")
+    theta = source.number("rope_theta", _THETA)
     if by_type and (scaling or not by_type.keys() <= {FULL, SLIDING}):
         source.refuse("rope_parameters", by_type, f"it must have {FULL} and {SLIDING}, without rope_scaling beside it")
     if not by_type:  # as version 4 of transformers wrote it, in which only full layers are scaled

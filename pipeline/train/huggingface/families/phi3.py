@@ -19,7 +19,7 @@ def _read(source: ConfigSource) -> Json:
     found = read_llama_like(source, eps=1e-5, share=1.0)
     if found["rope_scaling"] is not None:
         source.refuse("rope_scaling", found["rope_scaling"]["type"], "transformers has none but longrope for Phi-3")
-    window = source.get("sliding_window")
+    window = source.size("sliding_window", least=0)
     return {**found, "sliding_window": None if window is None else int(window)}
 
 

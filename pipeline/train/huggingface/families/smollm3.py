@@ -23,12 +23,12 @@ from pipeline.train.huggingface.llama_like import (
 def _read(source: ConfigSource) -> Json:
     found = read_llama_like(source, kv_heads=4, theta=2000000.0, tied=True)
     layers, rope = found["layers"], {"rope_scaling": found.pop("rope_scaling")}
-    interval = source.get("no_rope_layer_interval", 4)
+    interval = source.size("no_rope_layer_interval", 4)
     turns = source.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
     if not isinstance(turns, list) or len(turns) < layers:
         source.refuse("no_rope_layers", turns, f"it must be a list with an entry for each of the {layers} layers")
     source.get("max_window_layers")  # which transformers does not read here
-    window = source.get("sliding_window")
+    window = source.size("sliding_window", least=0)
     window = window if source.flag("use_sliding_window", False) else None
     # transformers gives the window to the layers without rope, if the file has no list.
     types = layer_types(

@@ -23,19 +23,19 @@ def _read(source: ConfigSource) -> Json:
     source.must_be("mlp_type", ("default",), "default")
     return {
         "layers": source.need_count("num_hidden_layers", MAX_LAYERS),
-        "dim": source.need("hidden_size"),
-        "heads": source.need("num_attention_heads"),
-        "kv_heads": source.get("num_key_value_heads", 2),
-        "head_dim": source.get("head_dim"),
-        "ffn_dim": source.need("intermediate_size"),
+        "dim": source.need_size("hidden_size"),
+        "heads": source.need_size("num_attention_heads"),
+        "kv_heads": source.size("num_key_value_heads", 2),
+        "head_dim": source.size("head_dim"),
+        "ffn_dim": source.need_size("intermediate_size"),
         "norm": "layernorm",
-        "norm_eps": source.get("norm_epsilon", 1e-5),
+        "norm_eps": source.number("norm_epsilon", 1e-5),
         "mlp": "gelu",
         "bias": "all" if source.flag("use_bias", True) else "none",
         **read_rope(source),
-        "sliding_window": source.get("sliding_window"),
+        "sliding_window": source.size("sliding_window", least=0),
         "tie_embeddings": source.flag("tie_word_embeddings", True),
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
     }
 
 

@@ -84,33 +84,34 @@ def _read(source: ConfigSource) -> Json:
     source.must_be("is_gated_act", (form.startswith("gated-"),), form.startswith("gated-"))
     source.must_be("is_decoder", (False,), False)
     source.must_be("is_encoder_decoder", (True,), True)
-    for key in ("dropout_rate", "classifier_dropout", "decoder_start_token_id", "n_positions"):
+    for key in ("dropout_rate", "classifier_dropout", "n_positions"):
         source.get(key)  # nothing that the weights compute
+    source.size("decoder_start_token_id", least=0)  # which the folder has
     dim, tied = source.need_count("d_model", MAX_WIDTH), source.flag("tie_word_embeddings", True)
     # Version 5 of transformers says so by a key of its own, and earlier ones by tied embeddings.
     scaled = source.get_absent("scale_decoder_outputs", tied)
     if not isinstance(scaled, bool):
         source.refuse("scale_decoder_outputs", scaled, "it must be true or false")
     return {
-        "layers": source.get("num_decoder_layers", layers),
+        "layers": source.size("num_decoder_layers", layers),
         "encoder": {"layers": layers},
         "dim": dim,
-        "heads": source.need("num_heads"),
-        "head_dim": source.get("d_kv", 64),
-        "ffn_dim": source.need("d_ff"),
+        "heads": source.need_size("num_heads"),
+        "head_dim": source.size("d_kv", 64),
+        "ffn_dim": source.need_size("d_ff"),
         "mlp": mlp,
         "norm": "rmsnorm",
-        "norm_eps": source.get("layer_norm_epsilon", 1e-6),
+        "norm_eps": source.number("layer_norm_epsilon", 1e-6),
         "positions": "relative",
         "relative": {
-            "buckets": source.get("relative_attention_num_buckets", 32),
-            "max_distance": source.get("relative_attention_max_distance", 128),
+            "buckets": source.size("relative_attention_num_buckets", 32),
+            "max_distance": source.size("relative_attention_max_distance", 128),
         },
         "attention_scale": 1.0,
         # Version 5 writes tied embeddings of all; those without a factor are tied only if the files have no head.
         "tie_embeddings": tied and scaled,
         "logit_scale": dim**-0.5 if scaled else 1.0,
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
     }
 
 

@@ -39,28 +39,28 @@ def _read(source: ConfigSource, *, types: int, skipped: int = 0, transform: str 
     source.must_be("tie_word_embeddings", (True,), True)  # of two biases of the head the other one counts without
     for key in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
         source.get(key)
-    gelu, dim = _GELUS[source.get("hidden_act", "gelu")], source.need("hidden_size")
+    gelu, dim = _GELUS[source.get("hidden_act", "gelu")], source.need_size("hidden_size")
     rows = source.count("max_position_embeddings", 512, least=skipped + 1)
     return {
         "direction": "both",
         "layers": source.need_count("num_hidden_layers", MAX_LAYERS),
         "dim": dim,
-        "heads": source.need("num_attention_heads"),
-        "ffn_dim": source.need("intermediate_size"),
+        "heads": source.need_size("num_attention_heads"),
+        "ffn_dim": source.need_size("intermediate_size"),
         "norm": "layernorm",
-        "norm_eps": source.get("layer_norm_eps", 1e-12),
+        "norm_eps": source.number("layer_norm_eps", 1e-12),
         "norm_place": "post",
         "mlp": gelu,
         "bias": "all",
         "positions": "learned",
         "max_positions": rows - skipped,
-        "token_types": source.get("type_vocab_size", types),
+        "token_types": source.size("type_vocab_size", types),
         "embedding_norm": True,
         "final_norm": False,
         "head_transform": transform or gelu,
         "head_bias": True,
         "tie_embeddings": True,
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
     }
 
 

@@ -43,11 +43,11 @@ def _read(source: ConfigSource) -> Json:
     return {
         "direction": "both",
         "layers": layers,
-        "dim": source.need("hidden_size"),
-        "heads": source.need("num_attention_heads"),
-        "ffn_dim": source.need("intermediate_size"),
+        "dim": source.need_size("hidden_size"),
+        "heads": source.need_size("num_attention_heads"),
+        "ffn_dim": source.need_size("intermediate_size"),
         "norm": "layernorm",
-        "norm_eps": source.get("norm_eps", 1e-5),
+        "norm_eps": source.number("norm_eps", 1e-5),
         "norm_bias": source.flag("norm_bias", False),
         "mlp": _GELUS[source.get("hidden_activation", "gelu")].replace("gelu", "geglu"),
         "bias": bias,
@@ -56,7 +56,7 @@ def _read(source: ConfigSource) -> Json:
         "head_transform": _GELUS[source.get("classifier_activation", "gelu")],
         "head_bias": source.flag("decoder_bias", True),
         "tie_embeddings": source.flag("tie_word_embeddings", True),
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
         **read_kinds(types, {FULL: ropes[FULL], SLIDING: {"sliding_window": window, **ropes[SLIDING]}}),
     }
 

@@ -48,17 +48,17 @@ def _read_v2(source: ConfigSource) -> Json:
     source.must_be("norm_topk_prob", (False,), False)  # which transformers does not read here
     method = source.get("topk_method", "greedy")
     source.must_be("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-    groups, top_groups = source.get("n_group"), source.get("topk_group")
+    groups, top_groups = source.size("n_group"), source.size("topk_group")
     experts = {
         **read_expert_sizes(source, count=64, ffn_dim=1407, shared=2),
-        "top_k": source.need("num_experts_per_tok"),
+        "top_k": source.need_size("num_experts_per_tok"),
         "score": "softmax",
         "normalize": False,
-        "scale": source.get("routed_scaling_factor", 1.0),
+        "scale": source.number("routed_scaling_factor", 1.0),
     }
     if method == "group_limited_greedy" and (groups, top_groups) != (1, 1):
         experts |= {"groups": groups, "top_groups": top_groups, "group_score": "max"}
-    return _read(source, experts, dense=source.get("first_k_dense_replace", 0))
+    return _read(source, experts, dense=source.size("first_k_dense_replace", 0, least=0))
 
 
 def _read_v3(source: ConfigSource) -> Json:
@@ -67,7 +67,7 @@ def _read_v3(source: ConfigSource) -> Json:
     source.must_be("topk_method", ("noaux_tc",), "noaux_tc")
     sizes = read_expert_sizes(source, count=256, ffn_dim=2048, shared=1)
     experts = read_biased_experts(source, sizes, scale=2.5, groups=8, top_groups=4)
-    found = _read(source, experts, dense=source.get("first_k_dense_replace", 3), kv_heads=128)
+    found = _read(source, experts, dense=source.size("first_k_dense_replace", 3, least=0), kv_heads=128)
     depth = read_count(source, _V3_NEXT, "num_mtp_layers", default=1, least=0)
     return found | ({"mtp": {"depth": depth}} if depth else {})
 
@@ -87,8 +87,7 @@ def _read(source: ConfigSource, experts: Json, *, dense: int, kv_heads: int | No
         source.refuse("num_key_value_heads", of_keys, f"latent attention has as many as num_attention_heads ({heads})")
     source.must_be("attention_bias", (False,), False)
     source.must_be("moe_layer_freq", (1,), 1)
-    for of_training in ("aux_loss_alpha", "seq_aux", "ep_size"):
-        source.get(of_training)
+    source.number("aux_loss_alpha"), source.get("seq_aux"), source.get("ep_size")  # of training
     del found["head_dim"]  # transformers computes it, and qk_head_dim, from the sizes below
     source.get("qk_head_dim")
     refuse_other_code(source, _OWN_CODE)
@@ -115,11 +114,11 @@ def read_latent(source: ConfigSource, norm_eps: float, *, q_rank: int | None) ->
         q_rank: what transformers takes where the key is not there.
     """
     return {
-        "kv_rank": source.get("kv_lora_rank", 512),
-        "q_rank": source.get_absent("q_lora_rank", q_rank),  # null means one matrix
-        "nope_dim": source.get("qk_nope_head_dim", 128),
-        "rope_dim": source.get("qk_rope_head_dim", 64),
-        "value_dim": source.get("v_head_dim", 128),
+        "kv_rank": source.size("kv_lora_rank", 512),
+        "q_rank": source.size_or_null("q_lora_rank", q_rank),  # null means one matrix
+        "nope_dim": source.size("qk_nope_head_dim", 128),
+        "rope_dim": source.size("qk_rope_head_dim", 64),
+        "value_dim": source.size("v_head_dim", 128),
         **({} if norm_eps == LATENT_EPS else {"norm_eps": LATENT_EPS}),
     }
 

@@ -48,16 +48,16 @@ def read_biased_experts(
         groups: the same.
         top_groups: the same.
     """
-    found_groups, found_top = source.get("n_group", groups), source.get("topk_group", top_groups)
+    found_groups, found_top = source.size("n_group", groups), source.size("topk_group", top_groups)
     if found_groups == 1 and found_top != 1:
         source.refuse("topk_group", found_top, "n_group is 1")
     return {
         **sizes,
-        "top_k": source.get("num_experts_per_tok", 8),
+        "top_k": source.size("num_experts_per_tok", 8),
         "score": "sigmoid",
         "score_bias": True,
         "normalize": source.flag("norm_topk_prob", True),
-        "scale": source.get("routed_scaling_factor", scale),
+        "scale": source.number("routed_scaling_factor", scale),
         **({} if found_groups == 1 else {"groups": found_groups, "top_groups": found_top}),
     }
 

@@ -44,19 +44,19 @@ _OF_EXPERTS = (
 def _read(source: ConfigSource) -> Json:
     found = read_llama_like(source, kv_heads=8, eps=1e-5, rope=_read_rope(source))
     types, window = read_periodic(source, found["layers"], period=2, default=_WINDOW)
-    top_k = source.get("num_experts_per_tok", 4)
+    top_k = source.size("num_experts_per_tok", 4)
     source.must_be("experts_per_token", (top_k,), top_k)  # the same once more, in published files
     source.get("initial_context_length")  # of training
     experts = {
         **_EXPERTS,
-        "count": source.get("num_local_experts", 128),
+        "count": source.size("num_local_experts", 128),
         "top_k": top_k,
         "ffn_dim": found.pop("ffn_dim"),
-        "clamp": source.get("swiglu_limit", _LIMIT),
-        "alpha": source.get("swiglu_alpha", _ALPHA),
+        "clamp": source.number("swiglu_limit", _LIMIT),
+        "alpha": source.number("swiglu_alpha", _ALPHA),
     }
     found |= {
-        "head_dim": source.get_absent("head_dim", 64),
+        "head_dim": source.size_or_null("head_dim", 64),
         "sinks": True,
         "bias": "attention" if source.flag("attention_bias", True) else "none",
         **read_kinds(types, {FULL: {}, SLIDING: {"sliding_window": window}}),
@@ -66,7 +66,7 @@ def _read(source: ConfigSource) -> Json:
 
 def _read_rope(source: ConfigSource) -> Json:
     if source.get("rope_parameters") is None and not source.get("rope_scaling"):
-        return read_rope_values(source, _YARN, source.get("rope_theta", _THETA))
+        return read_rope_values(source, _YARN, source.number("rope_theta", _THETA))
     return read_rope(source, _THETA)
 
 

@@ -24,10 +24,10 @@ from pipeline.train.model.tensor_names import TensorNames
 def _read(source: ConfigSource) -> Json:
     found = read_llama_like(source, kv_heads=8, theta=1e6, eps=1e-5)
     source.must_be("router_jitter_noise", (0, 0.0), 0)
-    window = source.get("sliding_window")
+    window = source.size("sliding_window", least=0)
     experts = {
         "count": read_count(source, "num_local_experts", "num_experts", default=8),
-        "top_k": source.get("num_experts_per_tok", 2),
+        "top_k": source.size("num_experts_per_tok", 2),
         "ffn_dim": found.pop("ffn_dim"),
     }
     found["sliding_window"] = None if window is None else int(window)

@@ -26,7 +26,7 @@ def _read(source: ConfigSource) -> Json:
         source.refuse("head_dim", found["head_dim"], "norms of queries in OLMoE are as wide as the model")
     experts = {
         "count": read_count(source, "num_experts", "num_local_experts", default=64),
-        "top_k": source.get("num_experts_per_tok", 8),
+        "top_k": source.size("num_experts_per_tok", 8),
         "ffn_dim": found.pop("ffn_dim"),
         "normalize": source.flag("norm_topk_prob", False),
     }

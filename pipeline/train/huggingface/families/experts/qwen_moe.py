@@ -34,7 +34,7 @@ def _read_qwen2_moe(source: ConfigSource) -> Json:
     layer_types(source, found["layers"], (FULL,), lambda index: FULL)
     experts = {
         **read_qwen_experts(source, count=60, top_k=4, ffn_dim=1408),
-        "shared_ffn_dim": source.get("shared_expert_intermediate_size", 5632),
+        "shared_ffn_dim": source.size("shared_expert_intermediate_size", 5632),
         "shared_gate": True,
     }
     found["bias"] = "qkv" if source.flag("qkv_bias", True) else "none"
@@ -45,7 +45,7 @@ def _read_qwen3_moe(source: ConfigSource) -> Json:
     found = read_llama_like(source, kv_heads=4)
     source.must_be("attention_bias", (False,), False)
     source.get("max_window_layers")  # which transformers does not read here
-    window = source.get_absent("sliding_window", DEFAULT_WINDOW)
+    window = source.size_or_null("sliding_window", DEFAULT_WINDOW, least=0)
     window = window if source.flag("use_sliding_window", False) else None
     found |= {"qk_norm": True, "sliding_window": window}
     experts = read_qwen_experts(source, count=128, top_k=8, ffn_dim=768)
@@ -56,8 +56,8 @@ def read_qwen_experts(source: ConfigSource, *, count: int, top_k: int, ffn_dim: 
     """Keys of `experts`, with what transformers takes where there are none."""
     return {
         "count": read_count(source, "num_experts", "num_local_experts", default=count),
-        "top_k": source.get("num_experts_per_tok", top_k),
-        "ffn_dim": source.get("moe_intermediate_size", ffn_dim),
+        "top_k": source.size("num_experts_per_tok", top_k),
+        "ffn_dim": source.size("moe_intermediate_size", ffn_dim),
         "normalize": source.flag("norm_topk_prob", False),
     }
 

@@ -42,7 +42,7 @@ reads the share alone."""
 def _read(source: ConfigSource) -> Json:
     found = read_llama_like(source, kv_heads=8, eps=1e-5, share=_SHARE)
     source.must_be(ROPE_SHARE, (found["rope_share"],), found["rope_share"])
-    nested = source.get("rope_parameters", {}) or source.get("rope_scaling", {})
+    nested = source.object("rope_parameters") or source.object("rope_scaling")
     if ROPE_SHARE not in nested:
         source.must_be(ROPE_SHARE, (_SHARE,), _SHARE)
     for key in ("z_loss_coefficient", "num_logits_to_keep"):  # of training, and of generation

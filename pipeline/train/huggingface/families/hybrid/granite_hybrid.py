@@ -52,12 +52,12 @@ def _read(source: ConfigSource) -> Json:
     types = layer_types(source, found["layers"], tuple(TYPES), lambda index: MAMBA)
     names = [TYPES[each] for each in types]
     shared = source.count("shared_intermediate_size", 1024, least=1)
-    count, top_k = source.count("num_local_experts", 8), source.get("num_experts_per_tok", 2)
+    count, top_k = source.count("num_local_experts", 8), source.count("num_experts_per_tok", 2)
     if count:
         sizes = {"count": count, "top_k": top_k, "ffn_dim": found.pop("ffn_dim"), "shared_ffn_dim": shared}
         found = read_experts(source, found, [True] * found["layers"], sizes)
     else:
-        source.get("router_aux_loss_coef"), source.get("output_router_logits")
+        source.number("router_aux_loss_coef"), source.get("output_router_logits")
         found["ffn_dim"] = shared
     biased = source.flag("attention_bias", False) and ATTENTION in names
     found["bias"] = "attention" if biased else "none"

@@ -127,7 +127,7 @@ def _read_experts(source: ConfigSource) -> Json:
         "score": "sigmoid",
         "score_bias": True,
         "normalize": source.flag("moe_renormalize", source.flag("norm_topk_prob", True)),
-        "scale": source.get("routed_scaling_factor", 2.446),
+        "scale": source.number("routed_scaling_factor", 2.446),
         **({} if groups == 1 else {"groups": groups, "top_groups": top_groups}),
     }
 

@@ -45,14 +45,14 @@ def _read(source: ConfigSource) -> Json:
     check_expand(source, "expand", sizes)
     return {
         "layers": source.need_count("num_hidden_layers", MAX_LAYERS),
-        "dim": source.need("hidden_size"),
+        "dim": source.need_size("hidden_size"),
         "mixer": "mamba2",
         "mamba2": {**sizes, **read_limits(source)},
         "mlp": "none",
         "norm": "rmsnorm",
-        "norm_eps": source.get("layer_norm_epsilon", 1e-5),
+        "norm_eps": source.number("layer_norm_epsilon", 1e-5),
         "tie_embeddings": source.flag("tie_word_embeddings", False),
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
     }
 
 

@@ -76,20 +76,20 @@ def _read(source: ConfigSource) -> Json:
     refuse_other_code(source, _OWN_CODE)
     found = {
         "layers": len(names),
-        "dim": source.need("hidden_size"),
-        "heads": source.get("num_attention_heads", 32),
-        "kv_heads": source.get("num_key_value_heads", 8),
-        "head_dim": source.get("head_dim", 128),
+        "dim": source.need_size("hidden_size"),
+        "heads": source.size("num_attention_heads", 32),
+        "kv_heads": source.size("num_key_value_heads", 8),
+        "head_dim": source.size("head_dim", 128),
         "positions": "none",
         "norm": "rmsnorm",
-        "norm_eps": source.get("layer_norm_epsilon", 1e-5),
+        "norm_eps": source.number("layer_norm_epsilon", 1e-5),
         "mlp": "relu2",
-        "ffn_dim": source.get("intermediate_size", 21504),
+        "ffn_dim": source.size("intermediate_size", 21504),
         "bias": "mlp" if source.flag("mlp_bias", False) else "none",
         "tie_embeddings": False,
-        "vocab_size": source.need("vocab_size"),
+        "vocab_size": source.need_size("vocab_size"),
     }
-    sizes = {**read_sizes(source, _KEYS), "dt_min": source.get("time_step_min", _LEAST_STEP)}
+    sizes = {**read_sizes(source, _KEYS), "dt_min": source.number("time_step_min", _LEAST_STEP)}
     ours = {**sizes, "time_step_min": sizes["dt_min"], "layer_norm_epsilon": found["norm_eps"]}
     ours |= {theirs: sizes[key] for key, theirs in _KEYS.items()} | {"head_dim": found["head_dim"]}
     for key, other in _OTHER_NAMES.items():

@@ -69,16 +69,14 @@ def _read(source: ConfigSource) -> Json:
 
 def _read_rope(source: ConfigSource) -> Json:
     """Keys of rope; the published models have null for the theta, and no rope."""
-    parameters = source.get(_ROPE, {})
-    if not isinstance(parameters, dict):
-        source.refuse(_ROPE, parameters, "it must be an object")
-    theta = parameters.get("rope_theta", source.get_absent("rope_theta", 10000.0))
+    parameters = source.object(_ROPE)
+    theta = parameters.get("rope_theta", source.number_or_null("rope_theta", 10000.0))
     if theta is not None:
         return read_rope(source)
-    kind = (parameters or source.get("rope_scaling", {})).get("rope_type", "default")
+    kind = (parameters or source.object("rope_scaling")).get("rope_type", "default")
     if kind != "default":
         source.refuse(_ROPE, parameters, "without a rope_theta there is no rope")
-    source.get("max_position_embeddings")
+    source.size("max_position_embeddings")
     return {"positions": "none"}
 
 

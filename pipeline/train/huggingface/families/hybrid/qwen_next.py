@@ -91,7 +91,7 @@ def _read_experts(source: ConfigSource, *, count: int, top_k: int, normalize: bo
     return {
         **read_qwen_experts(source, count=count, top_k=top_k, ffn_dim=512),
         "normalize": normalize,
-        "shared_ffn_dim": source.get("shared_expert_intermediate_size", 512),
+        "shared_ffn_dim": source.size("shared_expert_intermediate_size", 512),
         "shared_gate": True,
     }
 
