@@ -27,6 +27,7 @@ STEP = "step 1/"
 COMMANDS = {
     "config show": ["config", "show", "{file}"],
     "status": ["status", "{done}"],
+    "plan": ["plan", "models/llama3-8b.yaml"],
     "data where": ["data", "where", "{done}", "--step", "1"],
     "train": ["train", "{file}"],
     "train, 4 processes": ["train", "{file}", "launch.processes=4"],

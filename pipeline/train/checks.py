@@ -15,6 +15,7 @@ from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.preprocess.checks import known_tokenizer
 from pipeline.data.preprocess.run_file_check import check_run_file
+from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.layout_check import planned_model, planned_spec
 from pipeline.train.monitor.loggers.open import check_loggers
@@ -110,7 +111,10 @@ def _seam(scope: TrainScope, found: Problems) -> None:
     """The learning rate where the run resumes: one that rises there is meant, or a mistake that is seen late."""
     config = scope.config
     checkpoint = resume_checkpoint(config, Problems())  # what is wrong with it is told already
-    if checkpoint is None or not changed_schedule(config, checkpoint):
+    try:
+        if checkpoint is None or not changed_schedule(config, checkpoint):
+            return
+    except (*UNREADABLE, UserError):  # training resumes from an older one then, and says so
         return
     plan = plan_run(config, checkpoint)
     seam = find_seam(config, checkpoint, plan.journal, plan.length.steps)

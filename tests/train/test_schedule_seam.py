@@ -13,9 +13,11 @@ import pytest
 
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
+from pipeline.common.problems import Problems
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.train.checks import SEAM_CHECK, TrainScope
 from slurm.local import stages
 from slurm.local.preview import preview
 from slurm.submit.submit import submit
@@ -72,6 +74,16 @@ def test_what_is_allowed_or_does_not_rise_is_said(run_file: Path, capsys: pytest
     allowed = load(run_file, ["train.duration=24 steps", "resume.allow=[schedule]"])
     assert stages.train(allowed, Console(width=300)) == 24
     assert "warning: learning rate" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_left_to_the_start(run_file: Path) -> None:
+    """It resumes from an older one."""
+    config = load(run_file, [LONGER])
+    state = config.run.dir / "checkpoints" / "step-00000008" / "state.json"
+    state.write_bytes(b"[" * state.stat().st_size)
+    found = Problems()
+    found.look([SEAM_CHECK], TrainScope(config, 1))
+    assert not found.problems and not found.warnings
 
 
 def on_terminal(run_file: Path, answer: str, *arguments: str) -> tuple[int, str]:
