@@ -306,6 +306,22 @@ def cancel(numbers: Sequence[str]) -> None:
             raise
 
 
+def run_beside(job: str, node: str, words: Sequence[str], *, seconds: float = SECONDS) -> None:
+    """Run a command on a node of a job that runs, in a step of the job beside the others.
+
+    Args:
+        job: number as `scontrol show job` has it: of a task of an array its own.
+        node: of the job.
+        words: of the command.
+        seconds: to wait for its end.
+
+    Raises:
+        SchedulerError: the scheduler refuses, or the command fails.
+    """
+    step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--jobid={job}", f"--nodelist={node}"]
+    ask([*step, *words], seconds=seconds)
+
+
 def hold(numbers: Sequence[str]) -> None:
     """Waiting jobs do not start until their user releases them: `hold` of an operator would keep the user from that."""
     if numbers:

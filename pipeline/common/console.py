@@ -179,7 +179,7 @@ def warn(console: rich.console.Console, message: object) -> None:
 
 def confirmed(console: rich.console.Console, text: str) -> bool:
     """Ask a person whether something is meant; False where none can answer."""
-    if not is_screen(console) or not sys.stdin.isatty():
+    if not is_screen(console) or sys.stdin is None or not sys.stdin.isatty():
         return False
     say(console, text)
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -54,10 +54,8 @@ class Agreement:
 
     def exists(self) -> bool:
         """True if somebody has agreed."""
-        with suppress(FileNotFoundError):
-            lines = storage.json_lines(self.file)
-            return any(line.get("about") == self.about and line.get("change") == self.change for line in lines)
-        return False
+        lines = storage.json_lines(self.file)
+        return any(line.get("about") == self.about and line.get("change") == self.change for line in lines)
 
     def note(self) -> None:
         """Write it down."""
@@ -120,7 +118,12 @@ class Problems:
             self._questions[text] = Question(text.removesuffix(f"; {otherwise}"), agreement)
 
     def ask(self, console: Console) -> None:
-        """Ask the questions, where a person can answer; one that is answered with yes is noted, and not a problem."""
+        """Ask the questions, where a person can answer; one that is answered with yes is noted, and not a problem.
+
+        Nothing is asked where other problems refuse the start anyway.
+        """
+        if self._problems.keys() != self._questions.keys():
+            return
         for problem, question in list(self._questions.items()):
             if confirmed(console, question.text):
                 question.agreement.note()

@@ -40,7 +40,7 @@ class CheckpointConfig(Section):
     async_save: bool = True
     """Write while training continues: a step waits only until model and optimizer are copied to the memory of the host,
     which needs room for that copy."""
-    retries: int = Field(default=2, ge=0, le=1000)
+    retries: int = Field(default=2, ge=0, le=10**9)
     """Number of times that a failed save is tried again."""
     max_unsaved_minutes: float = Field(default=120, gt=0, lt=10**9)
     """When two saves have failed and the newest checkpoint is older than this, one last save is tried. If that fails,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.config.base import (
-    MAX_LOCAL,
+    MAX_PROCESSES,
     MAX_SAMPLES,
     MAX_SEQUENCE,
     AbsPath,
@@ -114,7 +114,7 @@ class EvalConfig(Section):
     each of them; 0: it is left out."""
     max_length: int | None = Field(default=None, ge=1, le=MAX_SEQUENCE)
     """Tokens that a task has as input at once; by default train.sequence_length."""
-    processes: int = Field(default=1, ge=1, le=MAX_LOCAL)
+    processes: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Processes of the evaluation, one per device. The command starts them on this machine, unless torchrun or another
     launcher has; in a job they are as many on each node as it has GPUs."""
     parallel: ParallelConfig | None = None

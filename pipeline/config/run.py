@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.base import DATA, MAX_LOCAL, AbsLinePath, Section
+from pipeline.config.base import DATA, MAX_PROCESSES, AbsLinePath, Section
 
 
 class RunConfig(Section):
@@ -34,7 +34,7 @@ class TimeLimitsConfig(Section):
 class LaunchConfig(Section):
     """Processes of the run and their resources."""
 
-    processes: int | None = Field(default=None, ge=1, le=MAX_LOCAL)
+    processes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Processes of the training, one per device; by default as many as `parallel` names. The command starts them on
     this machine, unless torchrun or another launcher has."""
     time_limits: TimeLimitsConfig = TimeLimitsConfig()
@@ -71,7 +71,7 @@ class ResumeConfig(Section):
     """`full` reads every file of the checkpoint and compares its hash; `size` looks at names and sizes only."""
     allow: list[Literal["data", "tokenizer", "objective", "model", "code", "schedule"]] = Field(default_factory=list)
     """Differences to accept, by name; each is otherwise an error that shows what differs. `schedule`: a learning rate
-    that rises where the run resumes; a terminal is asked, and who resumes without a change of the schedule never is."""
+    that rises where the run resumes, because its schedule was changed."""
 
     @property
     def step(self) -> int | None:

@@ -5,6 +5,7 @@ Nothing is written, no model is built and no weight is read. Ranks look again, a
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
@@ -114,9 +115,9 @@ def _seam(scope: TrainScope, found: Problems) -> None:
     try:
         if checkpoint is None or not changed_schedule(config, checkpoint):
             return
-    except (*UNREADABLE, UserError):  # training resumes from an older one then, and says so
+        plan = plan_run(config, checkpoint)
+    except (*UNREADABLE, UserError):  # another check says so, or training, which resumes from an older one
         return
-    plan = plan_run(config, checkpoint)
     seam = find_seam(config, checkpoint, plan.journal, plan.length.steps)
     if seam is None:
         return
@@ -131,8 +132,8 @@ def _data_comes(scope: TrainScope) -> str:
 
 
 def _seam_waits(scope: TrainScope) -> str:
-    if not RunFiles(scope.config.run.dir).checkpoints.exists():
-        return ""  # there is nothing to resume from
+    if not has_checkpoint(scope.config):
+        return ""
     folders = [dataset_folder(scope.config, source, TRAIN) for source in scope.config.data.sources]
     return "" if all((folder / MANIFEST_FILE).is_file() for folder in folders) else _data_comes(scope)
 
@@ -150,6 +151,13 @@ TRAIN_CHECKS: tuple[StartCheck[TrainScope], ...] = (
     StartCheck("datasets and their order", _data, _data_comes),
     SEAM_CHECK,
 )
+
+
+def has_checkpoint(config: Config) -> bool:
+    """Whether there is something to resume from, as far as can be seen."""
+    with suppress(OSError):
+        return bool(RunFiles(config.run.dir).checkpoint_steps())
+    return False
 
 
 def resume_checkpoint(config: Config, found: Problems) -> Checkpoint | None:

@@ -52,7 +52,7 @@ class Seam:
     def __str__(self) -> str:
         changed = "; ".join(f"{key}: {before} -> {now}" for key, (before, now) in self.changed.items())
         line = f"learning rate {self.before:.2e} -> {self.after:.2e} at step {self.step:,} ({changed})"
-        if not self.rises:
+        if not self.rises or "train.duration" not in self.changed:
             return line
         return (
             f"{line}: the schedule now ends later, as if it had always been so. To go without the rise, fork from "
@@ -103,10 +103,12 @@ def find_seam(config: Config, checkpoint: Checkpoint, journal: Journal, steps: i
 
 
 def planned_seam(config: Config, journal: Journal, steps: int) -> list[str]:
-    """The change behind the newest checkpoint in words, if there is one; refuses a schedule that training refuses."""
+    """The change where the run resumes in words, if there is one; refuses a schedule that training refuses."""
     Schedule(config.train.schedule, config.train.duration, steps, journal.tokens)
-    latest = Checkpoints.of_run(config.run.dir).latest()
-    seam = None if latest is None else find_seam(config, latest, journal, steps)
+    checkpoints = Checkpoints.of_run(config.run.dir)
+    named = [each for each in checkpoints.all() if each.step == config.resume.step]
+    checkpoint = named[0] if named else checkpoints.latest()
+    seam = None if checkpoint is None else find_seam(config, checkpoint, journal, steps)
     return [] if seam is None else [str(seam)]
 
 

@@ -6,18 +6,20 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from rich.console import Console
 
 from pipeline.common.console import say
-from pipeline.common.errors import MachineError, UserError
+from pipeline.common.errors import EXIT_OTHER, MachineError, UserError
 from pipeline.common.format import counted, duration
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.attempts import attempts
 from pipeline.train.run.heartbeat import ENDED, read_beats
+from slurm import jobs, scheduler
 from slurm.drill.strike import Part, Target
-from slurm.job.launch_log import LAST, Launch, launches
+from slurm.job.launch_log import Launch, launches
 from slurm.job.restart_policy import crashes_in_a_row
 from slurm.jobs import Job
 from slurm.run_argument import run_folder
@@ -28,7 +30,7 @@ _LOOK = 1.0
 """Seconds between looks at the files of the run."""
 _EXPECTED: dict[Part, str] = {
     "rank": "the other processes end, and the job starts all of them again on its nodes",
-    "node": "the other processes end, and the job starts all of them again, on other nodes where it has spare ones",
+    "node": "the other processes end, and the job starts all of them again; on spare nodes only where that fails there",
     "batch": "the processes save if they can, and the job goes back into the queue and starts again",
 }
 
@@ -97,8 +99,11 @@ def _target(folder: Path, job: Job, kill: Part, rank: int | None) -> Target:
     if kill == "batch":
         if job.where == "local":
             raise UserError("--kill batch: nothing would start a training in the background of this machine again")
-        launch = launches(folder, "train")[-1]
-        return Target(kill, job, launch.host, (0,), (launch.pid,))
+        chained = [each for each in jobs.sent(folder) if each.stage == "train" and each.link > job.link]
+        if read_submission(folder / job.submission).chain in ("singleton", "afterany", "none") and not chained:
+            raise UserError("--kill batch: no job follows this one, so the training would end")
+        host = scheduler.details(job.job).get("BatchHost", "")
+        return Target(kill, job, host, (0,), (launches(folder, "train")[-1].pid,))
     beats = {rank: beat for rank, beat in read_beats(folder, newest[0].number).items() if beat.phase != ENDED}
     if not beats:
         raise UserError(f"no process of {folder} has given a sign of life yet; run the command again in a minute")
@@ -135,11 +140,16 @@ def _expected(folder: Path, submission: Submission, kill: Part, before: _Before)
     Raises:
         UserError: the kill would be one crash too many.
     """
-    crashes = crashes_in_a_row(launches(folder, "train")[:-1], before.checkpoint)
+    past = launches(folder, "train")[:-1]
+    crashes = crashes_in_a_row(past, before.checkpoint)
+    if kill == "batch":
+        # The script of the job counts kills since a launch has ended otherwise, whatever was saved between them.
+        killed = takewhile(lambda each: each.end is not None and each.end.code == EXIT_OTHER, reversed(past))
+        crashes = max(crashes, sum(1 for _ in killed))
     if crashes + 1 > submission.max_restarts:
         raise UserError(
-            f"it would be crash {crashes + 1} without a new checkpoint, and slurm.max_restarts is "
-            f"{submission.max_restarts}: the training would end; wait for the next checkpoint"
+            f"it would be crash {crashes + 1} in a row, and slurm.max_restarts is {submission.max_restarts}: the "
+            "training would end"
         )
     again = max(0, before.step - 1 - before.checkpoint)
     yield f"to be expected: {_EXPECTED[kill]}"
@@ -171,7 +181,7 @@ def _watch(folder: Path, console: Console, before: _Before, begin: float, minute
     end = ended().end
     assert end is not None, "just waited for"
     told(f"the end was noticed: {end.reason}")
-    if end.next in LAST:
+    if end.next in ("done", "end"):
         raise MachineError(f"the training does not come back: {end.reason}")
     wait(lambda: attempts(folder)[-1].number > before.attempt)
     newest = attempts(folder)[-1]

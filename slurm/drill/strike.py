@@ -20,8 +20,10 @@ _SECONDS = 60.0
 _KILL = """
 job=$1; shift
 for process; do
-  given=$(tr '\\0' '\\n' < "/proc/${process#*:}/environ") || exit 3
-  grep -qx "SLURM_JOB_ID=$job" <<< "$given" && grep -qx "SLURM_PROCID=${process%:*}" <<< "$given" || exit 3
+  given=$(tr '\\0' '\\n' < "/proc/${process#*:}/environ") &&
+    grep -qx "SLURM_JOB_ID=$job" <<< "$given" && grep -qx "SLURM_PROCID=${process%:*}" <<< "$given" && continue
+  echo "process ${process#*:} is not rank ${process%:*} of job $job any more; run the command again" >&2
+  exit 3
 done
 for process; do kill -KILL "${process#*:}"; done
 """
@@ -58,14 +60,13 @@ class Target:
         """Kill them with SIGKILL.
 
         Raises:
-            UserError: a process is not any more what it was.
-            SchedulerError: the scheduler refuses the step that kills.
+            UserError: a process of this machine is not any more what it was.
+            SchedulerError: one of a job is not, or the scheduler refuses the step that kills.
         """
         named = [f"{rank}:{pid}" for rank, pid in zip(self.ranks, self.pids, strict=True)]
         if self.job.where == "slurm":
-            where = [f"--jobid={self.job.job}", f"--nodelist={self.host}"]
-            step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", *where]
-            scheduler.ask([*step, "bash", "-c", _KILL, "drill", self.job.job, *named], seconds=_SECONDS)
+            number = scheduler.details(self.job.job).get("JobId", self.job.job)  # of a task of an array its own
+            scheduler.run_beside(number, self.host, ["bash", "-c", _KILL, "drill", number, *named], seconds=_SECONDS)
             return
         if not all(map(_is_rank, self.ranks, self.pids)):
             raise UserError(f"{self}: it is not there any more; run the command again")

@@ -19,7 +19,10 @@ from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
+from pipeline.data.loading.objectives.choice import uses
+from pipeline.data.loading.stream_shape import stream_shape
 from pipeline.data.order.journal import Journal
+from pipeline.data.order.phases import segment_phase
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.plan.build import Assumed, planned_journal
@@ -152,19 +155,20 @@ def read_course(config: Config, spec: DecoderSpec | None) -> Course:
     length, done = run_length(config, Sampler(journal)), done or 0
     flops = None
     if spec is not None:
-        flops = max(0.0, flops_of(journal, spec, length.steps) - flops_of(journal, spec, done))
+        flops = max(0.0, flops_of(config, journal, spec, length.steps) - flops_of(config, journal, spec, done))
     tokens, done_tokens = journal.tokens(length.steps), journal.tokens(done)
     recorded = losses_bytes(journal.samples(length.steps).start) if config.train.metrics.windows else 0
     return Course(length.steps, tokens, length.reason, done, done_tokens, assumed, flops, recorded)
 
 
-def flops_of(journal: Journal, spec: DecoderSpec, steps: int) -> float:
+def flops_of(config: Config, journal: Journal, spec: DecoderSpec, steps: int) -> float:
     """Model FLOPs of the first `steps` steps, attention counted whole."""
-    tokens: dict[int, int] = {}
-    for segment, samples in journal.drawn(steps):
-        length = segment.sequence_length
-        tokens[length] = tokens.get(length, 0) + samples * length
-    return sum(count * flops_per_token(spec, length, causal=False) for length, count in tokens.items())
+    found = 0.0
+    for number, (segment, samples) in enumerate(journal.drawn(steps)):
+        objective = uses(config, segment_phase(config, journal, number))[0].objective
+        stream = stream_shape(objective, segment.sequence_length)
+        found += samples * segment.sequence_length * flops_per_token(spec, stream, causal=False)
+    return found
 
 
 def measured_rate(rows: Iterable[dict[str, Any]]) -> float | None:

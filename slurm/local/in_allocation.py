@@ -67,19 +67,19 @@ def run_in_allocation(
     processes = {job.stage: job.processes for job in planned}
     found = Problems()
     look_at_stages(config, stages, found, train=processes.get("train", 1), evaluate=processes.get("eval", 1), step=step)
-    found.ask(console)
-    found.raise_problems("nothing was started")
-    for warning in found.warnings:
-        warn(console, warning)
     for job in planned:
         if job.nodes > len(nodes):
             key = "slurm.nodes" if job.stage == "train" else "eval.processes"
-            raise UserError(
+            found.problem(
                 f"{key}: the {job.stage} stage needs {job.nodes} nodes, and the allocation has {len(nodes)} "
                 f"({', '.join(nodes)}); ask salloc for more, or lower {key}"
             )
     run = config.run.dir
     _refuse_other_start(run, stages, console, take_over=take_over)
+    found.ask(console)
+    found.raise_problems("nothing was started")
+    for warning in found.warnings:
+        warn(console, warning)
     permissions.apply_permissions(config)
     make_writable(run)
     storage.make_below(run, RunFiles(run).slurm)

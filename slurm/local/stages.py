@@ -139,8 +139,7 @@ def train(config: Config, console: Console | None = None) -> int:
     from pipeline.train.parallel.layout import fixed_processes
 
     processes = config.launch.processes or fixed_processes(config.parallel)
-    if RunFiles(config.run.dir).checkpoints.exists():
-        _settle_schedule(config, processes, console or Console())
+    _settle_schedule(config, processes, console or Console())
     from slurm.notify.local import notified_training
 
     # From when the ranks are there, or the training here listens itself, a signal lets them save first.
@@ -159,7 +158,16 @@ def train(config: Config, console: Console | None = None) -> int:
 
 
 def _settle_schedule(config: Config, processes: int, console: Console) -> None:
-    """Ask about a learning rate that rises where the run resumes, or refuse it."""
+    """Ask about a learning rate that rises where the run resumes, or refuse it; not in a job, which was looked at."""
+    from slurm.job.srun_task import LOGS
+
+    if LOGS in os.environ:
+        return
+    try:
+        if not RunFiles(config.run.dir).checkpoint_steps():
+            return
+    except OSError:  # it is told when the folder is opened
+        return
     with heavy_imports():
         from pipeline.train.checks import SEAM_CHECK, TrainScope
     from pipeline.common.problems import Problems

@@ -99,7 +99,9 @@ def _check(found: Sweep, backend: Backend | None) -> list[CheckedRun]:
 
 def _check_run(member: Member, backend: Backend | None) -> CheckedRun:
     """Lay a run out and plan it."""
+    from pipeline.common.problems import Problems
     from pipeline.data.plan.build import make_data_plan
+    from pipeline.train.checks import SEAM_CHECK, TrainScope
     from pipeline.train.layout_check import planned_spec, world_size
     from pipeline.train.model.flops import num_parameters
     from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout
@@ -116,6 +118,9 @@ def _check_run(member: Member, backend: Backend | None) -> CheckedRun:
         processes = planned.processes
     check_layout(config, processes)
     check_evaluation_layout(config, config.eval.processes)
+    found = Problems()
+    found.look([SEAM_CHECK], TrainScope(config, processes))
+    found.raise_problems()
     course = make_data_plan(config, hashed_steps=0, check=partial(planned_seam, config))
     return CheckedRun(member, course.steps, num_parameters(planned_spec(config)))
 

@@ -91,7 +91,7 @@ def test_each_whole_number_has_a_bound_or_a_reason() -> None:
     "key",
     [
         *("train.duration=1000000000000000000000000000000 steps", "train.checkpoint.every_steps=99999999999999999999"),
-        *("data.preprocess.workers=100000", "launch.processes=1000000", "generate.max_tokens=1e18"),
+        *("data.preprocess.workers=100000", "launch.processes=10000000", "generate.max_tokens=1e18"),
         *("slurm.nodes=1000000000", "parallel.tp=1000000000", "data.loader.prefetch=1000000000"),
     ],
 )

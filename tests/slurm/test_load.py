@@ -79,6 +79,7 @@ def files_in(folder: Path) -> int:
     return sum(not each.is_dir() for each in folder.rglob("*"))
 
 
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("every", [False, True])
 def test_the_table_of_the_load_is_what_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Callable[[], Counter[str]], every: bool

@@ -26,7 +26,7 @@ from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.measure_units import measure_units, missing_units
 from pipeline.data.curate.measurers import Measuring, choose_engine, comparison_engine, items_folder
-from pipeline.data.curate.passes.across import ACROSS, across_folder, across_jobs, across_lines
+from pipeline.data.curate.passes.across import ACROSS, across_folder, across_jobs, across_lines, counts_across
 from pipeline.data.curate.passes.excerpts import ReadTexts
 from pipeline.data.curate.passes.finish import SourceCuration, finish_source
 from pipeline.data.curate.passes.jobs import CurationJob
@@ -138,6 +138,8 @@ class CurationStage:
         """By source, of the last look."""
         self._is_checked = False
         self._made = 0
+        self._counts_across = False
+        """Whether texts of several scopes are counted, which other bounds that are only tried do not change."""
 
     def freeze(self) -> None:
         """Write the plans, or compare them with those that are there."""
@@ -145,7 +147,9 @@ class CurationStage:
             if plan.found.source.hub is not None:
                 say(self._console, HUB_TWICE.format(plan.name))
             freeze_alone(plan, self._config, plan.folder, self._console)
-        for folder in (*(scope.folder for scope in self.scopes), across_folder(self._config)):
+        self._counts_across = counts_across(self._config, self.scopes)
+        folders = [scope.folder for scope in self.scopes]
+        for folder in [*folders, across_folder(self._config)] if self._counts_across else folders:
             make_data_dir(self._config, folder)
 
     @cached_property
@@ -287,7 +291,8 @@ class CurationStage:
                     missing += found
                     shared |= passes.shared(name)
                     break
-        if across := [job for job in across_jobs(self._config, scopes) if job.find() is None]:
+        across = across_jobs(self._config, scopes) if self._counts_across else []
+        if across := [job for job in across if job.find() is None]:
             names.append(ACROSS)
             missing += across
         if not missing:

@@ -39,9 +39,8 @@ SPLIT = 1
 EDITED = 2
 """Flag of a document whose text was edited by curation."""
 PARTS_A_FOLDER = 1000
-_PER_TOKEN = 16
-_EMPTY = 2**20
-"""No dataset has more sequences or documents than these, and 16 for each token, though some are empty."""
+_PER_TOKEN, _EMPTY = 16, 2**20
+"""Most sequences or documents of a part: so many for each of its tokens, and so many more, as some are empty."""
 
 
 def part_files(prefix: Path) -> tuple[Path, Path, Path]:
@@ -186,11 +185,12 @@ class _Mapped:
 
     def __init__(self, path: Path) -> None:
         file = storage.regular_descriptor(path)  # a third of the time of `path.open`
+        self.size = 0
         try:
             self.size = os.fstat(file).st_size
             self._bytes: npt.NDArray[np.uint8] | bytes = map_file(file, self.size) if self.size else b""
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}, to map {self.size:,} bytes", str(path)) from None
+            raise OSError(error.errno, f"{error.strerror} ({self.size:,} bytes to map)", str(path)) from None
         finally:
             os.close(file)
 
@@ -293,7 +293,7 @@ class IndexedPart(TokenRanges):
         if max(sequences, bounds) > _EMPTY + _PER_TOKEN * (size // dtype.itemsize):
             raise UserError(
                 f"{self.idx_path}: {sequences:,} sequences and {bounds - 1:,} documents of {size // dtype.itemsize:,} "
-                f"tokens ({self.bin_path.name}); it is damaged, or does not belong to them"
+                f"tokens ({self.bin_path.name}); one of both is damaged or not complete"
             )
         idx = retried(self._open_index, self.idx_path, "opening it")
         if idx.size != index_size:
@@ -320,11 +320,12 @@ class IndexedPart(TokenRanges):
 
     def _read_header(self) -> tuple[int, bytes]:
         """Size of the .idx file, and its first bytes."""
-        file = storage.regular_descriptor(self.idx_path)
-        try:
-            return os.fstat(file).st_size, os.pread(file, HEADER.size, 0)
-        finally:
-            os.close(file)
+        with storage.naming(self.idx_path):
+            file = storage.regular_descriptor(self.idx_path)
+            try:
+                return os.fstat(file).st_size, os.pread(file, HEADER.size, 0)
+            finally:
+                os.close(file)
 
     def _parse(self, size: int, header: bytes) -> tuple[np.dtype[Any], int, int]:
         """Type of ids, and numbers of sequences and bounds, of a header that explains the size of its file."""

@@ -202,7 +202,8 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _shortened(func: Any, args: tuple[Any, ...]) -> Any:
     """The result of an operation of `_PLAIN` on fake tensors, without what `FakeTensorMode` does for all others."""
     first = args[0]
-    if type(first) is not FakeTensor or any(isinstance(each, Tensor) and type(each) is not FakeTensor for each in args):
+    fake = [each for each in args if isinstance(each, FakeTensor)]
+    if len(fake) != sum(isinstance(each, Tensor) for each in args) or len({each.fake_device for each in fake}) != 1:
         return func(*args)
     with in_kernel_invocation_manager(first.fake_mode):
         made = func(*args)

@@ -14,6 +14,7 @@ from pipeline.config.load import load
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import due, to_prune
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.planning import plan as planning
@@ -138,6 +139,7 @@ def test_a_forecast_is_that_of_the_plan(tmp_path: Path, ramp: bool) -> None:
     )
     site = SiteConfig(gpus_per_node=8, gpu_type="h100")
     ahead = forecast(config, site, job(nodes=1, processes_per_node=8, gpus_per_node=8))
+    destroy()  # of a training in this process
     time = planning.plan(config, DEVICES["h100"], 8).expected
     assert ahead.seconds == pytest.approx(time.seconds) and ahead.bounds == pytest.approx((time.least, time.most))
     assert time.least <= time.seconds <= time.most

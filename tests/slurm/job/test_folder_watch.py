@@ -6,7 +6,6 @@ import io
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,16 +44,6 @@ def sent(root: Path, **changes: Any) -> tuple[Any, Path]:
     site = load_site("generic")
     (planned,) = job_plan.plan(config, site, ["train"], "local")
     return config, write_submission(config.run.dir, config, site, planned, "local", None)
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """A batch process ignores signals when it leaves. The processes of later tests must not inherit that."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGCONT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("handlers")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,10 @@ ACROSS_VERSION = 1
 _FOLDER = ".across"
 """Below what scopes have in common. No scope is called like it."""
 _MAX_NAMED = 5
+_SCOPES = 2**31
+"""Scopes are fewer; so two make one number."""
+_PAIRS = 2**22
+"""Pairs of scopes that are counted at once."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class AcrossJob(CurationJob):
         compared = read_compared(self.chunks)
         hashes, rest, scopes = gather(compared, "exact", first, end, progress, _scope_numbers)
         order, begins = group_order(first, end, hashes, rest)
-        counts = _shared(scopes[order], begins)
+        counts = _shared(scopes[order], begins, progress)
         progress(self.bytes)
         return self.commit({}, counts)
 
@@ -70,34 +73,39 @@ def _scope_numbers(each: ComparedChunk, rows: npt.NDArray[np.uint32]) -> npt.NDA
     return np.full(len(rows), each.chunk.source, np.uint64)
 
 
-def _shared(scopes: npt.NDArray[np.uint64], begins: npt.NDArray[np.bool_]) -> dict[str, Any]:
+def _shared(scopes: npt.NDArray[np.uint64], begins: npt.NDArray[np.bool_], progress: Progress) -> dict[str, Any]:
     """Counts of the groups whose members are of several scopes.
 
     Args:
         scopes: shape (rows,): of each member, ascending in a group.
         begins: shape (rows,): true where a group begins.
+        progress: called now and then.
     """
     distinct = begins.copy()
     distinct[1:] |= scopes[1:] != scopes[:-1]
     scopes = scopes[distinct].astype(np.int64)
     starts, sizes = group_sizes(begins[distinct])
-    pairs: Counter[tuple[int, int]] = Counter()
+    pairs: Counter[int] = Counter()
     for size in np.unique(sizes[sizes > 1]).tolist():
-        members = scopes[starts[sizes == size][:, None] + np.arange(size)]
-        for one, other in combinations(range(size), 2):
-            found, counts = np.unique(members[:, [one, other]], axis=0, return_counts=True)
-            pairs.update(dict(zip(map(tuple, found.tolist()), counts.tolist(), strict=True)))
+        one, other = np.triu_indices(size, 1)
+        groups = starts[sizes == size]
+        step = max(1, _PAIRS // len(one))
+        for begin in range(0, len(groups), step):
+            members = scopes[groups[begin : begin + step, None] + np.arange(size)]
+            found, counts = np.unique(members[:, one] * _SCOPES + members[:, other], return_counts=True)
+            pairs.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+            progress(0)  # a sign of life
     return {
         "texts": int((sizes > 1).sum()),
         "copies": int((sizes[sizes > 1] - 1).sum()),
-        "pairs": [[*pair, count] for pair, count in sorted(pairs.items())],
+        "pairs": [[*divmod(pair, _SCOPES), count] for pair, count in sorted(pairs.items())],
     }
 
 
 def across_jobs(config: Config, scopes: Sequence[ScopePasses]) -> list[CurationJob]:
     """Jobs over all scopes, whose chunks are measured; none where one scope has all, or exact hashes are not wanted."""
     curate = curate_config(config)
-    if curate.duplicates.exact is None or len(scopes) < 2:
+    if not counts_across(config, scopes):
         return []
     folder = across_folder(config)
     chunks = [
@@ -113,6 +121,11 @@ def across_jobs(config: Config, scopes: Sequence[ScopePasses]) -> list[CurationJ
         AcrossJob(folder, f"{ACROSS}-{bucket:05d}", inputs, size // buckets, bucket, buckets, listed)
         for bucket in range(buckets)
     ]
+
+
+def counts_across(config: Config, scopes: Sequence[object]) -> bool:
+    """Whether there are such jobs."""
+    return curate_config(config).duplicates.exact is not None and len(scopes) > 1
 
 
 def across_folder(config: Config) -> Path:

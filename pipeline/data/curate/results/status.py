@@ -18,6 +18,8 @@ from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import CurationPlan, curate_config, make_curation_plan
 from pipeline.data.curate.files import CURATE, curate_folder
 from pipeline.data.curate.measurers import Measuring, measure_settings
+from pipeline.data.curate.passes.across import ACROSS, across_folder, across_jobs, counts_across
+from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.of_scope import ScopePasses, make_scopes
 from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.verdicts import find_curation
@@ -101,12 +103,16 @@ def _print_passes(console: Console, config: Config, measured: set[str]) -> bool:
         found = find_source_files(config, held_out=False)
         plans = [_plan(config, each) for each in found if each.source.name in measured]
         of_run = {plan.name: plan.settings for plan in plans}
+        scopes: list[ScopePasses] = []
         for scope in make_scopes(config, plans) if len(of_run) == len(measured) and of_run else ():
             receipts = [Receipts(plan.folder) for plan in scope.plans]
             for number, plan in enumerate(scope.plans):
                 active = find_curation(plan.folder)
                 complete &= active is not None and active.about["decide_hash"] == scope.decide_hash(number)
-            _print_scope(console, ScopePasses(scope, receipts, Measuring(config, of_run, "python"), _read_nothing))
+            scopes.append(ScopePasses(scope, receipts, Measuring(config, of_run, "python"), _read_nothing))
+            _print_scope(console, scopes[-1])
+        if counts_across(config, scopes) and across_folder(config).is_dir():
+            _print_jobs(console, ACROSS, across_jobs(config, scopes))
     except (UserError, KeyError) as error:
         say(console, f"passes: {error}")
         return False
@@ -126,12 +132,16 @@ def _read_nothing(folder: Path, keys: Sequence[Key]) -> Mapping[Key, Excerpt]:
 
 def _print_scope(console: Console, passes: ScopePasses) -> None:
     for name in passes.pass_names():
-        jobs = passes.jobs(name)
-        done = [job for job in jobs if job.find() is not None]
-        of_bytes = f"{size(sum(job.bytes for job in done))} of {size(sum(job.bytes for job in jobs))}"
-        say(console, f"{passes.plan.name}: {name}: {len(done):,} of {counted(len(jobs), 'job')}, {of_bytes}")
-        if len(done) < len(jobs):
+        if not _print_jobs(console, f"{passes.plan.name}: {name}", passes.jobs(name)):
             return
+
+
+def _print_jobs(console: Console, name: str, jobs: Sequence[CurationJob]) -> bool:
+    """Print how many are done; whether all are."""
+    done = [job for job in jobs if job.find() is not None]
+    of_bytes = f"{size(sum(job.bytes for job in done))} of {size(sum(job.bytes for job in jobs))}"
+    say(console, f"{name}: {len(done):,} of {counted(len(jobs), 'job')}, {of_bytes}")
+    return len(done) == len(jobs)
 
 
 def read_progress(folder: Path, name: str) -> MeasureProgress:
