@@ -154,7 +154,7 @@ TRAIN_CHECKS: tuple[StartCheck[TrainScope], ...] = (
 
 
 def has_checkpoint(config: Config) -> bool:
-    """Whether there is something to resume from, as far as can be seen."""
+    """True if there is something to resume from, as far as can be seen."""
     with suppress(OSError):
         return bool(RunFiles(config.run.dir).checkpoint_steps())
     return False

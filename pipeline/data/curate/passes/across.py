@@ -124,7 +124,7 @@ def across_jobs(config: Config, scopes: Sequence[ScopePasses]) -> list[CurationJ
 
 
 def counts_across(config: Config, scopes: Sequence[object]) -> bool:
-    """Whether there are such jobs."""
+    """True if there are such jobs."""
     return curate_config(config).duplicates.exact is not None and len(scopes) > 1
 
 
