@@ -145,6 +145,17 @@ def test_a_forecast_is_that_of_the_plan(tmp_path: Path, ramp: bool) -> None:
     assert time.least <= time.seconds <= time.most
 
 
+@pytest.mark.guard
+@pytest.mark.usefixtures("nothing_measured")
+@pytest.mark.parametrize("name", ["bert-base", "t5-v1.1-base"])
+def test_a_forecast_counts_what_the_objective_makes_of_windows(tmp_path: Path, name: str) -> None:
+    file = Path(__file__).parents[3] / "configs" / "models" / f"{name}.yaml"
+    config = load(file, [f"run.dir={tmp_path / 'run'}", "train.duration=1000 steps", "train.schedule.warmup=10 steps"])
+    ahead = forecast(config, SiteConfig(gpus_per_node=8, gpu_type="h100"), job(processes_per_node=8, gpus_per_node=8))
+    destroy()
+    assert ahead.seconds == pytest.approx(planning.plan(config, DEVICES["h100"], 8).expected.seconds)
+
+
 def test_a_run_on_cpus_or_with_an_unknown_gpu_is_not_guessed(tmp_path: Path) -> None:
     config = load(tiny.write_run(tmp_path))
     for site, gpus in ((SiteConfig(), 0), (SiteConfig(gpus_per_node=8, gpu_type="tpu"), 8)):
