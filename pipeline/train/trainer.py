@@ -361,6 +361,7 @@ class Trainer:
         self._saver.finish()
         self._profile.finish()
         self._saver.report(self._write)
+        self._saver.exporter.close()  # before the checkpoints that it waits for are moved
         checkpoint, self._plan = go_back(rewind, self._config, self._plan, self._folder, self._console)
         self._saver.unsaved.rewound()
         self._saver.exporter.begin(self._console)

@@ -64,16 +64,21 @@ class Group:
         return preflight.check(self.config, self.site, [one], self.backend, dry_run=dry_run)
 
 
-def shared_job(one: PlannedJob, per_node: int) -> PlannedJob:
+def shared_job(one: PlannedJob, per_node: int, site: SiteConfig) -> PlannedJob:
     """The job of several runs of one node: it asks for what all of them need.
 
     Raises:
-        UserError: a run is of several nodes.
+        UserError: a run is of several nodes, or in a container that srun makes.
     """
     if per_node > 1 and one.nodes + one.spare_nodes > 1:
         raise UserError(
             f"--per-node {per_node} puts runs of one node together, but each has {one.nodes + one.spare_nodes} "
             "(slurm.nodes, slurm.spare_nodes); leave the option out, or set slurm.nodes=1"
+        )
+    if per_node > 1 and (containers := [each for each in site.srun_options if each.startswith("--container")]):
+        raise UserError(
+            f"--per-node {per_node} starts runs without srun, and srun_options of the profile have {containers[0]}: "
+            "they would run outside of the container; leave --per-node out, or use container_prefix"
         )
     memory = one.resources.mem_gb
     return replace(
@@ -120,7 +125,8 @@ def groups(folder: Path, members: Sequence[Member], backend: Backend, per_node: 
         name = f"sweep-{value_hash(str(folder))[:6]}" + (f"-{number}" if len(found) > 1 else "")
         together = min(per_node, len(group))
         tasks = -(-len(group) // together) if backend == "slurm" else 1
-        planned = replace(shared_job(group[0][1], together), name=name, tasks=tasks)
+        member, one = group[0]
+        planned = replace(shared_job(one, together, site_of(member.config, backend)), name=name, tasks=tasks)
         result.append(Group(planned, [member for member, _ in group], backend, together))
     return result
 

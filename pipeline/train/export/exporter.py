@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pipeline.common import storage
 from pipeline.common.console import Console, detail, say, warn
+from pipeline.common.errors import UserError
 from pipeline.common.format import duration
 from pipeline.common.imports import module_command
 from pipeline.common.run_files import RunFiles
@@ -71,7 +72,8 @@ class Exporter:
         self._folders = ExportFolders.of_run(folder.path)
         self._checkpoints = Checkpoints.of_run(folder.path)
         self._wanted = self._rules.export is not None
-        self._writes = self._wanted and (not dist.is_initialized() or dist.get_rank() == 0)
+        self._is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._writes = self._wanted and self._is_first
         self._lock = threading.Lock()
         self._queue: list[int] = []
         """Steps to export; of the first one the process runs."""
@@ -83,12 +85,18 @@ class Exporter:
 
     def begin(self, console: Console) -> None:
         """Begin at the step of the run folder: later exports are abandoned, and missing ones are made."""
-        if not self._writes:
+        if not self._is_first:
             return
         self.close()
         self._folders.clean()
-        for path in self._folders.abandon_after(self._folder.step):
-            warn(console, f"an export of a later step was moved to {path}")
+        try:  # also without exports in this attempt: a later one would take them for those of its checkpoints
+            for path in self._folders.abandon_after(self._folder.step):
+                warn(console, f"an export of a later step was moved to {path}")
+        except OSError as error:
+            warn(console, f"exports of later steps cannot be moved ({error}); this attempt exports nothing")
+            self._writes = False
+        if not self._writes:
+            return
         self._add(each.step for each in self._checkpoints.all() if each.step <= self._folder.step)
 
     def add(self, step: int) -> None:
@@ -183,8 +191,8 @@ class Exporter:
                 step, begin = self._queue[0], time.monotonic()
                 try:
                     process: subprocess.Popen[str] | None = self._start(step)
-                except OSError as error:
-                    process, words = None, f"its process cannot be started ({error.strerror or error})"
+                except (OSError, UserError) as error:  # the checkpoint may have been removed meanwhile
+                    process, words = None, f"its process cannot be started ({error})"
                 self._process = process
             if process is not None:
                 words = process.communicate()[0].strip()
@@ -197,7 +205,9 @@ class Exporter:
                 if process is not None and process.returncode < 0:
                     words = f"its process was killed by signal {-process.returncode}"
                 self._end(ExportReport(step, time.monotonic() - begin, words, failed))
-                if not failed:
+                if failed:
+                    self._folders.clean()  # as one that was killed has not done
+                else:
                     with suppress(OSError):  # an old one stays
                         self._folders.remove(exports_to_prune(self._rules, self._folders.steps()))
 

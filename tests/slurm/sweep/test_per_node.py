@@ -30,7 +30,7 @@ def test_parts_are_equal_and_have_nothing_in_common() -> None:
 
 
 def test_a_job_asks_for_what_all_of_its_runs_need(
-    run_file: Path, fresh: list[str], capfd: pytest.CaptureFixture[str]
+    run_file: Path, fresh: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = [*fresh, "train.optimizer.lr=1e-3,2e-3,3e-3,4e-3,5e-3", "slurm.train.mem_gb=3", "slurm.gpus_per_node=1"]
     sweep_of_two = {"slurm": True, "local": False, "dry_run": True, "table": False, "as_json": False}
@@ -41,6 +41,11 @@ def test_a_job_asks_for_what_all_of_its_runs_need(
         assert f"\n#SBATCH {line}" in said
     with pytest.raises(UserError, match="--per-node 2 puts runs of one node together, but each has 2"):
         sweep(run_file, [*words, "slurm.nodes=2"], Console(quiet=True), **sweep_of_two, per_node=2)
+    with pytest.raises(UserError, match="--container-image=a: they would run outside of the container"):
+        (tmp_path / "site.yaml").write_text("{gpus_per_node: 8, srun_options: [--container-image=a]}")
+        sweep(
+            run_file, [*words, f"slurm.profile={tmp_path}/site.yaml"], Console(quiet=True), **sweep_of_two, per_node=2
+        )
     with pytest.raises(UserError, match="add --slurm"):
         sweep(run_file, words, Console(quiet=True), **sweep_of_two | {"slurm": False}, per_node=2)
 

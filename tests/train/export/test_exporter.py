@@ -194,3 +194,34 @@ def test_nothing_is_removed_behind_a_link_of_somebody_else(tmp_path: Path) -> No
     other.remove([1])
     other.clean()
     assert not other.steps() and not unfinished.exists()
+
+
+def test_a_checkpoint_that_has_gone_ends_no_other_export(tmp_path: Path, gate: Callable[..., None]) -> None:
+    gate(10)
+    found = make(tmp_path, [10], every_steps=10)
+    found.add(20)
+    assert ended(found) == [(20, True)]
+    found.add(10)
+    assert ended(found) == [(10, False)]
+
+
+def test_an_export_that_is_killed_leaves_no_trace(tmp_path: Path, gate: Callable[..., None]) -> None:
+    found = make(tmp_path, [10], every_steps=10)
+    found.add(10)
+    folders = ExportFolders.of_run(tmp_path / "run")
+    until(folders.unfinished)
+    assert found._process is not None
+    found._process.kill()
+    assert ended(found) == [(10, True)] and folders.unfinished() == {}
+
+
+def test_exports_of_an_abandoned_line_go_though_none_are_made_now(tmp_path: Path, gate: Callable[..., None]) -> None:
+    gate(10, 20)
+    found = make(tmp_path, [10, 20], begun=20, every_steps=10)
+    found.begin(Console(quiet=True))
+    assert ended(found) == [(10, False), (20, False)]
+    without = Exporter(
+        load(tmp_path / "run.yaml", ["train.checkpoint.export=null"]), RunFolder(tmp_path / "run", 2, 10), 100
+    )
+    without.begin(Console(quiet=True))
+    assert ExportFolders.of_run(tmp_path / "run").steps() == [10] and not without.held
