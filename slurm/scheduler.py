@@ -306,6 +306,15 @@ def cancel(numbers: Sequence[str]) -> None:
             raise
 
 
+def steps(job: str) -> set[str]:
+    """Steps of a job that run, as `77.0`.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    return set(ask(["squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i"]).split())
+
+
 def run_beside(job: str, node: str, words: Sequence[str], *, seconds: float = SECONDS) -> None:
     """Run a command on a node of a job that runs, in a step of the job beside the others.
 

@@ -22,6 +22,7 @@ from pipeline.config import Config
 from pipeline.train.distributed.rank import is_rank
 from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable
+from pipeline.train.run.lock_holder import identity, lives_here
 from slurm import jobs, scheduler
 from slurm.checks import look_at_stages
 from slurm.jobs import Backend
@@ -109,8 +110,20 @@ def _refuse_other_start(run: Path, stages: Sequence[StageName], console: Console
     if take_over:
         by_hand.take_over(run, console)
     held = lock.holder(run) if "train" in stages else None
-    if held is not None and held.get("job") != os.environ["SLURM_JOB_ID"] and (why := lock.refusal(run)):
-        raise UserError(why)
+    if held is None:
+        return
+    if held.get("job") != os.environ["SLURM_JOB_ID"]:
+        if why := lock.refusal(run):
+            raise UserError(why)
+        return
+    # The batch process takes a lock of its own job for one of a step that has ended.
+    lives = lives_here(held, identity())
+    step = f"{held['job']}.{held.get('step')}"
+    if lives or (lives is None and step in scheduler.steps(str(held["job"]))):
+        raise UserError(
+            f"process {held.get('pid')} on {held.get('host')} trains {run} in this allocation; stop it with "
+            f"`touch {RunFiles(run).stop}`, or end its step with `scancel {step}`"
+        )
 
 
 def _nodes(environment: Mapping[str, str]) -> list[str]:

@@ -66,7 +66,7 @@ def whether_holds(held: Holder, mine: Holder, ask: AskForJob | None = None) -> J
         mine: this process.
         ask: for what the scheduler says of a job; by default it is asked now.
     """
-    alive = _lives_here(held, mine)
+    alive = lives_here(held, mine)
     if alive is not None:
         return JobAnswer("running", "it runs") if alive else JobAnswer("ended", "it does not run")
     of_job = job_identity(held)
@@ -86,7 +86,7 @@ def _start(of: Holder) -> tuple[int, int]:
     return of.get("restarts", 0), of.get("step", 0)
 
 
-def _lives_here(held: Holder, mine: Holder) -> bool | None:
+def lives_here(held: Holder, mine: Holder) -> bool | None:
     """True if the holder runs, None if that cannot be looked up from here."""
     if held["host"] != mine["host"]:
         return None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
+import orjson
 import pytest
 
 from pipeline.common import storage
@@ -15,9 +17,10 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
 from pipeline.train.run.attempts import attempts
+from pipeline.train.run.lock_holder import identity
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.local.in_allocation import run_in_allocation
+from slurm.local.in_allocation import _refuse_other_start, run_in_allocation
 from slurm.local.srun_rank import join_step
 from tests import tiny
 from tests.slurm.training import STEPS
@@ -74,6 +77,23 @@ def test_other_processes_are_what_they_were(
     before = dict(os.environ)
     join_step()
     assert dict(os.environ) == before
+
+
+def test_a_training_of_the_same_allocation_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its process has ended; of one on another node its step says so."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_ID", "2")
+    monkeypatch.setattr(scheduler, "steps", lambda job: {"7.2"})
+    mine = identity()
+    for held, refused in (
+        (mine, True),
+        ({**mine, "started": "0"}, False),
+        ({**mine, "host": "elsewhere"}, True),
+        ({**mine, "host": "elsewhere", "step": 1}, False),
+    ):
+        RunFiles(tmp_path).lock.write_bytes(orjson.dumps(held))
+        with pytest.raises(UserError, match=r"in this allocation.*scancel 7\.2") if refused else nullcontext():
+            _refuse_other_start(tmp_path, ["train"], Console(quiet=True), take_over=False)
 
 
 @pytest.mark.slurm
