@@ -41,7 +41,7 @@ def test_a_training_of_a_job_comes_back(train: Run, whole: Path, kill: str) -> N
     train.check(whole)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_a_training_in_the_background_comes_back(tmp_path: Path) -> None:
     changes = {
         "train.duration": "100000 steps",

@@ -73,6 +73,7 @@ def end(process):
 
 @pytest.mark.parallel
 @pytest.mark.parametrize("workers", tiers.first(1, [2, 1, 7], rest="slow"))
+@pytest.mark.slow
 def test_killed_at_random_points_of_all_passes(corpus, done, tmp_path, workers):
     """Workers or the whole command are killed; in the end the same command, or two at a time, finish."""
     config = curate_config(tmp_path, corpus, workers=workers)

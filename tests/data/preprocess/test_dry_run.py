@@ -76,7 +76,7 @@ def test_on_the_command_line(config, tmp_path):
     assert f"run `pipeline preprocess {file} 'data.dir=other place'` to start" in result.stdout.replace("\n", " ")
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_status_before_during_and_after(config, tmp_path):
     file = write_run_file(config, tmp_path / "run.yaml")
 

@@ -35,6 +35,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.guard
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_metrics(root: Path, seen: dict[str, Report]) -> None:
     found = seen["done"]
     steps = steps_that_count(root / "done")

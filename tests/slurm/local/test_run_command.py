@@ -17,7 +17,7 @@ FIGURES = {
 }  # fmt: skip
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_run_then_again_then_further(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path)
     first = tiny.pipeline("run", file)

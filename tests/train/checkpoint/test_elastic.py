@@ -45,7 +45,7 @@ def test_a_plain_run(root: Path) -> None:
     assert_same_course(run, whole)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_phases_ramp_long_windows_and_skips(root: Path) -> None:
     file = tiny.write_run(root, {"train.precision": {"compute": "fp32"}, **ALL_AT_ONCE}, "all.yaml")
     slices = [f'data.sources.{number}.slice=[0, "{documents} documents"]' for number, documents in ((0, 5), (1, 4))]

@@ -150,7 +150,7 @@ def test_each_rank_reads_its_part(root: Path, files: dict[str, str], family: str
     assert not alone["embedding.weight"][VOCAB:].any()
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(root: Path, llama: Path, files: dict[str, str]) -> None:
     code, out = start(root, "narrow", FP32, "model.dim=64", file=files["llama"])
     assert code == 2 and "embedding.weight is 384 x 32" in out and "--dry-run` prints its `model`" in out

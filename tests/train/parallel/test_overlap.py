@@ -76,7 +76,7 @@ def _accumulated(reduce: str) -> dict[str, torch.Tensor]:
     return _gradients(model)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_gradients_in_bf16_add_up_in_fp32() -> None:
     """Each micro-batch's are bf16 in both; their sum is fp32 in both, and would be off by 2^-9 and more otherwise."""
     each, _ = ranks.run(2, _accumulated, "each")

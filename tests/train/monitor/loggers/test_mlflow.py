@@ -204,7 +204,7 @@ def test_training_does_not_wait_for_a_server_that_never_answers(
     assert any("were not sent: " in text for text in warnings(caplog))
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_values_that_are_not_finite_and_rows_of_many_metrics_arrive(tmp_path: Path, shared: MlflowServer) -> None:
     config = MlflowConfig(tracking_uri=shared.address, experiment="odd")
     logger = MlflowLogger(config, info(tmp_path, "00112233445566bb"))

@@ -280,7 +280,7 @@ def _repeatedly(queue: multiprocessing.Queue[list[bytes]]) -> None:
     queue.put(found)
 
 
-@pytest.mark.guard
+@pytest.mark.slow
 def test_it_has_the_same_bits_each_time_from_the_first_call_on() -> None:
     context = multiprocessing.get_context("spawn")
     queue: multiprocessing.Queue[list[bytes]] = context.Queue()
