@@ -91,7 +91,7 @@ def test_a_run_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.Monke
 
     # Another version is another objective and model, unless the user says that it is not.
     become_version(target, "1.1")
-    longer = ["train.duration=6 steps", "launch.processes=2", "resume.allow=[schedule]"]
+    longer = ["train.duration=6 steps", "launch.processes=2"]
     refused = run("train", file, *longer, code=2)
     for key in ("train.objective.plugin.version", "model.plugins.mixers.example.short_conv.version"):
         assert f"{key}: 1.0 -> 1.1" in refused
@@ -100,5 +100,5 @@ def test_a_run_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.Monke
     assert "no installed package has this plug-in" in run("train", file, *longer, code=2)
     assert json.loads(run("status", two, "--json"))  # needs none of them
     monkeypatch.setenv("PYTHONPATH", str(target))
-    run("train", file, *longer, "resume.allow=[objective,model]")
+    run("train", file, *longer, "resume.allow=[objective,model,schedule]")
     assert (two / "lines.txt").read_text().splitlines() == logged(two) and len(logged(two)) == 6
