@@ -114,8 +114,9 @@ class Problems:
             otherwise: how to say so where nobody can be asked.
         """
         if not agreement.exists():
-            self.problem(text := f"{text}; {otherwise}")
-            self._questions[text] = Question(text.removesuffix(f"; {otherwise}"), agreement)
+            problem = f"{text}; {otherwise}"
+            self.problem(problem)
+            self._questions[problem] = Question(text, agreement)
 
     def ask(self, console: Console) -> None:
         """Ask the questions, where a person can answer; one that is answered with yes is noted, and not a problem.

@@ -271,13 +271,13 @@ MAX_SEQUENCE = 2**26
 """Tokens of a window: 60 times the longest published. Plans, masks and tables of positions grow with it, and are made
 before anything is trained."""
 MAX_PROCESSES = 2**20
-"""Of a run: more than the largest clusters have. Layouts are lists of ranks."""
+"""Most processes of a run, above those of the largest clusters. Layouts are lists of ranks."""
 MAX_LOCAL = 2**12
 """Processes, workers or devices of a machine, each of which is started, or looked for."""
 MAX_NODES = 2**16
-"""Of a job, or jobs of an array: as many as SLURM can be built for."""
+"""Most nodes of a job, and most jobs of an array: SLURM can be built for so many."""
 MAX_BYTES = 2**40
-"""Of what is held in memory at once: more than machines have for one process."""
+"""Most bytes that are held in memory at once; no machine has so many for one process."""
 MAX_SAMPLES = 2**26
 """Windows of a step or of a validation, each of which has an entry in lists of the sampler."""
 

@@ -5,18 +5,15 @@ Nothing is written, no model is built and no weight is read. Ranks look again, a
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
 from pipeline.common.problems import Problems, StartCheck
-from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.preprocess.checks import known_tokenizer
 from pipeline.data.preprocess.run_file_check import check_run_file
-from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.layout_check import planned_model, planned_spec
 from pipeline.train.monitor.loggers.open import check_loggers
@@ -25,7 +22,7 @@ from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.run_plan import plan_run
-from pipeline.train.schedule_seam import changed_schedule, find_seam
+from pipeline.train.schedule_seam import find_seam, schedule_differs
 from pipeline.train.warm_start import check_init_from
 
 
@@ -111,12 +108,14 @@ def _data(scope: TrainScope, found: Problems) -> None:
 def _seam(scope: TrainScope, found: Problems) -> None:
     """The learning rate where the run resumes: one that rises there is meant, or a mistake that is seen late."""
     config = scope.config
+    if not schedule_differs(config):
+        return
     checkpoint = resume_checkpoint(config, Problems())  # what is wrong with it is told already
+    if checkpoint is None:
+        return
     try:
-        if checkpoint is None or not changed_schedule(config, checkpoint):
-            return
         plan = plan_run(config, checkpoint)
-    except (*UNREADABLE, UserError):  # another check says so, or training, which resumes from an older one
+    except UserError:  # another check says so
         return
     seam = find_seam(config, checkpoint, plan.journal, plan.length.steps)
     if seam is None:
@@ -132,7 +131,7 @@ def _data_comes(scope: TrainScope) -> str:
 
 
 def _seam_waits(scope: TrainScope) -> str:
-    if not has_checkpoint(scope.config):
+    if not schedule_differs(scope.config):
         return ""
     folders = [dataset_folder(scope.config, source, TRAIN) for source in scope.config.data.sources]
     return "" if all((folder / MANIFEST_FILE).is_file() for folder in folders) else _data_comes(scope)
@@ -153,13 +152,6 @@ TRAIN_CHECKS: tuple[StartCheck[TrainScope], ...] = (
 )
 
 
-def has_checkpoint(config: Config) -> bool:
-    """True if there is something to resume from, as far as can be seen."""
-    with suppress(OSError):
-        return bool(RunFiles(config.run.dir).checkpoint_steps())
-    return False
-
-
 def resume_checkpoint(config: Config, found: Problems) -> Checkpoint | None:
     """The checkpoint that training would resume from, by its name and the sizes of its files.
 
@@ -167,19 +159,17 @@ def resume_checkpoint(config: Config, found: Problems) -> Checkpoint | None:
         UserError: there is none, though there must be one.
     """
     checkpoints, wanted = Checkpoints.of_run(config.run.dir), config.resume.from_
-    latest = checkpoints.latest()
-    if latest is None:
+    checkpoint = checkpoints.preferred(config.resume.step)
+    if checkpoint is None:
         if wanted is not None:
             raise checkpoints.not_there(config.resume.step)
         refuse_lost_checkpoints(config.run.dir)
         return None
-    named = [checkpoint for checkpoint in checkpoints.all() if checkpoint.step == config.resume.step]
-    if config.resume.step is not None and not named:
+    if config.resume.step not in (None, checkpoint.step):
         found.warn(
             f"resume.from={config.resume.step}: {checkpoints.folder} has no such checkpoint; training refuses to "
-            f"start, unless it already resumed from there before: then it resumes from step {latest.step:,}"
+            f"start, unless it already resumed from there before: then it resumes from step {checkpoint.step:,}"
         )
-    checkpoint = named[0] if named else latest
     if problems := checkpoint.problems(full=False):
         found.warn(f"checkpoint {checkpoint.path.name} is damaged, an older one will be used: {'; '.join(problems)}")
         return None

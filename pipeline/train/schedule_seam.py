@@ -24,6 +24,7 @@ from pipeline.data.order.journal import Journal
 from pipeline.data.order.journal_file import saved_journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
+from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.optim.lr_schedule import Schedule
 
@@ -105,11 +106,17 @@ def find_seam(config: Config, checkpoint: Checkpoint, journal: Journal, steps: i
 def planned_seam(config: Config, journal: Journal, steps: int) -> list[str]:
     """The change where the run resumes in words, if there is one; refuses a schedule that training refuses."""
     Schedule(config.train.schedule, config.train.duration, steps, journal.tokens)
-    checkpoints = Checkpoints.of_run(config.run.dir)
-    named = [each for each in checkpoints.all() if each.step == config.resume.step]
-    checkpoint = named[0] if named else checkpoints.latest()
+    checkpoint = Checkpoints.of_run(config.run.dir).preferred(config.resume.step)
     seam = None if checkpoint is None else find_seam(config, checkpoint, journal, steps)
     return [] if seam is None else [str(seam)]
+
+
+def schedule_differs(config: Config) -> bool:
+    """True if the checkpoint that the run resumes from has another schedule; False where that cannot be read."""
+    with suppress(*UNREADABLE, UserError):  # training resumes from an older one then, and says so
+        checkpoint = Checkpoints.of_run(config.run.dir).preferred(config.resume.step)
+        return checkpoint is not None and bool(changed_schedule(config, checkpoint))
+    return False
 
 
 def changed_schedule(config: Config, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:

@@ -57,7 +57,7 @@ def drill(run: Path, console: Console, *, kill: Part, rank: int | None, yes: boo
     if folder.stat().st_uid != os.getuid():
         raise UserError(f"{folder} belongs to another user; drill your own runs")
     submission = read_submission(folder / job.submission)
-    target = _target(folder, job, kill, rank)
+    target = _target(folder, job, submission, kill, rank)
     before = _Before.of(folder)
     say(console, f"to be killed: {target}")
     for line in _expected(folder, submission, kill, before):
@@ -91,7 +91,7 @@ def _training_job(folder: Path) -> Job:
     return trains[0]
 
 
-def _target(folder: Path, job: Job, kill: Part, rank: int | None) -> Target:
+def _target(folder: Path, job: Job, submission: Submission, kill: Part, rank: int | None) -> Target:
     """Processes to kill, by the signs of life of the running attempt."""
     newest = attempts(folder)[-1:]
     if not newest or newest[0].end is not None:
@@ -100,7 +100,7 @@ def _target(folder: Path, job: Job, kill: Part, rank: int | None) -> Target:
         if job.where == "local":
             raise UserError("--kill batch: nothing would start a training in the background of this machine again")
         chained = [each for each in jobs.sent(folder) if each.stage == "train" and each.link > job.link]
-        if read_submission(folder / job.submission).chain in ("singleton", "afterany", "none") and not chained:
+        if submission.chain in ("singleton", "afterany", "none") and not chained:
             raise UserError("--kill batch: no job follows this one, so the training would end")
         host = scheduler.details(job.job).get("BatchHost", "")
         return Target(kill, job, host, (0,), (launches(folder, "train")[-1].pid,))

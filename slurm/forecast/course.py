@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from pipeline.config.slurm import SiteConfig
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder, open_datasets
 from pipeline.data.loading.objectives.choice import uses
-from pipeline.data.loading.stream_shape import stream_shape
+from pipeline.data.loading.stream_shape import StreamShape, stream_shape
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.phases import segment_phase
 from pipeline.data.order.run_length import run_length
@@ -163,12 +164,11 @@ def read_course(config: Config, spec: DecoderSpec | None) -> Course:
 
 def flops_of(config: Config, journal: Journal, spec: DecoderSpec, steps: int) -> float:
     """Model FLOPs of the first `steps` steps, attention counted whole."""
-    found = 0.0
+    tokens: Counter[StreamShape] = Counter()
     for number, (segment, samples) in enumerate(journal.drawn(steps)):
         objective = uses(config, segment_phase(config, journal, number))[0].objective
-        stream = stream_shape(objective, segment.sequence_length)
-        found += samples * segment.sequence_length * flops_per_token(spec, stream, causal=False)
-    return found
+        tokens[stream_shape(objective, segment.sequence_length)] += samples * segment.sequence_length
+    return sum(count * flops_per_token(spec, stream, causal=False) for stream, count in tokens.items())
 
 
 def measured_rate(rows: Iterable[dict[str, Any]]) -> float | None:

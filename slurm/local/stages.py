@@ -18,7 +18,6 @@ from pipeline.common import run_identity
 from pipeline.common.console import Console, on_stop, say, warn
 from pipeline.common.errors import MachineError, Stopped, UserError
 from pipeline.common.imports import heavy_imports
-from pipeline.common.run_files import RunFiles
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.config import Config
 from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
@@ -159,14 +158,10 @@ def train(config: Config, console: Console | None = None) -> int:
 
 def _settle_schedule(config: Config, processes: int, console: Console) -> None:
     """Ask about a learning rate that rises where the run resumes, or refuse it; not in a job, which was looked at."""
+    from pipeline.train.schedule_seam import schedule_differs
     from slurm.job.srun_task import LOGS
 
-    if LOGS in os.environ:
-        return
-    try:
-        if not RunFiles(config.run.dir).checkpoint_steps():
-            return
-    except OSError:  # it is told when the folder is opened
+    if LOGS in os.environ or not schedule_differs(config):
         return
     with heavy_imports():
         from pipeline.train.checks import SEAM_CHECK, TrainScope

@@ -139,7 +139,7 @@ class CurationStage:
         self._is_checked = False
         self._made = 0
         self._counts_across = False
-        """Whether texts of several scopes are counted, which other bounds that are only tried do not change."""
+        """True if texts of several scopes are counted; a what-if counts none."""
 
     def freeze(self) -> None:
         """Write the plans, or compare them with those that are there."""

@@ -123,6 +123,10 @@ class Checkpoints:
             raise self.not_there(step)
         return found
 
+    def preferred(self, step: int | None) -> Checkpoint | None:
+        """The checkpoint of a step if it is there, else the latest one; None in a folder without any."""
+        return (None if step is None else self._there().get(step)) or self.latest()
+
     def not_there(self, step: int | None) -> UserError:
         """The error where there is no checkpoint of a step, or none at all."""
         everything = self.all()

@@ -201,13 +201,12 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _shortened(func: Any, args: tuple[Any, ...]) -> Any:
     """The result of an operation of `_PLAIN` on fake tensors, without what `FakeTensorMode` does for all others."""
-    first = args[0]
     fake = [each for each in args if isinstance(each, FakeTensor)]
     if len(fake) != sum(isinstance(each, Tensor) for each in args) or len({each.fake_device for each in fake}) != 1:
         return func(*args)
-    with in_kernel_invocation_manager(first.fake_mode):
+    with in_kernel_invocation_manager(fake[0].fake_mode):
         made = func(*args)
-    return FakeTensor(first.fake_mode, made, first.fake_device)
+    return FakeTensor(fake[0].fake_mode, made, fake[0].fake_device)
 
 
 def _kind(memory: _Storage, passes: Passes, sizes: set[int]) -> MemoryKind:

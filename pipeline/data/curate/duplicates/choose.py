@@ -85,10 +85,6 @@ class ChooseJob(CurationJob):
     engine: Literal["numba", "python"]
 
     @property
-    def receipt(self) -> Path:
-        return self.folder / "receipts" / f"{self.name}.json"
-
-    @property
     def file(self) -> str:
         """Name of its file in `folder`: in sections, one per chunk."""
         return f"chosen/{self.members.path.name}"

@@ -48,10 +48,6 @@ class JoinJob(CurationJob):
     members: int
     engine: Literal["numba", "python"]
 
-    @property
-    def receipt(self) -> Path:
-        return self.folder / "receipts" / f"{self.name}.json"
-
     def run(self, progress: Progress) -> dict[str, Any]:
         """Write the members of all components.
 

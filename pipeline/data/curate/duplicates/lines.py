@@ -16,9 +16,9 @@ from pipeline.data.curate.duplicates.compared import Compared, read_compared
 from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.curate.duplicates.kept import read_kept
 from pipeline.data.curate.duplicates.kinds import RUN_TYPES, RepeatedKind
-from pipeline.data.curate.duplicates.match import MAX_SHOWN, ROW_BYTES
+from pipeline.data.curate.duplicates.match import MAX_SHOWN, hash_buckets
 from pipeline.data.curate.passes.jobs import CurationJob
-from pipeline.data.work.sorted_runs import RunFile, bucket_count, bucket_range, write_sections
+from pipeline.data.work.sorted_runs import RunFile, bucket_range, write_sections
 from pipeline.data.work.worker_pool import Progress
 
 LINES_PASS_VERSION = 1
@@ -82,10 +82,6 @@ class RepeatedJob(CurationJob):
     chunks: Path
     min_count: int
     keep_first: bool
-
-    @property
-    def receipt(self) -> Path:
-        return self.folder / "receipts" / f"{self.name}.json"
 
     @property
     def file(self) -> str:
@@ -175,8 +171,7 @@ def repeated_jobs(
     """
     compared = read_compared(chunks)
     own = compared.chunks[: compared.own_chunks]
-    size = sum(each.size(kind) for each in own)
-    buckets = bucket_count(size // RUN_TYPES[kind].itemsize, ROW_BYTES[kind], bucket_bytes)
+    size, buckets = hash_buckets(own, kind, bucket_bytes)
     hashes = [about["xxh3"] for receipt in kept for about in receipt["files"].values()]
     keep_first = settings.keep == "first"
     values = [LINES_PASS_VERSION, buckets, settings.min_count, keep_first, compared.hashes(kind), hashes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,6 @@ class MatchJob(CurationJob):
     buckets: int
     chunks: Path
     """Of `write_compared`."""
-
-    @property
-    def receipt(self) -> Path:
-        return self.folder / "receipts" / f"{self.name}.json"
 
     def run(self, progress: Progress) -> dict[str, Any]:
         """Write the edges, sorted, each once.
@@ -110,6 +106,12 @@ def _sorted_edges(found: npt.NDArray[np.uint64], heads: npt.NDArray[np.uint64]) 
     return edges[~again]
 
 
+def hash_buckets(chunks: Sequence[ComparedChunk], kind: Kind, bucket_bytes: int) -> tuple[int, int]:
+    """(Bytes of the runs of a kind, number of ranges of their hashes), by the memory of a range."""
+    size = sum(each.size(kind) for each in chunks)
+    return size, bucket_count(size // RUN_TYPES[kind].itemsize, ROW_BYTES[kind], bucket_bytes)
+
+
 def match_bucket_jobs(
     folder: Path, chunks: Path, kinds: tuple[Kind, ...], settings: dict[str, Any], bucket_bytes: int
 ) -> list[CurationJob]:
@@ -125,8 +127,7 @@ def match_bucket_jobs(
     compared = read_compared(chunks)
     jobs: list[CurationJob] = []
     for kind in kinds:
-        size = sum(each.size(kind) for each in compared.chunks)
-        buckets = bucket_count(size // RUN_TYPES[kind].itemsize, ROW_BYTES[kind], bucket_bytes)
+        size, buckets = hash_buckets(compared.chunks, kind, bucket_bytes)
         inputs = value_hash([MATCH_VERSION, kind, buckets, settings, compared.hashes(kind)])
         jobs += [
             MatchJob(folder, f"match-{kind}-{bucket:05d}", inputs, size // buckets, kind, bucket, buckets, chunks)

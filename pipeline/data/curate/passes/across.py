@@ -21,13 +21,13 @@ from pipeline.data.curate.curation_plan import curate_config
 from pipeline.data.curate.duplicates.compared import ComparedChunk, read_compared, write_compared
 from pipeline.data.curate.duplicates.files import finished
 from pipeline.data.curate.duplicates.groups import group_order, group_sizes
-from pipeline.data.curate.duplicates.kinds import RUN_TYPES, kinds_of, repeated_kinds
-from pipeline.data.curate.duplicates.match import ROW_BYTES, gather
+from pipeline.data.curate.duplicates.kinds import kinds_of, repeated_kinds
+from pipeline.data.curate.duplicates.match import gather, hash_buckets
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.of_scope import ScopePasses
-from pipeline.data.work.sorted_runs import bucket_count, bucket_range
+from pipeline.data.work.sorted_runs import bucket_range
 from pipeline.data.work.worker_pool import Progress
 
 ACROSS = "across"
@@ -48,11 +48,7 @@ class AcrossJob(CurationJob):
     bucket: int
     buckets: int
     chunks: Path
-    """Of `write_compared`, with scopes in place of sources."""
-
-    @property
-    def receipt(self) -> Path:
-        return self.folder / "receipts" / f"{self.name}.json"
+    """Path of `write_compared`, with scopes in place of sources."""
 
     def run(self, progress: Progress) -> dict[str, Any]:
         """Count texts of several scopes.
@@ -94,7 +90,7 @@ def _shared(scopes: npt.NDArray[np.uint64], begins: npt.NDArray[np.bool_], progr
             members = scopes[groups[begin : begin + step, None] + np.arange(size)]
             found, counts = np.unique(members[:, one] * _SCOPES + members[:, other], return_counts=True)
             pairs.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
-            progress(0)  # a sign of life
+            progress(0)  # the job is at work
     return {
         "texts": int((sizes > 1).sum()),
         "copies": int((sizes[sizes > 1] - 1).sum()),
@@ -112,8 +108,7 @@ def across_jobs(config: Config, scopes: Sequence[ScopePasses]) -> list[CurationJ
         ComparedChunk(replace(chunk, source=number)) for number, scope in enumerate(scopes) for chunk in scope.chunks
     ]
     names = [scope.plan.name for scope in scopes]
-    size = sum(each.size("exact") for each in chunks)
-    buckets = bucket_count(size // RUN_TYPES["exact"].itemsize, ROW_BYTES["exact"], curate.bucket_bytes)
+    size, buckets = hash_buckets(chunks, "exact", curate.bucket_bytes)
     hashes = [[each.chunk.source, each.chunk.hashes.get("exact")] for each in chunks]
     inputs = value_hash([ACROSS_VERSION, buckets, duplicate_settings(curate.duplicates), names, hashes])
     listed = write_compared(folder / "chunks", names, len(names), chunks)

@@ -39,9 +39,9 @@ class CurationJob(ABC):
         return f"{self.name} in {self.folder}"
 
     @property
-    @abstractmethod
     def receipt(self) -> Path:
         """Path of its receipt."""
+        return self.folder / "receipts" / f"{self.name}.json"
 
     @abstractmethod
     def run(self, progress: Progress) -> dict[str, Any]:
