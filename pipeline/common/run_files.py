@@ -82,6 +82,8 @@ class RunFiles:
     """Touched to let it save and train on."""
     heartbeats = _Entry("heartbeats")
     """A file for each node."""
+    hardware = _Entry("hardware")
+    """A file for each node with hardware errors, a line for each counter that rose; absent without any."""
     logs = _Entry("logs")
     """A folder for each launch."""
     tensorboard = _Entry("tensorboard")

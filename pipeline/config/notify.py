@@ -11,7 +11,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from pipeline.common.redaction import has_address
 from pipeline.config.base import CODE, Lines, Section, Text
 
-NotifyEvent = Literal["done", "failed", "stopped", "requeued", "stalled", "spike", "saves_failing", "export_failed"]
+NotifyEvent = Literal[
+    "done", "failed", "stopped", "requeued", "stalled", "spike", "saves_failing", "export_failed", "hardware"
+]
 
 
 class NotifyConfig(Section):
@@ -21,7 +23,7 @@ class NotifyConfig(Section):
     """Events: training is `done`; a stage has `failed` for good; training has `stopped`, and nothing continues it; it
     was interrupted and continues (`requeued`: in the queue, in the next job, or in the same job); it has `stalled`,
     without a sign of life; a step went wrong (`spike`: a spike or a value that is not finite, and what was done);
-    `saves_failing`; an export while training failed (`export_failed`)."""
+    `saves_failing`; an export while training failed (`export_failed`); a node has `hardware` errors."""
     command: Annotated[Annotated[list[Lines], Field(min_length=1)] | None, CODE] = None
     """Program and arguments. It gets the event as JSON on its standard input, and as variables like PIPELINE_EVENT and
     PIPELINE_REASON; what it prints is discarded."""

@@ -406,6 +406,9 @@ class MetricsConfig(Section):
     """Folder of the textfile collector of Prometheus's node_exporter on the node of rank 0, like
     `/var/lib/node_exporter/textfile`. A file with the state of the run is written there at each heartbeat
     (`launch.heartbeat_seconds`), and removed when training ends."""
+    hardware_seconds: float | None = Field(default=60.0, gt=0)
+    """Every so often, one process per node reads the error counters of network cards, memory and GPUs. What rose is in
+    `hardware` in the run folder and in the metrics. `null` reads none."""
 
 
 class TrainConfig(Section):

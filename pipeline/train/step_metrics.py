@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.console import Console, warn
+from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.segments import Segment
+from pipeline.train.distributed import process_group
 from pipeline.train.model.flops import flops_per_token
+from pipeline.train.monitor.hardware import HardwareWatch, rises_text
 from pipeline.train.monitor.imbalance import Imbalance
 from pipeline.train.monitor.memory import memory_used
 from pipeline.train.monitor.metrics import peak_flops
@@ -66,6 +69,7 @@ class StepMetrics:
         self._stragglers = Stragglers(lambda rank: host_of(folder.path, rank))
         routers = {index: layer.router for index, layer in setup.spec.expert_layers.items()}
         self._imbalance = Imbalance(config.train.balance, routers)
+        self.hardware = HardwareWatch(folder, process_group.of_environment(), config.train.metrics.hardware_seconds)
         peak = peak_flops(setup.device, config.train.precision.compute)
         self._device = setup.device
         self._peak = None if peak is None else peak * setup.mesh.layout.world_size
@@ -97,6 +101,11 @@ class StepMetrics:
             warn(self._console, warning)
         if "experts" in values and (warning := self._imbalance.see(step, values["experts"])):
             warn(self._console, warning)
+        if rises := self.hardware.take():
+            if grave := [rise for rise in rises if not rise.minor]:
+                warn(self._console, f"hardware errors: {rises_text(grave)}; see {RunFiles(self._folder.path).hardware}")
+            values["hardware_errors"] = sum(rise.by for rise in grave)
+            values["hardware_corrected"] = sum(rise.by for rise in rises if rise.minor)
         tokens, stream = sum(issued.data.tokens_by_source.values()), issued.stream
         flops, causal_flops = (flops_per_token(self._spec, stream, causal=causal) for causal in (False, True))
         return {

@@ -337,6 +337,7 @@ class Trainer:
             self._saver,
             self._profile,
             self._garbage,
+            self._rows.hardware,
         ):
             self._saver.exporter.begin(self._console)
             try:

@@ -22,6 +22,7 @@ _WORDS: dict[NotifyEvent, str] = {
     "spike": "a step went wrong",
     "saves_failing": "saves fail",
     "export_failed": "a checkpoint was not exported",
+    "hardware": "a node has hardware errors",
 }
 
 

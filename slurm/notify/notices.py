@@ -19,6 +19,7 @@ from pipeline.common.redaction import masked
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.notify import NotifyEvent
+from pipeline.train.monitor.hardware import read_rises, rises_text
 from pipeline.train.run.heartbeat import ENDED, HUNG, read_beat
 from pipeline.train.run.unsaved import read_saves
 from slurm.notify.notice import Notice
@@ -102,7 +103,7 @@ class Notices:
         self._outbox.send(replace(self._like, event=event, reason=reason, time=time.time(), **values))
 
     def look(self, before: int, *, running: bool) -> None:
-        """Tell of steps that went wrong, saves and exports that fail, and a training that has stalled. Raises nothing.
+        """Tell of what went wrong: steps, saves, exports, hardware, and a training that has stalled. Raises nothing.
 
         Args:
             before: number of the last attempt before this training: what is older is not news.
@@ -114,6 +115,7 @@ class Notices:
             self._look_at_faults(last=not running)
             self._look_at_saves(before)
             self._look_at_exports(before)
+            self._look_at_hardware(before)
             if running:
                 self._look_at_heartbeat(before)
         except OSError:  # a disk that is gone for a while
@@ -171,6 +173,19 @@ class Notices:
         step, attempt, why = last.get("step"), last.get("attempt"), last.get("failed")
         if why and isinstance(step, int) and isinstance(attempt, int) and attempt > before:
             self.send("export_failed", reason=str(why), key=f"{step} in attempt {attempt}", step=step, attempt=attempt)
+
+    def _look_at_hardware(self, before: int) -> None:
+        if not self._outbox.wants("hardware") or not self._files.hardware.is_dir():
+            return
+        rises = [rise for rise in read_rises(self._files.folder) if rise.attempt > before and not rise.minor]
+        # A counter that keeps rising is told of once per attempt.
+        new = {f"hardware: {rise.host} {rise.counter} in attempt {rise.attempt}": rise for rise in reversed(rises)}
+        new = {name: rise for name, rise in new.items() if name not in self._known.told}
+        if new:
+            self._known = replace(self._known, told=[*self._known.told, *new][-_KEPT:])
+            self._write()
+            told = list(new.values())[::-1]
+            self.send("hardware", reason=rises_text(told), attempt=told[-1].attempt)
 
     def _look_at_heartbeat(self, before: int) -> None:
         beat = read_beat(self._files.folder) if self._outbox.wants("stalled") else None

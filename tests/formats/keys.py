@@ -133,6 +133,7 @@ CLASSES = {
     "pipeline.train.planning.shares": ("Shares", "MeasuredShares"),
     "pipeline.train.planning.show": (),  # MeasuredShares
     "pipeline.train.monitor.goodput": ("Goodput",),
+    "pipeline.train.monitor.hardware": ("Rise",),
     "pipeline.train.schedule_seam": (),  # a config
     "pipeline.train.run.unsaved": ("Saves",),
     "pipeline.train.run.heartbeat": ("Beat",),

@@ -12,7 +12,17 @@ from typing import Any
 
 from pipeline.config.notify import NotifyConfig, NotifyEvent
 
-ALL: list[NotifyEvent] = ["done", "failed", "stopped", "requeued", "stalled", "spike", "saves_failing", "export_failed"]
+ALL: list[NotifyEvent] = [
+    "done",
+    "failed",
+    "stopped",
+    "requeued",
+    "stalled",
+    "spike",
+    "saves_failing",
+    "export_failed",
+    "hardware",
+]
 SECRET = "T0/s3cr3t"
 """Path of the server's address."""
 

@@ -201,3 +201,23 @@ def test_without_notifications_nothing_is_read_or_written(tmp_path: Path, monkey
     notices.send("done", reason="done", key="x")
     notices.close()
     assert [path.name for path in config.run.dir.iterdir()] == ["faults.jsonl"]
+
+
+def test_hardware_errors_are_told_of_once_for_each_counter_and_attempt(config: Config) -> None:
+    def rise(attempt: int, host: str, counter: str, *, minor: bool = False) -> None:
+        row = {"time": 1.0, "attempt": attempt, "host": host, "counter": counter, "by": 1, "minor": minor}
+        (config.run.dir / "hardware").mkdir(exist_ok=True)
+        storage.add_json_line(config.run.dir / "hardware/node-0000.jsonl", row)
+
+    link = "mlx5_0 port 1: link_downed"
+    for attempt, host, minor in ((1, "a", False), (2, "a", True), (2, "a", False), (2, "a", False), (3, "a", False)):
+        rise(attempt, host, link, minor=minor)
+        notices = Notices(config, "train", silent)
+        notices.look(1, running=True)  # attempt 1 is older than what is watched
+        told = seen(config, notices)
+    assert [each[0] for each in told] == ["hardware"] * 2
+    rise(3, "b", link)
+    rise(3, "c", link)
+    notices.look(1, running=True)
+    (*_, last) = seen(config, notices)
+    assert f"b: {link} +1; c: {link} +1" in last[2]

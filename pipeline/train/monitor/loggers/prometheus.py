@@ -71,6 +71,7 @@ METRICS = (
     _gauge("data_wait_seconds", "Time that the last step waited for its data."),
     _gauge("mfu_ratio", "Model FLOPs utilization of the last step, attention counted whole; 1 is the peak."),
     _counter("skipped_steps", "Steps of this process whose update was withheld."),
+    _counter("hardware_errors", "Hardware errors of the nodes of the run that this process has seen."),
     _counter("rewinds", "Number of times that this process went back to a checkpoint."),
     _gauge("last_checkpoint_step", "Step of the newest checkpoint; 0 without one."),
     _gauge("last_save_seconds", "Duration of the last save, from the copy to the commit."),
@@ -138,6 +139,7 @@ class PrometheusFile(Logger):
             if "tokens_per_second" in row:
                 values["pipeline_tokens_total"] += round(row["tokens_per_second"] * row["step_seconds"])
             values["pipeline_skipped_steps_total"] += bool(row.get("skipped"))
+            values["pipeline_hardware_errors_total"] += row.get("hardware_errors", 0)
 
     def rewind(self, step: int) -> None:
         """The run resumes from an earlier step."""

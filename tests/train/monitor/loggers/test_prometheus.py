@@ -74,6 +74,7 @@ def test_the_file_as_prometheus_reads_it(tmp_path: Path, monkeypatch: pytest.Mon
         "pipeline_tokens_per_second": 3,
         "pipeline_step_seconds": 10 / 3,
         "pipeline_skipped_steps_total": 1,
+        "pipeline_hardware_errors_total": 0,
         "pipeline_rewinds_total": 0,
         "pipeline_last_checkpoint_step": 40,
         "pipeline_last_save_seconds": 7.5,

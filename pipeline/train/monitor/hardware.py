@@ -1,0 +1,297 @@
+"""Hardware errors of the nodes of a run: counters of network cards, memory and GPUs that rise while it trains.
+
+One process per node reads the counters in a thread, and notes what rose in a file per node (`RUN/hardware`). Rank 0
+collects the notes of all nodes for the metrics and warns. Nothing here needs another rank, nor ends a run.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import orjson
+
+from pipeline.common import process_identity, storage
+from pipeline.common.format import counted
+from pipeline.common.run_files import RunFiles
+from pipeline.train.distributed.rank import Processes
+from pipeline.train.run.folder import RunFolder
+
+_SYS = Path("/sys")
+_KERNEL_LOG = Path("/dev/kmsg")
+_MINOR = {
+    *("corrected memory errors", "rx_errors", "tx_errors", "symbol_error", "port_rcv_errors", "port_xmit_discards"),
+    *("packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_nak_retry_err", "roce_adp_retrans"),
+}
+"""Counters that also rise on sound hardware, under load: hardware corrected or repeated what went wrong."""
+_PORT = {
+    *("link_downed", "link_error_recovery", "local_link_integrity_errors", "excessive_buffer_overrun_errors"),
+    *("symbol_error", "port_rcv_errors", "port_xmit_discards"),
+    *("packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_nak_retry_err", "roce_adp_retrans"),
+}
+"""Counters of an InfiniBand or RoCE port, in `counters` and `hw_counters`."""
+_GPU = (
+    {
+        "ecc.errors.uncorrected.volatile.total": "uncorrected memory errors",
+        "ecc.errors.corrected.volatile.total": "corrected memory errors",
+    },
+    {
+        "clocks_throttle_reasons.hw_thermal_slowdown": "slowed down by heat",
+        "clocks_throttle_reasons.hw_power_brake_slowdown": "slowed down by the power supply",
+    },
+)
+"""Fields of nvidia-smi, and what they count. A driver that does not know one field refuses its whole query."""
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+_PATIENCE = 20.0
+"""Seconds for nvidia-smi, which hangs where a GPU does."""
+_LEAVING = 1.0
+"""Seconds that a rank waits, when it ends, for counters that are being read."""
+_NAMED = 5
+"""Counters that a message names, at most."""
+_RECORD = 8192
+"""Bytes of a record of the kernel's log, at most."""
+
+
+@dataclass(frozen=True)
+class Rise:
+    """A counter of a node that rose."""
+
+    time: float
+    """In seconds since 1970."""
+    attempt: int
+    host: str
+    counter: str
+    """Device and name, like "mlx5_0 port 1: link_downed"."""
+    by: int
+    minor: bool
+    """Hardware corrected or repeated what went wrong."""
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.counter} +{self.by}"
+
+
+def rises_text(rises: list[Rise]) -> str:
+    """Rises in a line, the first ones by name."""
+    named = "; ".join(map(str, rises[:_NAMED]))
+    return named if len(rises) <= _NAMED else f"{named}; and {counted(len(rises) - _NAMED, 'other counter')}"
+
+
+def read_rises(run: Path) -> list[Rise]:
+    """The rises of all nodes of a run, by time; lines that are damaged or still written are left out."""
+    found: list[Rise] = []
+    for file in sorted(RunFiles(run).hardware.glob("node-*.jsonl")):
+        with suppress(OSError):
+            found += _parse(storage.read_bytes(file))
+    return sorted(found, key=lambda rise: rise.time)
+
+
+def _parse(data: bytes) -> list[Rise]:
+    rises = []
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        with suppress(ValueError, KeyError, TypeError):
+            values = orjson.loads(line)
+            rise = Rise(**{name: values[name] for name in Rise.__dataclass_fields__})
+            if all(isinstance(each, int) for each in (rise.attempt, rise.by)) and isinstance(rise.time, float):
+                rises.append(rise)
+    return rises
+
+
+class HardwareWatch(AbstractContextManager["HardwareWatch"]):
+    """A context in which the first process of each node notes counters that rise, and rank 0 collects the notes.
+
+    Args:
+        folder: of the run.
+        ranks: place of this process.
+        seconds: from one look to the next; None: nothing is looked at.
+    """
+
+    def __init__(self, folder: RunFolder, ranks: Processes, seconds: float | None) -> None:
+        self._folder, self._rank, self._seconds = folder, ranks.rank, seconds
+        self._file = RunFiles(folder.path).hardware / f"node-{ranks.rank // ranks.local_world_size:04d}.jsonl"
+        self._wanted = seconds is not None and ranks.local_rank == 0
+        self._host = process_identity.node_name()
+        self._sizes: dict[Path, int] = {}
+        self._found: list[Rise] = []
+        self._lock = threading.Lock()
+        self.ready = threading.Event()
+        """Set once the counters have been read for the first time."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hardware", daemon=True)
+
+    def __enter__(self) -> HardwareWatch:
+        if self._wanted:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join(_LEAVING)
+
+    def take(self) -> list[Rise]:
+        """Rises on all nodes that were noted since the last call; on rank 0."""
+        with self._lock:
+            found, self._found = self._found, []
+        return found
+
+    def _watch(self) -> None:
+        with suppress(OSError):
+            if self._rank == 0:  # what was noted before this attempt is not news
+                self._collect()
+                self.take()
+        counters = NodeCounters()
+        try:
+            counters.rises()
+            self.ready.set()
+            while not self._ended.wait(self._seconds):
+                rises = counters.rises()
+                with suppress(OSError):  # a full disk must not end this thread
+                    self._note(rises)
+                    if self._rank == 0:
+                        self._collect()
+        finally:
+            counters.close()
+
+    def _note(self, rises: Mapping[str, int]) -> None:
+        now = time.time()
+        for counter, by in rises.items():
+            self._file.parent.mkdir(exist_ok=True)
+            rise = Rise(now, self._folder.attempt, self._host, counter, by, counter.rpartition(": ")[2] in _MINOR)
+            storage.add_json_line(self._file, asdict(rise))
+
+    def _collect(self) -> None:
+        for file in sorted(self._file.parent.glob("node-*.jsonl")):
+            with suppress(OSError):
+                begin, size = self._sizes.get(file, 0), file.stat().st_size
+                if size <= begin:
+                    continue
+                data = storage.read_bytes(file)[begin:]
+                self._sizes[file] = begin + data.rfind(b"\n") + 1
+                with self._lock:
+                    self._found += _parse(data)
+
+
+class NodeCounters:
+    """Error counters of this node, and how far each has risen since it was read last."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        self._queries = [fields for fields in _GPU if shutil.which("nvidia-smi")]
+        self._log: int | None = None
+        with suppress(OSError):  # most sites let only root read it
+            self._log = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self._log, 0, os.SEEK_END)
+
+    def close(self) -> None:
+        """Close the kernel's log."""
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    def rises(self) -> dict[str, int]:
+        """Counters that rose since the last call, and by how much; empty at the first call."""
+        events = Counter[str]()
+        first = not self._last
+        now = {**_card_counters(), **_memory_counters(), **self._gpu_counters(events)}
+        # A device that comes later has its history, which is not news; a reset is no rise.
+        risen = {name: value - self._last[name] for name, value in now.items() if value > self._last.get(name, value)}
+        self._last |= now
+        events.update(self._xids())
+        return {} if first else {**risen, **events}
+
+    def _gpu_counters(self, events: Counter[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for fields in list(self._queries):
+            command = ["nvidia-smi", f"--query-gpu=index,{','.join(fields)}", "--format=csv,noheader,nounits"]
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL, check=False
+                )
+            except (OSError, subprocess.TimeoutExpired):
+                # Not asked again: each process that hangs there cannot even be killed.
+                self._queries = []
+                events["nvidia-smi: no answer"] += 1
+                return found
+            output = " ".join((done.stdout + done.stderr).split())
+            if "not a valid field" in output.lower():
+                self._queries.remove(fields)
+            elif done.returncode != 0:
+                self._queries = []
+                events[f"nvidia-smi: {output[:200] or f'code {done.returncode}'}"] += 1
+                return found
+            else:
+                found |= _gpu_values(done.stdout, list(fields.values()))
+        return found
+
+    def _xids(self) -> Iterator[str]:
+        """Errors of GPUs that the kernel has logged since the last call."""
+        while self._log is not None:
+            try:
+                record = os.read(self._log, _RECORD)
+            except BrokenPipeError:  # older records were overwritten
+                continue
+            except OSError:  # nothing new
+                return
+            if not record:  # the end of a file, which only a test has
+                return
+            for gpu, number in _XID.findall(record.decode(errors="replace")):
+                yield f"GPU {gpu}: Xid {number}"
+
+
+def _gpu_values(text: str, names: list[str]) -> dict[str, int]:
+    """Counters of all GPUs from lines of nvidia-smi; "[N/A]" and the like are left out."""
+    found = {}
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+        for name, value in zip(names, row[1:], strict=False):
+            if value.isdecimal() or value in ("Active", "Not Active"):
+                found[f"GPU {row[0]}: {name}"] = int(value) if value.isdecimal() else int(value == "Active")
+    return found
+
+
+def _card_counters() -> dict[str, int]:
+    """Counters of InfiniBand, RoCE and Ethernet cards."""
+    found = {}
+    for file in _SYS.glob("class/infiniband/*/ports/*/*counters/*"):
+        if file.name in _PORT and (value := _number(file)) is not None:
+            found[f"{file.parts[-5]} port {file.parts[-3]}: {file.name}"] = value
+    for device in _SYS.glob("class/net/*/device"):  # virtual interfaces have none
+        interface = device.parent
+        for name in ("statistics/rx_errors", "statistics/tx_errors", "carrier_down_count"):
+            if (value := _number(interface / name)) is not None:
+                found[f"{interface.name}: {name.rpartition('/')[2]}"] = value
+    return found
+
+
+def _memory_counters() -> dict[str, int]:
+    """Memory errors of the node (EDAC) and of AMD's GPUs (RAS)."""
+    found = {}
+    kinds = {"ue": "uncorrected memory errors", "ce": "corrected memory errors"}
+    for short, kind in kinds.items():
+        for file in _SYS.glob(f"devices/system/edac/mc/mc*/{short}_count"):
+            if (value := _number(file)) is not None:
+                found[f"memory controller {file.parent.name}: {kind}"] = value
+    for file in _SYS.glob("class/drm/card*/device/ras/*_err_count"):
+        with suppress(OSError):
+            for short, value in re.findall(r"(ue|ce):\s*(\d+)", file.read_text(errors="replace")):
+                block = file.name.removesuffix("_err_count")
+                found[f"GPU {file.parts[-4]} {block}: {kinds[short]}"] = int(value)
+    return found
+
+
+def _number(file: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(file.read_text())
+    return None
