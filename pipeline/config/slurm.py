@@ -144,7 +144,7 @@ class SiteConfig(Section):
     """The interpreter; by default the one that submits. In a container often `python3`."""
     distribution: Annotated[TextLine, AfterValidator(_by_nodes)] | None = None
     """Distribution of the processes of a training by srun to nodes, sockets and cores (`--distribution`), like
-    `block:cyclic`. The first word is `block`: ranks are counted node by node."""
+    `block:cyclic`. The first word is `block`, which is also the default: ranks are counted node by node."""
     cpu_bind: TextLine | None = None
     """Binding of the processes of a training by srun to cores (`--cpu-bind`), like `cores` or `rank_ldom`."""
     srun_options: Annotated[list[Line], CODE] = Field(default_factory=list)

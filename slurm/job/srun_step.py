@@ -96,7 +96,8 @@ class SrunStep:
         site = self.submission.site
         if self.submission.stage != "train":
             return []
-        options = {"--distribution": site.distribution, "--cpu-bind": site.cpu_bind}
+        # Named even where it is the default: SLURM_DISTRIBUTION and some versions with a topology plugin have others.
+        options = {"--distribution": site.distribution or "block", "--cpu-bind": site.cpu_bind}
         return [f"{name}={value}" for name, value in options.items() if value is not None]
 
     def run(self, on_poll: Callable[[], None], on_start: Callable[[subprocess.Popen[bytes]], None]) -> int:

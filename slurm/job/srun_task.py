@@ -7,6 +7,7 @@ It takes its place among the ranks from SLURM's variables and then is the `pipel
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ _UNTIL = {
 
 
 def ranks_environment(given: dict[str, str]) -> dict[str, str]:
-    """RANK and so on from what srun has set.
+    """RANK and so on from what srun has set; MASTER_ADDR, if it is set, is the node of rank 0.
 
     Raises:
         UserError: it was not srun that started this process.
@@ -40,7 +41,18 @@ def ranks_environment(given: dict[str, str]) -> dict[str, str]:
             f"{', '.join(missing)} is not set: `python -m slurm.job.srun_task` is for srun, which the job calls"
         )
     found = {name: given[source] for name, source in names.items()}
-    return found | {"LOCAL_WORLD_SIZE": str(int(given["SLURM_NTASKS"]) // int(given["SLURM_STEP_NUM_NODES"]))}
+    found["LOCAL_WORLD_SIZE"] = str(int(given["SLURM_NTASKS"]) // int(given["SLURM_STEP_NUM_NODES"]))
+    # The step decides the order of its nodes: since 26.05 by the topology, so rank 0 may be on another one than the
+    # first of the job.
+    if "MASTER_ADDR" in given and (nodes := given.get("SLURM_STEP_NODELIST")):
+        found["MASTER_ADDR"] = first_node(nodes)
+    return found
+
+
+def first_node(nodes: str) -> str:
+    """The first of nodes as SLURM writes them: `n3` of `n[3-5,9],gpu1`, `rack1n04` of `rack[1-2]n[04-05]`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first.group() if first else "")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Signals to the processes of a step before the stage listens to them: while modules are imported."""
+"""Processes of a step: their ranks, and signals before the stage listens to them, while modules are imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.common.errors import EXIT_STOPPED
-from slurm.job.srun_task import LOGS
+from slurm.job.srun_task import LOGS, first_node, ranks_environment
 from slurm.logs.failure_analysis import first_failure, stopped
 from tests import tiny
 
@@ -71,3 +71,26 @@ def test_an_evaluation_uses_the_time_that_is_left(tmp_path: Path) -> None:
     process = started(tmp_path / "logs", "slurm.logs.rank_logs", "SIGUSR2", "pipeline.cli.main", "eval", "run.yaml")
     output = process.communicate(timeout=300)[0]
     assert (process.returncode, output) == (CONTINUED, "set()"), "and nothing that it starts has blocked signals"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[3-5,9],gpu1", "n3"),
+        ("n[9,3-5]", "n9"),
+        ("nid[00017-00019]", "nid00017"),
+        ("rack[1-2]n[04-05],rack3n1", "rack1n04"),
+        ("gpu-a.site,gpu-[1-2].site", "gpu-a.site"),
+        ("gpu-[1-2].site", "gpu-1.site"),
+    ],
+)
+def test_the_first_node_of_a_step(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+def test_rank_0_has_its_address_where_the_step_orders_its_nodes_by_the_topology() -> None:
+    place = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    found = ranks_environment({**place, "MASTER_ADDR": "n1", "SLURM_STEP_NODELIST": "n[2,1]"})
+    assert (found["MASTER_ADDR"], found["LOCAL_WORLD_SIZE"]) == ("n2", "2")
+    assert "MASTER_ADDR" not in ranks_environment({**place, "SLURM_STEP_NODELIST": "n[2,1]"})

@@ -115,6 +115,7 @@ def test_places_of_processes_are_named_to_the_srun_of_a_training(tmp_path: Path)
 
     training = step(tmp_path, **site)
     assert places(training.command()) == asked  # of two, the last one counts
+    assert places(step(tmp_path).command()) == ["--distribution=block"]
     for other in (step(tmp_path, stage="eval", **site), replace(training, together=False)):
         assert places(other.command()) == asked[2:]
     assert places(training.command(outside=True)) == asked[2:]  # what looks after the job
