@@ -135,6 +135,7 @@ CLASSES = {
     "pipeline.train.monitor.goodput": ("Goodput",),
     "pipeline.train.monitor.hardware": ("Rise",),
     "pipeline.train.schedule_seam": (),  # a config
+    "pipeline.train.planning.stage_memory": (),  # fields of a spec, none of which is written
     "pipeline.train.run.unsaved": ("Saves",),
     "pipeline.train.run.heartbeat": ("Beat",),
     "pipeline.train.checkpoint.commands": ("Row",),

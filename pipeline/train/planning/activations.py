@@ -8,10 +8,10 @@ follow from the difference that a period more of them makes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,80 +39,13 @@ from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.torch_compat.core import local_shard
 from pipeline.train.planning.exchange import BalancedExchange
 from pipeline.train.planning.fake import fake_mesh
-from pipeline.train.planning.ledger import KINDS, MemoryKind, MemoryLedger, Passes
+from pipeline.train.planning.ledger import MemoryLedger, Passes
+from pipeline.train.planning.stage_memory import KINDS, DeviceType, Ends, Layers, MemoryKind, Shape, StageMemory
 from pipeline.train.step import Stepper
-
-DeviceType = Literal["cpu", "cuda"]
-Ends = Literal["whole", "first", "middle", "last"]
-"""Part of the model that a stage is: with embedding and head, with one of them, or with neither."""
-
-Layers = tuple[int, int]
-"""Layers of a stage: the place of the first one in a period of the model's kinds, and how many there are."""
 
 _PIPELINES: Mapping[Ends, tuple[int, int]] = {"whole": (1, 0), "first": (2, 0), "middle": (3, 1), "last": (2, 1)}
 """The shortest pipeline that has such a stage, and the rank of it."""
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The batch of a process in a step."""
-
-    samples: int
-    """Samples of a micro-batch."""
-    length: int
-    """Positions of a sample, of which the process has a share with cp."""
-    micro_batches: int
-    over_mean: float = 1.0
-    """With ep, rows that the experts of the process get, over the mean of all processes."""
-    predicted: int | None = None
-    """Positions of a sample that the head scores; None: all."""
-    encoder: int = 0
-    """Positions of a sample that are the encoder's."""
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes of a stage, where in a step which kind of memory takes how many. Linear in the number of layers."""
-
-    points: Mapping[tuple[str, MemoryKind], float]
-    """By part of the step and kind; at the peak of the part, of the activations those of one micro-batch alone."""
-    kept: float
-    """Activations of a micro-batch between its forward and its backward pass."""
-    count: float
-    """Parameters, after the cut by tp and before that by dp_shard."""
-
-    @property
-    def labels(self) -> list[str]:
-        """Parts of the step."""
-        return list(dict.fromkeys(label for label, _ in self.points))
-
-    def at(self, label: str) -> dict[str, float]:
-        """Bytes by kind at a part of the step."""
-        return {kind: self.points[label, kind] for kind in KINDS}
-
-    @property
-    def gradients(self) -> float:
-        """Between passes, once there are any."""
-        return max(self.points[label, "gradients"] for label in self.labels if label.startswith("backward"))
-
-    @property
-    def unsharded(self) -> float:
-        """Between passes."""
-        return min(self.points[label, "unsharded"] for label in self.labels if label != "optimizer")
-
-    def plus(self, times: float, less: StageMemory, more: StageMemory) -> StageMemory:
-        """This memory, plus `times` the difference between `more` and `less`."""
-
-        def mix(mine: float, without: float, with_it: float) -> float:
-            return mine + times * (with_it - without)
-
-        points = {}
-        for (label, kind), value in self.points.items():
-            # While the head is at work, the layers take what they do while the last one begins.
-            there = label if (label, kind) in more.points else "backward of the last layer"
-            points[label, kind] = mix(value, less.points[there, kind], more.points[there, kind])
-        return StageMemory(points, mix(self.kept, less.kept, more.kept), mix(self.count, less.count, more.count))
 
 
 def measure(

@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.train.parallel.torch_compat.core import local_shard
-
-MemoryKind = Literal["parameters", "moments", "batches", "gradients", "unsharded", "activations", "working"]
-KINDS: tuple[MemoryKind, ...] = ("parameters", "moments", "batches", "gradients", "unsharded", "activations", "working")
+from pipeline.train.planning.stage_memory import MemoryKind
 
 # What FSDP's collectives fill and read; tensor parallelism has functional ones.
 _GATHERS = ("c10d::_allgather_base_", "c10d::all_gather_into_tensor")

@@ -17,7 +17,7 @@ from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.parallel.torch_compat.pipeline_stage import schedule_actions
-from pipeline.train.planning.activations import DeviceType, Ends, Layers, Shape, StageMemory, measure
+from pipeline.train.planning.stage_memory import DeviceType, Ends, Layers, Shape, StageMemory, keep, read_kept
 from pipeline.train.planning.traffic import ACTIVE_STAGES
 
 
@@ -184,13 +184,18 @@ def _run(
         some = config.model_copy(update={"train": train})
         common = _settings(some, layout), replace(layout, pp=1), spec, shape, ends, device_type
         keys = {layers: (*common, layers) for layers in pieces}
-        new = [layers for layers, key in keys.items() if key not in _measured]
         if len(_measured) > _MOST_MEASURED:
             _measured.clear()
-            new = list(pieces)
-        if new:
-            found = measure(some, layout, spec, shape, ends, new, device_type)
-            _measured.update({keys[layers]: one for layers, one in zip(new, found, strict=True)})
+        for key in keys.values():
+            if key not in _measured and (kept := read_kept(key)) is not None:
+                _measured[key] = kept
+        if new := [layers for layers, key in keys.items() if key not in _measured]:
+            # Imported late: the model, FSDP and optimizers, which nothing else of a plan needs.
+            from pipeline.train.planning.activations import measure
+
+            for layers, one in zip(new, measure(some, layout, spec, shape, ends, new, device_type), strict=True):
+                _measured[keys[layers]] = one
+                keep(keys[layers], one)
         return {layers: _measured[key] for layers, key in keys.items()}
 
     if recompute.mode != "budget":

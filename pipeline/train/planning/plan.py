@@ -16,12 +16,12 @@ from pipeline.train.parallel.footprint import checkpoint_bytes, export_bytes
 from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.step_shapes import StepShape, step_counts, step_shapes
-from pipeline.train.planning.activations import DeviceType
 from pipeline.train.planning.devices import Device
 from pipeline.train.planning.experts import OVER_MEAN, ExpertPlan, expert_plan, expert_warnings
 from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.planning.memory import RankMemory, memory
 from pipeline.train.planning.published import TimeRange, expected
+from pipeline.train.planning.stage_memory import DeviceType
 from pipeline.train.planning.timing import (
     StepSeconds,
     assumptions,

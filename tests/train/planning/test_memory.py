@@ -24,9 +24,10 @@ from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.planning import ledger
 from pipeline.train.planning import memory as planning
-from pipeline.train.planning.activations import Shape, _Fused, _Masked, measure
+from pipeline.train.planning.activations import _Fused, _Masked, measure
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.memory import RankMemory, memory
+from pipeline.train.planning.stage_memory import Shape
 from tests import tiers, tiny
 from tests.train.distributed import ranks
 from tests.train.parallel import layouts
@@ -55,9 +56,10 @@ def _compare(config: Config) -> None:
 
 
 @pytest.mark.parametrize("name", tiers.first(2, sorted(CASES), rest="slow"))
-def test_shortened_operations_change_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_shortened_operations_change_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     config, found = case_config(name), []
     for shortened in (ledger._PLAIN, frozenset()):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(len(shortened))))
         monkeypatch.setattr(ledger, "_PLAIN", shortened)
         monkeypatch.setattr(planning, "_measured", {})
         found.append(_estimate(config, "cuda"))
