@@ -5,10 +5,17 @@ import itertools
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from pipeline.data.work import worker_pool
+
+# No test depends on how fast the machine is.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so all processes that they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

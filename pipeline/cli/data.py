@@ -238,7 +238,7 @@ def data_when(
     ids: Ids = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the steps at which a document was or will be trained on, in every lap, or why it is not."""
+    """Show the steps at which a document was or will be trained on, in every epoch, or why it is not."""
     from pipeline.data.provenance.document_to_steps import when
     from pipeline.data.provenance.run import open_view, print_result
 

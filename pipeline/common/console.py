@@ -22,8 +22,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import rich.console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from pipeline.common.redaction import masked
@@ -42,6 +44,8 @@ _LINE_ENDS = re.compile("\r\n?")
 _MB = 10**6
 _MOST_COLUMNS = 100
 """Columns of a message on a terminal."""
+_WIDEST = 10_000
+"""Columns of a table in a file, at most."""
 VERBOSE = "PIPELINE_VERBOSE"
 """Environment variable of `--verbose`, which processes that a command starts inherit."""
 
@@ -172,6 +176,49 @@ def verbatim(console: rich.console.Console, text: str) -> None:
             raise
 
 
+def print_table(console: rich.console.Console, table: Table) -> None:
+    """A table in which no number or word is cut.
+
+    A terminal that is too narrow gets it without the columns that are empty, and if these are not enough, each row as a
+    block of lines. Files and pipes get it in its whole width.
+    """
+    wide = console.options.update(width=_WIDEST)
+    width = Measurement.get(console, wide, table).maximum
+    room = console.width if is_screen(console) else _WIDEST
+    if width > room:
+        _drop_empty_columns(table)
+        width = Measurement.get(console, wide, table).maximum
+    if width <= room:
+        # Where there is no terminal, the console's own width is a guess, to which rich would cut the table.
+        before, console.width = console.width, width
+        try:
+            console.print(table)
+        finally:
+            console.width = before
+    else:
+        verbatim(console, "\n".join(_blocks(table)))
+
+
+def _drop_empty_columns(table: Table) -> None:
+    """Remove columns in which no row has a value."""
+    table.columns = [column for column in table.columns if any(str(cell) not in ("", "-") for cell in column.cells)]
+    for place, column in enumerate(table.columns):
+        column._index = place
+
+
+def _blocks(table: Table) -> Iterator[str]:
+    """Lines of a table with a line per cell: the first cell of a row, and the others below it with their heads."""
+    if table.title:
+        yield str(table.title)
+    heads = [str(column.header) for column in table.columns]
+    widest = max(map(len, heads[1:]), default=0)
+    for first, *cells in zip(*(list(column.cells) for column in table.columns), strict=True):
+        yield str(first)
+        for head, cell in zip(heads[1:], cells, strict=True):
+            if str(cell) not in ("", "-"):
+                yield f"  {head:<{widest}}  {cell}"
+
+
 def warn(console: rich.console.Console, message: object) -> None:
     """A warning: something may be wrong, and the command continues."""
     say(console, f"warning: {message}")
@@ -190,8 +237,13 @@ def confirmed(console: rich.console.Console, text: str) -> bool:
 
 def detail(console: rich.console.Console, text: str) -> None:
     """A line for who looks closely: printed with `--verbose`, and into the logs of jobs."""
-    if os.environ.get(VERBOSE) == "1":
+    if is_verbose():
         say(console, text)
+
+
+def is_verbose() -> bool:
+    """True with `--verbose`, and in jobs."""
+    return os.environ.get(VERBOSE) == "1"
 
 
 def alarm(label: str, message: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from pipeline.common.console import Console
+from pipeline.common.console import Console, print_table
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.train.model.context import RoutingObserver
@@ -119,7 +119,7 @@ def show_choices(
             table.add_column(name, no_wrap=True)
         for place, token in enumerate(tokens):
             table.add_row(token, *(columns[name][place] for name in names))
-        console.print(table)
+        print_table(console, table)
         console.print()
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     for name in ("layer", "unused"):
@@ -129,7 +129,7 @@ def show_choices(
         most = sorted(range(len(shares)), key=lambda expert: (-shares[expert], expert))
         words = [f"{expert}: {shares[expert]:.0%}" for expert in most if shares[expert]]
         table.add_row(str(layer), f"{shares.count(0.0)} of {len(shares)}", "  ".join(words))
-    console.print(table)
+    print_table(console, table)
 
 
 def _quoted(text: str) -> str:

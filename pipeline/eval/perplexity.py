@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import Console, say, warn
+from pipeline.common.console import Console, print_table, say, warn
 from pipeline.common.format import percent
 from pipeline.common.problems import Problems
 from pipeline.config import Config
@@ -191,7 +191,7 @@ def evaluate_everything(
         report = replace(heldout_report(engine, console, beat), continuations=continuations)
         assert engine.source is not None
         for table in _tables(report, described(engine.source, config.eval.weights)):
-            console.print(table)
+            print_table(console, table)
         for name, each in report.coverage.items():
             kinds = f"{percent(each['unknown'])} has no token, {percent(each['lost'])} is changed or dropped"
             warn(console, f"bits per byte of {name} are too low: they count all bytes of its text, of which {kinds}")

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import Console, say, verbatim, warn
+from pipeline.common.console import Console, print_table, say, verbatim, warn
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
@@ -122,7 +122,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
         ),
     ):
         table.add_row(*row)
-    console.print(table)
+    print_table(console, table)
     say(console, f"run folder: {config.run.dir} (these figures: {RunFiles.summary})")
     program = _program()
     file = shlex.quote(str(RunFiles(config.run.dir).config))

@@ -495,6 +495,6 @@ def train(config: Config, console: Console | None = None) -> int:
                     except Rewind as rewind:
                         trainer.rewind(rewind)
             if ranks.rank == 0 and (spent := goodput(folder.path)):
-                say(console, f"train: {spent}")
+                say(console, f"train: goodput {spent}")
             say(console, f"train: done, {total} steps ({reason}); checkpoints and metrics are in {folder.path}")
             return total

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.common import storage
-from pipeline.common.console import alarm, echo, say, warn
+from pipeline.common.console import alarm, echo, print_table, say, warn
 from pipeline.common.errors import EXIT_OK, EXIT_UNHEALTHY, NodeUnhealthy, UserError
 from pipeline.common.process_identity import node_name
 from pipeline.config.load import load_run, load_written
@@ -295,7 +295,7 @@ def _show(console: Console, reports: dict[str, Report | None], found: NodeVerdic
         for check in _rows(report) if report else []:
             mark = Text("ok") if check.ok else Text(check.severity, style="bold red")
             table.add_row(*([node] if several else []), check.name, mark, check.value)
-    console.print(table)
+    print_table(console, table)
     for warning in found.warnings:
         warn(console, warning)
     if not found.unhealthy:

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.common.console import say
+from pipeline.common.console import print_table, say
 from pipeline.common.format import counted, duration, percent
 from pipeline.data.work.progress import WIDE
 from pipeline.train.monitor.goodput import Goodput
@@ -34,7 +34,7 @@ def show(found: Sequence[RunStatus], console: Console) -> None:
         for line in _block(found[0]):
             say(console, line)
     elif console.is_terminal and console.width >= WIDE:
-        console.print(_table(found))
+        print_table(console, _table(found))
     else:
         for each in found:
             say(console, f"{_name(each.run)}: {', '.join(_summary(each))}")

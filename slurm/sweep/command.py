@@ -15,7 +15,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from pipeline.common.console import Console, alarm, say, verbatim, warn
+from pipeline.common.console import Console, alarm, print_table, say, verbatim, warn
 from pipeline.common.errors import MachineError, RankFailed, UserError
 from pipeline.common.format import counted, minutes
 from pipeline.common.storage import naming
@@ -139,7 +139,7 @@ def _show(
         now = "done" if done else states[each.member.folder] or "to do"
         table.add_row(*each.member.values.values(), f"{each.parameters:,}", f"{each.steps:,}", now)
     say(console, f"sweep {found.folder}")
-    console.print(table)
+    print_table(console, table)
     left = [each.member for each in checked if not is_done(each.member.folder, each.steps)]
     left = [member for member in left if not states[member.folder]]
     if backend == "slurm":

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import alarm, echo, say
+from pipeline.common.console import alarm, echo, print_table, say
 from pipeline.common.errors import EXIT_OK, UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.eval.reports import report_files
@@ -120,7 +120,7 @@ def show_table(folder: Path, console: Console, *, as_json: bool) -> None:
         echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
         return
     say(console, f"sweep {folder}")
-    console.print(_table(found, keys, best))
+    print_table(console, _table(found, keys, best))
     if best is not None:
         say(console, f"* best by {by.replace('_', ' ')}; also in {folder / 'table.csv'}")
     for each in found:

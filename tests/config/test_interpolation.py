@@ -142,7 +142,7 @@ def test_of_a_run_folder_nothing_is_resolved(tmp_path: Path, monkeypatch: pytest
     assert str(config.data.dir).endswith("runs/small/${oc.env:HOMEPAGE}")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(alphabet="ab$\\{}:.,'\" \n", max_size=16))
 def test_any_text_is_written_so_that_nothing_in_it_is_resolved(text: str) -> None:
     assert is_plain(escaped(text))

@@ -435,7 +435,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert yaml.safe_load(text)["train"]["duration"] == "10 steps"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(prompt=st.text(alphabet="ab$\\{}?:.#'\" \n\t-", max_size=12) | st.text(max_size=12))
 def test_any_text_survives_a_round_trip(tmp_path_factory: pytest.TempPathFactory, prompt: str) -> None:
     folder = tmp_path_factory.mktemp("round")
@@ -450,7 +450,7 @@ def test_every_line_end_is_read_back(end: str) -> None:
         assert parse(render({"text": [value]}), "x").value == {"text": [value]}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

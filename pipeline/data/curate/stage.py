@@ -33,6 +33,7 @@ from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.names import MEASURE
 from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, make_scopes
 from pipeline.data.curate.passes.run import JobOutcome, run_jobs
+from pipeline.data.curate.report.index import write_index
 from pipeline.data.curate.results.differences import estimated_before, find_differences
 from pipeline.data.curate.results.summary import print_summary
 from pipeline.data.curate.verdicts import find_curation
@@ -176,7 +177,8 @@ class CurationStage:
         """Do what is missing, then finish every source."""
         report = CurationReport(self.decide())
         report.made = self._made
-        print_summary(self._console, report.sources, self._curate.mode)
+        index = write_index(self._config.data_dir, [each.curation.decisions for each in report.sources])
+        print_summary(self._console, report.sources, self._curate.mode, index)
         for line in across_lines(self._config, self._passes()):
             say(self._console, line)
         return report

@@ -251,13 +251,13 @@ def _closed(
             continue
         sources.sort(key=lambda entry: -entry[1].unseen)
         shown = [
-            f"{stretch.unseen:,} of {name!r} ({percent(1 - stretch.rest / stretch.epoch_samples)} of the lap)"
+            f"{stretch.unseen:,} of {name!r} ({percent(1 - stretch.rest / stretch.epoch_samples)} of the epoch)"
             for name, stretch in sources[:_NAMED]
         ]
         if more := sum(stretch.unseen for _, stretch in sources[_NAMED:]):
             shown.append(f"{more:,} of {len(sources) - _NAMED:,} other sources")
         yield (
-            f"phase {label(config, journal, number)} changes {change} and so ends laps early; tokens that are not "
+            f"phase {label(config, journal, number)} changes {change} and so ends epochs early; tokens that are not "
             f"drawn in them: {', '.join(shown)}"
         )
 

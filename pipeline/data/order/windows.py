@@ -2,8 +2,8 @@
 
 Packs of documents, the other kind, are in `packs`.
 
-An epoch is a pass through a source, which a change of the sequence length or the slice may cut short; the journal and
-messages call it a lap. A source is the circular concatenation of its documents, T tokens, each document closed by the
+An epoch is a pass through a source, which a change of the sequence length or the slice may cut short; files and fields
+call it `lap`. A source is the circular concatenation of its documents, T tokens, each document closed by the
 end-of-document token.
 With sequence length L, epoch e has n = T // L windows; window p is the L + 1 tokens from (phase(e) + p * L) mod T, of
 which the last L are targets. phase(e) is a keyed hash mod L and phase(0) is 0, so each epoch cuts documents at other

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.common.console import Console, say, verbatim, warn
+from pipeline.common.console import Console, print_table, say, verbatim, warn
 from pipeline.common.format import first_and_last, percent, rounded
 from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
@@ -77,7 +77,7 @@ def show(plan: DataPlan, console: Console) -> None:
         say(console, f"so far: {plan.steps_so_far:,} steps, by the newest checkpoint")
     for table in _tables(plan):
         console.print()
-        console.print(table)
+        print_table(console, table)
     console.print()
     for line in plan.skips:
         say(console, f"skip: {line}")
@@ -206,7 +206,9 @@ def _objective_cells(row: ObjectiveRow) -> tuple[str, ...]:
 
 
 def _accounts_table(title: str, rows: Sequence[tuple[SliceRow, SliceAccount | None]]) -> Table:
-    table = _table(title, "source", "slice", "drawn", "epochs", "lap", "unique", "left out", "until\nmax_epochs")
+    table = _table(
+        title, "source", "slice", "drawn", "epochs", "now in epoch", "unique", "left out", "until\nmax_epochs"
+    )
     for row, account in rows:
         if account is not None:
             _add(
@@ -258,7 +260,7 @@ def _percent(count: int, whole: int) -> str:
 
 def _show_window(row: PreviewRow, console: Console) -> None:
     console.print()
-    place = f"sample {row.sample:,} (step {row.step:,}): {row.source}, lap {row.lap}, position {row.position:,}"
+    place = f"sample {row.sample:,} (step {row.step:,}): {row.source}, epoch {row.lap}, position {row.position:,}"
     console.print(Text(place, style="dim"), soft_wrap=True)
     if row.text is None:
         say(console, "(assumed: no text)")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.common.console import say
+from pipeline.common.console import print_table, say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, rounded, size
 from pipeline.common.paths import cache_folder
@@ -191,7 +191,7 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
                 rounded(sample.tokens * scale),
                 duration(took) if engine is not None else "-",
             )
-    console.print(table)
+    print_table(console, table)
     for note in notes:
         say(console, note)
     states = {state.name: state for state in read_state(config)}

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.common.console import say
+from pipeline.common.console import detail, is_verbose, print_table, say
 from pipeline.common.format import counted, percent, size
 from pipeline.config.base import Share
 from pipeline.data.curate.files import CURATE
@@ -107,19 +107,28 @@ class PreprocessReport:
         return self.total("text_bytes")
 
     @property
+    def is_complete(self) -> bool:
+        """True if there are sources, and this run had nothing to do for them."""
+        return bool(self.sources) and not self.units_done and not any(source.written for source in self.sources)
+
+    @property
     def rejected(self) -> dict[str, dict[str, int]]:
         """Rejected records by source and reason."""
         return {source.name: source.rejected for source in self.sources}
 
 
 def print_report(console: Console, report: PreprocessReport, splits: Mapping[str, Share]) -> None:
-    """Print the counts of every dataset, the rejected records by reason, and what was written if no unit was missing.
+    """Print the counts of every dataset and the rejected records by reason; one line if all was complete.
 
     Args:
         console: where to.
         report: of the stage.
         splits: what the run file asks for.
     """
+    if report.is_complete and not is_verbose():
+        documents, sources = counted(report.documents, "document"), counted(len(report.sources), "source")
+        say(console, f"preprocess: complete; {documents} of {sources}, {report.tokens:,} tokens")
+        return
     table = Table("source", "split", "documents", "tokens", "text", "bytes/token", "rejected", title="preprocess")
     has_curation = any(source.curated for source in report.sources)
     if has_curation:
@@ -151,7 +160,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
                 *([percent(source.coverage[name].lost_share)] if has_loss else []),
             )
     if report.sources:
-        console.print(table)
+        print_table(console, table)
     for name, evidence in {name: e for source in report.sources for name, e in source.condemned.items()}.items():
         say(console, f"{name} is not used any more ({evidence}); its output was made again")
     for source in report.sources:
@@ -171,7 +180,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
             removed = counted(sum(source.curated.values()), "document")
             say(console, f"{source.name}: {removed} removed by data.curate, see {source.folder / CURATE}")
         for rule, count in sorted(source.curated.items(), key=lambda each: -each[1]):
-            say(console, f"  {count:,} {rule}")
+            detail(console, f"  {count:,} {rule}")
         if source.edited_bytes > 0:
             kept = sum(split.text_bytes for split in source.splits.values())
             share = percent(source.edited_bytes / (kept + source.edited_bytes))
@@ -192,5 +201,5 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
             say(console, f"wrote the datasets: {', '.join(finished)}")
         if repaired:
             say(console, f"all units were complete; wrote what was missing or damaged: {', '.join(repaired)}")
-        if not finished and not repaired:
+        if report.is_complete:
             say(console, "nothing to do: all units were complete")

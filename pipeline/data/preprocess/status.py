@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import say
+from pipeline.common.console import print_table, say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, size
 from pipeline.config.data import InputConfig
@@ -328,7 +328,7 @@ def _print_table(console: Console, states: list[SourceProgress]) -> None:
             "-" if state.rate is None else f"{size(state.rate)}/s",
             "-" if state.eta_s is None else duration(state.eta_s),
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def _share(state: SourceProgress) -> str:

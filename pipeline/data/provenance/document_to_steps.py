@@ -60,7 +60,7 @@ class Occurrence:
     def __str__(self) -> str:
         state = f"; masked: {self.masked}" if self.masked else ""
         return (
-            f"lap {self.lap:,}: step {self.step:,}, sample {self.sample:,}, tokens {in_brackets(self.tokens)}; "
+            f"epoch {self.lap:,}: step {self.step:,}, sample {self.sample:,}, tokens {in_brackets(self.tokens)}; "
             f"{'done' if self.done else 'to come'}{state}"
         )
 
@@ -80,7 +80,7 @@ class Gap:
 
     def __str__(self) -> str:
         due = f"due at {numbered('step', *self.due)}, " if self.due else ""
-        return f"lap {self.lap:,}: tokens {in_brackets(self.tokens)} not seen: {due}{self.why}"
+        return f"epoch {self.lap:,}: tokens {in_brackets(self.tokens)} not seen: {due}{self.why}"
 
     def and_next(self, other: Gap) -> Gap | None:
         """One of both, if they touch and have one reason."""
@@ -391,7 +391,7 @@ class _Search:
             if changed:
                 verb = "changes" if len(changed) == 1 else "change"
                 self._closed.add(epoch)
-                self._why[epoch] = f"the lap was closed {before}, where {' and '.join(changed)} {verb}"
+                self._why[epoch] = f"the epoch was closed {before}, where {' and '.join(changed)} {verb}"
 
     def _look(self, number: int, segment: Segment, stop: int) -> str:
         """Find the document in the epochs of a segment, up to step `stop`; returns why there is none, empty if any."""
@@ -451,7 +451,7 @@ class _Search:
                 if span.document == about.document and first < end
             ]
         self._open[epoch] = positions
-        why = f"among the {instances.tokens - instances.count * length:,} tokens that the lap leaves out"
+        why = f"among the {instances.tokens - instances.count * length:,} tokens that the epoch leaves out"
         end = 0
         for first, after in [*sorted(itertools.chain(*positions.values())), (about.tokens, about.tokens)]:
             if first > end:

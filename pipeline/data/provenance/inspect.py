@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.common.console import Console, say, verbatim
+from pipeline.common.console import Console, print_table, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR, WEIGHT_KEY, Manifest, datasets_below
@@ -73,7 +73,7 @@ def _print_counts(console: Console, path: Path, dataset: Dataset) -> None:
         found = f"{weights.min():.4g} to {weights.max():.4g}, mean {weights.mean():.4g}{few}"
         table.add_row(Text("loss weights", style="dim"), Text(f"{manifest.settings.get(WEIGHT_KEY)}: {found}"))
     console.print(Text(str(path), style="bold"), soft_wrap=True)
-    console.print(table)
+    print_table(console, table)
 
 
 def _packs(dataset: Dataset) -> Iterator[str]:
@@ -148,4 +148,4 @@ def _print_histogram(console: Console, dataset: Dataset) -> None:
         count = int(buckets[bucket])
         bar = "█" * max(round(_BAR * count / int(buckets.max())), 1 if count else 0)
         table.add_row(f"{2**bucket:,}", f"{2 ** (bucket + 1) - 1:,}", f"{count:,}", bar)
-    console.print(table)
+    print_table(console, table)

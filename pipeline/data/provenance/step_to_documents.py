@@ -184,7 +184,7 @@ class Where:
             micro_batch = "" if sample.micro_batch is None else f", micro-batch {sample.micro_batch:,}"
             masked = f"; masked: {sample.masked}" if sample.masked else ""
             yield (
-                f"sample {sample.sample:,}: {sample.source}, lap {sample.epoch:,}, position {sample.position:,}"
+                f"sample {sample.sample:,}: {sample.source}, epoch {sample.epoch:,}, position {sample.position:,}"
                 f"{micro_batch}{masked}"
             )
             for piece in sample.pieces:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import say
+from pipeline.common.console import print_table, say
 from pipeline.common.hashing import file_hash
 from pipeline.common.problems import Problems
 from pipeline.config import Config
@@ -114,7 +114,7 @@ def print_results(
     for task, figure, value, stderr, words in rows:
         table.add_row("" if task == before else task, figure, _text(value), _text(stderr), words)
         before = task
-    console.print(table)
+    print_table(console, table)
     if file is not None:
         say(console, f"kept in {file}")
 

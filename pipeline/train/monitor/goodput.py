@@ -77,7 +77,7 @@ class Goodput:
         }
         rest = ", ".join(f"{name} {percent(seconds / self.wall, 1)}" for name, seconds in parts.items() if seconds)
         tries = counted(self.attempts, "attempt")
-        whole = f"{percent(self.share, 1)} of {_duration(self.wall)} in {tries} went into steps that count"
+        whole = f"{percent(self.share, 1)} of {_duration(self.wall)} wall time ({tries})"
         return f"{whole}; {rest}" if rest else whole
 
 

@@ -128,7 +128,7 @@ def test_reader_against_lists(tmp_path, dtype):
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=12), max_size=30), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_document_bounds_equal_a_scan_for_the_end_of_document_token(tmp_path_factory, docs, data):
     prefix = tmp_path_factory.mktemp("scan") / "p"
     part = write(prefix, [np.array([*ids, 0], dtype="<u2") for ids in docs])

@@ -116,7 +116,7 @@ class TestDatasets:
         anew = path if name == "report.json" else path.parent
         assert f"all units were complete; wrote what was missing or damaged: {anew}\n" in shown
         preprocess(config)
-        assert "nothing to do: all units were complete" in capsys.readouterr().out
+        assert "preprocess: complete; " in capsys.readouterr().out
 
 
 class TestTokenizerOfTheRun:

@@ -69,9 +69,11 @@ def test_the_past_keeps_its_packing():
         turns = [sampler_of(each).steps(5, 9).source.tolist() for each in (journal, saved)]
         assert turns[0] == turns[1]
         (line,) = [
-            line for line in warnings(run_file(SOURCES, later), journal, sampler_of(journal), 9) if "laps" in line
+            line
+            for line in warnings(run_file(SOURCES, later), journal, sampler_of(journal), 9)
+            if "ends epochs" in line
         ]
-        assert f"changes the packing to {second} and so ends laps early" in line
+        assert f"changes the packing to {second} and so ends epochs early" in line
         fork = plan(two, saved.forked(5)).going_on(saved.forked(5), 5)
         assert fork.segments[1] == journal.segments[1]
 

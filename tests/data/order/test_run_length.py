@@ -472,8 +472,8 @@ def test_warnings_about_laps_that_a_phase_ends():
     config = run_file({"web": {}}, blend=blend)
     (line,) = lines(config, {"web": 2500})
     assert line == (
-        "phase 2 long changes the sequence length from 10 to 50 and so ends laps early; tokens that are not drawn in "
-        "them: 500 of 'web' (20 % of the lap)"
+        "phase 2 long changes the sequence length from 10 to 50 and so ends epochs early; tokens that are not drawn in "
+        "them: 500 of 'web' (20 % of the epoch)"
     )
     assert lines(config, {"web": 2500}, first_step=50) == [line]
     # Not when it has begun.

@@ -245,7 +245,7 @@ def test_when_is_the_inverse_of_where(run: RunView, steps: list[Where]) -> None:
     assert not expected
     said = " / ".join(sorted(reasons))
     for reason in (
-        "among the N tokens that the lap leaves out",
+        "among the N tokens that the epoch leaves out",
         "after the end of the run",
         "where slice and sequence_length change",
         "where sequence_length changes",
@@ -259,7 +259,7 @@ def test_when_is_the_inverse_of_where(run: RunView, steps: list[Where]) -> None:
     for source, what in changes.items():
         drawn = [(sample.epoch, answer.step) for answer in steps for sample in answer.shown if sample.source == source]
         laps = {max(lap for lap, step in drawn if step < end): end for end in (61, 91)}
-        expected_whys = {lap: {f"the lap was closed before step {step}, where {what}"} for lap, step in laps.items()}
+        expected_whys = {lap: {f"the epoch was closed before step {step}, where {what}"} for lap, step in laps.items()}
         assert closed[source] == expected_whys, source
     (times,) = _when(run, "pq", document=0).documents
     assert [str(one) for one in times.without] == ["steps 61 to 90: the source is not in the blend"]
@@ -290,7 +290,10 @@ def test_reasons_hold_for_a_longer_run(root: Path) -> None:
                         beyond += one.why == "beyond the source's max_epochs"
                     if "closed" in one.why:
                         closed += 1
-                        assert (source, one.why) == ("plain", "the lap was closed before step 10, where slice changes")
+                        assert (source, one.why) == (
+                            "plain",
+                            "the epoch was closed before step 10, where slice changes",
+                        )
                     assert "not in the blend" not in one.why
         assert min(due, beyond, closed) > 0
 
@@ -314,7 +317,7 @@ def test_a_document_in_many_windows(root: Path) -> None:
     told = len(times.seen) + len(times.unseen)
     assert told > 60
     assert lines[52] == f"  and {told - 50} more lines: --json has all"
-    assert [line[:8] for line in lines[2:52]] == 50 * ["  lap 0:"]
+    assert [line[:9] for line in lines[2:52]] == 50 * ["  epoch 0"]
     masked = _when(
         open_view(root / "fine.yaml", ["blend={skip: [{source: plain}]}"]), "plain", document=longest.document
     )

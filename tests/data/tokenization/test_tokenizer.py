@@ -50,7 +50,7 @@ class TestTrain:
         assert tokenizer.vocab_size == 300
 
     @given(st.text())
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     def test_every_text_comes_back(self, text):
         tokenizer = self.tokenizer
         assert tokenizer.decode(tokenizer.encode(text)) == text

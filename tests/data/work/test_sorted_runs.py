@@ -39,7 +39,7 @@ def _write(path: Path, records: np.ndarray) -> None:
 
 
 @given(rows=st.lists(st.tuples(_HASHES, _HASHES, st.integers(0, 2**32 - 1))), first=_HASHES, end=_HASHES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_range_is_that_of_a_sorted_list(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int, int]], first: int, end: int
 ) -> None:

@@ -110,7 +110,7 @@ def test_a_run_of_two_attempts_by_hand(tmp_path: Path) -> None:
     assert found is not None and found.wall == pytest.approx(82.0)
     assert found.share == pytest.approx(11.0 / 82.0)
     text = str(found)
-    assert text.startswith("13.4 % of 1 min in 2 attempts went into steps that count; lost 4.6 %")
+    assert text.startswith("13.4 % of 1 min wall time (2 attempts); lost 4.6 %")
     assert orjson.loads(orjson.dumps(found.to_json()))["share"] == found.share
 
 
@@ -293,7 +293,7 @@ def test_a_run_that_was_killed_adds_up(root: Path) -> None:
     assert sums["saving"] == pytest.approx(sum(row.get("save_blocked", 0.0) for row in every))
     assert sums["validating"] == pytest.approx(sum(row.get("validation_seconds", 0.0) for row in every))
     assert found is not None and 0 < found.wall <= last - first
-    assert "in 2 attempts went into steps that count" in done.stdout
+    assert "wall time (2 attempts)" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if "went into" in line]
     assert line.startswith("train: ")
 

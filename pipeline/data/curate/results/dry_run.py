@@ -7,7 +7,7 @@ from contextlib import suppress
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.common.console import say
+from pipeline.common.console import print_table, say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, size
 from pipeline.config.curation.curate import CurateConfig
@@ -41,7 +41,7 @@ def print_dry_run(console: Console, scope: CurateScope) -> None:
         )
         if found.source.hub is not None:
             say(console, HUB_TWICE.format(found.source.name))
-    console.print(table)
+    print_table(console, table)
     text = sum(found.text_bytes for found in scope.sources)
     written = text // _DOCUMENT_BYTES * _bytes_per_document(curate)
     say(console, f"about {size(written)} would be written, if a document has {size(_DOCUMENT_BYTES)}")

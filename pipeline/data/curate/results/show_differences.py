@@ -8,7 +8,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.common.console import echo, say
+from pipeline.common.console import echo, print_table, say
 from pipeline.common.format import counted, percent
 from pipeline.data.curate.passes.excerpts import ReadTexts
 from pipeline.data.curate.report.build import Excerpt, Key
@@ -41,7 +41,7 @@ def show_differences(
         bound = f" ({changed[0]} -> {changed[1]})" if changed[0] != changed[1] else ""
         if any(counts) or bound:
             table.add_row(rule + bound, f"{counts[0]:,}", f"{counts[1]:,}", f"{counts[1] - counts[0]:+,}")
-    console.print(table)
+    print_table(console, table)
     share = percent(found.changed / max(found.documents, 1), 2)
     say(
         console,

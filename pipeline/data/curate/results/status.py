@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.common import storage
-from pipeline.common.console import say
+from pipeline.common.console import print_table, say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, percent, size
 from pipeline.config.root import Config
@@ -80,11 +80,11 @@ def print_status(console: Console, config: Config, words: str) -> None:
         rate = f"{size(each.rate)}/s" if each.rate else ""
         units = f"{each.done:,}/{counted(each.units, 'unit')}" if each.units else each.problem or "not planned"
         table.add_row(each.name, units, size(each.bytes_done), share, rate, left)
-    console.print(table)
+    print_table(console, table)
     complete = _print_passes(console, config, {each.name for each in found if each.is_complete})
     complete = complete and all(each.is_complete for each in found)
     workers = [worker for each in found for worker in each.workers] + _working(config.data_dir / CURATE)
-    say(console, f"at work: {', '.join(workers)}" if workers else "nobody is at work")
+    say(console, f"at work: {', '.join(workers)}" if workers else "no worker is running")
     for each in found:
         active = find_curation(curate_folder(config.data_dir / each.name))
         if active is not None:

@@ -150,7 +150,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 def test_cleaning_twice_changes_nothing(text: str) -> None:
     once = cleaner().clean(text)
@@ -158,7 +158,7 @@ def test_cleaning_twice_changes_nothing(text: str) -> None:
     assert find_masked(once, KINDS, 1) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 def test_places_are_those_of_the_text(text: str) -> None:
     found = find_masked(text, KINDS, 1)

@@ -76,7 +76,7 @@ def test_engines_give_the_words_of_the_reference() -> None:
     assert [numba_words(text) for text in texts] == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.text(st.sampled_from("aÉß中カ1 \n.\u0301\u00ad\U0001f600ก"), max_size=30), max_size=6))
 def test_engines_agree(texts: list[str]) -> None:
     words, starts = word_hashes(texts)

@@ -23,7 +23,7 @@ _HASHES = st.one_of(_NEAR, st.integers(0, 2**64 - 1))
 @given(
     rows=st.lists(st.tuples(_HASHES, st.integers(0, 2)), max_size=40), bucket=st.integers(0, 2), has_rest=st.booleans()
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_groups(rows: list[tuple[int, int]], bucket: int, has_rest: bool) -> None:
     first, end = bucket_range(bucket, 3)
     rows = [row for row in rows if first <= row[0] < end]
@@ -65,7 +65,7 @@ def _roots(engine: Literal["numba", "python"], vertices: int, edges: list[tuple[
 
 @pytest.mark.parametrize("engine", ["python", "numba"])
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_components(engine: Literal["numba", "python"], data: st.DataObject) -> None:
     if engine == "numba":
         pytest.importorskip("numba")

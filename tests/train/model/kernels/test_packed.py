@@ -140,7 +140,7 @@ PACKED = (cases() | all_cases()).filter(packable)
 VALUES = st.sampled_from([None, 5, 13])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=PACKED, value=VALUES, cap=st.none() | st.just(0.7))
 def test_flash(case: Case, value: int | None, cap: float | None) -> None:
     case = replace(case, value=value, soft_cap=cap)
@@ -154,7 +154,7 @@ def test_flash(case: Case, value: int | None, cap: float | None) -> None:
         assert max(differences(case, kernel, case.draw(torch.float64)).values()) < 1e-12
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=PACKED, cap=st.none() | st.just(0.7), kernel=st.sampled_from(["varlen", "flash 2", "flash 3"]))
 def test_sinks_from_both_passes(case: Case, cap: float | None, kernel: str) -> None:
     """Computed as a kernel computes them, the passes give the sinks' output and gradients."""
@@ -188,7 +188,7 @@ def test_windows_to_both_sides_of_pieces_are_not_packed() -> None:
         pack(Case(((40,),), True, None, 0, 40, prefixed=True).sight())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=PACKED, value=VALUES)
 def test_varlen(case: Case, value: int | None) -> None:
     case = replace(case, value=value)
@@ -217,7 +217,7 @@ def test_varlen_is_called_as_torch_wants_it(case: Case) -> None:
     assert out.shape == q.shape and varlen_attn.__module__ == "torch.nn.attention.varlen"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=PACKED, value=VALUES | st.just(16))
 def test_transformer_engine(case: Case, value: int | None) -> None:
     case = replace(case, value=value)

@@ -42,20 +42,20 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capped, "_SCORES_AT_ONCE", 7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases())
 def test_any_attention_is_that_of_its_mask(case: Case) -> None:
     assert max(differences(case, Sdpa(), case.draw(torch.float64)).values()) < 1e-12
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=all_cases())
 def test_to_both_sides_and_across(case: Case) -> None:
     for kernel in (Sdpa(), Sdpa(on_gpu=True)):
         assert max(differences(case, kernel, case.draw(torch.float64)).values()) < 1e-12
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases() | all_cases(), terms=st.sampled_from(TERMS), on_gpu=st.booleans())
 def test_all_terms(case: Case, terms: dict[str, Any], on_gpu: bool) -> None:
     """Sinks, soft caps and values of another size; as on a GPU too, where a mask is in memory."""
@@ -130,7 +130,7 @@ def test_in_every_precision(case: Case, dtype: torch.dtype) -> None:
     assert max(differences(case, Sdpa(), case.draw(dtype)).values()) < limit
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases())
 def test_masks_as_on_a_gpu(case: Case) -> None:
     """Dense ones, with keys repeated."""
@@ -195,7 +195,7 @@ def test_without_documents_and_windows_nothing_stands_between() -> None:
     assert torch.equal(kernel(q, k, v, None, Terms(8**-0.5)), theirs.transpose(1, 2))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=cases() | all_cases())
 def test_tiles_cover_every_query_once(case: Case) -> None:
     times = torch.zeros(len(case.rows), case.end - case.start, dtype=torch.int64)

@@ -90,7 +90,7 @@ def _split(text: str) -> list[str]:
 
 
 @given(texts=st.lists(_TEXTS, max_size=6), size=st.integers(1, 7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_engines_equal_the_definition(texts: list[str], size: int) -> None:
     expected = np.array([reference_signature(text, size, 6) for text in texts], np.uint32).reshape(-1, 6)
     for each in _signers(size, 6):

@@ -1,0 +1,70 @@
+"""The page of a curation that links those of its sources, with their counts and rules side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pipeline.common import storage
+from pipeline.common.page.html import Table, document, escaped, section
+from pipeline.data.curate.files import CURATE
+from pipeline.data.curate.report.page import share
+from pipeline.data.curate.report.write import REPORT_HTML, REPORT_JSON
+
+
+def write_index(data: Path, decisions: Sequence[Path]) -> Path:
+    """Write `curate/report.html` in the folder of the datasets, from the reports of the sources; returns its path.
+
+    Args:
+        data: that folder.
+        decisions: folders of the decisions about the sources, with their reports.
+    """
+    path = data / CURATE / REPORT_HTML
+    reports = [storage.read_object(folder / REPORT_JSON) for folder in decisions]
+    links = [os.path.relpath(folder / REPORT_HTML, path.parent) for folder in decisions]
+    content = _page(reports, links)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file() or storage.read_bytes(path) != content:
+        storage.put(path, content)
+    return path
+
+
+def _page(reports: Sequence[dict[str, Any]], links: Sequence[str]) -> bytes:
+    css = resources.files("pipeline.data.curate.report").joinpath("curation.css").read_text(encoding="utf-8")
+    head = "".join(f"<th{'' if place else ' class=w'}>{text}</th>" for place, text in enumerate(_HEAD))
+    rows = "".join(
+        f"<tr><td class=w><a href='{escaped(link)}'>{escaped(report['source'])}</a></td>"
+        + "".join(f"<td>{cell}</td>" for cell in _cells(report["funnel"]))
+        + "</tr>"
+        for report, link in zip(reports, links, strict=True)
+    )
+    body = [
+        "<header><p class='above'>Curation</p><div class='name'><h1>Sources</h1></div></header><main>",
+        "<section class='wide'><h3>Sources</h3><div class='scroll' tabindex='0' role='region' aria-label='Sources'>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+        "<p class='note'>A name leads to the source's own page: values and bounds, examples, duplicates.</p></section>",
+        section("Documents that a rule removes", _rules(reports), "A document counts at each rule that removes it."),
+        "</main>",
+    ]
+    return document("Curation", body, css)
+
+
+_HEAD = ("source", "records", "documents", "kept", "share kept", "bytes kept", "duplicates", "edited")
+
+
+def _cells(funnel: dict[str, Any]) -> tuple[str, ...]:
+    numbers = [f"{funnel[name]:,}" for name in ("rows", "documents", "kept", "duplicates", "edited")]
+    shares = share(funnel["kept"], funnel["documents"]), share(funnel["kept_bytes"], funnel["bytes"])
+    return (*numbers[:3], *shares, *numbers[3:])
+
+
+def _rules(reports: Sequence[dict[str, Any]]) -> Table:
+    """A row for each rule that removes something, a column for each source."""
+    fires = [{rule["name"]: rule["fires"] for rule in report["rules"]} for report in reports]
+    names = dict.fromkeys(name for each in fires for name in each)
+    rows = [(name, *(f"{each[name]:,}" if name in each else "" for each in fires)) for name in names]
+    some = tuple(row for row in rows if any(cell not in ("", "0") for cell in row[1:]))
+    return Table(("rule", *(report["source"] for report in reports)), some, 1)
