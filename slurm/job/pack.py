@@ -20,6 +20,7 @@ from typing import TypeVar
 from pipeline.common.console import on_stop
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED
 from pipeline.common.signals import ignore, stop_signals
+from pipeline.train.host.cpu_topology import equal_sets
 from slurm import jobs
 from slurm.job.allocation import Allocation
 from slurm.job.launch_log import launches
@@ -76,9 +77,9 @@ class Pack:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "slurm.job.batch_entry", *words], env=environment, start_new_session=True
         )
-        if cores := part_of(sorted(os.sched_getaffinity(0)), place, len(self._submission.beside)):
+        if cores := equal_sets(frozenset(os.sched_getaffinity(0)), len(self._submission.beside)):
             with suppress(OSError):  # it has ended already
-                os.sched_setaffinity(process.pid, cores)
+                os.sched_setaffinity(process.pid, cores[place])
         return process
 
     def _devices(self, place: int) -> dict[str, str]:
@@ -122,7 +123,7 @@ class Pack:
 
 
 def part_of(things: Sequence[T], place: int, number: int) -> list[T]:
-    """An equal part of cores or devices; none where there are fewer than parts."""
+    """An equal part of devices; none where there are fewer than parts."""
     size = len(things) // number
     return list(things[place * size : (place + 1) * size])
 
