@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,10 @@ from slurm.job.launch_log import launches
 from slurm.submit.submission import Submission, read_submission
 
 T = TypeVar("T")
-_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_ROCR = "ROCR_VISIBLE_DEVICES"
+_WITHIN_ROCR = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+"""Variables that on ROCm count the devices that `_ROCR` leaves, and not those of the node; the first one counts."""
 _OF_THE_JOB = ("SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 """Variables with numbers of the whole job, which a run would take for its own."""
 
@@ -85,10 +88,11 @@ class Pack:
     def _devices(self, place: int) -> dict[str, str]:
         """Variables that show a run its devices alone."""
         number = len(self._submission.beside)
-        given = {name: os.environ[name].split(",") for name in _DEVICES if os.environ.get(name)}
+        given = {name: os.environ[name] for name in _DEVICES if os.environ.get(name)}
         if not given and self._submission.site.gpus_per_node:
-            given = {_DEVICES[0]: [str(each) for each in range(number * self._submission.site.gpus_per_node)]}
-        return {name: ",".join(part_of(devices, place, number)) for name, devices in given.items()}
+            devices = range(number * self._submission.site.gpus_per_node)
+            given = {_DEVICES[0]: ",".join(map(str, devices))}
+        return device_variables(given, place, number, rocm=_has_rocm())
 
     def _leave(self, codes: Sequence[int]) -> int:
         """Do what follows; returns the exit code of the job."""
@@ -120,6 +124,34 @@ class Pack:
             for process in self._running.values():
                 process.kill()
             ignore(*before)
+
+
+def device_variables(given: Mapping[str, str], place: int, number: int, *, rocm: bool) -> dict[str, str]:
+    """The variables that show a run its part of the devices of a job.
+
+    Args:
+        given: Those of the job, by name.
+        place: Number of the run, from 0.
+        number: Runs of the job.
+        rocm: The devices are AMD's. ROCR_VISIBLE_DEVICES then hides devices from all that is above it, and the others
+            count what it leaves. SLURM may set all of them on a node of NVIDIA's, too, where only CUDA's counts.
+    """
+    lists = {name: value.split(",") for name, value in given.items()}
+    if not rocm or _ROCR not in lists:
+        return {name: ",".join(part_of(devices, place, number)) for name, devices in lists.items()}
+    below = lists[_ROCR]
+    within = next((lists[name] for name in _WITHIN_ROCR if name in lists), [])
+    # One that does not fit into what is left was not written for that: SLURM sets both to the numbers on the node.
+    if within and all(each.isdecimal() and int(each) < len(below) for each in within):
+        below = [below[int(each)] for each in within]
+    own = part_of(below, place, number)
+    count = ",".join(map(str, range(len(own))))
+    return {_ROCR: ",".join(own)} | {name: count for name in _WITHIN_ROCR if name in lists}
+
+
+def _has_rocm(root: Path = Path("/")) -> bool:
+    """True if the devices of this machine are driven by ROCm. A processor's own graphics have its driver as well."""
+    return (root / "dev/kfd").exists() and not (root / "dev/nvidiactl").exists()
 
 
 def part_of(things: Sequence[T], place: int, number: int) -> list[T]:

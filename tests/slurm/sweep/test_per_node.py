@@ -15,7 +15,7 @@ from pipeline.train.run.lock import holder
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.job.launch_log import launches
-from slurm.job.pack import part_of
+from slurm.job.pack import device_variables, part_of
 from slurm.sweep.command import sweep
 from tests.slurm.sweep.test_command import do, fresh, run_file, states
 from tests.waiting import until
@@ -27,6 +27,29 @@ def test_parts_are_equal_and_have_nothing_in_common() -> None:
     assert [part_of(range(8), place, 3) for place in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert [part_of(["4", "7"], place, 2) for place in range(2)] == [["4"], ["7"]]
     assert part_of([0, 1], 0, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("rocm", "given", "expected"),
+    [
+        # SLURM may set all three without knowing the vendor. On NVIDIA's only CUDA's counts.
+        (False, {"CUDA": "4,5,6,7", "ROCR": "4,5,6,7"}, {"CUDA": "6,7", "ROCR": "6,7"}),
+        (True, {"ROCR": "4,5,6,7"}, {"ROCR": "6,7"}),
+        (True, {"HIP": "4,5,6,7"}, {"HIP": "6,7"}),
+        # The upper ones count what ROCR leaves.
+        (True, {"ROCR": "4,5,6,7", "HIP": "0,1,2,3"}, {"ROCR": "6,7", "HIP": "0,1"}),
+        (True, {"ROCR": "4,5,6,7", "HIP": "3,2,1,0", "CUDA": "0,1,2,3"}, {"ROCR": "5,4", "HIP": "0,1", "CUDA": "0,1"}),
+        (True, {"ROCR": "4,5,6,7", "CUDA": "4,5,6,7"}, {"ROCR": "6,7", "CUDA": "0,1"}),
+        (True, {"ROCR": "GPU-a,GPU-b", "HIP": "1,0"}, {"ROCR": "GPU-a", "HIP": "0"}),
+    ],
+)
+def test_a_run_sees_its_devices(rocm: bool, given: dict[str, str], expected: dict[str, str]) -> None:
+    """The second of two runs."""
+
+    def named(values: dict[str, str]) -> dict[str, str]:
+        return {f"{name}_VISIBLE_DEVICES": value for name, value in values.items()}
+
+    assert device_variables(named(given), 1, 2, rocm=rocm) == named(expected)
 
 
 def test_a_job_asks_for_what_all_of_its_runs_need(
