@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -70,13 +70,16 @@ _NOBODY = 300.0
 """Seconds for which it is waited that the last process that trained in the run folder is gone."""
 
 
-def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> str:
+def run_submission(
+    file: str, chain_job: int = 1, digest: str | None = None, early: Collection[int] = frozenset()
+) -> str:
     """Run a submission, and those that follow it in the same job. Exits with the stage's exit code.
 
     Args:
         file: of the submission.
         chain_job: number within the chain, from 1.
         digest: of that file, as it was sent.
+        early: signals that came before this, and may still come.
 
     Returns:
         What follows, a word of `slurm.job.launch_log.Next`.
@@ -89,7 +92,7 @@ def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> 
     if submission.beside:
         code = Pack(submission, chain_job, lambda text: say(console, f"{when(time.time())} {text}")).run()
         sys.exit(code)
-    following, code = JobStart(submission, chain_job, console).run()
+    following, code = JobStart(submission, chain_job, console, early).run()
     for after in submission.then:
         if following == "done":
             following, code = JobStart(_read_unchanged(after, submission.sha256.get(after)), 1, console).run()
@@ -126,9 +129,19 @@ def _read_unchanged(file: str, digest: str | None) -> Submission:
 
 
 class JobStart:
-    """A start of a job for one submission."""
+    """A start of a job for one submission.
 
-    def __init__(self, submission: Submission, chain_job: int, console: Console) -> None:
+    Args:
+        submission: what to run.
+        chain_job: number within the chain, from 1.
+        console: for what is told.
+        early: signals that came before it listens. They count for a run that shares its job, since the job hands on
+            each one once. Another job is signalled long before its end, and may begin all the same.
+    """
+
+    def __init__(
+        self, submission: Submission, chain_job: int, console: Console, early: Collection[int] = frozenset()
+    ) -> None:
         self._submission = submission
         self._run = submission.run
         self._chain_job = chain_job
@@ -137,6 +150,7 @@ class JobStart:
         alone = submission.where == "slurm" and not submission.packed
         self._allocation = Allocation.of_environment(self._job, self._say) if alone else None
         self._step: subprocess.Popen[bytes] | None = None
+        self._early = early if submission.packed else ()
         self._signals: set[int] = set()
         """Signals that came to this process, and SIGUSR2 where one to stop came to the doctor's alone."""
         self._evaluations = Evaluations(submission, console) if submission.every_checkpoint else None
@@ -499,6 +513,7 @@ class JobStart:
 
         numbers = (*stop_signals(), signal.SIGCONT, signal.SIGINT)
         before = {number: signal.signal(number, note) for number in numbers}
+        self._signals.update(self._early)
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -48,8 +49,9 @@ class Pack:
         self._submission, self._chain_job, self._say = submission, chain_job, say
         self._job, _ = jobs.this_job("slurm")
         self._allocation = Allocation.of_environment(self._job, say)
-        self._signals: set[int] = set()
-        self._running: dict[Path, subprocess.Popen[bytes]] = {}
+        self._signals: list[int] = []
+        """Signals that came, in their order."""
+        self._running: dict[Path, _Running] = {}
 
     def run(self) -> int:
         """Run all to their ends; returns the exit code of the job."""
@@ -59,12 +61,18 @@ class Pack:
             for place, file in enumerate(files):
                 if is_done(file):
                     self._say(f"{read_submission(file).run.name}: done")
+                elif self._signals:
+                    self._say(f"{read_submission(file).run.name}: not started, since the job was told to stop")
+                    codes[file] = EXIT_STOPPED
                 else:
-                    self._running[file] = self._start(file, place)
+                    self._running[file] = _Running(self._start(file, place))
             while self._running:
-                for file, process in list(self._running.items()):
-                    if process.poll() is not None:
-                        codes[file] = process.returncode
+                for file, running in list(self._running.items()):
+                    running.hand_on(self._signals)
+                    code = running.process.poll()
+                    if code is not None:
+                        # One that did not listen yet is ended by what was handed on to it.
+                        codes[file] = EXIT_STOPPED if -code in self._signals else code
                         del self._running[file]
                 time.sleep(0.2)
             return self._leave(list(codes.values()))
@@ -108,22 +116,35 @@ class Pack:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Hand signals to stop on to all runs."""
+        """Note signals to stop. `run` hands them on: one may come while a process is started that is not known yet."""
 
-        def forward(number: int, frame: FrameType | None) -> None:
+        def note(number: int, frame: FrameType | None) -> None:
             on_stop(number)
-            self._signals.add(number)
-            for process in self._running.values():
-                with suppress(ProcessLookupError):
-                    process.send_signal(number)
+            self._signals.append(number)
 
-        before = {number: signal.signal(number, forward) for number in (*stop_signals(), signal.SIGINT)}
+        before = {number: signal.signal(number, note) for number in (*stop_signals(), signal.SIGINT)}
         try:
             yield
         finally:
-            for process in self._running.values():
-                process.kill()
+            for running in self._running.values():
+                running.process.kill()
             ignore(*before)
+
+
+@dataclass
+class _Running:
+    """The batch process of a run."""
+
+    process: subprocess.Popen[bytes]
+    handed_on: int = 0
+    """Number of the signals that it was sent."""
+
+    def hand_on(self, signals: Sequence[int]) -> None:
+        """Send those of the job's signals that it was not sent yet."""
+        for number in signals[self.handed_on :]:
+            self.handed_on += 1
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
 
 
 def device_variables(given: Mapping[str, str], place: int, number: int, *, rocm: bool) -> dict[str, str]:

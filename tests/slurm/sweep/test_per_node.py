@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,13 +18,15 @@ from pipeline.common.run_files import RunFiles
 from pipeline.train.run.lock import holder
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
+from slurm.job import pack
 from slurm.job.launch_log import launches
-from slurm.job.pack import device_variables, part_of
+from slurm.job.pack import Pack, device_variables, part_of
 from slurm.sweep.command import sweep
 from tests.slurm.sweep.test_command import do, fresh, run_file, states
 from tests.waiting import until
 
 __all__ = ["fresh", "run_file"]
+PAUSE = "signal.pause()"
 
 
 def test_parts_are_equal_and_have_nothing_in_common() -> None:
@@ -71,6 +77,36 @@ def test_a_job_asks_for_what_all_of_its_runs_need(
         )
     with pytest.raises(UserError, match="add --slurm"):
         sweep(run_file, words, Console(quiet=True), **sweep_of_two | {"slurm": False}, per_node=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_while_runs_are_started_stops_all(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, handlers: None
+) -> None:
+    """It comes when the second one was started and is not known yet; the third one is not started any more."""
+    listens = tmp_path / "listens"
+    stop = f"signal.signal({int(number)}, lambda *_: sys.exit(75))\nopen({str(listens)!r}, 'w').close()\n{PAUSE}"
+    started = []
+
+    def start(self: Pack, file: Path, place: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", f"import signal, sys\n{stop if place == 0 else PAUSE}"])
+        started.append(place)
+        if place == 1:
+            until(listens.exists)
+            os.kill(os.getpid(), number)
+        return process
+
+    monkeypatch.setattr(Pack, "_start", start)
+    monkeypatch.setattr(pack, "is_done", lambda file: False)
+    monkeypatch.setattr(pack, "read_submission", lambda file: SimpleNamespace(run=file))
+    asked: list[str] = []
+    allocation = SimpleNamespace(is_over_time=lambda: True, requeue=lambda: asked.append("requeue"))
+    monkeypatch.setattr(pack.Allocation, "of_environment", lambda *_: allocation)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job: Any = SimpleNamespace(beside=("a", "b", "c"), chain="requeue", packed=False)
+    # One that does not listen yet is ended by the signal, which counts as a stop.
+    assert Pack(job, 1, lambda text: None).run() == 0
+    assert (started, asked) == ([0, 1], ["requeue"])
 
 
 @pytest.mark.slurm
