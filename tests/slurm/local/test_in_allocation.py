@@ -72,6 +72,18 @@ def test_a_task_of_srun_is_a_rank(step: dict[str, str]) -> None:
     assert 10_000 <= int(port) < 30_000
 
 
+@pytest.mark.parametrize("task", [0, 3])
+def test_what_a_shell_still_has_of_another_launcher_does_not_count(
+    step: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], task: int
+) -> None:
+    """But for the port: it is the same for all tasks, and whose own port is taken sets one."""
+    for name, value in {"RANK": "9", "MASTER_ADDR": "old", "MASTER_PORT": "29500", "SLURM_PROCID": str(task)}.items():
+        monkeypatch.setenv(name, value)
+    join_step()
+    assert [os.environ[name] for name in RANKS] == [str(task), "4", "1", "2", "n1", "29500"]
+    assert ("MASTER_ADDR=old" in "".join(capfd.readouterr())) == (task == 0)
+
+
 @pytest.mark.parametrize(
     "change", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": None}, {"WORLD_SIZE": "1", "RANK": "0"}]
 )
