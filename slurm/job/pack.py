@@ -100,7 +100,7 @@ class Pack:
         if not given and self._submission.site.gpus_per_node:
             devices = range(number * self._submission.site.gpus_per_node)
             given = {_DEVICES[0]: ",".join(map(str, devices))}
-        return device_variables(given, place, number, rocm=_has_rocm())
+        return device_variables(given, place, number, rocm=has_rocm())
 
     def _leave(self, codes: Sequence[int]) -> int:
         """Do what follows; returns the exit code of the job."""
@@ -170,7 +170,7 @@ def device_variables(given: Mapping[str, str], place: int, number: int, *, rocm:
     return {_ROCR: ",".join(own)} | {name: count for name in _WITHIN_ROCR if name in lists}
 
 
-def _has_rocm(root: Path = Path("/")) -> bool:
+def has_rocm(root: Path = Path("/")) -> bool:
     """True if the devices of this machine are driven by ROCm. A processor's own graphics have its driver as well."""
     return (root / "dev/kfd").exists() and not (root / "dev/nvidiactl").exists()
 

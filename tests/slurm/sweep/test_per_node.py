@@ -20,7 +20,7 @@ from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.job import pack
 from slurm.job.launch_log import launches
-from slurm.job.pack import Pack, device_variables, part_of
+from slurm.job.pack import Pack, device_variables, has_rocm, part_of
 from slurm.sweep.command import sweep
 from tests.slurm.sweep.test_command import do, fresh, run_file, states
 from tests.waiting import until
@@ -77,6 +77,13 @@ def test_a_job_asks_for_what_all_of_its_runs_need(
         )
     with pytest.raises(UserError, match="add --slurm"):
         sweep(run_file, words, Console(quiet=True), **sweep_of_two | {"slurm": False}, per_node=2)
+
+
+def test_rocm_is_what_drives_the_devices_of_a_machine(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for device, rocm in (("nvidia0", False), ("kfd", True), ("nvidiactl", False)):
+        (tmp_path / "dev" / device).touch()
+        assert has_rocm(tmp_path) == rocm
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
