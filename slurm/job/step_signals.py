@@ -43,7 +43,7 @@ class StepSignals:
         self._left: list[signal.Signals] = []
         """Signals that the step is still to get."""
         self._next_try = 0.0
-        self._has_warned = False
+        self._failures = 0
 
     def note(self, number: int, *, runs: bool) -> None:
         """Note a signal, inside of its handler.
@@ -81,7 +81,8 @@ class StepSignals:
                 scheduler.signal_step(step, self._left[0])
                 self.killed |= self._left.pop(0) == signal.SIGKILL
         except scheduler.SchedulerError as error:
-            self._next_try = time.monotonic() + _AWAY
-            if not self._has_warned:
-                self._has_warned = True
+            self._next_try = time.monotonic() + (_AWAY if error.away else _AGAIN)
+            self._failures += 1
+            # A Ctrl-C in a terminal ends a question that is being asked, too: one failure says nothing.
+            if self._failures == 2:
                 self._say(f"warning: {error}; trying again until it answers. The run's stop file needs no scheduler")
