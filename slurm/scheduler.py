@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -313,6 +314,30 @@ def steps(job: str) -> set[str]:
         SchedulerError: the scheduler does not answer.
     """
     return set(ask(["squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i"]).split())
+
+
+def find_step(job: str, name: str) -> str | None:
+    """A step of a job that runs, as `77.0`, by its name; None if there is none.
+
+    Raises:
+        SchedulerError: the scheduler does not answer.
+    """
+    lines = ask(["squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i|%j"]).splitlines()
+    rows = (line.strip().partition("|") for line in lines)
+    return next((step for step, _, found in rows if found == name), None)
+
+
+def signal_step(step: str, number: signal.Signals) -> None:
+    """Send a signal to all processes of a step; nothing happens to one that has ended.
+
+    Raises:
+        SchedulerError: the scheduler does not answer, or the step is another user's.
+    """
+    try:
+        ask(["scancel", f"--signal={number.name.removeprefix('SIG')}", step])
+    except SchedulerError as error:
+        if not any(words in error.output for words in GONE):
+            raise
 
 
 def run_beside(job: str, node: str, words: Sequence[str], *, seconds: float = SECONDS) -> None:

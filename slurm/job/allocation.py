@@ -14,6 +14,8 @@ _PATIENCE = 300.0
 """Seconds for which is asked again what the controller refuses to tell. One that is away is waited for."""
 _AGAIN = 5.0
 _SOON = 0.5
+_NEAR = 60.0
+"""Seconds before the end of its time in which a job is about to end, by the clock of this machine."""
 _SAY = 600.0
 """Seconds between two lines that say that it is waited for."""
 
@@ -83,6 +85,15 @@ class Allocation:
                     last_warning = passed
                     self._warn(f"{error}; trying again until it answers")
                 time.sleep(_AGAIN)
+
+    def is_ending(self) -> bool:
+        """True if the scheduler ends the job now. One that does not answer does not say so."""
+        if self.end is not None and time.time() > self.end - _NEAR:
+            return True
+        try:
+            return scheduler.details(self.job).get("JobState") != "RUNNING"
+        except SchedulerError:
+            return False
 
     def is_over_time(self) -> bool:
         """True if the scheduler ends the job because its time limit is reached."""

@@ -22,8 +22,9 @@ def main() -> None:
     mask_streams("stdout", "stderr")
     # Until the job listens to them: a signal ahead of the time limit, say, must not end what has just begun. Not
     # SIG_IGN, which the processes that are started from here would have, too.
+    early: set[int] = set()
     for number in (*stop_signals(), signal.SIGCONT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda number, _: early.add(number))
     storage.keep_room(sys.stdout.fileno())  # what a job says at its end matters most on a disk that is full
     chain_job, file, digest = sys.argv[1:]
     from slurm.job.batch_main import run_submission, tell_killed
@@ -32,7 +33,7 @@ def main() -> None:
         if chain_job == "killed":
             tell_killed(file, digest)
         else:
-            run_submission(file, int(chain_job), digest)
+            run_submission(file, int(chain_job), digest, early)
     except UserError as error:
         alarm("error:", str(error))
         flush()

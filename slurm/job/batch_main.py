@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from types import FrameType
 from pipeline.common import run_identity, storage
 from pipeline.common.console import Console, on_stop, say
 from pipeline.common.errors import (
+    EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_OTHER,
     EXIT_STOPPED,
@@ -51,6 +52,7 @@ from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
 from slurm.job.pack import Pack
 from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, stops_in_a_row, suspects
 from slurm.job.srun_step import SrunStep, rendezvous_env
+from slurm.job.step_signals import StepSignals
 from slurm.jobs import LAST_OF_ARRAYS
 from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted
 from slurm.logs.rank_logs import STAMP
@@ -66,17 +68,30 @@ _PAUSE = 5.0
 _LONGEST_PAUSE = 60.0
 _WITHOUT_QUEUE = ("requeue", "scheduler")
 """Decisions that need a queue, which a job of this machine alone has not."""
+_STOPS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
+"""Signals after which nothing is started."""
+_LISTENED = (*stop_signals(), signal.SIGCONT, signal.SIGINT)
+"""Signals that are noted. The end of a stage ignores them, and the next one must not take that for `nohup`."""
 _NOBODY = 300.0
 """Seconds for which it is waited that the last process that trained in the run folder is gone."""
 
 
-def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> str:
+def run_submission(
+    file: str,
+    chain_job: int = 1,
+    digest: str | None = None,
+    early: Collection[int] = frozenset(),
+    *,
+    by_hand: bool = False,
+) -> str:
     """Run a submission, and those that follow it in the same job. Exits with the stage's exit code.
 
     Args:
         file: of the submission.
         chain_job: number within the chain, from 1.
         digest: of that file, as it was sent.
+        early: signals that came before this, and may still come.
+        by_hand: a user has started it in an allocation, and signals stop it.
 
     Returns:
         What follows, a word of `slurm.job.launch_log.Next`.
@@ -89,10 +104,13 @@ def run_submission(file: str, chain_job: int = 1, digest: str | None = None) -> 
     if submission.beside:
         code = Pack(submission, chain_job, lambda text: say(console, f"{when(time.time())} {text}")).run()
         sys.exit(code)
-    following, code = JobStart(submission, chain_job, console).run()
+    start = JobStart(submission, chain_job, console, early, by_hand=by_hand)
+    following, code = start.run()
     for after in submission.then:
         if following == "done":
-            following, code = JobStart(_read_unchanged(after, submission.sha256.get(after)), 1, console).run()
+            later = _read_unchanged(after, submission.sha256.get(after))
+            start = JobStart(later, 1, console, start.signals, by_hand=by_hand)
+            following, code = start.run()
     for other in submission.others:
         try:
             run_submission(other, digest=submission.sha256.get(other))
@@ -126,9 +144,27 @@ def _read_unchanged(file: str, digest: str | None) -> Submission:
 
 
 class JobStart:
-    """A start of a job for one submission."""
+    """A start of a job for one submission.
 
-    def __init__(self, submission: Submission, chain_job: int, console: Console) -> None:
+    Args:
+        submission: what to run.
+        chain_job: number within the chain, from 1.
+        console: for what is told.
+        early: signals that came before it listens. They count where each one comes once: for a run that shares its
+            job, and one that a user has started. Another job is signalled long before its end, and may begin all the
+            same.
+        by_hand: a user has started it in an allocation, and signals stop it.
+    """
+
+    def __init__(
+        self,
+        submission: Submission,
+        chain_job: int,
+        console: Console,
+        early: Collection[int] = frozenset(),
+        *,
+        by_hand: bool = False,
+    ) -> None:
         self._submission = submission
         self._run = submission.run
         self._chain_job = chain_job
@@ -137,6 +173,13 @@ class JobStart:
         alone = submission.where == "slurm" and not submission.packed
         self._allocation = Allocation.of_environment(self._job, self._say) if alone else None
         self._step: subprocess.Popen[bytes] | None = None
+        self._by_hand = by_hand
+        self._to_step = (
+            StepSignals(self._job, submission.stage, self._say) if by_hand and self._allocation is not None else None
+        )
+        self._early = early if submission.packed or by_hand else ()
+        self._stop_name = ""
+        """Name of the last signal to stop."""
         self._signals: set[int] = set()
         """Signals that came to this process, and SIGUSR2 where one to stop came to the doctor's alone."""
         self._evaluations = Evaluations(submission, console) if submission.every_checkpoint else None
@@ -154,6 +197,11 @@ class JobStart:
         self._health = HealthChecks(submission, self._allocation, self._say)
         self._full_disk: str | None = None
         """Problem of the disk of run.dir that the check of the nodes found on all of them."""
+
+    @property
+    def signals(self) -> Collection[int]:
+        """Signals that came so far."""
+        return self._signals
 
     def run(self) -> tuple[Next, int]:
         """Run to the end of this start; returns what follows, and the exit code of the job."""
@@ -260,7 +308,7 @@ class JobStart:
         launch = self._launched = self._begin(number, nodes, logs)
         for line in warnings:
             self._say(line)
-        if self._signals & {signal.SIGTERM, signal.SIGUSR2} or jobs.cancelled(self._run, submission.stage):
+        if self._signals & _STOPS or jobs.cancelled(self._run, submission.stage):
             ending = Ending(EXIT_STOPPED, "the job was told to end before its processes were started")
         elif self._full_disk is not None:
             ending = Ending(EXIT_UNSAVED, f"the disk of run.dir is too full: {self._full_disk}")
@@ -269,8 +317,9 @@ class JobStart:
         else:
             module = "slurm.job.srun_task" if nodes else "pipeline"
             words = ("-m", module, submission.command[0], str(submission.run_file), *submission.command[1:])
+            environment, name = self._rank_env(launch), self._to_step.name if self._to_step else None
             step = SrunStep(
-                submission, words, tuple(nodes), submission.processes_per_node, logs, self._rank_env(launch)
+                submission, words, tuple(nodes), submission.processes_per_node, logs, environment, name=name
             )
             on = f" on {', '.join(nodes)}" if nodes else ""
             self._say(f"launch {number}: {submission.processes} processes{on}; logs are in {logs}")
@@ -311,7 +360,10 @@ class JobStart:
         if state is not None and state.agreed:
             return state  # without a question to the scheduler, for which there may be no time
         lost = tuple(node for node in self._allocation.down() if node in step.nodes) if self._allocation else ()
-        return judge(self._run, step, status, launch, state, lost=lost, signals=self._signals)
+        stop = self._to_step.first if self._to_step else None
+        if self._to_step and self._to_step.killed:
+            return Ending(EXIT_INTERRUPTED, "a second Ctrl-C ended all processes")
+        return judge(self._run, step, status, launch, state, lost=lost, signals=self._signals, stop=stop)
 
     def _decide(self, launch: Launch, ending: Ending) -> LaunchEnd:
         """Decide what follows."""
@@ -332,7 +384,7 @@ class JobStart:
                 chain=submission.chain,
                 cancelled=jobs.cancelled(self._run, self._submission.stage) is not None,
                 asked_to_stop=ending.code == EXIT_STOPPED and "stop file" in ending.reason,
-                terminated=signal.SIGTERM in self._signals,
+                terminated=signal.SIGTERM in self._signals and (not self._by_hand or self._is_ended_by_scheduler()),
                 running=self._allocation.is_running() if self._allocation else True,
                 over_time=self._allocation.is_over_time() if self._allocation else False,
                 crashes=crashes_in_a_row([*past, replace(launch, end=how)], checkpoint) if crashed else 0,
@@ -375,7 +427,8 @@ class JobStart:
             self._notices.ended(how, self._attempt, continued=False)
         if how.next != "end" or how.code in (EXIT_OK, EXIT_STOPPED):
             return self._stopped_code() if how.next == "end" else EXIT_OK
-        self._say(end_report.write(self._run, self._submission.stage))
+        if not (self._by_hand and how.code == EXIT_INTERRUPTED):  # who interrupts it knows the cause
+            self._say(end_report.write(self._run, self._submission.stage))
         return how.code
 
     def _end_refused(self, how: LaunchEnd, why: str) -> int:
@@ -419,7 +472,7 @@ class JobStart:
         place = rendezvous_env(self._submission, nodes)
         step = SrunStep(self._submission, words, nodes, 1, folder, place, together=False, through_srun=True)
         step.run(lambda: None, lambda _: None)
-        if signal.SIGTERM in self._signals:
+        if signal.SIGTERM in self._signals or (self._by_hand and signal.SIGINT in self._signals):
             return []  # it was not the nodes that kept them from answering
         srun = "\n".join(last_lines(step.srun_output, SRUN_LINES))
         if (failure := first_failure(folder, nodes, 1, srun)) and failure.lost_nodes:
@@ -465,9 +518,12 @@ class JobStart:
         """Check saves and evaluations while the processes run."""
         if signal.SIGTERM in self._signals and self._launched is not None:
             # This process may be killed before it can note how they ended.
-            text, now = "the scheduler ends this job", time.time()
-            self._note(self._launched, LaunchEnd(EXIT_STOPPED, text, "scheduler", self._checkpoint(), now))
+            following: Next = "scheduler" if self._is_ended_by_scheduler() else "end"
+            text = "the scheduler ends this job" if following == "scheduler" else f"stopped by {self._stop_name}"
+            self._note(self._launched, LaunchEnd(EXIT_STOPPED, text, following, self._checkpoint(), time.time()))
             self._launched = None
+        if self._to_step is not None:
+            self._to_step.hand_on()
         if time.monotonic() - self._looked <= _LOOK:
             return
         self._looked = time.monotonic()
@@ -478,6 +534,12 @@ class JobStart:
         if self._evaluations is not None:
             self._evaluations.look()
 
+    def _is_ended_by_scheduler(self) -> bool:
+        """True if SIGTERM came from the scheduler: to the batch process of a job, or at the end of an allocation."""
+        if self._by_hand:
+            return self._allocation is not None and self._allocation.is_ending()
+        return self._allocation is not None or self._submission.packed
+
     def _warn_of_failed_saves(self) -> None:
         """Say that a save has failed, also where the logs of the ranks have no room for it."""
         found = read_saves(self._run) if self._submission.stage == "train" else None
@@ -487,18 +549,21 @@ class JobStart:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Note signals. The scheduler itself signals the processes of steps."""
+        """Note signals. The scheduler itself signals the processes of the steps of a job."""
 
         def note(number: int, frame: FrameType | None) -> None:
             on_stop(number)
             # The end of a terminal is the end of a job that runs in it.
             self._signals.add(signal.SIGTERM if number == signal.SIGHUP else number)
+            self._stop_name = self._stop_name if number == signal.SIGCONT else signal.Signals(number).name
+            if self._to_step is not None and number != signal.SIGCONT:
+                self._to_step.note(number, runs=self._step is not None and self._step.returncode is None)
             if self._allocation is None and self._step is not None and number != signal.SIGCONT:
                 with suppress(ProcessLookupError):
                     self._step.send_signal(number)
 
-        numbers = (*stop_signals(), signal.SIGCONT, signal.SIGINT)
-        before = {number: signal.signal(number, note) for number in numbers}
+        before = {number: signal.signal(number, note) for number in _LISTENED}
+        self._signals.update(self._early)
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,7 +12,15 @@ from pathlib import Path
 import orjson
 
 from pipeline.common import storage
-from pipeline.common.errors import AGREED_CODES, EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_UNHEALTHY, UserError
+from pipeline.common.errors import (
+    AGREED_CODES,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_OTHER,
+    EXIT_STOPPED,
+    EXIT_UNHEALTHY,
+    UserError,
+)
 from pipeline.common.run_files import RunFiles
 from slurm.job.allocation import Allocation
 from slurm.job.launch_log import Launch
@@ -62,6 +71,7 @@ def judge(
     *,
     lost: tuple[str, ...] = (),
     signals: Collection[int] = (),
+    stop: signal.Signals | None = None,
 ) -> Ending:
     """The end of processes that have not agreed on it: their own records count more than srun's exit code.
 
@@ -73,12 +83,20 @@ def judge(
         state: `exit_state`.
         lost: nodes of the step that are down.
         signals: that were handed on to a process of this machine.
+        stop: a signal by which a user has stopped the step of a command.
     """
     srun = "\n".join(last_lines(step.srun_output, SRUN_LINES))
     failure = first_failure(step.logs, launch.nodes, launch.processes_per_node, srun)
     # Of a rank whose disk was full nothing is known but its code; rank 0 has room in which it notes its end.
     if failure is not None and failure.silent and failure.rank == 0 and state and state.code == failure.code:
         return replace(state, rank=0, node=failure.node, failed_nodes=lost)
+    if stop is not None and state is None and status != EXIT_OK:
+        # What does not listen yet, and an evaluation, which has nothing to save, die of the signal.
+        if step.submission.stage != "train":
+            code = EXIT_INTERRUPTED if stop == signal.SIGINT else EXIT_STOPPED
+            return Ending(code, f"received {stop.name}; nothing of this evaluation is kept")
+        if failure is None or failure.signal == signal.SIGTERM.name:
+            return Ending(EXIT_STOPPED, f"received {stop.name} before training began")
     if failure is not None:
         return Ending(failure.code, failure.words, failure.rank, failure.node, lost)
     if state is not None:

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -20,13 +21,17 @@ from typing import TypeVar
 from pipeline.common.console import on_stop
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED
 from pipeline.common.signals import ignore, stop_signals
+from pipeline.train.host.cpu_topology import equal_sets
 from slurm import jobs
 from slurm.job.allocation import Allocation
 from slurm.job.launch_log import launches
 from slurm.submit.submission import Submission, read_submission
 
 T = TypeVar("T")
-_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_ROCR = "ROCR_VISIBLE_DEVICES"
+_WITHIN_ROCR = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+"""Variables that on ROCm count the devices that `_ROCR` leaves, and not those of the node; the first one counts."""
 _OF_THE_JOB = ("SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 """Variables with numbers of the whole job, which a run would take for its own."""
 
@@ -44,8 +49,9 @@ class Pack:
         self._submission, self._chain_job, self._say = submission, chain_job, say
         self._job, _ = jobs.this_job("slurm")
         self._allocation = Allocation.of_environment(self._job, say)
-        self._signals: set[int] = set()
-        self._running: dict[Path, subprocess.Popen[bytes]] = {}
+        self._signals: list[int] = []
+        """Signals that came, in their order."""
+        self._running: dict[Path, _Running] = {}
 
     def run(self) -> int:
         """Run all to their ends; returns the exit code of the job."""
@@ -55,12 +61,18 @@ class Pack:
             for place, file in enumerate(files):
                 if is_done(file):
                     self._say(f"{read_submission(file).run.name}: done")
+                elif self._signals:
+                    self._say(f"{read_submission(file).run.name}: not started, since the job was told to stop")
+                    codes[file] = EXIT_STOPPED
                 else:
-                    self._running[file] = self._start(file, place)
+                    self._running[file] = _Running(self._start(file, place))
             while self._running:
-                for file, process in list(self._running.items()):
-                    if process.poll() is not None:
-                        codes[file] = process.returncode
+                for file, running in list(self._running.items()):
+                    running.hand_on(self._signals)
+                    code = running.process.poll()
+                    if code is not None:
+                        # One that did not listen yet is ended by what was handed on to it.
+                        codes[file] = EXIT_STOPPED if -code in self._signals else code
                         del self._running[file]
                 time.sleep(0.2)
             return self._leave(list(codes.values()))
@@ -76,18 +88,19 @@ class Pack:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "slurm.job.batch_entry", *words], env=environment, start_new_session=True
         )
-        if cores := part_of(sorted(os.sched_getaffinity(0)), place, len(self._submission.beside)):
+        if cores := equal_sets(frozenset(os.sched_getaffinity(0)), len(self._submission.beside)):
             with suppress(OSError):  # it has ended already
-                os.sched_setaffinity(process.pid, cores)
+                os.sched_setaffinity(process.pid, cores[place])
         return process
 
     def _devices(self, place: int) -> dict[str, str]:
         """Variables that show a run its devices alone."""
         number = len(self._submission.beside)
-        given = {name: os.environ[name].split(",") for name in _DEVICES if os.environ.get(name)}
+        given = {name: os.environ[name] for name in _DEVICES if os.environ.get(name)}
         if not given and self._submission.site.gpus_per_node:
-            given = {_DEVICES[0]: [str(each) for each in range(number * self._submission.site.gpus_per_node)]}
-        return {name: ",".join(part_of(devices, place, number)) for name, devices in given.items()}
+            devices = range(number * self._submission.site.gpus_per_node)
+            given = {_DEVICES[0]: ",".join(map(str, devices))}
+        return device_variables(given, place, number, rocm=has_rocm())
 
     def _leave(self, codes: Sequence[int]) -> int:
         """Do what follows; returns the exit code of the job."""
@@ -103,26 +116,67 @@ class Pack:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Hand signals to stop on to all runs."""
+        """Note signals to stop. `run` hands them on: one may come while a process is started that is not known yet."""
 
-        def forward(number: int, frame: FrameType | None) -> None:
+        def note(number: int, frame: FrameType | None) -> None:
             on_stop(number)
-            self._signals.add(number)
-            for process in self._running.values():
-                with suppress(ProcessLookupError):
-                    process.send_signal(number)
+            self._signals.append(number)
 
-        before = {number: signal.signal(number, forward) for number in (*stop_signals(), signal.SIGINT)}
+        before = {number: signal.signal(number, note) for number in (*stop_signals(), signal.SIGINT)}
         try:
             yield
         finally:
-            for process in self._running.values():
-                process.kill()
+            for running in self._running.values():
+                running.process.kill()
             ignore(*before)
 
 
+@dataclass
+class _Running:
+    """The batch process of a run."""
+
+    process: subprocess.Popen[bytes]
+    handed_on: int = 0
+    """Number of the signals that it was sent."""
+
+    def hand_on(self, signals: Sequence[int]) -> None:
+        """Send those of the job's signals that it was not sent yet."""
+        for number in signals[self.handed_on :]:
+            self.handed_on += 1
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+
+def device_variables(given: Mapping[str, str], place: int, number: int, *, rocm: bool) -> dict[str, str]:
+    """The variables that show a run its part of the devices of a job.
+
+    Args:
+        given: Those of the job, by name.
+        place: Number of the run, from 0.
+        number: Runs of the job.
+        rocm: The devices are AMD's. ROCR_VISIBLE_DEVICES then hides devices from all that is above it, and the others
+            count what it leaves. SLURM may set all of them on a node of NVIDIA's, too, where only CUDA's counts.
+    """
+    lists = {name: value.split(",") for name, value in given.items()}
+    if not rocm or _ROCR not in lists:
+        return {name: ",".join(part_of(devices, place, number)) for name, devices in lists.items()}
+    below = lists[_ROCR]
+    within = next((lists[name] for name in _WITHIN_ROCR if name in lists), [])
+    # One that does not fit into what is left was not written for that: SLURM sets both to the numbers on the node.
+    if within and all(each.isdecimal() and int(each) < len(below) for each in within):
+        below = [below[int(each)] for each in within]
+    own = part_of(below, place, number)
+    count = ",".join(map(str, range(len(own))))
+    return {_ROCR: ",".join(own)} | {name: count for name in _WITHIN_ROCR if name in lists}
+
+
+def has_rocm(root: Path = Path("/")) -> bool:
+    """True if the devices of this machine are driven by ROCm. A processor's own graphics have its driver as well."""
+    return (root / "dev/kfd").exists() and not (root / "dev/nvidiactl").exists()
+
+
 def part_of(things: Sequence[T], place: int, number: int) -> list[T]:
-    """An equal part of cores or devices; none where there are fewer than parts."""
+    """An equal part of devices; none where there are fewer than parts."""
     size = len(things) // number
     return list(things[place * size : (place + 1) * size])
 

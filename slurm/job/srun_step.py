@@ -45,6 +45,8 @@ class SrunStep:
     """All processes end when one of them fails."""
     through_srun: bool = False
     """The output of the processes, a few lines, is in srun's own output, and not in a log for each node."""
+    name: str | None = None
+    """Name of the step, by which the scheduler is asked for it; None: the name that srun chooses."""
 
     @property
     def srun_output(self) -> Path:
@@ -78,6 +80,7 @@ class SrunStep:
             "--export=ALL",
             *([] if outside or not self.together else self._binding()),
             *site.srun_options,
+            *([f"--job-name={self.name}"] if self.name is not None else []),
             *python,
         ]
 

@@ -100,7 +100,7 @@ def _start(file: Path, nodes: Sequence[str], console: Console) -> None:
     say(console, f"job {os.environ['SLURM_JOB_ID']} on {', '.join(nodes)}; follow it with: pipeline logs {run} -f")
     from slurm.job.batch_main import run_submission
 
-    if run_submission(str(file)) != "done":
+    if run_submission(str(file), by_hand=True) != "done":
         raise Stopped("stopped before the end; run the same command again to resume, in this allocation or another")
 
 

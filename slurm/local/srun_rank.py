@@ -6,6 +6,7 @@ import os
 import zlib
 from datetime import datetime
 
+from pipeline.common.console import Console, warn
 from pipeline.train.distributed.rank import is_rank
 
 _PORTS = (10_000, 20_000)
@@ -17,7 +18,9 @@ _END = "SLURM_JOB_END_TIME"
 def join_step() -> None:
     """Take the place among the ranks that `srun` has given this process, if it is one of several tasks of a step.
 
-    Nothing changes under another launcher, or where the process is alone: in an interactive shell of srun, for example.
+    Nothing changes under another launcher, which sets WORLD_SIZE, or where the process is alone: in an interactive
+    shell of srun, for example. What a shell still has of an earlier launcher does not count. MASTER_PORT alone does: it
+    is the same for all tasks, and a user sets it where the port of the step is taken.
     """
     given = os.environ
     tasks = given.get("SLURM_STEP_NUM_TASKS", "")
@@ -26,15 +29,19 @@ def join_step() -> None:
     from slurm import scheduler
     from slurm.job.srun_task import ranks_environment
 
+    place = ranks_environment(dict(given))
+    first_node, other = scheduler.hostnames(given["SLURM_STEP_NODELIST"])[0], given.get("MASTER_ADDR")
+    if other not in (None, first_node) and place["RANK"] == "0":
+        warn(
+            Console(),
+            f"MASTER_ADDR={other} of the environment is not used: rank 0 of this step is on {first_node}. To choose "
+            "the address, set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of each task, too",
+        )
     step = f"{given['SLURM_JOB_ID']}.{given['SLURM_STEP_ID']}"
     first, count = _PORTS
-    place = {
-        **ranks_environment(dict(given)),
-        "MASTER_ADDR": scheduler.hostnames(given["SLURM_STEP_NODELIST"])[0],
-        # All tasks have to know it without asking one another.
-        "MASTER_PORT": str(first + zlib.crc32(step.encode()) % count),
-    }
-    given.update({name: value for name, value in place.items() if name not in given})
+    given.update(place, MASTER_ADDR=first_node)
+    # All tasks have to know it without asking one another.
+    given.setdefault("MASTER_PORT", str(first + zlib.crc32(step.encode()) % count))
     if _END not in given and (end := _end_time(given["SLURM_JOB_ID"])):
         given[_END] = end
 

@@ -17,6 +17,7 @@ from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_o
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import best, is_permanent
 from pipeline.train.export.folders import ExportFolders
+from pipeline.train.export.pending import pending_exports
 
 if TYPE_CHECKING:
     from pipeline.train.checkpoint.tensors import Stored
@@ -317,7 +318,7 @@ def prune(
     Args:
         checkpoints: of a run.
         config: the policy's numbers.
-        report: gets a line per folder that is gone, or would be.
+        report: gets a line per folder that is gone, or would be, and per one that stays for its export.
         keep: number of latest checkpoints that stay, instead of the policy's; or
         steps: remove these instead.
         abandoned: remove what the run has gone back from, too.
@@ -329,10 +330,17 @@ def prune(
     """
     if keep is not None and steps is not None:
         raise UserError("name what to remove with either --keep or --steps, not with both")
-    exported = {step for step in ExportFolders.of_run(checkpoints.folder.parent).unfinished().values() if step}
+    run = checkpoints.folder.parent
+    exported = {step for step in ExportFolders.of_run(run).unfinished().values() if step}
+    pending = pending_exports(run, config, [each.step for each in checkpoints.all()])
     if steps is None:
         policy = config if keep is None else config.model_copy(update={"keep": keep})
-        chosen = checkpoints.prune(policy, exported, full=True, dry_run=True)
+        chosen = []
+        for each in checkpoints.prune(policy, full=True, dry_run=True):
+            if each.step in exported or each.step in pending:
+                report(f"kept {each.path}: its export is not done")
+            else:
+                chosen.append(each)
     else:
         chosen = [checkpoints.find(step) for step in sorted(set(steps))]
         latest, good = checkpoints.latest(), checkpoints.last_good(full=True)
@@ -342,6 +350,11 @@ def prune(
                 raise UserError(f"step {each.step} {why} and stays; leave it out of --steps. Nothing was removed")
             if each.step in exported:
                 raise UserError(f"step {each.step} is being exported; try again when that is done. Nothing was removed")
+            if each.step in pending:
+                raise UserError(
+                    f"step {each.step} is still to be exported (train.checkpoint.export); try again when that is done, "
+                    "or give train.checkpoint.export=null to this command. Nothing was removed"
+                )
     if abandoned:
         chosen += checkpoints.abandoned()
     gone, failure = chosen, None

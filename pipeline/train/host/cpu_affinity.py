@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from pipeline.common.format import spans
 from pipeline.common.process_identity import node_name
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.distributed.rank import LAUNCHER
+from pipeline.train.host.cpu_topology import SYS, cpu_set, listed, numa_nodes
 
-SYS = Path("/sys")
 _THREAD_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """With any of these, OpenMP has chosen cores for its threads from those that the process began with."""
 
@@ -55,7 +55,7 @@ def bind(ranks: Processes, device: torch.device, environment: Mapping[str, str],
     line = f"rank {ranks.rank} runs on {len(own)} of {len(mask)} CPUs: {cpu_ranges(own)}"
     if nodes is None:
         return line
-    node, place = nodes[ranks.local_rank], _nodes(system)
+    node, place = nodes[ranks.local_rank], numa_nodes(system)
     near = sum(place.get(cpu) == node for cpu in own)
     count = "" if near == len(own) else f"{near} of them "
     return f"{line}, {count}near its GPU (NUMA node {node})"
@@ -72,7 +72,7 @@ def far_from_gpu(ranks: Processes, device: torch.device, system: Path = SYS) -> 
     if device.type != "cuda":
         return None
     index = device.index or 0
-    gpu, mask, place = _gpu_node(index, system), frozenset(os.sched_getaffinity(0)), _nodes(system)
+    gpu, mask, place = _gpu_node(index, system), frozenset(os.sched_getaffinity(0)), numa_nodes(system)
     nodes = {place[cpu] for cpu in mask if cpu in place}
     if gpu is None or not nodes or gpu in nodes:
         return None
@@ -82,46 +82,6 @@ def far_from_gpu(ranks: Processes, device: torch.device, system: Path = SYS) -> 
         "to it are slow. In the profile of the site set cpu_bind (like none, which leaves it to launch.bind: auto, or "
         "map_ldom:...), distribution, or options with gres-flags: enforce-binding, so that it gets cores there"
     )
-
-
-def cpu_set(
-    mask: frozenset[int], rank: int, ranks: int, system: Path = SYS, nodes: Sequence[int] | None = None
-) -> frozenset[int] | None:
-    """The CPUs of `mask` that one of several ranks gets; those of all ranks are disjoint.
-
-    Args:
-        mask: What they have together.
-        rank: Which one.
-        ranks: How many.
-        system: Where sysfs is.
-        nodes: By rank, the NUMA node that it should be on; None: side by side over all of them. Cores of nodes that
-            are not named are dealt to all ranks.
-
-    Returns:
-        None if there are fewer CPUs than ranks.
-    """
-    if len(mask) < ranks:
-        return None
-    place = _nodes(system)
-    cores = sorted(_cores(mask, system), key=lambda core: (place.get(core[0], 0), core))
-    if nodes is not None:
-        peers = [peer for peer in range(ranks) if nodes[peer] == nodes[rank]]
-        near = [core for core in cores if place.get(core[0]) == nodes[rank]]
-        # Every rank decides alike: if one finds too little, all go side by side.
-        counts = {node: sum(place.get(core[0]) == node for core in cores) for node in nodes}
-        if all(counts[node] >= nodes.count(node) for node in nodes):
-            rest = [core for core in cores if place.get(core[0]) not in counts]
-            # Nodes whose numbers are close mostly share a socket.
-            order = sorted(range(ranks), key=lambda peer: (nodes[peer], peer))
-            return _slice(near, peers.index(rank), len(peers)) | _slice(rest, order.index(rank), ranks)
-    if len(cores) < ranks:  # then threads of a core are divided
-        cores = [(cpu,) for core in cores for cpu in core]
-    return _slice(cores, rank, ranks)
-
-
-def _slice(cores: Sequence[tuple[int, ...]], index: int, count: int) -> frozenset[int]:
-    begin, end = len(cores) * index // count, len(cores) * (index + 1) // count
-    return frozenset(cpu for core in cores[begin:end] for cpu in core)
 
 
 def _is_shared(mask: frozenset[int], environment: Mapping[str, str], system: Path) -> bool:
@@ -136,7 +96,7 @@ def _is_shared(mask: frozenset[int], environment: Mapping[str, str], system: Pat
         except OSError:  # it has ended, or is not to be seen from here
             return True
     job = environment.get("SLURM_CPUS_ON_NODE", "")
-    return len(mask) >= (int(job) if job.isdecimal() else len(_listed(system / "devices/system/cpu/online")))
+    return len(mask) >= (int(job) if job.isdecimal() else len(listed(system / "devices/system/cpu/online")))
 
 
 def _gpu_nodes(count: int, system: Path) -> list[int] | None:
@@ -158,31 +118,6 @@ def _gpu_address(index: int) -> str:
     """On the PCI bus, as sysfs has it."""
     gpu: Any = torch.cuda.get_device_properties(index)
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-
-
-def _cores(mask: frozenset[int], system: Path) -> set[tuple[int, ...]]:
-    """Physical cores, each with those of its CPUs that are in `mask`."""
-    siblings = {cpu: _listed(system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in mask}
-    return {tuple(sorted(cpus & mask | {cpu})) for cpu, cpus in siblings.items()}
-
-
-def _nodes(system: Path) -> dict[int, int]:
-    """CPU -> NUMA node; empty if the machine does not tell."""
-    folders = (system / "devices/system/node").glob("node[0-9]*")
-    return {cpu: int(folder.name.removeprefix("node")) for folder in folders for cpu in _listed(folder / "cpulist")}
-
-
-def _listed(file: Path) -> frozenset[int]:
-    """The numbers of a list of the kernel's, like `0-3,8`; none if there is no such file."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return frozenset()
-    numbers: set[int] = set()
-    for numbers_range in filter(None, text.split(",")):
-        first, _, last = numbers_range.partition("-")
-        numbers |= set(range(int(first), int(last or first) + 1))
-    return frozenset(numbers)
 
 
 def cpu_ranges(numbers: frozenset[int]) -> str:

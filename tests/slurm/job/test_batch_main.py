@@ -32,7 +32,7 @@ from slurm.job.srun_step import SrunStep, rendezvous_env
 def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "7")
     site = SimpleNamespace(gpus_per_node=0, network_interface=None, health_command="", health_minutes=None)
-    what = {"run": run, "stage": "train", "where": "local", "every_checkpoint": False}
+    what = {"run": run, "stage": "train", "where": "local", "every_checkpoint": False, "packed": False}
     submission: Any = SimpleNamespace(**what, run_file=run / "run.yaml", site=site, folder_id=None)
     return JobStart(submission, 1, Console(file=io.StringIO()))
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -17,15 +20,18 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
 from pipeline.train.run.attempts import attempts
+from pipeline.train.run.folder import read_metrics
+from pipeline.train.run.lock import holder, number_of
 from pipeline.train.run.lock_holder import identity
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
+from slurm.job.launch_log import launches
 from slurm.local.in_allocation import _refuse_other_start, run_in_allocation
 from slurm.local.srun_rank import join_step
 from tests import tiny
 from tests.slurm.training import STEPS
 from tests.train.runs import exact
-from tests.waiting import until
+from tests.waiting import runs, until
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -64,6 +70,18 @@ def test_a_task_of_srun_is_a_rank(step: dict[str, str]) -> None:
     *place, port = (os.environ[name] for name in RANKS)
     assert place == ["3", "4", "1", "2", "n1"]
     assert 10_000 <= int(port) < 30_000
+
+
+@pytest.mark.parametrize("task", [0, 3])
+def test_what_a_shell_still_has_of_another_launcher_does_not_count(
+    step: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], task: int
+) -> None:
+    """But for the port: it is the same for all tasks, and whose own port is taken sets one."""
+    for name, value in {"RANK": "9", "MASTER_ADDR": "old", "MASTER_PORT": "29500", "SLURM_PROCID": str(task)}.items():
+        monkeypatch.setenv(name, value)
+    join_step()
+    assert [os.environ[name] for name in RANKS] == [str(task), "4", "1", "2", "n1", "29500"]
+    assert ("MASTER_ADDR=old" in "".join(capfd.readouterr())) == (task == 0)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +141,33 @@ def test_a_run_trains_in_an_allocation_stops_at_its_end_and_resumes_in_the_next(
     assert done.returncode == 0, done.stdout + done.stderr
     assert [(each.code, each.layout["world_size"]) for each in attempts(run)] == [(75, 4), (0, 4)]
     assert exact(run) == exact(whole) and len(exact(run)) == STEPS
+
+
+@pytest.mark.slurm
+def test_signals_to_the_command_stop_and_kill_its_ranks(cluster: DevCluster, run_file: Path, tmp_path: Path) -> None:
+    """The first one as in a run without a scheduler; a second Ctrl-C does not wait for a rank that hangs."""
+    run, pid, log = tmp_path / "run", tmp_path / "pid", tmp_path / "log"
+    words = tiny.command("train", run_file, f"run.dir={run}", "--in-allocation")
+    script = f"echo $$ > {pid}; exec {shlex.join(words)}"
+
+    def begun(ready: Callable[[], Any]) -> tuple[subprocess.Popen[bytes], int]:
+        with log.open("ab") as file:
+            process = subprocess.Popen(salloc("bash", "-c", script), stdout=file, stderr=file)
+        until(ready, process)
+        return process, int(pid.read_text())
+
+    process, command = begun(lambda: RunFiles(run).metrics.exists() and read_metrics(run))
+    os.kill(command, signal.SIGTERM)
+    assert process.wait(300) == 75, log.read_text()
+    (first,) = attempts(run)
+    (end,) = (each.end for each in launches(run))
+    assert end is not None and (first.code, end.next) == (75, "end") and end.checkpoint == first.step > 0
+    process, command = begun(lambda: number_of(holder(run)) == 2)
+    hung = holder(run)
+    assert hung is not None
+    os.kill(hung["pid"], signal.SIGSTOP)
+    os.kill(command, signal.SIGINT)
+    until(lambda: "once more ends all processes at once" in log.read_text(), process)
+    os.kill(command, signal.SIGINT)
+    assert process.wait(300) == 130, log.read_text()
+    until(lambda: not runs(hung["pid"]))

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from pipeline.cli.main import main
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
+from pipeline.common.run_files import RunFiles
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.load import load
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ from pipeline.train.checkpoint.export import average, export
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, groups
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
+from pipeline.train.run.attempts import attempts
 from tests.train.runs import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -230,11 +232,37 @@ def test_prune_removes_by_the_policy_or_by_step(run: Path, call: Any) -> None:
 def test_prune_leaves_alone_what_is_being_exported(run: Path, call: Any) -> None:
     tmp = run / "hf" / ".step-00000002.host.1234.01234567.tmp"
     tmp.mkdir(parents=True)
-    assert call("prune", run, "--keep", 1, "--dry-run")[1] == f"would remove {folder(run, 4)}\n"
+    kept, gone = f"kept {folder(run, 2)}: its export is not done", f"would remove {folder(run, 4)}"
+    assert call("prune", run, "--keep", 1, "--dry-run")[1].splitlines() == [kept, gone]
     code, _, said = call("prune", run, "--steps", "2")
     assert code == 2 and "step 2 is being exported" in said
     tmp.rmdir()
     assert len(call("prune", run, "--keep", 1, "--dry-run")[1].splitlines()) == 2
+
+
+def test_prune_leaves_alone_what_is_still_to_be_exported(run: Path, call: Any) -> None:
+    """The queue of a run that trains, or that was stopped: what is missing, unless this attempt has given it up."""
+
+    def pruned(*words: object, key: str = "{every_steps: 2}") -> list[str]:
+        _, out, said = call("prune", run, f"train.checkpoint.export={key}", "--dry-run", *words)
+        return [line.partition(":")[0].replace(f"{run}/checkpoints/", "") for line in (out + said).splitlines()]
+
+    two, four = "step-00000002", "step-00000004"
+    assert pruned("--keep", 1) == [f"kept {two}", f"kept {four}", "nothing to remove"]
+    assert pruned("--keep", 1, key="{every_steps: 4}") == [f"kept {four}", f"would remove {two}"]
+    code, _, said = call("prune", run, "train.checkpoint.export={every_steps: 2}", "--steps", "4")
+    assert code == 2 and "step 4 is still to be exported" in said and "train.checkpoint.export=null" in said
+    assert pruned("--keep", 1, key="null") == [f"would remove {two}", f"would remove {four}"]
+    # One that is there, and one that would be removed at once, need no checkpoint.
+    (run / "hf" / four).mkdir(parents=True)
+    assert pruned("--keep", 1) == [f"kept {two}", f"would remove {four}"]
+    assert pruned("--keep", 1, key="{every_steps: 2, keep: 1}") == [f"would remove {two}", f"would remove {four}"]
+    # A failed one is made again by a later attempt alone.
+    (attempt,) = (each.number for each in attempts(run))
+    for number, expected in ((attempt, [f"would remove {two}", f"would remove {four}"]), (attempt - 1, None)):
+        row = {"step": 2, "attempt": number, "failed": "why"}
+        RunFiles(run).exports.write_text(json.dumps(row) + "\n")
+        assert pruned("--keep", 1) == (expected or [f"kept {two}", f"would remove {four}"])
 
 
 def test_prune_says_what_cannot_be_removed(run: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
