@@ -362,4 +362,4 @@ def test_hostile_files(hostile: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
         for text in capfd.readouterr():
             assert UNSAFE.search(OURS.sub("", text)) is None, (command, text)
             shown += any(form in text for form in (r"a\u001b]0;owned", r"a\x1b]0;owned"))  # ours, and that of repr
-    assert shown >= 2
+    assert shown >= 1
