@@ -238,8 +238,14 @@ def find(path: Path, wanted: str = "run file") -> Path:
     if beside:
         more = f" and {len(beside) - _NAMED:,} more" if len(beside) > _NAMED else ""
         raise UserError(f"no {wanted} {path}; {path.parent} has {', '.join(beside[:_NAMED])}{more}")
-    known = ", ".join(_shipped_names(without=("monitoring",) if wanted == _INCLUDED else _NO_RUN_FILES))
-    raise UserError(f"no {wanted} {path}; write one with `pipeline init DIR`, or use a shipped one: {known}")
+    known = list(_shipped_names(without=("monitoring",) if wanted == _INCLUDED else _NO_RUN_FILES))
+    near = difflib.get_close_matches(path.name, known, _NAMED) or difflib.get_close_matches(
+        path.stem, known, _NAMED, cutoff=0.3
+    )
+    like = ", ".join(near or ["quickstart.yaml"])
+    raise UserError(
+        f"no {wanted} {path}; write one with `pipeline init DIR`, or use a shipped one, like {like} (all: {folder})"
+    )
 
 
 def find_shipped(name: str) -> Path:
@@ -252,7 +258,7 @@ def find_shipped(name: str) -> Path:
     known = [each.removesuffix(".yaml") for each in _shipped_names()]
     if short in known:
         return packaged_configs() / f"{short}.yaml"
-    near = difflib.get_close_matches(short, known, n=1)
+    near = difflib.difflib.get_close_matches(short, known, n=1)
     hint = f"did you mean {near[0]}? There are" if near else "give one of"
     names = ", ".join(each.removesuffix(".yaml") for each in _shipped_names(without=_NO_RUN_FILES))
     raise UserError(f"--from {name}: no run file of this name ships with the package; {hint}: {names}")

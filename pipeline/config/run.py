@@ -53,7 +53,8 @@ class LaunchConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads of each process for torch; by default its share of the cores that this machine has for them."""
+    """CPU threads of each process for torch; by default `OMP_NUM_THREADS` of the shell, else the cores available to
+    this process, divided by the processes per node."""
     bind: Literal["auto", "none"] = "auto"
     """Where several processes share a machine, `auto` gives each cores of its own: on GPUs those of the NUMA node that
     its GPU is next to, else whole cores side by side. It never takes a core that the process could not use before, and

@@ -103,9 +103,26 @@ _SHORT: dict[Winner, str] = {
 }
 
 
-def resume_lines(checkpoint: Checkpoint, config: Config, now: Fingerprints, layout: Layout) -> list[str]:
-    """`changes` of a run that resumes, under a heading; nothing if nothing has changed."""
+THREADS = "threads"
+"""In state.json: threads of each process, where a CPU trained."""
+
+
+def resume_lines(
+    checkpoint: Checkpoint, config: Config, now: Fingerprints, layout: Layout, threads: int | None
+) -> list[str]:
+    """`changes` of a run that resumes, under a heading; nothing if nothing has changed.
+
+    Args:
+        checkpoint: that it resumes from.
+        config: resolved config of now.
+        now: what else a resume depends on.
+        layout: of this start.
+        threads: of each process, on a CPU; None elsewhere.
+    """
     lines = changes(checkpoint.state(), config, now, layout)
+    before = checkpoint.state().get(THREADS)
+    if None not in (before, threads) and before != threads:
+        lines.append(f"threads per process: {before} -> {threads}, which changes the last bits of sums")
     if not lines:
         return []
     return [f"train: changed since {checkpoint.path.name} (checkpoint -> now):", *(f"  {line}" for line in lines)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,6 +19,7 @@ from pipeline.train.monitor.phase_log import describe_change, describe_run, loss
 from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.run_plan import RunPlan
+from pipeline.train.setup import threads_of_shell
 
 _CPU_FLOPS = 2.5e10
 """A thread of a current processor, fp32: half of what products of large matrices reach."""
@@ -38,7 +40,7 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
     active = f" ({active_parameters(spec) / 1e6:,.4g} M of them for each token)" if spec.expert_layers else ""
     yield (
         f"train: {num_parameters(spec) / 1e6:,.4g} M parameters{active}, {config.train.precision.compute} on "
-        f"{_devices(setup)}, {flops / 1e6:,.4g} MFLOP per token"
+        f"{_devices(config, setup)}, {flops / 1e6:,.4g} MFLOP per token"
     )
     if setup.device.type == "cpu" and (slow := slow_bf16(config.train.precision.compute)):
         yield f"warning: {slow}"
@@ -118,9 +120,11 @@ def _why(journal: Journal, step: int) -> str | None:
     return f"fault at step {skip.steps[1]}" if skip.fault else "blend.skip"
 
 
-def _devices(setup: Setup) -> str:
+def _devices(config: Config, setup: Setup) -> str:
     """Devices, layout and threads: `cpu, 2 threads`, `4 x cpu (pp 2 x tp 2), 1 thread each`."""
     device, threads = setup.device.type, counted(torch.get_num_threads(), "thread")
+    if config.launch.threads is None and torch.get_num_threads() == threads_of_shell(os.environ):
+        threads += " (OMP_NUM_THREADS)"
     world = setup.mesh.layout.world_size
     if world == 1:
         return f"{device}, {threads}"

@@ -77,12 +77,20 @@ def set_arithmetic(config: Config, ranks: Processes, device: torch.device) -> st
     """Threads of this process, and the library of its products; the choice and its reason, for the log."""
     # Ranks need not have got equal parts.
     cores = min(cores_of(ranks, os.environ), len(os.sched_getaffinity(0)))
-    torch.set_num_threads(config.launch.threads or cores)
+    torch.set_num_threads(config.launch.threads or threads_of_shell(os.environ) or cores)
     if device.type == "cpu":
         return choose_products()
     # Not what an earlier run in this process chose for the CPU: here that means TF32.
     torch.set_float32_matmul_precision("highest")
     return "products of a GPU"
+
+
+def threads_of_shell(environment: Mapping[str, str]) -> int | None:
+    """Threads by `OMP_NUM_THREADS`, if a person has set it: torchrun sets it to 1 where it is not set."""
+    words = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if not words.isdecimal() or int(words) == 0 or (words == "1" and "TORCHELASTIC_RUN_ID" in environment):
+        return None
+    return int(words)
 
 
 def cores_of(ranks: Processes, environment: Mapping[str, str]) -> int:

@@ -51,7 +51,7 @@ from pipeline.train.parallel.compile import choose_compiling
 from pipeline.train.parallel.parallelize import attention_choice, build_model, has_recurrence, recurrent_choice
 from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.setup import Setup, set_up
-from pipeline.train.resume import resume_lines
+from pipeline.train.resume import THREADS, resume_lines
 from pipeline.train.rewind import go_back
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.stop_requests import RESUME_ADVICE, Requests, StopRequest
@@ -234,6 +234,8 @@ class Trainer:
         self._watchdog.phase("save", step)
         more = {name: part.state() for name, part in self._stateful().items()}
         more[_COMPILED] = {self._setup.device.type: self._compiles}
+        if self._setup.device.type == "cpu":
+            more[THREADS] = torch.get_num_threads()
         if self._config.train.checkpoint.keep_best is not None:
             more[VALIDATION_LOSSES] = self._validator.losses_at(step)
         prune = not self._faults.troubled
@@ -464,7 +466,8 @@ def train(config: Config, console: Console | None = None) -> int:
             export_missing(config, folder, console)
             return checkpoint.step
         if checkpoint is not None and ranks.rank == 0:
-            for line in resume_lines(checkpoint, config, plan.fingerprints, layout):
+            threads = torch.get_num_threads() if device.type == "cpu" else None
+            for line in resume_lines(checkpoint, config, plan.fingerprints, layout, threads):
                 say(console, line)
         for line in [*layout_warnings(config, layout), *plan.warnings]:
             warn(console, line)

@@ -10,7 +10,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.train import setup
 from pipeline.train.distributed.process_group import Processes
-from pipeline.train.setup import choose_device, cores_of, init_rank
+from pipeline.train.setup import choose_device, cores_of, init_rank, threads_of_shell
 from tests import tiny
 
 
@@ -64,3 +64,20 @@ def test_a_rank_takes_the_gpu_of_its_local_number(
             choose_device(wanted, rank)
     else:
         assert choose_device(wanted, rank) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({}, None),
+        ({"OMP_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "4,2"}, 4),  # of nested regions
+        ({"OMP_NUM_THREADS": "many"}, None),
+        ({"OMP_NUM_THREADS": "0"}, None),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, None),  # torchrun's own
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "none"}, 2),
+    ],
+)
+def test_the_shell_decides_threads_if_a_person_set_them(environment: dict[str, str], threads: int | None) -> None:
+    assert threads_of_shell(environment) == threads

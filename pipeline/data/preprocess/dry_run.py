@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import shlex
 import time
 from collections import Counter
 from contextlib import suppress
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.common.console import print_table, say
+from pipeline.common.console import print_table, say, warn
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, rounded, size
 from pipeline.common.paths import cache_folder
@@ -25,7 +27,7 @@ from pipeline.data.preprocess.source_plan import counting_job, make_plan
 from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
 from pipeline.data.preprocess.status import SourceProgress, read_state
 from pipeline.data.preprocess.tokenize_unit import SourceJob, cut_text
-from pipeline.data.sources.compression import FORMATS, MAGIC, compression_of
+from pipeline.data.sources.compression import FORMATS, MAGIC, StreamError, compression_of, open_stream
 from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.reader import UnitReader
@@ -44,6 +46,8 @@ SAMPLE_BYTES = 2**20
 SAMPLE_S = 2.0
 _ENCODED_BYTES = 4 * SAMPLE_BYTES
 """Bytes that are encoded at most; of a document that is longer, the rest is taken to be like its beginning."""
+_BEGINNING = 4096
+"""Bytes of a file by which its format is told."""
 _FILES_SHOWN = 3
 _DETAIL_SHOWN = 80
 """Characters."""
@@ -207,6 +211,8 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
             say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
         if line := sample.coverage.in_words:
             say(console, f"{found.source.name}: {line}")
+        if note := _html_note(found):
+            warn(console, f"{found.source.name}: {note}")
         for each in sample.damaged:
             say(console, f"{found.source.name}: {each}")
         with problems.collecting():
@@ -255,7 +261,41 @@ def _hint(found: SourceFiles, sample: SourceSample) -> str:
     for suffix, name in FORMATS.items():
         if head.startswith(MAGIC[name]) and compression_of(path) != name:
             return f"it is {name}-compressed: name it {suffix}"
+    return _conversion(path, _beginning(path), found.reader.type)
+
+
+def _beginning(path: str) -> bytes:
+    """First bytes of a file's content; empty where they cannot be read."""
+    with suppress(OSError, StreamError), open_stream(path) as file:
+        return file.read(_BEGINNING)
+    return b""
+
+
+def _conversion(path: str, head: bytes, kind: str) -> str:
+    """The command that makes text or lines of JSON of a file that is neither, if its first bytes say what it is."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return f"it is UTF-16: iconv -f UTF-16 -t UTF-8 {shlex.quote(path)} > NEW"
+    lines = head.split(b"\n")
+    if kind != "jsonl" or not lines[1:]:
+        return ""
+    if head.lstrip().startswith(b"["):
+        return f"it is one array of JSON, and each line has to be a record: jq -c '.[]' {shlex.quote(path)} > NEW"
+    if lines[0].strip() == b"{":
+        return f"its records have several lines each, and need one: jq -c . {shlex.quote(path)} > NEW"
     return ""
+
+
+def _html_note(found: SourceFiles) -> str:
+    """Warning for files of `type: text` that are pages of HTML, whose markup would be trained on; else empty."""
+    if found.reader.type != "text" or not found.files:
+        return ""
+    head = _beginning(found.files[0].path).lstrip().lower()
+    if not head.startswith((b"<!doctype html", b"<html")):
+        return ""
+    return (
+        f"{found.files[0].path} looks like HTML, which type: text takes as it is, with its markup; pages in WARC files "
+        "are extracted (type: warc, warc.html)"
+    )
 
 
 def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state: SourceProgress) -> str:

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import subprocess
+from contextlib import suppress
 
 import pytest
 
@@ -159,6 +160,33 @@ def test_files_of_another_kind(tmp_path, head, hint, type):
     with pytest.raises(UserError, match="data.sources.0") as error:
         dry_run(tmp_path, [{"name": "s", "type": type, "paths": [f"{tmp_path}/a.data"]}])
     assert str(error.value).endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("content", "type", "command"),
+    [
+        (b'[\n {"text": "one"},\n {"text": "two"}\n]\n', "jsonl", "jq -c '.[]' {} > NEW"),
+        (b'{\n  "text": "one"\n}\n', "jsonl", "jq -c . {} > NEW"),
+        ('{"text": "one"}\n'.encode("utf-16"), "jsonl", "iconv -f UTF-16 -t UTF-8 {} > NEW"),
+        ("one two".encode("utf-16"), "text", "iconv -f UTF-16 -t UTF-8 {} > NEW"),
+    ],
+    ids=["array", "lines of a record", "UTF-16 records", "UTF-16 text"],
+)
+def test_files_that_a_command_converts(tmp_path, capsys, content, type, command):
+    path = tmp_path / "a.data"
+    for compressed in (False, True):
+        path = path.with_suffix(".gz" if compressed else ".data")
+        path.write_bytes(gzip.compress(content) if compressed else content)
+        capsys.readouterr()
+        with suppress(UserError):  # if no record is good
+            dry_run(tmp_path, [{"name": "s", "type": type, "paths": [str(path)]}])
+        assert command.format(path) in capsys.readouterr().out
+
+
+def test_text_that_is_html_is_warned_of(tmp_path, capsys):
+    (tmp_path / "a.html").write_text("\n<!DOCTYPE html><html><p>words</p></html>")
+    dry_run(tmp_path, [{"name": "s", "type": "text", "paths": [f"{tmp_path}/*.html"]}])
+    assert "a.html looks like HTML" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_compressed_file_with_the_name_of_a_table(tmp_path):
