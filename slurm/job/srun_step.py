@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.common import links
 from pipeline.common.console import VERBOSE
 from pipeline.config.parsing.code_keys import vouch_for
 from slurm.job.srun_task import LOGS
@@ -111,7 +112,7 @@ class SrunStep:
             inherited = dict(os.environ)
         environment = {**inherited, **self.environment, LOGS: str(self.logs), VERBOSE: "1", "PYTHONUNBUFFERED": "1"}
         output = self.srun_output if self.nodes else log_file(self.logs, 0)
-        with output.open("ab") as file:
+        with open(output, "ab", opener=links.opener) as file:
             # Its own session: what ends this process by its group must not end the ranks, which save first.
             process = subprocess.Popen(
                 self.command(),

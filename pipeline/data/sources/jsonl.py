@@ -103,9 +103,7 @@ def skip_read(stream: BinaryIO, cursor: Cursor, done: int = 0) -> None:
         left -= len(chunk)
 
 
-def _lines(
-    cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decompressed | None
-) -> Iterator[Document]:
+def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decompressed | None) -> Iterator[Document]:
     """The records of the lines that begin before `end`. This is the loop that runs for every record of a corpus."""
     reader, unit, number, kept = cursor.reader, cursor.unit.index, cursor.piece, cursor.kept
     text_key, id_key, prefix, template = reader.text_key, reader.id_key, f"{piece.file.name}@", reader.template
