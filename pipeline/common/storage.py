@@ -28,6 +28,12 @@ from pipeline.common.errors import MachineError, UserError
 TEMPORARY_SUFFIX = ".tmp"
 FOREIGN_S = 7 * 86_400.0
 """A temporary file of another machine or container that nobody has written for so long is nobody's."""
+SMALL_BYTES = 2**26
+"""Bytes of a file that people write, or that has a few numbers: far more than it needs."""
+MAX_JSON_BYTES = 2**32
+"""Bytes of a JSON file that is read: a plan of ten million files has less."""
+_MAX_LINE = 2**26
+"""Bytes of a line of JSON that is read; a sparse file can be one line of terabytes."""
 _SHOWN_NAME = 200
 _BLOCK = 2**20
 """Bytes that are read at once from the end of a file."""
@@ -228,9 +234,16 @@ def _not_regular(path: Path) -> UserError:
     return UserError(f"{path} is not a regular file but a device, a pipe or a socket, and is not read; remove it")
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file that may come from a stranger; raises as `open_regular`."""
+def read_bytes(path: Path, most: int | None = None) -> bytes:
+    """The content of a file that may come from a stranger; raises as `open_regular`.
+
+    Args:
+        path: of the file.
+        most: bytes of a file that is read; a larger one, which may take no room on the disk, is a `UserError`.
+    """
     with open_regular(path) as file:
+        if most is not None and (size := os.fstat(file.fileno()).st_size) > most:
+            raise UserError(f"{path} has {size:,} bytes, of which at most {most:,} are read; do not trust its origin")
         return file.read()
 
 
@@ -263,7 +276,7 @@ def get_json(path: Path, *keys: str) -> Any:
     Raises:
         UserError: it is something else; the message names the file.
     """
-    data = read_bytes(path)
+    data = read_bytes(path, MAX_JSON_BYTES)
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -288,7 +301,7 @@ def read_object(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is something else.
     """
-    value = orjson.loads(read_bytes(path))
+    value = orjson.loads(read_bytes(path, MAX_JSON_BYTES))
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     return value
@@ -508,8 +521,13 @@ def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterato
     except FileNotFoundError:
         return
     with file:
-        for line in file:
-            if (row := json_object(line)) is not None:
+        while line := file.readline(_MAX_LINE):
+            if len(line) == _MAX_LINE and not line.endswith(b"\n"):
+                place = file.tell()
+                while (rest := file.readline(_BLOCK)) and not rest.endswith(b"\n"):
+                    place = file.seek(_data_after(file, place + len(rest)))
+                unread()
+            elif (row := json_object(line)) is not None:
                 yield row
             elif line.strip() and line.endswith(b"\n"):
                 unread()
@@ -540,6 +558,25 @@ def json_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
             if place == 0:
                 lines, first = [first, *lines], b""
             rest = first
+            if len(first) >= _MAX_LINE:
+                rest, place = b"\0", _data_before(file, place)  # with which no line is JSON
             for line in reversed(lines):
                 if (row := json_object(line)) is not None:
                     yield row
+
+
+def _data_after(file: BufferedReader, place: int) -> int:
+    """The first byte from a place on that is not in a hole of a sparse file; the end if there is none."""
+    try:
+        return os.lseek(file.fileno(), place, os.SEEK_DATA)
+    except OSError:
+        return file.seek(0, os.SEEK_END)
+
+
+def _data_before(file: BufferedReader, place: int) -> int:
+    """The end of the last bytes before a place that are not in a hole of a sparse file."""
+    begin = end = 0
+    with contextlib.suppress(OSError):  # behind the last bytes
+        while end < place and (begin := os.lseek(file.fileno(), end, os.SEEK_DATA)) < place:
+            end = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+    return min(end, place)

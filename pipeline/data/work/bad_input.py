@@ -210,7 +210,7 @@ def put_changed(path: Path, content: bytes) -> bool:
         if path.exists():
             links.remove(path, missing_ok=True)
         return False
-    if path.exists() and storage.read_bytes(path) == content:
+    if path.exists() and path.stat().st_size == len(content) and storage.read_bytes(path) == content:
         return False
     storage.put(path, content)
     return True

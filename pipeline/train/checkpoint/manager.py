@@ -392,7 +392,7 @@ class Checkpoints:
 
     def _read(self, name: str) -> str:
         try:
-            return storage.read_bytes(self.folder / name).decode(errors="replace").strip()
+            return storage.read_bytes(self.folder / name, storage.SMALL_BYTES).decode(errors="replace").strip()
         except FileNotFoundError:
             return ""
 

@@ -103,7 +103,11 @@ def _of_file(file: Path) -> list[Beat]:
         lines: list[bytes] = []
         with suppress(OSError, ValueError):
             # Lines that nobody has written yet are zeros.
-            lines = [line for line in storage.read_bytes(file).replace(b"\0", b"").splitlines() if line.strip()]
+            lines = [
+                line
+                for line in storage.read_bytes(file, storage.SMALL_BYTES).replace(b"\0", b"").splitlines()
+                if line.strip()
+            ]
         found = [beat for line in lines if (beat := _parse(line)) is not None]
         if len(found) == len(lines):
             break

@@ -210,7 +210,7 @@ def clear(run: Path, job: str) -> str | None:
 def last_attempt(run: Path) -> int:
     """Number of the newest attempt at a run, from 1; 0 before the first one."""
     counter = RunFiles(run).attempt
-    text = storage.read_bytes(counter).decode(errors="replace") if counter.exists() else "0"
+    text = storage.read_bytes(counter, storage.SMALL_BYTES).decode(errors="replace") if counter.exists() else "0"
     if not text.strip().isdecimal():
         raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
     return int(text)
@@ -253,7 +253,7 @@ def _who(held: Holder) -> str:
 
 def _bytes(lock: Path) -> bytes | None:
     try:
-        return storage.read_bytes(lock)
+        return storage.read_bytes(lock, storage.SMALL_BYTES)
     except FileNotFoundError:
         return None
 
