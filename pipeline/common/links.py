@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedWriter
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.common.errors import UserError
 
@@ -64,21 +65,52 @@ def held_folder(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+class FolderEntry(NamedTuple):
+    """A file as calls of the system take it: its name in a folder, or its whole path without one."""
+
+    name: str
+    folder: int | None
+
+
 @contextmanager
-def folder_of(path: Path) -> Iterator[int]:
-    """The descriptor of the folder that a file lies in, to write or remove it by `dir_fd`.
+def folder_of(path: Path) -> Iterator[FolderEntry]:
+    """The place of a file, to write or remove it by `dir_fd` if other users may put links on the way to it.
 
     Args:
         path: of the file, which need not exist.
 
     Raises:
-        OSError: it cannot be opened, or the way to it passes a link of somebody else.
+        OSError: its folder cannot be opened, or the way to it passes a link of somebody else.
     """
-    descriptor = _open_folder(path.absolute().parent)
+    folder = path.absolute().parent
+    if _is_closed(folder):
+        yield FolderEntry(str(path), None)
+        return
+    descriptor = _open_folder(folder)
     try:
-        yield descriptor
+        yield FolderEntry(path.name, descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_closed(folder: Path) -> bool:
+    """True if nobody but this user and root may put anything on the way to a folder, below the first one of this user.
+
+    It says nothing of the ACLs of NFSv4.
+    """
+    user, is_own = os.geteuid(), False
+    for each in reversed((folder, *folder.parents)):
+        try:
+            status = each.lstat()
+        except OSError:
+            return False
+        is_own = is_own or (status.st_uid == user and not stat.S_ISLNK(status.st_mode))
+        if is_own:
+            # With the sticky bit nobody replaces what is there; whose that is the next step sees.
+            open_to_others = status.st_mode & 0o022 and (not status.st_mode & stat.S_ISVTX or each == folder)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, user) or open_to_others:
+                return False
+    return is_own
 
 
 def _open_folder(folder: Path, links: int = 0) -> int:
@@ -93,7 +125,7 @@ def _open_folder(folder: Path, links: int = 0) -> int:
             try:
                 below = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
             except OSError as error:
-                target = _target(descriptor, here)
+                target = _target(descriptor, here, part)
                 if target is None:
                     error.filename = str(folder)
                     raise
@@ -120,22 +152,24 @@ def _is_own(folder: Path) -> bool:
         return False
 
 
-def _target(folder: int, path: Path) -> Path | None:
+def _target(folder: int | None, path: Path, name: str) -> Path | None:
     """The target of a link; None of anything else.
 
     Args:
         folder: descriptor of the one that it lies in.
         path: of the link.
+        name: in the folder; the path without one.
 
     Raises:
         OSError: the link is somebody else's.
     """
     try:
-        descriptor = os.open(path.name, _PASSED | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        descriptor = os.open(name, _PASSED | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
         return None
     try:
-        status, above = os.fstat(descriptor), os.fstat(folder)
+        status = os.fstat(descriptor)
+        above = path.parent.stat() if folder is None else os.fstat(folder)
         if not stat.S_ISLNK(status.st_mode):
             return None
         target = os.readlink("", dir_fd=descriptor)
@@ -173,12 +207,12 @@ def open_to_write(path: Path, flags: int, mode: int = 0o666) -> int:
     Raises:
         OSError: it cannot be opened, is a pipe, or a link of somebody else leads to it.
     """
-    with folder_of(path) as folder:
+    with folder_of(path) as (name, folder):
         try:
             more = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a reader would hold an open
-            descriptor = os.open(path.name, flags | more, mode, dir_fd=folder)
+            descriptor = os.open(name, flags | more, mode, dir_fd=folder)
         except OSError as error:
-            target = _target(folder, path) if error.errno == errno.ELOOP else None
+            target = _target(folder, path, name) if error.errno == errno.ELOOP else None
             if target is None:
                 error.filename = str(path)
                 raise
@@ -191,11 +225,6 @@ def open_to_write(path: Path, flags: int, mode: int = 0o666) -> int:
     return open_to_write(path.parent / target, flags, mode)
 
 
-def opener(path: str, flags: int) -> int:
-    """`open_to_write` for `open(..., opener=opener)`."""
-    return open_to_write(Path(path), flags)
-
-
 def create(path: Path) -> BufferedWriter:
     """A file that is written in its place, empty at first; raises as `open_to_write`."""
     return os.fdopen(open_to_write(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
@@ -204,8 +233,8 @@ def create(path: Path) -> BufferedWriter:
 def make_folder(path: Path) -> None:
     """Make a folder unless it is there; raises as `remove`."""
     try:
-        with folder_of(path) as folder:
-            os.mkdir(path.name, dir_fd=folder)
+        with folder_of(path) as (name, folder):
+            os.mkdir(name, dir_fd=folder)
     except OSError as error:
         if not (isinstance(error, FileExistsError) and path.is_dir()):
             error.filename = error.filename if error.errno == errno.ELOOP else str(path)
@@ -219,8 +248,8 @@ def remove(path: Path, *, missing_ok: bool = False) -> None:
         OSError: it cannot be removed, or a link of somebody else leads to its folder.
     """
     try:
-        with folder_of(path) as folder:
-            os.unlink(path.name, dir_fd=folder)
+        with folder_of(path) as (name, folder):
+            os.unlink(name, dir_fd=folder)
     except OSError as error:
         if not (missing_ok and isinstance(error, FileNotFoundError)):
             error.filename = error.filename if error.errno == errno.ELOOP else str(path)
@@ -234,8 +263,8 @@ def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
         OSError: it or a part of it cannot be removed, or a link of somebody else leads to its folder.
     """
     try:
-        with folder_of(path) as folder:
-            shutil.rmtree(path.name, ignore_errors, dir_fd=folder)
+        with folder_of(path) as (name, folder):
+            shutil.rmtree(name, ignore_errors, dir_fd=folder)
     except OSError:
         if not ignore_errors:
             raise
@@ -247,9 +276,12 @@ def replace(path: Path, final: Path) -> None:
     Raises:
         OSError: it cannot be renamed, or a link of somebody else leads to a folder of either.
     """
-    with folder_of(path) as source, folder_of(final) as folder:
+    with folder_of(path) as source, folder_of(final) as place:
         try:
-            os.replace(path.name, final.name, src_dir_fd=source, dst_dir_fd=folder)
+            if source.folder is place.folder is None:
+                os.replace(path, final)
+            else:
+                os.replace(source.name, place.name, src_dir_fd=source.folder, dst_dir_fd=place.folder)
         except OSError as error:
             error.filename, error.filename2 = str(path), str(final)
             raise

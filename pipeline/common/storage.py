@@ -34,6 +34,13 @@ MAX_JSON_BYTES = 2**32
 """Bytes of a JSON file that is read: a plan of ten million files has less."""
 _MAX_LINE = 2**26
 """Bytes of a line of JSON that is read; a sparse file can be one line of terabytes."""
+_FLAGS = {
+    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "w+": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "r+": os.O_RDWR,
+    "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+}
+"""Flags of the modes of files that are written."""
 _SHOWN_NAME = 200
 _BLOCK = 2**20
 """Bytes that are read at once from the end of a file."""
@@ -147,7 +154,7 @@ class _Named(io.FileIO):
     """A file whose failed writes name it, or the file that it becomes: the system names none."""
 
     def __init__(self, path: Path, mode: str, name: Path) -> None:
-        super().__init__(path, mode, opener=links.opener)
+        super().__init__(links.open_to_write(path, _FLAGS[mode]), mode)
         self._shown = name
 
     def write(self, data: Any) -> int:
@@ -490,7 +497,7 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
 
 def cut(path: Path, size: int) -> None:
     """Take away what a file has beyond a size in bytes."""
-    with open(path, "rb+", opener=links.opener) as file:
+    with os.fdopen(links.open_to_write(path, os.O_RDWR), "rb+") as file:
         if file.seek(0, os.SEEK_END) > size:
             file.truncate(size)
 

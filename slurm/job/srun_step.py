@@ -112,7 +112,8 @@ class SrunStep:
             inherited = dict(os.environ)
         environment = {**inherited, **self.environment, LOGS: str(self.logs), VERBOSE: "1", "PYTHONUNBUFFERED": "1"}
         output = self.srun_output if self.nodes else log_file(self.logs, 0)
-        with open(output, "ab", opener=links.opener) as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with os.fdopen(links.open_to_write(output, flags), "ab") as file:
             # Its own session: what ends this process by its group must not end the ranks, which save first.
             process = subprocess.Popen(
                 self.command(),

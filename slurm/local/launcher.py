@@ -443,7 +443,7 @@ def _log_folder(run: Path, stage: LaunchedStage = "train") -> Path:
     name = time.strftime(STAMP) + ("" if stage == "train" else f"-{stage}")
     for attempt in range(1, 1000):
         folder = parent / (name if attempt == 1 else f"{name}.{attempt}")
-        with suppress(FileExistsError), links.folder_of(folder) as above:  # which is no link of somebody else
-            os.mkdir(folder.name, dir_fd=above)
+        with suppress(FileExistsError), links.folder_of(folder) as (own, above):  # no link of somebody else
+            os.mkdir(own, dir_fd=above)
             return folder
     raise MachineError(f"{parent} has too many folders of {name}; run the same command again")
