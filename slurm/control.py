@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pipeline.common import links, storage
 from pipeline.common.console import say
 from pipeline.common.errors import EXIT_OK, UserError
 from pipeline.common.format import when
@@ -173,7 +174,7 @@ class _Cancelling:
             found = live_jobs(self._run)
             asked = self._stop_or_cancel(found) or asked  # what went back into the queue at the same moment
         if asked and self._stop_file.exists():
-            self._stop_file.unlink(missing_ok=True)  # nobody has taken it: the next start would stop at once
+            links.remove(self._stop_file, missing_ok=True)  # nobody has taken it: the next start would stop at once
         self._say_finished(found)
 
     def _is_selected(self, each: ActiveJob) -> bool:
@@ -262,7 +263,7 @@ class _Cancelling:
         who = None
         with suppress(UserError):
             who = holder(self._run)  # before it is asked, after which it may have left at once
-        self._stop_file.touch()
+        storage.put(self._stop_file, b"")  # not where a link of somebody else leads
         if who is not None:
             process = f"process {who.get('pid')} on {who.get('host')}"
             more = ""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.run_files import RunFiles
 
 Stage = Literal["curate", "decide", "preprocess", "finish", "train", "eval"]
@@ -153,4 +153,4 @@ def note_cancelled(run: Path, *, now: bool, stages: tuple[Stage, ...] = ()) -> N
 
 def forget_cancelled(run: Path) -> None:
     """It was submitted again."""
-    RunFiles(run).cancelled.unlink(missing_ok=True)
+    links.remove(RunFiles(run).cancelled, missing_ok=True)

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import pickle
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -50,6 +51,8 @@ def attacks(canary: Path, marker: Path, secret: str, seed: int, count: int) -> I
         for kind, make in kinds.items():
             if name.startswith(STEP) or number % len(kinds) == list(kinds).index(kind):
                 yield Attack(f"{kind} as {name}", _instead(name, make), commands, (name.split("/")[0],))
+    for name, commands in FILES.items():
+        yield Attack(f"1 TiB, sparse, as {name}", _instead(name, _sparse), commands, (name.split("/")[0],))
     chance = random.Random(seed)
     for number in range(count):
         name = chance.choice([*FILES])
@@ -164,6 +167,59 @@ def _weights(canary: Path, marker: Path) -> Iterator[Attack]:
         commands = [*FROM_HF, _preprocess("t.jsonl", "'tokenizer={{path: {c}/hf/tokenizer.json}}'")]
         yield Attack(f"tokenizer.json: {key}", make, commands, ("hf",))
 
+    class _Touches:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return os.system, (f"touch {marker}",)
+
+    evil = pickle.dumps(_Touches())
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.ckpt"):
+
+        def beside(case: Path, name: str = name, *, alone: bool = False) -> None:
+            (case / "hf" / name).write_bytes(evil)
+            for each in ("training_args.bin", "optimizer.pt", "adapter_model.bin"):
+                (case / "hf" / each).write_bytes(evil)
+            if alone:
+                (case / "hf/model.safetensors").unlink()
+
+        yield Attack(f"a pickle beside the weights: {name}", beside, FROM_HF, ("hf",))
+        yield Attack(f"a pickle alone: {name}", lambda c, b=beside: b(c, alone=True), FROM_HF, ("hf",))
+        index = json.dumps({"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}})
+        make = lambda c, b=beside, i=index: (b(c), _index(c, i))  # noqa: E731
+        yield Attack(f"weight_map names a pickle: {name}", make, FROM_HF, ("hf",))
+    disguised = lambda c: (c / "hf/model.safetensors").write_bytes(evil)  # noqa: E731
+    yield Attack("a pickle as model.safetensors", disguised, FROM_HF, ("hf",))
+    for folder, commands in (("hf", FROM_HF), ("export", FROM_EXPORT)):
+
+        def linked(case: Path, folder: str = folder) -> None:
+            for path in list((case / folder).iterdir()):
+                path.unlink()
+                path.symlink_to(canary / "keep.txt")
+
+        yield Attack(f"{folder}/: all files are links to a private one", linked, commands, (folder,))
+        for text in (
+            "[" * 10**6,
+            '{"a":' * 10**6,
+            '{"version": "1.0", "model": ' + "[" * 10**6,
+            "9" * 10**6,
+            "\0" * 10**6,
+        ):
+            make = lambda c, f=folder, t=text: (c / f / "tokenizer.json").write_text(t)  # noqa: E731
+            yield Attack(f"{folder}/tokenizer.json is {text[:30]!a}...", make, commands, (folder,))
+        for regex in (
+            "(" * 10**6,
+            "a" * 10**7,
+            "(?:" * 5000 + "a" + ")" * 5000,
+            "(a{1,1000}){1,1000}",
+            "[" + "a-z" * 10**6 + "]",
+        ):
+            part = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+            change = edit(f"{folder}/tokenizer.json", lambda v, p=part: v.update(pre_tokenizer=p))
+            yield Attack(f"{folder}/tokenizer.json: the regex {regex[:20]!a}...", change, commands, (folder,))
+        sparse = lambda c, f=folder: os.truncate(c / f / "tokenizer.json", 2**40)  # noqa: E731
+        yield Attack(f"{folder}/tokenizer.json of 1 TiB, sparse", sparse, commands, (folder,))
+        sparse = lambda c, f=folder: os.truncate(c / f / "model.safetensors", 2**40)  # noqa: E731
+        yield Attack(f"{folder}/model.safetensors of 1 TiB, sparse", sparse, commands, (folder,))
+
 
 def _index(case: Path, text: str) -> None:
     (case / "hf/model.safetensors").unlink()
@@ -230,14 +286,15 @@ def _rehash(folder: Path, part: str) -> None:
 
 
 def _preprocess(name: str, more: str = "") -> str:
-    sources = "'data.sources=[{{name: t, paths: [\"{c}/" + name + "\"]}}]'"
+    kind = name.removesuffix(".gz").removesuffix(".xz").removesuffix(".zst").rpartition(".")[2]
+    sources = "'data.sources=[{{name: t, type: " + kind + ', paths: ["{c}/' + name + "\"]}}]'"
     return "preprocess {b}/run.yaml run.dir={c}/child data.dir={c}/made " + sources + " " + more
 
 
 def _documents() -> Iterator[Attack]:
     rows = [{"id": f"{ESCAPE}{n}", "text": f"the sea {ESCAPE} {n} " * 40, ESCAPE: 1} for n in range(40)]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    sources = "'data.sources=[{{name: t, paths: [\"{c}/*.jsonl\"]}}]'"
+    sources = "'data.sources=[{{name: t, type: jsonl, paths: [\"{c}/*.jsonl\"]}}]'"
     shown = "data where {b}/run.yaml run.dir={c}/child data.dir={c}/made --step 1 " + sources
     after = [shown, shown + " --ids", "data inspect {c}/made/t/train", "status {c}/child"]
 
@@ -276,6 +333,11 @@ def _documents() -> Iterator[Attack]:
 
 def _instead(name: str, make: Callable[[Path], object]) -> Make:
     return lambda case: ((case / name).unlink(), make(case / name))
+
+
+def _sparse(path: Path) -> None:
+    path.write_bytes(b"{}\n")
+    os.truncate(path, 2**40)
 
 
 def _changed(name: str, how: Callable[[Path, random.Random], object], seed: int, repaired: bool) -> Make:

@@ -27,14 +27,16 @@ CHECKPOINT = [
     *(SHOW, "checkpoint verify {c}/run", "checkpoint list {c}/run", EXPORT, FORK + " --dry-run", FORK),
     *("convert to-hf {c}/" + STEP + " {c}/out-hf", "generate {c}/run/config.yaml run.dir={c}/run"),
     "eval {c}/run/config.yaml run.dir={c}/run",
+    "load_model {c}/run",
     "train {b}/run.yaml run.dir={c}/child2 train.init_from.path={c}/" + STEP,
 ]
-FEW = [SHOW, EXPORT, FORK]
+FEW = [SHOW, EXPORT, FORK, "load_model {c}/run"]
 READ = ["status {c}/run", "report {c}/run", "logs {c}/run", "checkpoint list {c}/run", "data where {c}/run --step 1"]
 DATA = ["data inspect {c}/data/text/train", "data verify {c}/data/text/train"]
 WHERE = ["data where {b}/run.yaml data.dir={c}/data --step 1", "preprocess {b}/run.yaml data.dir={c}/data"]
-FROM_HF = ["convert from-hf {c}/hf {c}/out"]
+FROM_HF = ["convert from-hf {c}/hf {c}/out", "load_model {c}/hf"]
 FROM_EXPORT = [
+    "load_model {c}/export",
     "convert to-hf {c}/export {c}/out",
     "train {b}/run.yaml run.dir={c}/child train.init_from.path={c}/export",
 ]
@@ -42,7 +44,7 @@ ADOPT = ["data adopt {c}/files/x --to {c}/out --tokenizer {b}/data/tokenizer/tok
 ESCAPE = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\r"
 DCP = "torch.distributed.checkpoint.metadata"
 FILES: dict[str, list[str]] = {
-    **{f"{STEP}/{name}": [SHOW, EXPORT, FORK] for name in ("COMMIT", "state.json", ".metadata", "__0_0.distcp")},
+    **{f"{STEP}/{name}": FEW for name in ("COMMIT", "state.json", ".metadata", "__0_0.distcp")},
     f"{STEP}/tokenizer.json": [EXPORT, "generate {c}/run/config.yaml run.dir={c}/run"],
     **{f"run/{name}": READ[:2] for name in ("exit.json", "metrics.jsonl", "ledger.jsonl", "summary.json")},
     **{f"run/{name}": READ for name in ("config.yaml", "heartbeats/node-0000.jsonl", "eval/step-00000002.json")},
@@ -54,7 +56,7 @@ FILES: dict[str, list[str]] = {
     ],
     "run/checkpoints/latest": [SHOW, READ[0]],
     **{f"export/{name}": FROM_EXPORT for name in ("export.json", "model.safetensors", "config.yaml")},
-    "export/tokenizer.json": FROM_EXPORT[1:],
+    "export/tokenizer.json": FROM_EXPORT,
     **{f"hf/{name}": FROM_HF for name in ("config.json", "model.safetensors", "tokenizer.json")},
     **{f"hf/{name}": FROM_HF for name in ("tokenizer_config.json", "generation_config.json")},
     **{f"data/text/train/{name}": [*DATA, *WHERE] for name in ("manifest.json", "parts.bin", "tokenizer.json")},

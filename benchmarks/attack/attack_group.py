@@ -37,11 +37,14 @@ def group(root: Path) -> None:
     _, text = done("train", file, *keys, "--slurm", "--dry-run")  # with the digest of what is there now
     script = text.partition("#!/bin/bash")[2].partition("--- end of script")[0]
     assert f"pipeline_code={code}" in script, script or text
-    check = re.sub(r"(?m)^.* -m slurm\.job\.batch_entry .*$", "echo started", script)
+    check = re.sub(r"(?m)^.* -m slurm\.job\.batch_entry .*$", "echo started", script, count=1)
 
     def start() -> tuple[int, str]:
         ran = subprocess.run(["bash", "-c", check], capture_output=True, text=True, cwd="/", check=False)
-        return ran.returncode, ran.stdout.strip() or ran.stderr.strip().split("\n")[0][:120]
+        lines = ran.stderr.strip().split("\n")
+        return ran.returncode, ran.stdout.strip() or next((line for line in lines if "refused" in line), lines[-1])[
+            :120
+        ]
 
     said("group: nothing was changed", start() == (0, "started"), f"{start()}")
     if IS_ROOT:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import lzma
 import os
 import resource
 import subprocess
@@ -138,7 +139,13 @@ def attacks(size: int) -> dict[str, tuple[str, Callable[[Path], Any]]]:
         "zeros.jsonl.gz": ("jsonl", repeated(b"", size, gzip.compress)),
         "text.jsonl.zst": ("jsonl", repeated(b'{"text": "', size, zstd, b"a")),
         "lines.jsonl.zst": ("jsonl", repeated(b"", half, zstd, b"\n")),
+        "lines.csv.zst": ("csv", repeated(b"text,id\ngood,1\n", half, zstd, b"\r\n")),
+        "spaces.jsonl.zst": ("jsonl", repeated(b"", half, zstd, b" \n")),
+        "objects.jsonl.zst": ("jsonl", repeated(b"", half // 8, zstd, b"{}\n")),
+        "zeros.jsonl.xz": ("jsonl", repeated(b"", size, lzma.compress)),
         "text.txt.zst": ("text", repeated(b"", half, zstd, b"a")),
+        "text.txt.gz": ("text", repeated(b"", half, gzip.compress, b"a")),
+        "text.txt.xz": ("text", repeated(b"", half, lzma.compress, b"a")),
         "array.jsonl": ("jsonl", nested(b'{"text": "a", "more": ' + b"[" * deep + b"]" * deep + b"}")),
         "object.jsonl": ("jsonl", nested(b'{"text": ' + b'{"a":' * deep + b"1" + b"}" * deep + b"}")),
         "open.jsonl": ("jsonl", nested(b"[" * deep)),

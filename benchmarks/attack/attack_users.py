@@ -134,6 +134,7 @@ def command(file: Path, run: Path, number: int) -> str:
             "train.checkpoint.every_steps=5",
             "train.checkpoint.keep=1",
             f"train.duration={40 + number} steps",
+            "resume.allow=[schedule]",
         ),
         ("report", run),
     ]

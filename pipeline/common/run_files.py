@@ -131,7 +131,7 @@ class RunFiles:
         """
         # Opening it asks the server of a network file system, where `stat` may be answered from memory.
         with suppress(OSError, ValueError), storage.open_regular(self.exit) as file:
-            value = orjson.loads(file.read())
+            value = orjson.loads(file.read(storage.SMALL_BYTES))
             if isinstance(value, dict) and os.fstat(file.fileno()).st_mtime >= since:
                 return value
         return {}

@@ -27,7 +27,7 @@ class LostRunFolder(MachineError):
 def read_id(run: Path) -> str | None:
     """Id of a run folder; None where there is no folder, or it has no id."""
     with suppress(OSError, UserError):
-        return storage.read_bytes(RunFiles(run).folder_id).decode(errors="replace").strip() or None
+        return storage.read_bytes(RunFiles(run).folder_id, storage.SMALL_BYTES).decode(errors="replace").strip() or None
     return None
 
 

@@ -22,17 +22,28 @@ from typing import Any, BinaryIO, Literal, Self
 
 import orjson
 
-from pipeline.common import process_identity
+from pipeline.common import links, process_identity
 from pipeline.common.errors import MachineError, UserError
 
 TEMPORARY_SUFFIX = ".tmp"
 FOREIGN_S = 7 * 86_400.0
 """A temporary file of another machine or container that nobody has written for so long is nobody's."""
+SMALL_BYTES = 2**26
+"""Bytes of a file that people write, or that has a few numbers: far more than it needs."""
+MAX_JSON_BYTES = 2**32
+"""Bytes of a JSON file that is read: a plan of ten million files has less."""
+_MAX_LINE = 2**26
+"""Bytes of a line of JSON that is read; a sparse file can be one line of terabytes."""
+_FLAGS = {
+    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "w+": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "r+": os.O_RDWR,
+    "a+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+}
+"""Flags of the modes of files that are written."""
 _SHOWN_NAME = 200
 _BLOCK = 2**20
 """Bytes that are read at once from the end of a file."""
-_SHARED = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""To open a file that stays in its place, without waiting where a pipe has its name."""
 _TEMPORARY = re.compile(r"\..+\.(?P<space>[^.]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
@@ -43,10 +54,18 @@ def temporary(final: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's data, or a folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file's data, or a folder's entries, to disk; nothing of a link, a pipe or a device."""
+    # In a folder of a group a member can put a pipe beside what is written, and opening it would wait for ever.
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            return
+        raise
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -59,11 +78,12 @@ def commit(tmp: Path, final: Path) -> None:
     if tmp.is_dir():
         for folder, _, files in os.walk(tmp, topdown=False):
             for name in files:
-                sync(Path(folder, name))
+                if not (path := Path(folder, name)).is_symlink():
+                    sync(path)
             sync(Path(folder))
     else:
         sync(tmp)
-    os.replace(tmp, final)
+    links.replace(tmp, final)
     sync(final.parent)
 
 
@@ -75,13 +95,20 @@ def put(final: Path, data: bytes, mode: int | None = None) -> None:
     tmp = temporary(final)
     try:
         with naming(final):
-            tmp.write_bytes(data)
-            if mode is not None:
-                tmp.chmod(mode)
+            write_new(tmp, data, mode)
             commit(tmp, final)
     except BaseException:
-        tmp.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            links.remove(tmp)
         raise
+
+
+def write_new(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Write a file that must not be there yet; with `mode` it has these permissions, whatever the umask."""
+    with os.fdopen(links.open_to_write(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
+        file.write(data)
 
 
 def make_below(root: Path, folder: Path) -> None:
@@ -103,13 +130,13 @@ def make_below(root: Path, folder: Path) -> None:
         if folder == root:
             os.stat(root)
         else:
-            folder.mkdir(exist_ok=True)
+            links.make_folder(folder)
     except FileNotFoundError:
         if folder == root:
             reason = "the folder is gone: its disk is not mounted, or it was moved. It is not made anew"
             raise FileNotFoundError(errno.ENOENT, reason, str(root)) from None
         make_below(root, folder.parent)
-        folder.mkdir(exist_ok=True)
+        links.make_folder(folder)
 
 
 @contextlib.contextmanager
@@ -127,7 +154,7 @@ class _Named(io.FileIO):
     """A file whose failed writes name it, or the file that it becomes: the system names none."""
 
     def __init__(self, path: Path, mode: str, name: Path) -> None:
-        super().__init__(path, mode)
+        super().__init__(links.open_to_write(path, _FLAGS[mode]), mode)
         self._shown = name
 
     def write(self, data: Any) -> int:
@@ -160,7 +187,7 @@ class NewFile:
             if error is None:
                 raise
         finally:
-            self._tmp.unlink(missing_ok=True)
+            links.remove(self._tmp, missing_ok=True)
 
 
 def put_json(final: Path, value: Any) -> None:
@@ -214,9 +241,16 @@ def _not_regular(path: Path) -> UserError:
     return UserError(f"{path} is not a regular file but a device, a pipe or a socket, and is not read; remove it")
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file that may come from a stranger; raises as `open_regular`."""
+def read_bytes(path: Path, most: int | None = None) -> bytes:
+    """The content of a file that may come from a stranger; raises as `open_regular`.
+
+    Args:
+        path: of the file.
+        most: bytes of a file that is read; a larger one, which may take no room on the disk, is a `UserError`.
+    """
     with open_regular(path) as file:
+        if most is not None and (size := os.fstat(file.fileno()).st_size) > most:
+            raise UserError(f"{path} has {size:,} bytes, of which at most {most:,} are read; do not trust its origin")
         return file.read()
 
 
@@ -249,7 +283,7 @@ def get_json(path: Path, *keys: str) -> Any:
     Raises:
         UserError: it is something else; the message names the file.
     """
-    data = read_bytes(path)
+    data = read_bytes(path, MAX_JSON_BYTES)
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -274,7 +308,7 @@ def read_object(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is something else.
     """
-    value = orjson.loads(read_bytes(path))
+    value = orjson.loads(read_bytes(path, MAX_JSON_BYTES))
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     return value
@@ -321,7 +355,7 @@ def remove_if_stale(tmp: Path) -> None:
     """Remove a file with a name by `temporary` that nobody writes any more."""
     if is_stale(tmp):
         with contextlib.suppress(OSError):  # on a disk that cannot be written it stays
-            tmp.unlink()
+            links.remove(tmp)
 
 
 def keep_room(descriptor: int, size: int = 65536) -> None:
@@ -341,12 +375,12 @@ def cannot_write(folder: Path) -> str | None:
     """Reason of the system why a folder cannot take another file; None if it can."""
     probe = temporary(folder / "probe")
     try:
-        probe.write_bytes(bytes(4096))
+        write_new(probe, bytes(4096))
     except OSError as error:
         return error.strerror or str(error)
     finally:
         with contextlib.suppress(OSError):
-            probe.unlink(missing_ok=True)
+            links.remove(probe, missing_ok=True)
     return None
 
 
@@ -370,10 +404,13 @@ class Reserved:
     def _make(self) -> None:
         if not self.path.is_file() or self.path.stat().st_size != self._size:
             try:
-                with naming(self.path):
-                    self.path.write_bytes(b" " * self._size)
+                with (
+                    naming(self.path),
+                    open(links.open_to_write(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file,
+                ):
+                    file.write(b" " * self._size)
             except OSError:
-                self.path.unlink(missing_ok=True)
+                links.remove(self.path, missing_ok=True)
                 raise
 
     def write(self, data: bytes) -> None:
@@ -392,12 +429,12 @@ class Reserved:
     def become(self, final: Path, data: bytes) -> None:
         """Write it, and give it the name of another file, which it replaces."""
         self.write(data)
-        os.replace(self.path, final)
+        links.replace(self.path, final)
 
     def remove(self) -> None:
         """It is not needed any more."""
         with contextlib.suppress(OSError):
-            self.path.unlink(missing_ok=True)
+            links.remove(self.path, missing_ok=True)
 
 
 class JsonLines:
@@ -442,7 +479,8 @@ def append_line(path: Path, line: bytes) -> None:
 
     The line comes after a newline, too, so that one before it that a full disk has cut short does not spoil it.
     """
-    with naming(path), os.fdopen(os.open(path, _SHARED | os.O_APPEND, 0o666), "wb", buffering=0) as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with naming(path), os.fdopen(links.open_to_write(path, flags), "wb", buffering=0) as file:
         file.write(b"\n" + line + b"\n")
 
 
@@ -451,7 +489,7 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
 
     Neither flushed to disk nor in one piece: whoever reads it looks again where it is none.
     """
-    with naming(path), os.fdopen(os.open(path, _SHARED, 0o666), "wb", buffering=0) as file:
+    with naming(path), os.fdopen(links.open_to_write(path, os.O_WRONLY | os.O_CREAT), "wb", buffering=0) as file:
         while data:  # beyond a limit the system writes a part, and refuses the next
             written = os.pwrite(file.fileno(), data, offset)
             data, offset = data[written:], offset + written
@@ -459,7 +497,7 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
 
 def cut(path: Path, size: int) -> None:
     """Take away what a file has beyond a size in bytes."""
-    with path.open("rb+") as file:
+    with os.fdopen(links.open_to_write(path, os.O_RDWR), "rb+") as file:
         if file.seek(0, os.SEEK_END) > size:
             file.truncate(size)
 
@@ -467,7 +505,7 @@ def cut(path: Path, size: int) -> None:
 def log_to(path: Path) -> None:
     """Let a file take all that this process prints from now on; on an error it stays as it is."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, _SHARED | os.O_APPEND, 0o666)
+        descriptor = links.open_to_write(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(descriptor, stream)
         os.close(descriptor)
@@ -490,8 +528,13 @@ def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterato
     except FileNotFoundError:
         return
     with file:
-        for line in file:
-            if (row := json_object(line)) is not None:
+        while line := file.readline(_MAX_LINE):
+            if len(line) == _MAX_LINE and not line.endswith(b"\n"):
+                place = file.tell()
+                while (rest := file.readline(_BLOCK)) and not rest.endswith(b"\n"):
+                    place = file.seek(_data_after(file, place + len(rest)))
+                unread()
+            elif (row := json_object(line)) is not None:
                 yield row
             elif line.strip() and line.endswith(b"\n"):
                 unread()
@@ -522,6 +565,25 @@ def json_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
             if place == 0:
                 lines, first = [first, *lines], b""
             rest = first
+            if len(first) >= _MAX_LINE:
+                rest, place = b"\0", _data_before(file, place)  # with which no line is JSON
             for line in reversed(lines):
                 if (row := json_object(line)) is not None:
                     yield row
+
+
+def _data_after(file: BufferedReader, place: int) -> int:
+    """The first byte from a place on that is not in a hole of a sparse file; the end if there is none."""
+    try:
+        return os.lseek(file.fileno(), place, os.SEEK_DATA)
+    except OSError:
+        return file.seek(0, os.SEEK_END)
+
+
+def _data_before(file: BufferedReader, place: int) -> int:
+    """The end of the last bytes before a place that are not in a hole of a sparse file."""
+    begin = end = 0
+    with contextlib.suppress(OSError):  # behind the last bytes
+        while end < place and (begin := os.lseek(file.fileno(), end, os.SEEK_DATA)) < place:
+            end = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+    return min(end, place)

@@ -11,6 +11,7 @@ import pwd
 import stat
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -201,6 +202,20 @@ def _writer(name: str) -> Writer:
             f"{OPTION} {name} (or {TRUSTED}): there is no such user or group here; name a user, or a group as "
             f"{_GROUP}NAME"
         ) from None
+
+
+def is_named(user: int) -> bool:
+    """True if a user is named as trusted, alone or as a member of a group."""
+    for name in _names():
+        writer = _writer(name)
+        if writer.kind == "user" and writer.number == user:
+            return True
+        if writer.kind == "group":
+            with suppress(KeyError):
+                entry, members = pwd.getpwuid(user), grp.getgrgid(writer.number).gr_mem
+                if entry.pw_gid == writer.number or entry.pw_name in members:
+                    return True
+    return False
 
 
 def refuse_untrusted(key: str, paths: Iterable[Path], todo: str) -> None:

@@ -283,7 +283,7 @@ def _document(path: Path, *, own: bool = True) -> ParsedFile:
     """
     name = _shown(path)
     try:
-        document = parse((path.read_bytes() if own else storage.read_bytes(path)).decode(), name)
+        document = parse((path.read_bytes() if own else storage.read_bytes(path, storage.SMALL_BYTES)).decode(), name)
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not a UTF-8 text file (byte {error.start})") from None
     if document.value is None:

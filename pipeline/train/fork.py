@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import say
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
@@ -235,7 +235,7 @@ def _copy(checkpoint: Checkpoint, state: dict[str, Any], to: Checkpoints, lock: 
             copied += 1
         to.commit(tmp, checkpoint.step, files, state, lock.assert_mine)
     except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
+        links.remove_tree(tmp, ignore_errors=True)
         raise
     return linked, copied
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.common import links
 from pipeline.common.console import Console, warn
 from pipeline.common.errors import MachineError, NumericalError, RankFailed, Stopped, UnsavedError
 from pipeline.common.format import size
@@ -392,7 +393,7 @@ class Saver:
     def _remove(self, tmp: Path | None) -> None:
         # Rank 0 alone: another one may fail while rank 0 commits, from under which it would take the files.
         if self._rank == 0 and tmp is not None:
-            shutil.rmtree(tmp, ignore_errors=True)
+            links.remove_tree(tmp, ignore_errors=True)
 
     def _commit(self, tmp: Path, job: _Job, written: list[Files] | None) -> None:
         assert written is not None, "only rank 0 commits"

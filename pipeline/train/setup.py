@@ -33,6 +33,7 @@ from pipeline.train.model.flops import num_parameters
 from pipeline.train.parallel.parallelize import ParallelModel, attention_choice, parallelize, recurrent_choice
 from pipeline.train.parallel.runner import Runner, build_runner
 from pipeline.train.parallel.setup import Setup, set_up
+from pipeline.train.parallel.torch_compat.compiler import close_torch_folder
 
 Fill = Callable[[ParallelModel], object]
 """Fills a model with weights."""
@@ -75,6 +76,7 @@ def init_rank(config: Config, ranks: Processes, log: Callable[[str], None] = lam
 
 def set_arithmetic(config: Config, ranks: Processes, device: torch.device) -> str:
     """Threads of this process, and the library of its products; the choice and its reason, for the log."""
+    close_torch_folder()
     # Ranks need not have got equal parts.
     cores = min(cores_of(ranks, os.environ), len(os.sched_getaffinity(0)))
     torch.set_num_threads(config.launch.threads or threads_of_shell(os.environ) or cores)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import orjson
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 
 SLOW_FACTOR = 2.0
 """A device that takes this multiple of the median of all for the same matrix product is slow."""
@@ -188,7 +188,7 @@ def gather_reports(folder: Path, nodes: Sequence[str]) -> None:
     with suppress(OSError, ValueError):  # on a full disk they stay as they are
         storage.put_json(folder / _REPORTS, {node: orjson.loads(file.read_bytes()) for node, file in files.items()})
         for file in files.values():
-            file.unlink()
+            links.remove(file)
 
 
 def compare(reports: Mapping[str, Report | None]) -> NodeVerdict:

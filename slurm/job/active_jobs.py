@@ -166,7 +166,7 @@ def _differences(submission: Submission, config: Config) -> list[str]:
     try:
         # Not as a config: it may be of another version of the code.
         run_file = record(submission.run, submission.run_file)
-        there = flat(parse(storage.read_bytes(run_file).decode(), str(run_file)).value)
+        there = flat(parse(storage.read_bytes(run_file, storage.SMALL_BYTES).decode(), str(run_file)).value)
     except (OSError, UserError):
         return []
     here = flat(parse(dump(config), "").value)

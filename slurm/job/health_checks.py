@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipeline.common import links
 from slurm.doctor.health import SECONDS, health_words, unhealthy
 from slurm.job.allocation import Allocation
 from slurm.job.srun_step import SrunStep
@@ -75,7 +76,7 @@ class HealthChecks:
         words = tuple(health_words(self._command))
         step = SrunStep(self._submission, words, tuple(nodes), 1, logs, {}, together=False, through_srun=True)
         file, quiet = logs / _LOG, subprocess.DEVNULL
-        with file.open("wb") as output:
+        with links.create(file) as output:
             process = subprocess.Popen(
                 step.command(outside=True), stdin=quiet, stdout=output, stderr=output, start_new_session=True
             )

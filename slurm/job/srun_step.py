@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.common import links
 from pipeline.common.console import VERBOSE
 from pipeline.config.parsing.code_keys import vouch_for
 from slurm.job.srun_task import LOGS
@@ -115,7 +116,8 @@ class SrunStep:
             inherited = dict(os.environ)
         environment = {**inherited, **self.environment, LOGS: str(self.logs), VERBOSE: "1", "PYTHONUNBUFFERED": "1"}
         output = self.srun_output if self.nodes else log_file(self.logs, 0)
-        with output.open("ab") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with os.fdopen(links.open_to_write(output, flags), "ab") as file:
             # Its own session: what ends this process by its group must not end the ranks, which save first.
             process = subprocess.Popen(
                 self.command(),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import Stopped, UserError
 from pipeline.common.file_lock import exclusive
@@ -87,7 +87,7 @@ def run_in_allocation(
     # The lock of the run takes a later step of the same job for a restart of it.
     with exclusive(RunFiles(run).slurm / "in-allocation.lock", _PATIENCE):
         jobs.forget_cancelled(run)
-        RunFiles(run).stop.unlink(missing_ok=True)
+        links.remove(RunFiles(run).stop, missing_ok=True)
         files = [write_submission(run, config, site, job, "slurm", None) for job in planned]
         first = replace(read_submission(files[0]), then=tuple(str(file) for file in files[1:]))
         first.save(files[0])

@@ -21,7 +21,7 @@ from typing import Literal
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
-from pipeline.common import run_identity, storage
+from pipeline.common import links, run_identity, storage
 from pipeline.common.console import Console, on_stop, say, warn
 from pipeline.common.errors import (
     EXIT_HANG,
@@ -443,7 +443,7 @@ def _log_folder(run: Path, stage: LaunchedStage = "train") -> Path:
     name = time.strftime(STAMP) + ("" if stage == "train" else f"-{stage}")
     for attempt in range(1, 1000):
         folder = parent / (name if attempt == 1 else f"{name}.{attempt}")
-        with suppress(FileExistsError):
-            folder.mkdir()
+        with suppress(FileExistsError), links.folder_of(folder) as (own, above):  # no link of somebody else
+            os.mkdir(own, dir_fd=above)
             return folder
     raise MachineError(f"{parent} has too many folders of {name}; run the same command again")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import EXIT_OTHER, EXIT_REFUSED, EXIT_STOPPED
 from pipeline.train.distributed.rank import ErrorRecord, read_error, read_errors
 from slurm.logs.rank_logs import ERRORS, rank_log
@@ -217,7 +217,7 @@ def gather_errors(folder: Path) -> None:
         if files:
             storage.put(folder / ERRORS, b"".join(file.read_bytes() for file in files))
         for file in files:
-            file.unlink()
+            links.remove(file)
 
 
 def interrupted(run_logs: Path, srun_log: str) -> bool:

@@ -26,8 +26,18 @@ FOLDER_LINES, SETUP_LINES = "# The run folder must be there.", "# Modules and se
 _BEFORE = f"""\
 pipeline_here() {{ [ "$(cat -- "$pipeline_run/{RunFiles.folder_id}" 2>/dev/null)" = "$pipeline_id" ]; }}
 pipeline_job=${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}
+pipeline_own() {{
+  for pipeline_path in "$pipeline_run/{RunFiles.slurm}" "$pipeline_run/{RunFiles.slurm}/{LOGS}" "$1"; do
+    if [ -L "$pipeline_path" ]; then
+      case $(stat -c %u -- "$pipeline_path") in 0|"$EUID") ;; *) return 1 ;; esac
+    fi
+  done
+  [ ! -e "$1" ] || [ -f "$1" ]
+}}
 trap pipeline_terminated=1 TERM"""
-"""bash outlives a TERM, so that it is known when the batch process has ended."""
+"""bash outlives a TERM, so that it is known when the batch process has ended. What a member of the run's group has put
+in the place of a file, a link or a pipe, is not written to.
+"""
 _WAIT = f"""\
 until pipeline_here; do
   if [ "$SECONDS" -ge {FOLDER_SECONDS} ]; then
@@ -38,7 +48,7 @@ until pipeline_here; do
 done"""
 _LOG = f"""\
 pipeline_log="$pipeline_run/{RunFiles.slurm}/{LOGS}/${{pipeline_job}}_0_log.out"
-if pipeline_here && : >> "$pipeline_log"; then exec >> "$pipeline_log" 2>&1; fi"""
+if pipeline_here && pipeline_own "$pipeline_log" && : >> "$pipeline_log"; then exec >> "$pipeline_log" 2>&1; fi"""
 _AFTER = f"""\
 pipeline_exit=$?
 pipeline_note() {{
@@ -56,7 +66,8 @@ pipeline_runs() {{
 }}
 if [ "$pipeline_exit" -gt 128 ] && [ "$pipeline_exit" -ne {EXIT_INTERRUPTED} ]; then
   printf 'the batch process was killed by signal %d\\n' "$((pipeline_exit - 128))"
-  if pipeline_here && [ -z "${{pipeline_terminated:-}}" ] && pipeline_runs; then
+  if pipeline_here && pipeline_own "$pipeline_run/{RunFiles.ledger}" && [ -z "${{pipeline_terminated:-}}" ] &&
+    pipeline_runs; then
     # Kills since a launch has ended otherwise.
     pipeline_kills=$(tac "$pipeline_run/{RunFiles.ledger}" | sed '/"event":"launch end"/q' |
       grep -c '"batch killed","job":"'"$pipeline_job"'"')

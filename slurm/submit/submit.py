@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.common import run_identity, storage
+from pipeline.common import links, run_identity, storage
 from pipeline.common.console import say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
@@ -355,7 +355,7 @@ def _clear_the_way(run: Path, planned: Sequence[PlannedJob], console: Console, *
         raise UserError(why_not)
     stop = RunFiles(run).stop
     if stop.exists():
-        stop.unlink(missing_ok=True)
+        links.remove(stop, missing_ok=True)
         say(console, f"removed {stop}, which would have stopped the training at once")
 
 

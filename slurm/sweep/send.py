@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.run_files import RunFiles
@@ -179,7 +179,7 @@ def _prepare(folder: Path, group: Group, member: Member, backend: Backend, code:
     make_writable(run)
     permissions.apply_permissions(config)
     jobs.forget_cancelled(run)
-    RunFiles(run).stop.unlink(missing_ok=True)
+    links.remove(RunFiles(run).stop, missing_ok=True)
     _symlink_jobs_folder(folder, run)
     evaluation = write_submission(
         run, config, site, job_plan.eval_job(config, site, None, backend=backend), backend, code

@@ -142,3 +142,29 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         storage.open_regular(tmp_path)
     with pytest.raises(FileNotFoundError):
         storage.open_regular(tmp_path / "none")
+
+
+def test_files_that_only_say_that_they_are_large_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file takes no room on the disk, and would fill the memory."""
+    path = tmp_path / "file.json"
+    path.write_bytes(b"{}\n")
+    os.truncate(path, 2**40)
+    for read in (storage.get_json, storage.read_object, lambda path: storage.read_bytes(path, storage.SMALL_BYTES)):
+        with pytest.raises(UserError, match=r"file\.json has 1,099,511,627,776 bytes"):
+            read(path)
+    monkeypatch.setattr(storage, "_MAX_LINE", 2**10)
+    row = b'{"a": 1}\n'
+    path.write_bytes(row + bytes(2**22) + b"\n" + row + b'{"b": "' + b"x" * 2**12 + b'"}\n' + row)
+    skipped: list[int] = []
+    assert list(storage.json_lines(path, lambda: skipped.append(1))) == [{"a": 1}] * 3
+    assert len(skipped) == 2
+    path.write_bytes(row + bytes(2**22) + b"\n" + row)
+    assert list(storage.json_lines_backwards(path)) == [{"a": 1}] * 2
+    with path.open("wb") as file:
+        file.write(row + b"\0")
+        file.seek(2**40)
+        file.write(b"\n" + row)
+        file.truncate(2**41)
+    assert list(storage.json_lines(path)) == list(storage.json_lines_backwards(path)) == [{"a": 1}] * 2
+    path.write_bytes(row + bytes(2**22))
+    assert list(storage.json_lines(path)) == list(storage.json_lines_backwards(path)) == [{"a": 1}]

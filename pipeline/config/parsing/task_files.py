@@ -70,7 +70,7 @@ def _named(file: Path) -> tuple[list[str], list[str]]:
         UserError: it cannot be read, so nobody can say what it executes.
     """
     try:
-        root = yaml.compose(storage.read_bytes(file), Loader=_LOADER)
+        root = yaml.compose(storage.read_bytes(file, storage.SMALL_BYTES), Loader=_LOADER)
     except OSError:
         return [], []
     except (ValueError, yaml.YAMLError, RecursionError) as error:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.data.curate.batch import BATCH_BYTES, Measurer, TextBatch
 from pipeline.data.curate.chunk_writer import BAD_RECORD, EMPTY_DOCUMENT, ChunkWriter
@@ -282,7 +282,7 @@ class _MeasuredUnit(ChunkedUnit):
         while (path := receipt_path(folder, unit, chunk)).exists():
             measured = measured_file(folder, unit, chunk, "")
             for file in measured.parent.glob(f"{measured.name}*"):
-                file.unlink(missing_ok=True)
-            rejected_path(folder, unit, chunk).unlink(missing_ok=True)
-            path.unlink()
+                links.remove(file, missing_ok=True)
+            links.remove(rejected_path(folder, unit, chunk), missing_ok=True)
+            links.remove(path)
             chunk += 1

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError
 from pipeline.common.format import counted
@@ -219,7 +219,7 @@ class CurationStage:
     def _remove(self, error: DamagedResult) -> _Step:
         """Remove a damaged file, so that its job is missing again."""
         warn(self._console, f"{error}; it is made again")
-        error.path.unlink(missing_ok=True)
+        links.remove(error.path, missing_ok=True)
         return _Step(error.made_by, JobOutcome())
 
     def make_units(self) -> CurationReport:

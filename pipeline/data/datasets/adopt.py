@@ -6,7 +6,6 @@ import errno
 import glob
 import os
 import re
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ import numpy as np
 import xxhash
 from pydantic import ValidationError
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import Console, byte_progress
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
@@ -318,7 +317,7 @@ class _Adoption:
                 manifest, _ = write_dataset(tmp, table, self._tokenizer, about)
                 storage.commit(tmp, self._final)
         except BaseException:
-            shutil.rmtree(tmp, ignore_errors=True)
+            links.remove_tree(tmp, ignore_errors=True)
             raise
         return AdoptReport(
             folder,
@@ -409,4 +408,4 @@ def _remove_stale(final: Path) -> None:
     """Remove what adoptions that were killed left half-written."""
     for path in final.parent.glob(f".{final.name}.*{storage.TEMPORARY_SUFFIX}"):
         if storage.is_stale(path):
-            shutil.rmtree(path, ignore_errors=True)
+            links.remove_tree(path, ignore_errors=True)

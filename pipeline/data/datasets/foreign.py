@@ -12,7 +12,7 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.indexed import HEADER, HashedFile, IndexedPart, part_files
 from pipeline.data.datasets.merge import StreamedIndex
@@ -221,7 +221,7 @@ def write_index(part: IndexedPart, found: Scan, opened: bytearray | None, path: 
         path: of the new file, which is written in place.
     """
     longer = None if opened is None else np.frombuffer(opened, np.uint8)
-    with path.open("wb") as file:
+    with links.create(path) as file:
         index = StreamedIndex(file, part.dtype, found.sequences, found.documents)
         for first in range(0, part.documents, BLOCK):
             bounds = part.bounds[first : first + BLOCK + 1].astype(np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -269,11 +270,12 @@ def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
     """
     path = folder / PARTS_FILE
     try:
-        data = storage.read_bytes(path)
+        with storage.open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            # No more than that: a sparse file can be of any size.
+            data = file.read(min(max(0, manifest.parts) * manifest.part.itemsize, storage.MAX_JSON_BYTES))
     except FileNotFoundError:
         raise UserError(f"{path} is missing; {REPAIR}") from None
-    size = len(data)
-    data = data[: manifest.parts * manifest.part.itemsize]
     if size % manifest.part.itemsize or xxhash.xxh3_128_hexdigest(data) != manifest.parts_hash:
         raise UserError(
             f"{path} is not the file that {MANIFEST_FILE} was written with: it is truncated or damaged; {REPAIR}"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import Console, byte_progress
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
@@ -156,7 +156,7 @@ def merge(dataset: Path, prefix: Path, *, force: bool = False, console: Console 
         merged_idx.file.close()
         merged_weights.file.close()
         for path in (idx_path, weight_path):  # so that old and new files never belong together
-            path.unlink(missing_ok=True)
+            links.remove(path, missing_ok=True)
         if manifest.has_weights:
             merged_weights.commit()
         merged_bin.commit()

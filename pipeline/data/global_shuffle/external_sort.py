@@ -12,7 +12,6 @@ Every bucket has a receipt, `receipts/shuffle/SPLIT/00000/NAME.json`, and is ski
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.datasets.indexed import named_files, part_prefix
@@ -174,7 +173,7 @@ class Shuffle:
         """Remove the runs of a finished shuffle, if they are there."""
         if not self.finished():
             raise UserError(f"{self.dataset}: the global shuffle is not finished; its first pass is kept")
-        shutil.rmtree(self.dataset / UNSHUFFLED, ignore_errors=True)
+        links.remove_tree(self.dataset / UNSHUFFLED, ignore_errors=True)
 
     def _table(self) -> dict[str, Any]:
         return {

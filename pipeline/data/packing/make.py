@@ -18,7 +18,7 @@ import xxhash
 from pydantic import ValidationError
 from rich.console import Console
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, percent
@@ -210,7 +210,7 @@ class PackMaker:
                 storage.remove_if_stale(path)
             for path in _numbered_files(self._folder):
                 if int(path.stem) >= len(self._bounds):
-                    path.unlink(missing_ok=True)
+                    links.remove(path, missing_ok=True)
             sweep(self._folder)
 
 

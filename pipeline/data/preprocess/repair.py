@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import alarm, byte_progress, echo
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash, put_sealed
@@ -296,7 +296,7 @@ class _Scratch:
     def __init__(self, source: Path) -> None:
         for path in source.glob(f".repair.*{storage.TEMPORARY_SUFFIX}"):
             if storage.is_stale(path):
-                shutil.rmtree(path, ignore_errors=True)
+                links.remove_tree(path, ignore_errors=True)
         self._source = source
         self.path = storage.temporary(source / "repair")
 
@@ -306,7 +306,7 @@ class _Scratch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        links.remove_tree(self.path, ignore_errors=True)
 
 
 def _curation(folder: Path, settings: dict[str, Any], config: Config | None) -> AppliedCuration | None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
@@ -334,7 +334,7 @@ class _Stage:
                 source = found.job
                 if self._is_retracted(plan, found, condemned):
                     for path in manifests:
-                        path.unlink(missing_ok=True)
+                        links.remove(path, missing_ok=True)
         if found.is_shuffled:
             source = replace(source, has_parts=False)
         return [UnitJob(source, unit) for unit in plan.units if not _is_done(source, unit, found.receipts, condemned)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, put_sealed
 from pipeline.data.curate.results.apply import AppliedCuration, UnitCuration
@@ -314,9 +314,9 @@ class _TokenizedUnit(ChunkedUnit):
             for name in self._source.splits.names:
                 prefix = part_prefix(self._source.folder / name / self._source.below, self._unit.index, chunk)
                 for file in named_files(prefix).values():
-                    file.unlink(missing_ok=True)
-            rejected_path(self._source.folder, self._unit.index, chunk).unlink(missing_ok=True)
-            path.unlink()
+                    links.remove(file, missing_ok=True)
+            links.remove(rejected_path(self._source.folder, self._unit.index, chunk), missing_ok=True)
+            links.remove(path)
             chunk += 1
 
     def _refuse_condemned(self) -> None:

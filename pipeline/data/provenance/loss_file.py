@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 
 Codes = npt.NDArray[np.uint16]
@@ -115,7 +115,7 @@ def cut_losses(path: Path, sample: int) -> None:
     """Forget the losses of a sample and all after it; a file that has no others is removed."""
     head = read_head(path)
     if head is None or sample <= head.first_sample:
-        path.unlink(missing_ok=True)
+        links.remove(path, missing_ok=True)
     else:
         storage.cut(path, head.place(sample))
 

@@ -21,7 +21,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.storage import naming
 from pipeline.data.sources.compression import Decompressed, StreamError, compression_of, open_stream
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.jsonl import seek_line, skip_read
+from pipeline.data.sources.jsonl import blank_lines, seek_line, skip_read
 from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import (
     BAD_WEIGHT,
@@ -43,6 +43,7 @@ CUT_FILE = "truncated CSV file"
 """The reason where a file ends inside of a record."""
 _BUFFER_BYTES = 2**18
 _HEAD_BYTES = 200
+_BLANK = re.compile(rb"(?:\n++|(?:\r\n)++)++")
 _THREADS = 16
 _MOST_COLUMNS = 2**16
 _OTHERS = ",;\t|"
@@ -151,6 +152,8 @@ class CsvReader(Reader):
                 if record.problem:
                     what = "the header of {} cannot be read: {} ({}); repair it, or leave the file out with exclude"
                     raise UserError(what.format(path, *record.problem))
+                while record.blank and (more := blank_lines(stream, _BLANK, _BUFFER_BYTES)):
+                    end += len(more)
                 if not record.blank:
                     names = [name.decode("utf-8", "backslashreplace") for name in record.fields or ()]
                     break
@@ -205,6 +208,13 @@ class CsvReader(Reader):
                 cursor.bytes_read += source.consumed - consumed
                 consumed = source.consumed
             if record.blank or cursor.offset <= header.end:
+                while record.blank and (more := blank_lines(file, _BLANK, end - cursor.offset)):
+                    cursor.digest.update(more)
+                    cursor.offset += len(more)
+                    cursor.line += more.count(b"\n")
+                    cursor.input_bytes += len(more)
+                    if source is None:
+                        cursor.bytes_read += len(more)
                 continue
             fields = record.fields
             if record.cut or (fields is not None and record.last and record.width < len(names)):

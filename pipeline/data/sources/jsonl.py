@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any, BinaryIO, cast
 
 import orjson
 
@@ -35,6 +36,7 @@ _NESTING = 500
 """Levels of records that only Python's `json` reads: below what any version of Python takes."""
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|([\[{])|([\]}])', re.DOTALL)
 """A string, also one that is cut, or a bracket outside of strings."""
+_BLANK = re.compile(rb"\s*\n")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -142,6 +144,16 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
             record = loads(raw)
         except orjson.JSONDecodeError as error:
             if not raw or raw.isspace():
+                # Below `longest` no line among them is too long.
+                while blank := blank_lines(file, _BLANK, min(end - position, longest - 1)):
+                    update(blank)
+                    position += len(blank)
+                    line += blank.count(b"\n")
+                    cursor.input_bytes += len(blank)
+                    if source is None:
+                        cursor.bytes_read += len(blank)
+                cursor.offset = position
+                cursor.line = line
                 continue
             try:
                 record = _as_python_reads(raw, error, reader, complete)
@@ -185,6 +197,20 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
         yield document
     if source is not None:
         cursor.bytes_read += source.consumed - consumed
+
+
+def blank_lines(file: BinaryIO, kind: re.Pattern[bytes], most: int) -> bytes:
+    """Blank lines that come next, of those that are in the buffer; the file is moved behind them.
+
+    One by one they cost microseconds each, and a few kB of a compressed file can be hundreds of millions.
+
+    Args:
+        file: buffered, and at the beginning of a line.
+        kind: matches whole blank lines.
+        most: bytes.
+    """
+    found = kind.match(cast(BufferedReader, file).peek(), 0, most) if most > 0 else None
+    return file.read(found.end()) if found else b""
 
 
 class _Rejected(Exception):

@@ -28,7 +28,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.paths import StrPath
 from pipeline.data.sources.foreign_parser import parsing
-from pipeline.data.tokenization.definition import SPLIT, check_definition, is_panic, load_definition
+from pipeline.data.tokenization.definition import MAX_FILE_BYTES, SPLIT, check_definition, is_panic, load_definition
 from pipeline.data.tokenization.probe import failing_regex, probe
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Tokenizer:
     def is_saved_in(self, folder: Path) -> bool:
         """Tell whether `save` has nothing to do: the files there are the same, or make the same tokenizer."""
         try:
-            if all(storage.read_bytes(folder / name) == data for name, data in self.files.items()):
+            if all(storage.read_bytes(folder / name, MAX_FILE_BYTES) == data for name, data in self.files.items()):
                 return True
             return Tokenizer.open(folder).fingerprint == self.fingerprint
         except (UserError, OSError):
@@ -346,7 +346,7 @@ class Tokenizer:
 
 def _open_file(file: Path) -> tokenizers.Tokenizer:
     """Open a `tokenizer.json` of anybody, after its bounds were checked and what they do not prove was probed."""
-    definition = check_definition(storage.read_bytes(file), file)
+    definition = check_definition(storage.read_bytes(file, MAX_FILE_BYTES), file)
     probe(definition, file)
     return load_definition(definition.bytes, file)
 

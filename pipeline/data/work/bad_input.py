@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import xxhash
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.common.hashing import file_hash
@@ -208,9 +208,9 @@ def put_changed(path: Path, content: bytes) -> bool:
     """
     if not content:
         if path.exists():
-            path.unlink(missing_ok=True)
+            links.remove(path, missing_ok=True)
         return False
-    if path.exists() and storage.read_bytes(path) == content:
+    if path.exists() and path.stat().st_size == len(content) and storage.read_bytes(path) == content:
         return False
     storage.put(path, content)
     return True

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.common import run_identity, storage
+from pipeline.common import links, run_identity, storage
 from pipeline.common.console import say
 from pipeline.common.format import counted, size
 from pipeline.config import Config
@@ -45,7 +45,7 @@ def freeze_alone(plan: FrozenPlan, config: Config, folder: Path, console: Consol
     with take_when_free(folder, "plan", LeaseWatch(), lambda _: None):
         grows = plan.found.grows and plan.extends(folder)
         if differences := plan.freeze(folder):
-            (folder / FAILURES_FILE).unlink(missing_ok=True)
+            links.remove(folder / FAILURES_FILE, missing_ok=True)
             say(
                 console,
                 f"{plan.found.source.name}: planned again, since no unit was started ({'; '.join(differences)})",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import put_sealed, value_hash
 from pipeline.data.datasets.files import PLAN_FILE
@@ -162,7 +162,7 @@ def withdraw(folder: Path) -> bool:
     if not path.exists():
         return True
     plan = storage.read_bytes(path)
-    path.unlink()
+    links.remove(path)
     if is_begun(folder):
         storage.put(path, plan)
         return False

@@ -26,7 +26,7 @@ from typing import Annotated
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pipeline.common import process_identity, storage
+from pipeline.common import links, process_identity, storage
 from pipeline.data.datasets.indexed import numbered
 
 LEASES = "leases"
@@ -201,7 +201,7 @@ class Lease:
         self._released = True
         with contextlib.suppress(OSError):  # what stays is stale as soon as this process ends
             if self._is_ours():
-                self.path.unlink()
+                links.remove(self.path)
 
     def _is_ours(self) -> bool:
         record = parse(_read(self.path))
@@ -333,10 +333,10 @@ def _create(folder: Path, path: Path, record: LeaseRecord) -> bool:
     tmp = storage.temporary(path)
     try:
         try:
-            tmp.write_bytes(data)
+            storage.write_new(tmp, data)
         except FileNotFoundError:
             storage.make_below(folder, path.parent)
-            tmp.write_bytes(data)
+            storage.write_new(tmp, data)
         os.link(tmp, path)
         return True
     except FileExistsError:
@@ -348,14 +348,13 @@ def _create(folder: Path, path: Path, record: LeaseRecord) -> bool:
             raise
         return _create_exclusively(path, data)
     finally:
-        tmp.unlink(missing_ok=True)
+        links.remove(tmp, missing_ok=True)
 
 
 def _create_exclusively(path: Path, data: bytes) -> bool:
     """For file systems without links: for a moment the file is there and empty."""
     try:
-        with path.open("xb", buffering=0) as file:
-            file.write(data)
+        storage.write_new(path, data)
     except FileExistsError:
         return False
     return True
@@ -365,16 +364,16 @@ def _write(path: Path, record: LeaseRecord) -> None:
     """Replace the file of a lease. It is not flushed: after a crash of the machine nobody holds it anyway."""
     tmp = storage.temporary(path)
     try:
-        tmp.write_bytes(orjson.dumps(asdict(record)))
-        os.replace(tmp, path)
+        storage.write_new(tmp, orjson.dumps(asdict(record)))
+        links.replace(tmp, path)
     finally:
-        tmp.unlink(missing_ok=True)
+        links.remove(tmp, missing_ok=True)
 
 
 def _read(path: Path) -> bytes | None:
     """The beginning of a file; None if there is none."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with storage.open_regular(path) as file:
             return file.read(_MAX_BYTES)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
@@ -390,7 +389,7 @@ def _remove(path: Path, stale: bytes) -> None:
     """
     aside = storage.temporary(path)
     try:
-        os.rename(path, aside)
+        links.replace(path, aside)
     except FileNotFoundError:
         return  # somebody else was faster
     try:
@@ -398,7 +397,7 @@ def _remove(path: Path, stale: bytes) -> None:
             with contextlib.suppress(FileExistsError):  # a third one has it by now; the owner sees that when it beats
                 _put_back(aside, path)
     finally:
-        aside.unlink(missing_ok=True)
+        links.remove(aside, missing_ok=True)
 
 
 def _put_back(aside: Path, path: Path) -> None:
@@ -407,4 +406,4 @@ def _put_back(aside: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        os.rename(aside, path)
+        links.replace(aside, path)

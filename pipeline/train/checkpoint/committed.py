@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from pipeline.common import storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import file_hash
@@ -99,7 +101,7 @@ class Checkpoint:
     @property
     def fingerprint(self) -> str:
         """Hash of `COMMIT`, and so of everything in the checkpoint."""
-        return f"{file_hash(self.path / COMMIT):016x}"
+        return xxhash.xxh3_64_hexdigest(storage.read_bytes(self.path / COMMIT, storage.MAX_JSON_BYTES))
 
     def parent(self) -> Parent | None:
         """The checkpoint that it descends from; None for the first one of a run.
@@ -185,13 +187,19 @@ class Checkpoint:
 
 
 def changed(
-    path: Path, digest: str, advance: Callable[[int], None] = lambda size: None, *, symlinks: bool = False
+    path: Path,
+    digest: str,
+    advance: Callable[[int], None] = lambda size: None,
+    *,
+    size: int | None = None,
+    symlinks: bool = False,
 ) -> str | None:
     """The problem of the content of a file, in words; None if its hash is `digest`.
 
     Args:
         path: of the file.
         digest: that it should have.
+        size: bytes that it should have: of a file with others, which may be terabytes of a sparse one, none is read.
         advance: as for `file_hash`.
         symlinks: whether it may be a symbolic link. In a checkpoint none is expected.
 
@@ -199,6 +207,8 @@ def changed(
         OSError: it cannot be read, and that need not be the disk's fault.
     """
     try:
+        if size is not None and (there := path.stat().st_size) != size:
+            return f"{path} has {there:,} bytes instead of {size:,}"
         now = f"{file_hash(path, advance, symlinks=symlinks):016x}"
     except UserError as error:
         return str(error)

@@ -7,7 +7,6 @@ the checkpoint was written, and `export.json`: where they come from, and the siz
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import progress
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN
@@ -190,14 +189,14 @@ def made_folder(to: Path) -> Iterator[Path]:
     to.parent.mkdir(parents=True, exist_ok=True)
     for old in to.parent.glob(f".{to.name}.*{storage.TEMPORARY_SUFFIX}"):
         if storage.is_stale(old):
-            shutil.rmtree(old, ignore_errors=True)
+            links.remove_tree(old, ignore_errors=True)
     tmp = storage.temporary(to)
     tmp.mkdir()
     try:
         yield tmp
         storage.commit(tmp, to)
     except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
+        links.remove_tree(tmp, ignore_errors=True)
         raise
 
 

@@ -66,7 +66,8 @@ def verified_export(folder: Path, weights: Weights, option: str, weights_key: st
     problems: list[str] = []
     for name in files_by_rank(record["files"], ranks)[rank]:
         try:
-            problem = changed(folder / name, record["files"][name][1], symlinks=True)
+            size, digest = record["files"][name]
+            problem = changed(folder / name, digest, size=size, symlinks=True)
         except OSError as error:
             problem = f"{folder / name} cannot be read: {error.strerror}"
         problems += [problem] if problem else []

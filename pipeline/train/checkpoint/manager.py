@@ -7,15 +7,13 @@ All folders beside `latest` are one line of descent: a run that goes back moves 
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.links import refuse_link_of_others, remove_folder
 from pipeline.common.paths import StrPath
@@ -240,7 +238,7 @@ class Checkpoints:
         """
         self._abandon_after(checkpoint, report)
         if followed is None:
-            self.followed_file.unlink(missing_ok=True)
+            links.remove(self.followed_file, missing_ok=True)
         elif self._followed() != {"step": followed}:
             storage.put_json(self.followed_file, {"step": followed})
 
@@ -275,7 +273,7 @@ class Checkpoints:
         refuse_link_of_others(self.folder)
         tmp = self.folder / f"step-{step:08d}.{attempt}{storage.TEMPORARY_SUFFIX}"
         if tmp.exists():  # of this attempt's own, where a save failed and its files could not be removed
-            shutil.rmtree(tmp)
+            links.remove_tree(tmp)
         tmp.mkdir()
         return tmp
 
@@ -295,7 +293,7 @@ class Checkpoints:
         if self._is_of(final, state.get("attempt")):
             # Committed by an earlier try, of which only the flush of the folder after the rename has failed.
             before()
-            shutil.rmtree(tmp, ignore_errors=True)
+            links.remove_tree(tmp, ignore_errors=True)
         else:
             parent = self.latest()
             origin = Parent(parent.path.name, parent.step, _fingerprint(parent)).to_json() if parent else None
@@ -304,7 +302,7 @@ class Checkpoints:
             storage.put_json(tmp / COMMIT, {"step": step, "time": time.time(), "files": everything})
             before()
             if final.path.exists():
-                os.replace(final.path, place_in_abandoned(final.path))
+                links.replace(final.path, place_in_abandoned(final.path))
             storage.commit(tmp, final.path)
         # It is committed, and found as a child of what `latest` names, where a full disk has no room for that one line.
         with suppress(OSError):
@@ -369,9 +367,9 @@ class Checkpoints:
             report(f"removing {path.name}, which an earlier attempt did not finish")
             try:
                 if path.is_dir():
-                    shutil.rmtree(path)
+                    links.remove_tree(path)
                 else:
-                    path.unlink()
+                    links.remove(path)
             except OSError as error:  # it stays, under a name that nobody else uses
                 report(f"{path} could not be removed: {error.strerror}")
 
@@ -394,7 +392,7 @@ class Checkpoints:
 
     def _read(self, name: str) -> str:
         try:
-            return storage.read_bytes(self.folder / name).decode(errors="replace").strip()
+            return storage.read_bytes(self.folder / name, storage.SMALL_BYTES).decode(errors="replace").strip()
         except FileNotFoundError:
             return ""
 
@@ -413,7 +411,7 @@ class Checkpoints:
         if back := self._read(_GOING_BACK):
             if head is not None and head.path.name == back:
                 self._abandon_after(head, report)
-            (self.folder / _GOING_BACK).unlink(missing_ok=True)
+            links.remove(self.folder / _GOING_BACK, missing_ok=True)
         return head
 
     def _line(self, head: Checkpoint, report: Callable[[str], None]) -> Iterator[Checkpoint]:
@@ -466,10 +464,10 @@ class Checkpoints:
         for each in reversed(later):
             target = place_in_abandoned(each.path)
             report(f"resuming from step {checkpoint.step}; moving {each.path.name} to {target}")
-            os.replace(each.path, target)
+            links.replace(each.path, target)
         if later:
             storage.sync(self.folder)
-            (self.folder / _GOING_BACK).unlink(missing_ok=True)
+            links.remove(self.folder / _GOING_BACK, missing_ok=True)
 
 
 def _descends(child: Checkpoint, parent: Checkpoint) -> bool:

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.train.checkpoint.committed import Files, record_of
 from pipeline.train.checkpoint.tensors import Stored, groups
 
@@ -96,7 +96,7 @@ def _write(
     text += b" " * (-len(text) % _ALIGNMENT)
     head = struct.pack("<Q", len(text)) + text
     digest = xxhash.xxh3_64(head)
-    with path.open("wb") as file:
+    with links.create(path) as file:
         file.write(head)
         pieces = iter(values)
         for wanted, each in tensors.items():

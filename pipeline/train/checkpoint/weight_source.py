@@ -118,8 +118,8 @@ class _Exported:
     def __post_init__(self) -> None:
         source = ExportedWeights.open(self.folder)
         source.check_section(self.weights, WEIGHTS_OPTION)
-        for name, (_, digest) in source.files.items():
-            if problem := changed(self.folder / name, digest, symlinks=True):
+        for name, (size, digest) in source.files.items():
+            if problem := changed(self.folder / name, digest, size=size, symlinks=True):
                 raise UserError(f"{problem}; export them again")
         self.name = str(self.folder)
         self.model = validated_model(source.about["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")

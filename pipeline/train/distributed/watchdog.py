@@ -21,7 +21,7 @@ from typing import Literal
 
 import orjson
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import echo
 from pipeline.common.errors import EXIT_HANG, HangError
 from pipeline.common.run_files import RunFiles
@@ -178,7 +178,8 @@ class Watchdog:
                     storage.append_line(evidence / f"flight-recorder-node-{node:04d}.jsonl", line)
                 else:
                     file = evidence / f"flight-recorder-rank-{int(rank):04d}.json"
-                    file.write_bytes(orjson.dumps(last_collectives(), option=orjson.OPT_INDENT_2))
+                    with links.create(file) as output:
+                        output.write(orjson.dumps(last_collectives(), option=orjson.OPT_INDENT_2))
         what = _PHASE_TEXT[phase] if step is None else f"{_PHASE_TEXT[phase]} (step {step})"
         message = (
             f"no progress for {elapsed:.0f} s in {what}{self._blocking_ranks(frame, step)}; if it only needs longer, "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.links import remove_folder
 from pipeline.common.paths import StrPath
@@ -54,7 +53,7 @@ class ExportFolders:
         moved = []
         for later in (each for each in self.steps() if each > step):
             target = place_in_abandoned(self.path(later))
-            os.replace(self.path(later), target)
+            links.replace(self.path(later), target)
             moved.append(target)
         return moved
 

@@ -392,7 +392,7 @@ def _sampling(config: Mapping[str, Any]) -> Json:
 
 def _chat_template(file: Path) -> str:
     try:
-        text = storage.read_bytes(file).decode()
+        text = storage.read_bytes(file, storage.SMALL_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--chat-template {file}: it cannot be read: {error}; name a file of text in Jinja") from None
     if "messages" not in text:

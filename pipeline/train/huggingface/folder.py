@@ -16,7 +16,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
 from pipeline.config.model import ModelConfig
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data.tokenization.definition import check_definition
+from pipeline.data.tokenization.definition import MAX_FILE_BYTES, check_definition
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.exported import HF_CONFIG
 from pipeline.train.checkpoint.tensors import Stored
@@ -228,7 +228,7 @@ class HuggingFaceFolder:
         ids = self._source.get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
         file = self.folder / TOKENIZER_FILE
-        for entry in check_definition(storage.read_bytes(file), file).state.get("added_tokens") or []:
+        for entry in check_definition(storage.read_bytes(file, MAX_FILE_BYTES), file).state.get("added_tokens") or []:
             if type(first) is int and entry["id"] == first:
                 return str(entry["content"])
         raise UserError(
@@ -265,7 +265,7 @@ class HuggingFaceFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file, with Infinity as transformers 4 wrote it; a `UserError` where there is none."""
     try:
-        value = json.loads(storage.read_bytes(path))
+        value = json.loads(storage.read_bytes(path, storage.SMALL_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):

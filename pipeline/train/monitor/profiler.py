@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import NumericalError, Stopped
 from pipeline.common.run_files import RunFiles
@@ -206,10 +206,11 @@ class Profile(AbstractContextManager["Profile"]):
         tmp = storage.temporary(final)
         tmp = tmp.with_name(tmp.name + "".join(final.suffixes[-1:]))  # torch compresses what ends with .gz
         try:
-            write(tmp)
+            with links.folder_of(tmp):  # not where a link of somebody else leads
+                write(tmp)
             storage.commit(tmp, final)
         finally:
-            tmp.unlink(missing_ok=True)
+            links.remove(tmp, missing_ok=True)
 
     def _attempted(self, action: Callable[[], object]) -> bool:
         """Do something, and warn on this rank if it fails. The run continues, or ends by an error of its own."""

@@ -11,6 +11,8 @@ from typing import Any
 import orjson
 from torch.profiler import record_function
 
+from pipeline.common import links
+
 _NOTHING = nullcontext()
 
 
@@ -32,7 +34,7 @@ class Spans:
         self._traced = traced
         self._offset = time.time_ns() - time.perf_counter_ns()
         self._events: list[dict[str, Any]] = []
-        self._file = None if path is None else path.open("wb")
+        self._file = None if path is None else links.create(path)
         if self._file is not None:
             name = {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}, host"}}
             self._file.write(b"[\n" + orjson.dumps(name))

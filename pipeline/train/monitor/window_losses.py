@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.common import links
 from pipeline.common.errors import SupersededError
 from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import naming, put
@@ -107,7 +108,7 @@ class LossWriter(Logger):
         if head is None or first < head.first_sample:
             head = LossHead(first, steps, self.attempt)
             put(self._path, head.packed())
-        file = self._path.open("r+b", buffering=0)
+        file = os.fdopen(links.open_to_write(self._path, os.O_RDWR), "r+b", buffering=0)
         head = replace(head, attempt=self.attempt)
         os.pwrite(file.fileno(), head.packed(), 0)
         return file, head

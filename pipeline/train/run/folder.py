@@ -6,14 +6,13 @@ One process at a time trains in a run folder: the one that has its lock.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import run_identity, storage
+from pipeline.common import links, run_identity, storage
 from pipeline.common.console import alarm
 from pipeline.common.errors import (
     EXIT_OK,
@@ -186,7 +185,7 @@ def make_writable(path: Path) -> None:
             path.mkdir(parents=True, exist_ok=True)
         probe = storage.temporary(path / "probe")
         probe.touch()
-        probe.unlink()
+        links.remove(probe)
         run_identity.take_id(path)
     except OSError as error:
         raise MachineError(
@@ -235,7 +234,7 @@ def _take_exit(run: Path) -> _ExitFile | None:
         with suppress(OSError):
             stat = files.exit.stat()
             before = _ExitFile(state, files.exit.read_bytes(), (stat.st_atime_ns, stat.st_mtime_ns))
-    files.exit.unlink(missing_ok=True)
+    links.remove(files.exit, missing_ok=True)
     return before
 
 
@@ -301,7 +300,7 @@ def _remove_start(run: Path) -> None:
             return
         for name in there:
             path = run / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            links.remove_tree(path) if path.is_dir() else links.remove(path)
     finally:
         lock.release()
-    RunFiles(run).lock_guard.unlink(missing_ok=True)
+    links.remove(RunFiles(run).lock_guard, missing_ok=True)

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import orjson
 
-from pipeline.common import process_identity, storage
+from pipeline.common import links, process_identity, storage
 from pipeline.common.run_files import RunFiles
 
 HUNG = "hang"
@@ -103,7 +103,11 @@ def _of_file(file: Path) -> list[Beat]:
         lines: list[bytes] = []
         with suppress(OSError, ValueError):
             # Lines that nobody has written yet are zeros.
-            lines = [line for line in storage.read_bytes(file).replace(b"\0", b"").splitlines() if line.strip()]
+            lines = [
+                line
+                for line in storage.read_bytes(file, storage.SMALL_BYTES).replace(b"\0", b"").splitlines()
+                if line.strip()
+            ]
         found = [beat for line in lines if (beat := _parse(line)) is not None]
         if len(found) == len(lines):
             break
@@ -186,13 +190,13 @@ class Heartbeat:
             self._file.parent.mkdir(exist_ok=True)
             if self._offset == 0 and self._file.exists():  # if not, another rank may make it now
                 if not os.access(self._file, os.W_OK):  # of another member of the group
-                    self._file.unlink(missing_ok=True)
+                    links.remove(self._file, missing_ok=True)
                 else:  # lines of a run on more processes
                     storage.cut(self._file, self._per_node * _SLOT)
             if self.rank == 0:  # files of a run on more nodes, or of an older version
                 own = {node_file(self.run, node) for node in range(self.world // self._per_node)}
                 for file in set(_files(self.run)) - own:
-                    file.unlink(missing_ok=True)
+                    links.remove(file, missing_ok=True)
 
     def write(
         self,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import orjson
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import MachineError, SupersededError, UserError
 from pipeline.common.file_lock import exclusive
 from pipeline.common.format import when
@@ -114,7 +114,7 @@ class Lock:
             with suppress(MachineError):  # a guard that is never released must not stop the run
                 stack.enter_context(_guard(self._path))
             if self.is_mine():
-                self._path.unlink(missing_ok=True)
+                links.remove(self._path, missing_ok=True)
 
 
 def holder(run: Path) -> Holder | None:
@@ -174,7 +174,7 @@ def take_over(run: Path) -> str | None:
             raise UserError(_in_use(run, now or {}, JobAnswer("running", "it came just now")))
         note_attempt(run, _after(run, held))  # before the lock is free, so that its holder is fenced whoever comes next
         storage.add_json_line(RunFiles(run).ledger, {"event": TAKEN_OVER, "time": time.time()})
-        RunFiles(run).lock.unlink()
+        links.remove(RunFiles(run).lock)
     return _who(held)
 
 
@@ -199,7 +199,7 @@ def clear(run: Path, job: str) -> str | None:
                 return None  # whether a process without a job lives training can find out itself
             if held["job"] != job and (found := whether_holds(held, identity())).state != "ended":
                 return _in_use(run, held, found)
-            RunFiles(run).lock.unlink()
+            links.remove(RunFiles(run).lock)
     except FileNotFoundError:
         return None
     except MachineError as error:  # the guard is held
@@ -210,7 +210,7 @@ def clear(run: Path, job: str) -> str | None:
 def last_attempt(run: Path) -> int:
     """Number of the newest attempt at a run, from 1; 0 before the first one."""
     counter = RunFiles(run).attempt
-    text = storage.read_bytes(counter).decode(errors="replace") if counter.exists() else "0"
+    text = storage.read_bytes(counter, storage.SMALL_BYTES).decode(errors="replace") if counter.exists() else "0"
     if not text.strip().isdecimal():
         raise UserError(f"{counter} is damaged: it should hold the number of attempts so far; write a number into it")
     return int(text)
@@ -253,7 +253,7 @@ def _who(held: Holder) -> str:
 
 def _bytes(lock: Path) -> bytes | None:
     try:
-        return storage.read_bytes(lock)
+        return storage.read_bytes(lock, storage.SMALL_BYTES)
     except FileNotFoundError:
         return None
 
@@ -281,7 +281,7 @@ def _replace(lock: Path, before: bytes | None, after: bytes) -> bool:
         storage.sync(new)
         if before is not None:
             with suppress(FileNotFoundError):
-                os.rename(lock, old)
+                links.replace(lock, old)
                 if old.read_bytes() != before:  # of a process that came between
                     with suppress(FileExistsError):
                         os.link(old, lock)
@@ -291,9 +291,9 @@ def _replace(lock: Path, before: bytes | None, after: bytes) -> bool:
         except FileExistsError:
             return False
         except OSError:  # no hard links here; the guard has to do
-            os.replace(new, lock)
+            links.replace(new, lock)
         storage.sync(lock.parent)
         return True
     finally:
-        new.unlink(missing_ok=True)
-        old.unlink(missing_ok=True)
+        links.remove(new, missing_ok=True)
+        links.remove(old, missing_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import process_identity, storage
+from pipeline.common.errors import UserError
 from pipeline.common.format import duration
 from pipeline.common.run_files import RunFiles
 from pipeline.common.slurm_commands import JobAnswer, JobIdentity, own_uid, whether_runs
@@ -135,6 +136,9 @@ def _signs(run: Path) -> list[tuple[str, float, bytes]]:
     """Name, time of change and content of what the processes of a run write again and again, and of the lock."""
     found = []
     for file in [RunFiles(run).lock, *sorted(RunFiles(run).heartbeats.glob("*.json*"))]:
-        with suppress(OSError), file.open("rb") as opened:  # opened: a network disk then looks anew
-            found.append((file.name, os.fstat(opened.fileno()).st_mtime, opened.read()))
+        with (
+            suppress(OSError, UserError),
+            storage.open_regular(file) as opened,
+        ):  # opened: a network disk then looks anew
+            found.append((file.name, os.fstat(opened.fileno()).st_mtime, opened.read(storage.SMALL_BYTES)))
     return found

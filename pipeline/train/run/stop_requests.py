@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
+from pipeline.common import links
 from pipeline.common.console import on_stop
 from pipeline.common.run_files import RunFiles
 from pipeline.common.signals import ignore, stop_signals
@@ -145,13 +146,13 @@ class Requests:
         if self._save_file is not None:
             self._handled_save = _touched(self._save_file)
             with suppress(OSError):  # a file that cannot be removed counts once
-                self._save_file.unlink(missing_ok=True)
+                links.remove(self._save_file, missing_ok=True)
 
     def remove_stop_file(self) -> None:
         """Remove the stop file, so that the next attempt does not stop at once."""
         if self._stop_file is not None:
             with suppress(OSError):  # the state is saved, which must not end as a failure
-                self._stop_file.unlink(missing_ok=True)
+                links.remove(self._stop_file, missing_ok=True)
 
 
 def _touched(file: Path) -> int | None:

@@ -15,6 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.sources.delimited import CsvReader
 from pipeline.data.sources.jsonl import JsonlReader
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import EMPTY, MAX_RECORD_BYTES, line_of
@@ -217,6 +218,7 @@ def test_a_line_that_is_a_bomb_takes_no_memory(tmp_path, suffix):
     code = """
 import sys
 from pipeline.data.sources.globs import find_files
+from pipeline.data.sources.delimited import CsvReader
 from pipeline.data.sources.jsonl import JsonlReader
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Unit
@@ -302,3 +304,60 @@ def test_nesting_of_records_that_only_python_reads(tmp_path, depth, reason):
     (document,) = read(path, LINES)
     assert document.reason == reason
     assert "nested deeper than" in document.detail or reason is None
+
+
+BLANKS = {"newlines": b"\n", "line ends": b"\r\n", "spaces": b" \t\v\n"}
+
+
+@pytest.mark.parametrize("blank", BLANKS.values(), ids=BLANKS)
+@pytest.mark.parametrize("suffix", ["", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_many_blank_lines_are_passed_over_together(tmp_path, monkeypatch, kind, suffix, blank):
+    """16 kB of zstd can be 0.4 GiB of them. What is counted and hashed is what one line at a time would give."""
+    if kind == "csv" and blank == BLANKS["spaces"]:
+        return  # a field of spaces
+    reader = LINES if kind == "jsonl" else CsvReader("text", "id", ("url",))
+    record = b'{"text": "t", "id": "1", "url": "u"}' if kind == "jsonl" else b"t,1,u"
+    head = b"" if kind == "jsonl" else blank * 9000 + b"text,id,url" + blank
+    raw = head + blank * 200_000 + b"\n".join([record, b"", record, blank * 100_000 + record, blank * 3])
+    (unit,) = units(files(write(tmp_path, suffix, raw, f"a.{kind}"), type=kind), reader)
+    through, parts = UnitReader(unit, reader), []
+    update = through.digest.update
+
+    class Digest:
+        def update(self, data):
+            parts.append(len(data))
+            update(data)
+
+    monkeypatch.setattr(through, "digest", Digest())
+    documents = list(through)
+    assert [d.text for d in documents] == ["t"] * 3
+    assert [d.line for d in documents] == [raw[: d.byte].count(b"\n") for d in documents]
+    assert [raw[d.byte : d.byte + len(record)] for d in documents] == [record] * 3
+    assert through.input_bytes == sum(parts) == len(raw)
+    assert through.pieces == {0: (raw.count(b"\n"), 3)}
+    assert len(parts) < 50
+    again = UnitReader(unit, reader)
+    assert [d.byte for d in again] == [d.byte for d in documents]
+    assert again.input_hash == xxhash.xxh3_128_hexdigest(raw)
+
+
+def test_blank_lines_at_the_ends_of_pieces_and_ones_that_are_too_long(tmp_path):
+    chance = random.Random(0)
+    longest = 50
+    reader = JsonlReader("text", "id", max_record_bytes=longest)
+    for _ in range(20):
+        lines = [b" " * chance.choice([0, 0, 0, 3, 48, 49, 50, 120]) + b"\n" for _ in range(60)]
+        lines[chance.randrange(60)] = b'{"text": "t"}\n'
+        raw = b"".join(lines)
+        (unit,) = units(files(write(tmp_path, "", raw)), reader)
+        documents = check_resume(unit, reader)
+        assert [d.line for d in documents] == [
+            number for number, line in enumerate(lines) if len(line) > longest or line.strip()
+        ]
+        starts = sorted(chance.sample(range(1, len(raw)), 5))
+        parts = [middle(unit, *ends) for ends in zip([0, *starts], [*starts, len(raw)], strict=True)]
+        found = [UnitReader(part, reader) for part in parts]
+        assert [d.byte for each in found for d in each] == [d.byte for d in documents]
+        assert sum(each.input_bytes for each in found) == len(raw)
+        assert sum(each.pieces[0][0] for each in found) == len(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import base64
 import json
+import os
 import struct
 from functools import reduce
 from pathlib import Path
@@ -375,3 +376,11 @@ def test_one_place_opens_tokenizers() -> None:
         ("pipeline/data/tokenization/definition.py", "tokenizers.Tokenizer.from_buffer"),
         ("pipeline/data/tokenization/engines.py", "importlib.import_module('fastokens').Tokenizer.from_json_str"),
     }
+
+
+def test_a_file_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{")
+    os.truncate(path, 2**40)
+    with pytest.raises(UserError, match=r"tokenizer\.json has 1,099,511,627,776 bytes, of which at most 134,217,728"):
+        Tokenizer.load(path, TokenizerConfig(path=path))

@@ -157,3 +157,41 @@ def test_the_log_of_a_job_with_private_code_is_in_the_run_folder_if_that_is_ther
         assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
         assert (place / "slurm" / "jobs" / "77_0_log.out").read_text() == "here\n"
     assert not run.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives links to another user")
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_a_job_writes_nothing_where_a_member_of_the_group_has_put_a_link_or_a_pipe(
+    run: Path, tmp_path: Path, kind: str
+) -> None:
+    """Its log, and the line of a killed process."""
+    launch(run)
+    precious, jobs = tmp_path / "precious", run / "slurm/jobs"
+    precious.mkdir()
+    (precious / "77_0_log.out").write_text("precious\n")
+    jobs.parent.mkdir()
+    ledger = RunFiles(run).ledger
+    ledger.rename(run / "aside")
+    if kind == "pipe":
+        jobs.mkdir()
+        os.mkfifo(jobs / "77_0_log.out")
+        os.mkfifo(ledger)
+    else:
+        at = jobs if kind == "folder" else jobs / "77_0_log.out"
+        at.parent.mkdir(exist_ok=True)
+        at.symlink_to(precious if kind == "folder" else precious / "77_0_log.out")
+        os.lchown(at, 65534, 65534)
+        ledger.symlink_to(precious / "77_0_log.out")
+        os.lchown(ledger, 65534, 65534)
+    before = lines_before([(run, read_id(run) or "")], private=True)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", "\n".join([*before, "echo out"])],
+        env=environment(run),
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "out\n")
+    run_script(run, KILLED)
+    assert not (tmp_path / "asked").exists()
+    assert (precious / "77_0_log.out").read_text() == "precious\n"

@@ -14,7 +14,7 @@ import pytest
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.config.checkpoint import CheckpointConfig
-from pipeline.train.checkpoint.committed import Parent
+from pipeline.train.checkpoint.committed import Parent, changed
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, Files, NotRemoved, record_of
 
 
@@ -527,3 +527,12 @@ def test_a_step_that_is_not_there_is_an_error_with_those_that_are(checkpoints: C
     save(checkpoints, 10, 20)
     with pytest.raises(UserError, match="step 15 .*steps there: 10, 20"):
         checkpoints.at(15)
+
+
+def test_a_file_of_another_size_is_not_read(tmp_path: Path) -> None:
+    """A sparse file of a terabyte takes no room on the disk, and hashing it many minutes."""
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    os.truncate(file, 2**40)
+    problem = changed(file, "0" * 16, lambda _: pytest.fail("it was read"), size=5)
+    assert problem == f"{file} has 1,099,511,627,776 bytes instead of 5"

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.nn.attention import flex_attention
 
 from pipeline.config.model import ModelConfig
@@ -34,7 +35,7 @@ from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel import compile
 from pipeline.train.parallel.compile import check_compiler, choose_compiling, compile_layers, compiles
-from pipeline.train.parallel.torch_compat.compiler import keep_compiled_code_private
+from pipeline.train.parallel.torch_compat.compiler import close_torch_folder, keep_compiled_code_private
 from tests import tiers
 from tests.train.one_process import config_of
 from tests.train.runs import column, start, train
@@ -261,7 +262,12 @@ def test_compiled_code_of_others_is_not_run(tmp_path: Path, monkeypatch: pytest.
         usual.chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    of_torch = Path(default_cache_dir())
+    of_torch.mkdir()
+    of_torch.chmod(0o777)  # as torch makes it where the umask lets others write
     keep_compiled_code_private()
+    close_torch_folder()
+    assert of_torch.stat().st_mode & 0o777 == 0o755
     chosen = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert (chosen == usual) is not made_before
     assert chosen.parent == tmp_path and chosen.stat().st_mode & 0o777 == 0o700

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.console import warn
 from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.run.folder import RunFolder
@@ -190,7 +190,7 @@ class PrometheusFile(Logger):
             self._put()
             if self._ended.wait(self._seconds):
                 with suppress(OSError):
-                    self.file.unlink(missing_ok=True)
+                    links.remove(self.file, missing_ok=True)
                 return
 
     def _put(self) -> None:

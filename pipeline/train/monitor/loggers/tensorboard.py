@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.common import links
 from pipeline.train.monitor.loggers.base import Logger, flat
 
 _FLUSH = 30.0
@@ -30,7 +31,9 @@ class TensorBoard(Logger):
     def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        _silence_writers()
+        links.make_folder(self._folder)
+        with links.folder_of(self._folder / "events"):  # not where a link of somebody else leads
+            _silence_writers()
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge)
         self._purge = None
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 
 __all__ = ["CheckpointReader", "HashingWriter", "Place", "PythonUnpickler", "RowsPlanner", "first_cause"]
@@ -56,7 +56,7 @@ class _HashingStream(io.RawIOBase):
     """An append-only file that hashes the bytes as they are handed to the kernel."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self._file = links.create(path)
         self._hash = xxhash.xxh3_64()
         self._size = 0
         self._begun = 0

@@ -61,6 +61,24 @@ def keep_compiled_code_private() -> None:
     os.environ[_COMPILED] = folder
 
 
+def close_torch_folder() -> None:
+    """Take the right to write to torch's own folder for compiled code from the group of this user and from all others.
+
+    torch makes it when its compiler is imported, by the umask, and other programs of this user run what is in it.
+    """
+    utilities = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if utilities is None:
+        return  # nothing has made it
+    with suppress(OSError):
+        descriptor = os.open(utilities.default_cache_dir(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            found = os.fstat(descriptor)
+            if found.st_uid == os.getuid() and found.st_mode & 0o022:
+                os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & ~0o022)
+        finally:
+            os.close(descriptor)
+
+
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
