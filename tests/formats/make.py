@@ -51,7 +51,8 @@ _MOVED = ("*.yaml", "plan.json", "rejected.jsonl")
 _SEALED = ("checkpoints", "submissions")
 """Folders of which somebody does."""
 _LEFT_OUT = re.compile(
-    r"^home/|^cache/huggingface/|\.sh$|\.diff$|/slurm/code/|/sweeps/.*/checkpoints/.*/|^staged/.*\.(bin|idx|prov)$"
+    r"^home/|^cache/huggingface/|/stage-memory/"
+    r"|\.sh$|\.diff$|/slurm/code/|/sweeps/.*/checkpoints/.*/|^staged/.*\.(bin|idx|prov)$"
     r"|/(diverged|followed)/checkpoints/.*\.distcp$|^merged\."
 )
 """What has no format of ours, or is large and there a second time."""
