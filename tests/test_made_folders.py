@@ -24,6 +24,7 @@ _ROOTS = {
     "pipeline/eval/tasks/harness.py: prefetch": "eval.harness.include_path, by a command that fetches",
     "pipeline/train/checkpoint/export.py: made_folder": "--to of the command, which a person starts",
     "pipeline/train/run/folder.py: make_writable": "run.dir, not in a job",
+    "pipeline/train/planning/stage_memory.py: keep": "the cache of the user",
     "slurm/devcluster/settings.py: write": "the folder of a development cluster",
     "slurm/submit/code_snapshot.py: _archive": "the cache of the user",
     "slurm/sweep/table.py: note_members": "the folder of a sweep, by the command that begins it",

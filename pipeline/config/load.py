@@ -258,7 +258,7 @@ def find_shipped(name: str) -> Path:
     known = [each.removesuffix(".yaml") for each in _shipped_names()]
     if short in known:
         return packaged_configs() / f"{short}.yaml"
-    near = difflib.difflib.get_close_matches(short, known, n=1)
+    near = difflib.get_close_matches(short, known, n=1)
     hint = f"did you mean {near[0]}? There are" if near else "give one of"
     names = ", ".join(each.removesuffix(".yaml") for each in _shipped_names(without=_NO_RUN_FILES))
     raise UserError(f"--from {name}: no run file of this name ships with the package; {hint}: {names}")

@@ -26,7 +26,7 @@ def write_index(data: Path, decisions: Sequence[Path]) -> Path:
     reports = [storage.read_object(folder / REPORT_JSON) for folder in decisions]
     links = [os.path.relpath(folder / REPORT_HTML, path.parent) for folder in decisions]
     content = _page(reports, links)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    storage.make_below(data, path.parent)
     if not path.is_file() or storage.read_bytes(path) != content:
         storage.put(path, content)
     return path
