@@ -94,7 +94,7 @@ def assumptions(device: Device, fp8: Fp8Config | None = None, *, experts: bool =
         of_experts.append(
             f"products of experts{unlike_others} reach side / (side + {_EXPERT_SIDE}) of the speed of large "
             "ones, by the shorter side of a matrix, or take as long as reading their weights; every expert gets "
-            "equally many tokens, computing waits for all that ep sends, and the host waits for nothing"
+            "equally many tokens, ep communication is exposed, and the host waits for nothing"
         )
     return [
         basis(device) if device.measured is None else f"{basis(device)}: {measured_only}",
@@ -106,7 +106,7 @@ def assumptions(device: Device, fp8: Fp8Config | None = None, *, experts: bool =
         f"{percent(shares.update, 0)}, collectives {percent(LINK_SHARE, 0)} of that stated for links and network",
         f"a collective takes {_CALL_S * 1e6:.0f} us, and {_HOP_S * 1e6:.0f} us for each rank that its ring goes "
         "through",
-        "computing waits for all that tp, cp and pp send; what dp_shard and dp_replicate send overlaps with it, "
+        "tp, cp and pp communication is exposed; dp_shard and dp_replicate communication overlaps with computing, "
         "where there is something to compute, and does not slow it down; parallel.overlap.async_tp changes nothing "
         "here",
         f"attention's backward takes {shares.attention_backward:.3g} times its forward, and with bounds of documents "
