@@ -185,23 +185,25 @@ def print_table(console: rich.console.Console, table: Table) -> None:
     wide = console.options.update(width=_WIDEST)
     width = Measurement.get(console, wide, table).maximum
     room = console.width if is_screen(console) else _WIDEST
-    if width > room:
+    if width > room and table.row_count:
         _drop_empty_columns(table)
         width = Measurement.get(console, wide, table).maximum
     if width <= room:
         # Where there is no terminal, the console's own width is a guess, to which rich would cut the table.
-        before, console.width = console.width, width
+        before, console._width = console._width, width
         try:
             console.print(table)
         finally:
-            console.width = before
+            console._width = before
     else:
         verbatim(console, "\n".join(_blocks(table)))
 
 
 def _drop_empty_columns(table: Table) -> None:
     """Remove columns in which no row has a value."""
-    table.columns = [column for column in table.columns if any(str(cell) not in ("", "-") for cell in column.cells)]
+    first, *others = table.columns
+    filled = [column for column in others if any(str(cell) not in ("", "-") for cell in column.cells)]
+    table.columns = [first, *filled]
     for place, column in enumerate(table.columns):
         column._index = place
 
@@ -210,7 +212,7 @@ def _blocks(table: Table) -> Iterator[str]:
     """Lines of a table with a line per cell: the first cell of a row, and the others below it with their heads."""
     if table.title:
         yield str(table.title)
-    heads = [str(column.header) for column in table.columns]
+    heads = [str(column.header).replace("\n", " ") for column in table.columns]
     widest = max(map(len, heads[1:]), default=0)
     for first, *cells in zip(*(list(column.cells) for column in table.columns), strict=True):
         yield str(first)

@@ -196,13 +196,14 @@ def _is_trusted(user: int) -> bool:
     return is_named(user)
 
 
-def open_to_write(path: Path, flags: int, mode: int = 0o666) -> int:
+def open_to_write(path: Path, flags: int, mode: int = 0o666, *, links: int = 0) -> int:
     """The descriptor of a file that is written in its place.
 
     Args:
         path: of the file; a link to it if it belongs to this user, to root or to the owner of the folder.
         flags: as for `os.open`.
         mode: of a new file, which the umask may lessen.
+        links: that led to it.
 
     Raises:
         OSError: it cannot be opened, is a pipe, or a link of somebody else leads to it.
@@ -213,7 +214,7 @@ def open_to_write(path: Path, flags: int, mode: int = 0o666) -> int:
             descriptor = os.open(name, flags | more, mode, dir_fd=folder)
         except OSError as error:
             target = _target(folder, path, name) if error.errno == errno.ELOOP else None
-            if target is None:
+            if target is None or links >= _MOST_LINKS:
                 error.filename = str(path)
                 raise
         else:
@@ -222,7 +223,7 @@ def open_to_write(path: Path, flags: int, mode: int = 0o666) -> int:
                 os.close(descriptor)
                 raise OSError(errno.EINVAL, "it is not a file but a pipe or a folder; remove it", str(path))
             return descriptor
-    return open_to_write(path.parent / target, flags, mode)
+    return open_to_write(path.parent / target, flags, mode, links=links + 1)
 
 
 def create(path: Path) -> BufferedWriter:

@@ -530,9 +530,8 @@ def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterato
     with file:
         while line := file.readline(_MAX_LINE):
             if len(line) == _MAX_LINE and not line.endswith(b"\n"):
-                place = file.tell()
                 while (rest := file.readline(_BLOCK)) and not rest.endswith(b"\n"):
-                    place = file.seek(_data_after(file, place + len(rest)))
+                    file.seek(_data_after(file, file.tell()))
                 unread()
             elif (row := json_object(line)) is not None:
                 yield row
@@ -574,10 +573,14 @@ def json_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 def _data_after(file: BufferedReader, place: int) -> int:
     """The first byte from a place on that is not in a hole of a sparse file; the end if there is none."""
+    # By a descriptor of its own: the buffer of the file counts on where its descriptor is.
+    descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.lseek(file.fileno(), place, os.SEEK_DATA)
-    except OSError:
-        return file.seek(0, os.SEEK_END)
+        return os.lseek(descriptor, place, os.SEEK_DATA)
+    except OSError:  # behind the last bytes
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 def _data_before(file: BufferedReader, place: int) -> int:

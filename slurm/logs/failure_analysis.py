@@ -155,12 +155,17 @@ def first_failure(
         srun_log: what srun wrote, text; "" where there was none.
     """
     srun = _read_srun(srun_log, launch_nodes)
-    failure = _what_failed(_all_ended(_records(run_logs), srun), srun, run_logs, processes_per_node)
+    ended = _all_ended(_records(run_logs), srun)
+    failure = _what_failed(ended, srun, run_logs, processes_per_node)
     if failure is None:
         return None
     if failure.rank is not None:
         place = failure.rank // processes_per_node
-        failure = replace(failure, node=launch_nodes[place] if place < len(launch_nodes) else None)
+        # By its own word, if it left one: a step may order its nodes by the topology.
+        hosts = [each.record.host for each in ended if each.rank == failure.rank and each.record]
+        named = [host for host in hosts if host in launch_nodes]
+        node = named[0] if named else launch_nodes[place] if place < len(launch_nodes) else None
+        failure = replace(failure, node=node)
     return replace(failure, lost_nodes=srun.lost)
 
 

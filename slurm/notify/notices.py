@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Notified:
     """Events that may be met again, the newest last."""
     faults: int
     """Bytes of `faults.jsonl` that were told of."""
+    hardware: list[str] = field(default_factory=list)
+    """Hardware counters that were told of."""
 
 
 class Notices:
@@ -179,10 +181,9 @@ class Notices:
             return
         rises = [rise for rise in read_rises(self._files.folder) if rise.attempt > before and not rise.minor]
         # A counter that keeps rising is told of once per attempt.
-        new = {f"hardware: {rise.host} {rise.counter} in attempt {rise.attempt}": rise for rise in reversed(rises)}
-        new = {name: rise for name, rise in new.items() if name not in self._known.told}
-        if new:
-            self._known = replace(self._known, told=[*self._known.told, *new][-_KEPT:])
+        counters = {f"{rise.host} {rise.counter} in attempt {rise.attempt}": rise for rise in reversed(rises)}
+        if new := {name: rise for name, rise in counters.items() if name not in self._known.hardware}:
+            self._known = replace(self._known, hardware=list(counters))
             self._write()
             told = list(new.values())[::-1]
             self.send("hardware", reason=rises_text(told), attempt=told[-1].attempt)
@@ -213,8 +214,9 @@ class Notices:
         with suppress(OSError, ValueError, KeyError):
             values = storage.read_object(self._files.notified)
             told, faults = values["told"], values["faults"]
-            if isinstance(told, list) and isinstance(faults, int):
-                return Notified([str(each) for each in told], faults)
+            hardware = values.get("hardware", [])
+            if isinstance(told, list) and isinstance(faults, int) and isinstance(hardware, list):
+                return Notified([str(each) for each in told], faults, [str(each) for each in hardware])
         return None
 
     def _write(self) -> None:

@@ -27,16 +27,19 @@ _BEFORE = f"""\
 pipeline_here() {{ [ "$(cat -- "$pipeline_run/{RunFiles.folder_id}" 2>/dev/null)" = "$pipeline_id" ]; }}
 pipeline_job=${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}
 pipeline_own() {{
-  for pipeline_path in "$pipeline_run/{RunFiles.slurm}" "$pipeline_run/{RunFiles.slurm}/{LOGS}" "$1"; do
+  for pipeline_path in "$@"; do
     if [ -L "$pipeline_path" ]; then
-      case $(stat -c %u -- "$pipeline_path") in 0|"$EUID") ;; *) return 1 ;; esac
+      case $(stat -c %u -- "$pipeline_path") in
+        0|"$EUID"|"$(stat -L -c %u -- "$pipeline_run")") ;;
+        *) return 1 ;;
+      esac
     fi
   done
   [ ! -e "$1" ] || [ -f "$1" ]
 }}
 trap pipeline_terminated=1 TERM"""
 """bash outlives a TERM, so that it is known when the batch process has ended. What a member of the run's group has put
-in the place of a file, a link or a pipe, is not written to.
+in the place of a file, a link or a pipe, is not written to. In the run folder of somebody else its owner decides.
 """
 _WAIT = f"""\
 until pipeline_here; do
@@ -48,7 +51,10 @@ until pipeline_here; do
 done"""
 _LOG = f"""\
 pipeline_log="$pipeline_run/{RunFiles.slurm}/{LOGS}/${{pipeline_job}}_0_log.out"
-if pipeline_here && pipeline_own "$pipeline_log" && : >> "$pipeline_log"; then exec >> "$pipeline_log" 2>&1; fi"""
+pipeline_folder="$pipeline_run/{RunFiles.slurm}"
+if pipeline_here && pipeline_own "$pipeline_log" "${{pipeline_log%/*}}" "$pipeline_folder" && : >> "$pipeline_log"; then
+  exec >> "$pipeline_log" 2>&1
+fi"""
 _AFTER = f"""\
 pipeline_exit=$?
 pipeline_note() {{

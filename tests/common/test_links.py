@@ -123,7 +123,7 @@ def as_owner(does: Callable[[], object]) -> str:
 @pytest.fixture
 def folders() -> Iterator[tuple[Path, Path]]:
     """A shared and a private folder of the owner, below one that all users may pass."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
         Path(name).chmod(0o755)
         shared, private = Path(name, "shared"), Path(name, "private")
         for each in (shared, shared / "inner", private, private / "inner"):

@@ -168,3 +168,22 @@ def test_files_that_only_say_that_they_are_large_are_not_read(tmp_path: Path, mo
     assert list(storage.json_lines(path)) == list(storage.json_lines_backwards(path)) == [{"a": 1}] * 2
     path.write_bytes(row + bytes(2**22))
     assert list(storage.json_lines(path)) == list(storage.json_lines_backwards(path)) == [{"a": 1}]
+
+
+@pytest.mark.parametrize("rest", [10, 2**20 + 10, 2**21])
+def test_lines_around_one_that_is_too_long_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: int
+) -> None:
+    monkeypatch.setattr(storage, "_MAX_LINE", 2**16)
+    path, rows = tmp_path / "lines.jsonl", [b'{"row": %d}\n' % row for row in range(3010)]
+    path.write_bytes(b"".join([*rows[:10], b" " * (2**16 + rest), b"\n", *rows[10:]]))
+    left_out: list[int] = []
+    found = [row["row"] for row in storage.json_lines(path, lambda: left_out.append(1))]
+    assert found == list(range(3010)) and left_out == [1]
+
+
+def test_a_link_to_itself_is_an_error_of_the_system(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match="symbolic links"):
+        storage.append_line(loop, b"{}")

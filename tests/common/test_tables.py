@@ -50,3 +50,14 @@ def test_a_narrow_terminal_gets_a_line_for_each_cell(monkeypatch: pytest.MonkeyP
     lines = printed(monkeypatch, width, terminal=True).splitlines()
     assert lines[:3] == ["preprocess", SOURCE, "  documents           2,279,123,456"]
     assert lines[-2:] == ["  tokens              2", "  share of the blend  87.5 %"]
+
+
+def test_the_first_column_stays_and_a_table_without_rows_has_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_screen", lambda _: True)
+    for rows in ([], [["", "1,000,000", "x" * 30]]):
+        made, file = Table("a", "until\nthen", "c"), io.StringIO()
+        for row in rows:
+            made.add_row(*row)
+        print_table(Console(file=file, width=20), made)
+        assert [str(column.header) for column in made.columns] == ["a", "until\nthen", "c"]
+        assert not rows or file.getvalue().splitlines() == ["", "  until then  1,000,000", f"  c           {'x' * 30}"]

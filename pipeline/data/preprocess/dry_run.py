@@ -266,7 +266,7 @@ def _hint(found: SourceFiles, sample: SourceSample) -> str:
 
 def _beginning(path: str) -> bytes:
     """First bytes of a file's content; empty where they cannot be read."""
-    with suppress(OSError, StreamError), open_stream(path) as file:
+    with suppress(OSError, StreamError), open_stream(path, verify=False) as file:
         return file.read(_BEGINNING)
     return b""
 

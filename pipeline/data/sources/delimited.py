@@ -21,7 +21,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.storage import naming
 from pipeline.data.sources.compression import Decompressed, StreamError, compression_of, open_stream
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.jsonl import blank_lines, seek_line, skip_read
+from pipeline.data.sources.jsonl import FEW_BLANKS, blank_lines, seek_line, skip_read
 from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import (
     BAD_WEIGHT,
@@ -197,6 +197,7 @@ class CsvReader(Reader):
         cursor.offset = max(cursor.offset, 0)
         consumed = source.consumed if source else 0
         records = _records(file.readline, self, len(names), cursor.offset == 0, cursor.digest.update)
+        blanks, blank_end = 0, -1
         while cursor.offset < end and (record := next(records, None)) is not None:
             byte, line = cursor.offset, cursor.line
             cursor.offset += record.size
@@ -208,13 +209,16 @@ class CsvReader(Reader):
                 cursor.bytes_read += source.consumed - consumed
                 consumed = source.consumed
             if record.blank or cursor.offset <= header.end:
-                while record.blank and (more := blank_lines(file, _BLANK, end - cursor.offset)):
+                blanks = 0 if not record.blank else blanks + 1 if byte == blank_end else 1
+                blank_end = cursor.offset
+                while blanks >= FEW_BLANKS and (more := blank_lines(file, _BLANK, end - cursor.offset)):
                     cursor.digest.update(more)
                     cursor.offset += len(more)
                     cursor.line += more.count(b"\n")
                     cursor.input_bytes += len(more)
                     if source is None:
                         cursor.bytes_read += len(more)
+                    blank_end = cursor.offset
                 continue
             fields = record.fields
             if record.cut or (fields is not None and record.last and record.width < len(names)):

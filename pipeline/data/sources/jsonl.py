@@ -37,6 +37,8 @@ _NESTING = 500
 _BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|([\[{])|([\]}])', re.DOTALL)
 """A string, also one that is cut, or a bracket outside of strings."""
 _BLANK = re.compile(rb"\s*\n")
+FEW_BLANKS = 16
+"""Blank lines in a row that are read one by one: to look for more of them copies the buffer."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -113,6 +115,7 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
     complete = more.complete if more else None
     position, line = cursor.offset, cursor.line
     consumed = source.consumed if source else 0
+    blanks, blank_end = 0, -1
     while position < end and (raw := readline(longest)):
         byte, size = position, len(raw)
         update(raw)
@@ -144,16 +147,18 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
             record = loads(raw)
         except orjson.JSONDecodeError as error:
             if not raw or raw.isspace():
+                blanks = blanks + 1 if byte == blank_end else 1
+                blank_end = position
                 # Below `longest` no line among them is too long.
-                while blank := blank_lines(file, _BLANK, min(end - position, longest - 1)):
+                while blanks >= FEW_BLANKS and (blank := blank_lines(file, _BLANK, min(end - position, longest - 1))):
                     update(blank)
                     position += len(blank)
                     line += blank.count(b"\n")
+                    cursor.offset = blank_end = position
+                    cursor.line = line
                     cursor.input_bytes += len(blank)
                     if source is None:
                         cursor.bytes_read += len(blank)
-                cursor.offset = position
-                cursor.line = line
                 continue
             try:
                 record = _as_python_reads(raw, error, reader, complete)

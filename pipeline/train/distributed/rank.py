@@ -133,6 +133,8 @@ class ErrorRecord:
     """Another process failed first, and this one found out by it."""
     was_shown: bool
     """True if the rank has shown the message itself, on the terminal."""
+    host: str = ""
+    """Its node, as the scheduler names it."""
 
 
 def record_error(error: BaseException, trace: str | None = None) -> None:
@@ -205,6 +207,7 @@ def _record(text: bytes) -> ErrorRecord:
         traceback=str(data["traceback"]),
         consequence=bool(data["consequence"]),
         was_shown=bool(data["said"]),
+        host=str(data.get("host", "")),
     )
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -22,7 +23,8 @@ from types import TracebackType
 
 import orjson
 
-from pipeline.common import process_identity, storage
+from pipeline.common import links, process_identity, storage
+from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.common.run_files import RunFiles
 from pipeline.train.distributed.rank import Processes
@@ -91,8 +93,8 @@ def read_rises(run: Path) -> list[Rise]:
     """The rises of all nodes of a run, by time; lines that are damaged or still written are left out."""
     found: list[Rise] = []
     for file in sorted(RunFiles(run).hardware.glob("node-*.jsonl")):
-        with suppress(OSError):
-            found += _parse(storage.read_bytes(file))
+        with suppress(OSError, UserError):
+            found += _parse(storage.read_bytes(file, storage.SMALL_BYTES))
     return sorted(found, key=lambda rise: rise.time)
 
 
@@ -148,37 +150,37 @@ class HardwareWatch(AbstractContextManager["HardwareWatch"]):
         return found
 
     def _watch(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, UserError):
             if self._rank == 0:  # what was noted before this attempt is not news
                 self._collect()
                 self.take()
         counters = NodeCounters()
         try:
-            counters.rises()
-            self.ready.set()
-            while not self._ended.wait(self._seconds):
+            while True:
                 rises = counters.rises()
-                with suppress(OSError):  # a full disk must not end this thread
+                with suppress(OSError, UserError):  # a full disk must not end this thread
                     self._note(rises)
                     if self._rank == 0:
                         self._collect()
+                self.ready.set()
+                if self._ended.wait(self._seconds):
+                    return
         finally:
             counters.close()
 
     def _note(self, rises: Mapping[str, int]) -> None:
         now = time.time()
         for counter, by in rises.items():
-            self._file.parent.mkdir(exist_ok=True)
+            links.make_folder(self._file.parent)
             rise = Rise(now, self._folder.attempt, self._host, counter, by, counter.rpartition(": ")[2] in _MINOR)
             storage.add_json_line(self._file, asdict(rise))
 
     def _collect(self) -> None:
         for file in sorted(self._file.parent.glob("node-*.jsonl")):
-            with suppress(OSError):
-                begin, size = self._sizes.get(file, 0), file.stat().st_size
-                if size <= begin:
-                    continue
-                data = storage.read_bytes(file)[begin:]
+            with suppress(OSError, UserError), storage.open_regular(file) as opened:
+                begin = self._sizes.get(file, 0)
+                opened.seek(begin)
+                data = opened.read(storage.SMALL_BYTES)
                 self._sizes[file] = begin + data.rfind(b"\n") + 1
                 with self._lock:
                     self._found += _parse(data)
@@ -189,6 +191,7 @@ class NodeCounters:
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
+        """Counters at the last look."""
         self._queries = [fields for fields in _GPU if shutil.which("nvidia-smi")]
         self._log: int | None = None
         with suppress(OSError):  # most sites let only root read it
@@ -202,38 +205,29 @@ class NodeCounters:
             self._log = None
 
     def rises(self) -> dict[str, int]:
-        """Counters that rose since the last call, and by how much; empty at the first call."""
+        """Counters that rose since the last call, and by how much; at the first call what fails alone."""
         events = Counter[str]()
-        first = not self._last
         now = {**_card_counters(), **_memory_counters(), **self._gpu_counters(events)}
         # A device that comes later has its history, which is not news; a reset is no rise.
         risen = {name: value - self._last[name] for name, value in now.items() if value > self._last.get(name, value)}
         self._last |= now
         events.update(self._xids())
-        return {} if first else {**risen, **events}
+        return {**risen, **events}
 
     def _gpu_counters(self, events: Counter[str]) -> dict[str, int]:
         found: dict[str, int] = {}
         for fields in list(self._queries):
             command = ["nvidia-smi", f"--query-gpu=index,{','.join(fields)}", "--format=csv,noheader,nounits"]
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL, check=False
-                )
-            except (OSError, subprocess.TimeoutExpired):
-                # Not asked again: each process that hangs there cannot even be killed.
-                self._queries = []
-                events["nvidia-smi: no answer"] += 1
-                return found
-            output = " ".join((done.stdout + done.stderr).split())
+            code, output = _answer(command)
             if "not a valid field" in output.lower():
                 self._queries.remove(fields)
-            elif done.returncode != 0:
-                self._queries = []
-                events[f"nvidia-smi: {output[:200] or f'code {done.returncode}'}"] += 1
+            elif code != 0:
+                self._queries = []  # what hangs would hang again
+                line = " ".join(output.split())[:200]
+                events[f"nvidia-smi: {'no answer' if code is None else line or f'code {code}'}"] += 1
                 return found
             else:
-                found |= _gpu_values(done.stdout, list(fields.values()))
+                found |= _gpu_values(output, list(fields.values()))
         return found
 
     def _xids(self) -> Iterator[str]:
@@ -249,6 +243,22 @@ class NodeCounters:
                 return
             for gpu, number in _XID.findall(record.decode(errors="replace")):
                 yield f"GPU {gpu}: Xid {number}"
+
+
+def _answer(command: list[str]) -> tuple[int | None, str]:
+    """Exit code and output of a program; None for one that does not end in time, or cannot be started."""
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        except OSError:
+            return None, ""
+        try:
+            code = process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()  # and not waited for: in the driver it cannot even be killed
+            return None, ""
+        output.seek(0)
+        return code, output.read(_RECORD).decode(errors="replace")
 
 
 def _gpu_values(text: str, names: list[str]) -> dict[str, int]:

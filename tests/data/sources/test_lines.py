@@ -15,8 +15,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.sources import delimited, jsonl
 from pipeline.data.sources.delimited import CsvReader
-from pipeline.data.sources.jsonl import JsonlReader
+from pipeline.data.sources.jsonl import FEW_BLANKS, JsonlReader
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import EMPTY, MAX_RECORD_BYTES, line_of
 from pipeline.data.sources.text import TextReader
@@ -219,7 +220,7 @@ def test_a_line_that_is_a_bomb_takes_no_memory(tmp_path, suffix):
 import sys
 from pipeline.data.sources.globs import find_files
 from pipeline.data.sources.delimited import CsvReader
-from pipeline.data.sources.jsonl import JsonlReader
+from pipeline.data.sources.jsonl import FEW_BLANKS, JsonlReader
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Unit
 reader = JsonlReader("text", "id")
@@ -336,7 +337,7 @@ def test_many_blank_lines_are_passed_over_together(tmp_path, monkeypatch, kind, 
     assert [raw[d.byte : d.byte + len(record)] for d in documents] == [record] * 3
     assert through.input_bytes == sum(parts) == len(raw)
     assert through.pieces == {0: (raw.count(b"\n"), 3)}
-    assert len(parts) < 50
+    assert len(parts) < 50 + 5 * FEW_BLANKS
     again = UnitReader(unit, reader)
     assert [d.byte for d in again] == [d.byte for d in documents]
     assert again.input_hash == xxhash.xxh3_128_hexdigest(raw)
@@ -361,3 +362,21 @@ def test_blank_lines_at_the_ends_of_pieces_and_ones_that_are_too_long(tmp_path):
         assert [d.byte for each in found for d in each] == [d.byte for d in documents]
         assert sum(each.input_bytes for each in found) == len(raw)
         assert sum(each.pieces[0][0] for each in found) == len(lines)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_damage_behind_many_blank_lines_is_where_it_is(tmp_path, monkeypatch, kind):
+    reader = LINES if kind == "jsonl" else CsvReader("text", "id", ())
+    record = b'{"text": "t", "id": "1"}\n' if kind == "jsonl" else b"t,1\n"
+    head = b"" if kind == "jsonl" else b"text,id\n"
+    whole, cut = gzip.compress(head + 3 * record + b"\n" * 100_000), gzip.compress(record * 1000)
+    (tmp_path / f"a.{kind}.gz").write_bytes(whole + cut[: len(cut) // 2])
+    found = []
+    for few in (FEW_BLANKS, 10**9):
+        for module in (jsonl, delimited):
+            monkeypatch.setattr(module, "FEW_BLANKS", few)
+        (unit,) = units(files(tmp_path / f"a.{kind}.gz", type=kind), reader)
+        through = UnitReader(unit, reader)
+        documents = [(document.byte, document.line, document.text) for document in through]
+        found.append((documents, through.offset, through.line, [str(each) for each in through.damage]))
+    assert found[0] == found[1]

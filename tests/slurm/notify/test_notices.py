@@ -221,3 +221,15 @@ def test_hardware_errors_are_told_of_once_for_each_counter_and_attempt(config: C
     notices.look(1, running=True)
     (*_, last) = seen(config, notices)
     assert f"b: {link} +1; c: {link} +1" in last[2]
+
+
+def test_many_hardware_errors_are_told_of_once_and_evict_nothing(config: Config) -> None:
+    (config.run.dir / "hardware").mkdir()
+    for node in range(300):
+        row = {"time": 1.0, "attempt": 2, "host": f"n{node}", "counter": "x: y", "by": 1, "minor": False}
+        storage.add_json_line(config.run.dir / "hardware/node-0000.jsonl", row)
+    for _ in range(3):
+        notices = Notices(config, "train", silent)
+        notices.look(1, running=True)
+        told = seen(config, notices)
+    assert [each[0] for each in told] == ["hardware"] and "295 other counters" in told[0][2]

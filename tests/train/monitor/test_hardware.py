@@ -13,11 +13,12 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.distributed.rank import Processes
 from pipeline.train.monitor import hardware
-from pipeline.train.monitor.hardware import HardwareWatch, NodeCounters, read_rises, rises_text
+from pipeline.train.monitor.hardware import HardwareWatch, NodeCounters, Rise, read_rises, rises_text
 from pipeline.train.run.folder import RunFolder, read_metrics
 from pipeline.train.step_metrics import StepMetrics
 from pipeline.train.trainer import train
 from tests import tiny
+from tests.waiting import until
 
 NVIDIA_SMI = """#!/bin/sh
 [ -e "{folder}/broken" ] && {{ echo "Unable to determine the device handle for GPU0: GPU is lost"; exit 15; }}
@@ -104,6 +105,36 @@ def test_a_gpu_that_is_lost_is_noted_once(node: Path) -> None:
     counters.close()
 
 
+def test_what_fails_at_the_first_look_is_noted(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node / "broken").touch()
+    counters = NodeCounters()
+    assert list(counters.rises()) == ["nvidia-smi: Unable to determine the device handle for GPU0: GPU is lost"]
+    counters.close()
+    monkeypatch.setattr(hardware, "_PATIENCE", 0.1)
+    write(node / "bin/nvidia-smi", "#!/bin/sh\nexec sleep 600\n")
+    counters = NodeCounters()
+    assert counters.rises() == {"nvidia-smi: no answer": 1} and counters.rises() == {}
+    counters.close()
+
+
+def test_xids_of_a_node_without_any_counter(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_SYS", node / "none")
+    monkeypatch.setenv("PATH", str(node / "none"))
+    counters = NodeCounters()
+    assert counters.rises() == {}
+    fail(node)
+    assert counters.rises() == {"GPU 0000:3b:00: Xid 79": 1}
+    counters.close()
+
+
+def test_files_that_are_none_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "hardware").mkdir()
+    os.mkfifo(tmp_path / "hardware/node-0000.jsonl")
+    with (tmp_path / "hardware/node-0001.jsonl").open("wb") as sparse:
+        sparse.truncate(2**38)
+    assert read_rises(tmp_path) == []
+
+
 def test_a_node_without_any_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_SYS", "_KERNEL_LOG"):
         monkeypatch.setattr(hardware, name, tmp_path / "none")
@@ -126,12 +157,10 @@ def test_rank_0_collects_the_notes_of_all_nodes(node: Path, tmp_path: Path) -> N
         HardwareWatch(folder, Processes(1, 4, 1, 2), 0.01) as quiet,
         HardwareWatch(folder, Processes(2, 4, 0, 2), 0.01) as second,
     ):
-        while not (first.ready.wait(1) and second.ready.wait(1)):
-            pass
+        until(lambda: first.ready.is_set() and second.ready.is_set())
         fail(node)
-        found = []
-        while len(found) < 14:
-            found += first.take()
+        found: list[Rise] = []
+        until(lambda: len(found) >= 14 or found.extend(first.take()))
     assert not quiet.take() and not second.take()
     assert {rise.attempt for rise in found} == {2}
     assert sum(rise.minor for rise in found) == 4
@@ -155,12 +184,11 @@ def test_rows_of_steps_have_the_sums_and_a_warning_names_the_counters(
     trained = StepMetrics.trained
 
     def late(rows: StepMetrics, *of_step: Any) -> dict[str, Any]:
-        while not read_rises(config.run.dir)[1:]:
-            pass
+        until(lambda: rows.hardware._found)
         return trained(rows, *of_step)
 
     monkeypatch.setattr(StepMetrics, "trained", late)
-    config = load(tiny.write_run(tmp_path, {"train.metrics.hardware_seconds": 0.001}))
+    config = load(tiny.write_run(tmp_path, {"train.metrics.hardware_seconds": 0.05}))
     preprocess(config)
     output = io.StringIO()
     train(config, Console(file=output, width=200))
