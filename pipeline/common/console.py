@@ -185,6 +185,10 @@ def print_table(console: rich.console.Console, table: Table) -> None:
     wide = console.options.update(width=_WIDEST)
     width = Measurement.get(console, wide, table).maximum
     room = console.width if is_screen(console) else _WIDEST
+    # Where only names may be broken, rich breaks nothing else.
+    breaks_names = all(column.no_wrap or column.overflow == "fold" for column in table.columns)
+    if breaks_names and Measurement.get(console, wide, table).minimum <= room:
+        width = min(width, room)
     if width > room and table.row_count:
         _drop_empty_columns(table)
         width = Measurement.get(console, wide, table).maximum

@@ -89,7 +89,7 @@ def test_keys_that_differ_are_shown_one_line_each_and_win(
         "train.optimizer.lr=5e-3",
         "train.checkpoint.keep=7",
         "train.ema.decay=0.5",
-        "launch.threads=2",  # says nothing about the run, nor do its folder and `resume`
+        "launch.threads=2",
         "resume.verify_on_load=size",
     )
     assert code == 0, out
@@ -98,6 +98,7 @@ def test_keys_that_differ_are_shown_one_line_each_and_win(
         "train.optimizer.lr: 0.01 -> 0.005",
         "train.checkpoint.keep: 2 -> 7",
         "train.ema: none -> {decay: 0.5}",
+        "threads per process: 1 -> 2, which changes the last bits of sums",
     ]
     assert column(run, "lr")[4:] == [5e-3] * 4
     changed = "train.duration: 4 steps -> 8 steps; train.optimizer.lr: 0.01 -> 0.005"

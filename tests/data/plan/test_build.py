@@ -15,6 +15,7 @@ import xxhash
 from rich.console import Console
 
 from pipeline.cli.main import main
+from pipeline.common import console as console_module
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.datasets.open import open_datasets
@@ -324,7 +325,8 @@ def shown(run, tmp_path, width, *overrides):
 
 
 @pytest.mark.parametrize("width", [80, 120, None])
-def test_nothing_is_cut_off_at_any_width(run, tmp_path, width):
+def test_nothing_is_cut_off_at_any_width(run, tmp_path, width, monkeypatch):
+    monkeypatch.setattr(console_module, "is_screen", lambda _: width is not None)
     text = shown(run, tmp_path, width)
     tables = text[: text.index("warning:")]
     assert "…" not in tables and (width is None or max(map(len, tables.split("sources")[1].splitlines())) <= width)

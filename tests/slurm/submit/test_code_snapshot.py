@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from pipeline.common import imports, versions
+from pipeline.common import imports, storage, versions
 from pipeline.config.slurm import SiteConfig
 from slurm.submit import code_snapshot
 from slurm.submit.site_profile import load_site, shipped
@@ -96,10 +96,10 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "other").mkdir()
     code_snapshot.take(tmp_path / "other")  # and so it is in the cache
 
-    def write(path: Path, data: bytes) -> int:
+    def write(path: Path, data: bytes, mode: int | None = None) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", write)
+    monkeypatch.setattr(storage, "write_new", write)
     with pytest.raises(OSError, match="No space left") as full:
         code_snapshot.take(tmp_path)
     assert full.value.filename == str(code_snapshot.place(tmp_path)[0])
