@@ -64,7 +64,7 @@ def sections(index: str) -> list[tuple[str, list[tuple[str, str]]]]:
     for line in index.splitlines():
         if line.startswith("## "):
             found.append((line[3:], []))
-        elif line.startswith("| ["):
+        elif line.startswith("| [") and found:  # the paths above name some of the pages again
             column = line.split(" | ")[0]
             found[-1][1].extend(
                 (title, file) for title, file in re.findall(r"\[(.+?)\]\(([^)]+)\)", column) if "#" not in file
