@@ -183,11 +183,10 @@ def print_table(console: rich.console.Console, table: Table) -> None:
     block of lines. Files and pipes get it in its whole width.
     """
     wide = console.options.update(width=_WIDEST)
-    width = Measurement.get(console, wide, table).maximum
+    least, width = Measurement.get(console, wide, table)
     room = console.width if is_screen(console) else _WIDEST
     # Where only names may be broken, rich breaks nothing else.
-    breaks_names = all(column.no_wrap or column.overflow == "fold" for column in table.columns)
-    if breaks_names and Measurement.get(console, wide, table).minimum <= room:
+    if least <= room and all(column.no_wrap or column.overflow == "fold" for column in table.columns):
         width = min(width, room)
     if width > room and table.row_count:
         _drop_empty_columns(table)

@@ -404,10 +404,7 @@ class Reserved:
     def _make(self) -> None:
         if not self.path.is_file() or self.path.stat().st_size != self._size:
             try:
-                with (
-                    naming(self.path),
-                    open(links.open_to_write(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file,
-                ):
+                with naming(self.path), links.create(self.path) as file:
                     file.write(b" " * self._size)
             except OSError:
                 links.remove(self.path, missing_ok=True)
@@ -573,20 +570,26 @@ def json_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 def _data_after(file: BufferedReader, place: int) -> int:
     """The first byte from a place on that is not in a hole of a sparse file; the end if there is none."""
-    # By a descriptor of its own: the buffer of the file counts on where its descriptor is.
-    descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.lseek(descriptor, place, os.SEEK_DATA)
+        return _place_of(file, place, os.SEEK_DATA)
     except OSError:  # behind the last bytes
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
+        return os.fstat(file.fileno()).st_size
 
 
 def _data_before(file: BufferedReader, place: int) -> int:
     """The end of the last bytes before a place that are not in a hole of a sparse file."""
     begin = end = 0
     with contextlib.suppress(OSError):  # behind the last bytes
-        while end < place and (begin := os.lseek(file.fileno(), end, os.SEEK_DATA)) < place:
-            end = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+        while end < place and (begin := _place_of(file, end, os.SEEK_DATA)) < place:
+            end = _place_of(file, begin, os.SEEK_HOLE)
     return min(end, place)
+
+
+def _place_of(file: BufferedReader, place: int, whence: int) -> int:
+    """Where a seek leads. The descriptor is put back: the buffer of the file counts on where it is."""
+    descriptor = file.fileno()
+    before = os.lseek(descriptor, 0, os.SEEK_CUR)
+    try:
+        return os.lseek(descriptor, place, whence)
+    finally:
+        os.lseek(descriptor, before, os.SEEK_SET)

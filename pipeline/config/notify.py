@@ -22,7 +22,7 @@ class NotifyConfig(Section):
     on: list[NotifyEvent] = Field(min_length=1)
     """Events: training is `done`; a stage has `failed` for good; training has `stopped`, and nothing continues it; it
     was interrupted and continues (`requeued`: in the queue, in the next job, or in the same job); it has `stalled`,
-    without a sign of life; a step went wrong (`spike`: a spike or a value that is not finite, and what was done);
+    and sends no heartbeat; a step went wrong (`spike`: a spike or a value that is not finite, and what was done);
     `saves_failing`; an export while training failed (`export_failed`); a node has `hardware` errors."""
     command: Annotated[Annotated[list[Lines], Field(min_length=1)] | None, CODE] = None
     """Program and arguments. It gets the event as JSON on its standard input, and as variables like PIPELINE_EVENT and

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from pipeline.train.host.nvidia_smi import PATIENCE, query_gpus
 from slurm.doctor.report import NodeCheck, failed
 
-_PATIENCE = 20.0
-"""Seconds for nvidia-smi, which hangs where a GPU does."""
 _COLUMNS = ("index", "driver_version", "ecc.errors.uncorrected.volatile.total", "retired_pages.pending")
 _GPU_SIZE, _CPU_SIZE = 6144, 384
 """Rows of the matrices of the product: 3 times a power of 2, so that the result has an exact value in bf16."""
@@ -38,21 +36,17 @@ def driver_views() -> tuple[list[DriverView], list[NodeCheck]]:
     """GPUs by nvidia-smi, and checks of its answer; nothing where there is neither nvidia-smi nor a GPU."""
     if shutil.which("nvidia-smi") is None:
         return [], [_unasked("it is not in PATH")] if torch.cuda.device_count() else []
-    command = ["nvidia-smi", f"--query-gpu={','.join(_COLUMNS)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL, check=False
-        )
+        answer = query_gpus(_COLUMNS)
     except subprocess.TimeoutExpired:
-        return [], [failed("nvidia-smi", "no answer", f"nvidia-smi does not answer within {_PATIENCE:g} s")]
+        return [], [failed("nvidia-smi", "no answer", f"nvidia-smi does not answer within {PATIENCE:g} s")]
     except OSError as error:
         return [], [failed("nvidia-smi", "not run", f"nvidia-smi cannot be run: {error.strerror}")]
-    output = " ".join((done.stdout + done.stderr).split())[:300]
-    if "not a valid field" in output.lower():  # a version of nvidia-smi that does not know these
+    if answer.is_unknown_field:
         return [], [_unasked("this version does not know these fields")]
-    if done.returncode != 0:
-        return [], [failed("nvidia-smi", f"code {done.returncode}", f"nvidia-smi failed: {output}")]
-    views = parse_driver_views(done.stdout)
+    if answer.code != 0:
+        return [], [failed("nvidia-smi", f"code {answer.code}", f"nvidia-smi failed: {answer.text[:300]}")]
+    views = parse_driver_views(answer.rows)
     return views, judge_driver_views(views)
 
 
@@ -64,10 +58,10 @@ def _unasked(why: str) -> NodeCheck:
     return NodeCheck("nvidia-smi", False, "not asked", text, "warning")
 
 
-def parse_driver_views(text: str) -> list[DriverView]:
-    """Lines of `nvidia-smi --query-gpu`; what a GPU does not have counts as none."""
+def parse_driver_views(rows: Sequence[Sequence[str]]) -> list[DriverView]:
+    """GPUs by rows of nvidia-smi; what a GPU does not have counts as none."""
     views = []
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+    for row in rows:
         if len(row) == len(_COLUMNS):
             index, driver, errors, pending = (value.strip() for value in row)
             views.append(DriverView(index, driver, int(errors) if errors.isdecimal() else 0, pending == "Yes"))

@@ -19,7 +19,7 @@ from slurm.jobs import Stage
 _AGAIN = 1.0
 """Seconds until the scheduler is asked again for a step that has not begun yet."""
 _AWAY = 5.0
-"""The same where the scheduler does not answer."""
+"""Seconds until a scheduler that did not answer is asked again."""
 
 
 class StepSignals:

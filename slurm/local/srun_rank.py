@@ -26,22 +26,21 @@ def join_step() -> None:
     tasks = given.get("SLURM_STEP_NUM_TASKS", "")
     if is_rank() or "SLURM_STEP_ID" not in given or not tasks.isdecimal() or int(tasks) < 2:
         return
-    from slurm import scheduler
-    from slurm.job.srun_task import ranks_environment
+    from slurm.job.srun_task import first_node, ranks_environment
 
     place = ranks_environment(dict(given))
-    first_node, other = scheduler.hostnames(given["SLURM_STEP_NODELIST"])[0], given.get("MASTER_ADDR")
-    if other not in (None, first_node) and place["RANK"] == "0":
+    first, other = first_node(given["SLURM_STEP_NODELIST"]), given.get("MASTER_ADDR")
+    if other not in (None, first) and place["RANK"] == "0":
         warn(
             Console(),
-            f"MASTER_ADDR={other} of the environment is not used: rank 0 of this step is on {first_node}. To choose "
+            f"MASTER_ADDR={other} of the environment is not used: rank 0 of this step is on {first}. To choose "
             "the address, set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of each task, too",
         )
     step = f"{given['SLURM_JOB_ID']}.{given['SLURM_STEP_ID']}"
-    first, count = _PORTS
-    given.update(place, MASTER_ADDR=first_node)
+    lowest, count = _PORTS
+    given.update(place, MASTER_ADDR=first)
     # All tasks have to know it without asking one another.
-    given.setdefault("MASTER_PORT", str(first + zlib.crc32(step.encode()) % count))
+    given.setdefault("MASTER_PORT", str(lowest + zlib.crc32(step.encode()) % count))
     if _END not in given and (end := _end_time(given["SLURM_JOB_ID"])):
         given[_END] = end
 

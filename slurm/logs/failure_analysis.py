@@ -162,10 +162,9 @@ def first_failure(
     if failure.rank is not None:
         place = failure.rank // processes_per_node
         # By its own word, if it left one: a step may order its nodes by the topology.
-        hosts = [each.record.host for each in ended if each.rank == failure.rank and each.record]
-        named = [host for host in hosts if host in launch_nodes]
-        node = named[0] if named else launch_nodes[place] if place < len(launch_nodes) else None
-        failure = replace(failure, node=node)
+        own = (each.record.host for each in ended if each.rank == failure.rank and each.record)
+        counted = launch_nodes[place] if place < len(launch_nodes) else None
+        failure = replace(failure, node=next((host for host in own if host in launch_nodes), counted))
     return replace(failure, lost_nodes=srun.lost)
 
 

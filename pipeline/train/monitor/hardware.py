@@ -6,12 +6,10 @@ collects the notes of all nodes for the metrics and warns. Nothing here needs an
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -21,28 +19,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-import orjson
-
 from pipeline.common import links, process_identity, storage
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.common.run_files import RunFiles
 from pipeline.train.distributed.rank import Processes
+from pipeline.train.host.nvidia_smi import query_gpus
 from pipeline.train.run.folder import RunFolder
 
 _SYS = Path("/sys")
 _KERNEL_LOG = Path("/dev/kmsg")
-_MINOR = {
-    *("corrected memory errors", "rx_errors", "tx_errors", "symbol_error", "port_rcv_errors", "port_xmit_discards"),
-    *("packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_nak_retry_err", "roce_adp_retrans"),
-}
-"""Counters that also rise on sound hardware, under load: hardware corrected or repeated what went wrong."""
-_PORT = {
-    *("link_downed", "link_error_recovery", "local_link_integrity_errors", "excessive_buffer_overrun_errors"),
+_MINOR_OF_PORT = {
     *("symbol_error", "port_rcv_errors", "port_xmit_discards"),
     *("packet_seq_err", "out_of_sequence", "local_ack_timeout_err", "rnr_nak_retry_err", "roce_adp_retrans"),
 }
+_OF_PORT = {
+    *("link_downed", "link_error_recovery", "local_link_integrity_errors", "excessive_buffer_overrun_errors"),
+    *_MINOR_OF_PORT,
+}
 """Counters of an InfiniBand or RoCE port, in `counters` and `hw_counters`."""
+_MINOR = {"corrected memory errors", "rx_errors", "tx_errors", *_MINOR_OF_PORT}
+"""Counters that also rise on sound hardware, under load: hardware corrected or repeated what went wrong."""
 _GPU = (
     {
         "ecc.errors.uncorrected.volatile.total": "uncorrected memory errors",
@@ -55,8 +52,6 @@ _GPU = (
 )
 """Fields of nvidia-smi, and what they count. A driver that does not know one field refuses its whole query."""
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
-_PATIENCE = 20.0
-"""Seconds for nvidia-smi, which hangs where a GPU does."""
 _LEAVING = 1.0
 """Seconds that a rank waits, when it ends, for counters that are being read."""
 _NAMED = 5
@@ -101,8 +96,8 @@ def read_rises(run: Path) -> list[Rise]:
 def _parse(data: bytes) -> list[Rise]:
     rises = []
     for line in data[: data.rfind(b"\n") + 1].splitlines():
-        with suppress(ValueError, KeyError, TypeError):
-            values = orjson.loads(line)
+        with suppress(KeyError):
+            values = storage.json_object(line) or {}
             rise = Rise(**{name: values[name] for name in Rise.__dataclass_fields__})
             if all(isinstance(each, int) for each in (rise.attempt, rise.by)) and isinstance(rise.time, float):
                 rises.append(rise)
@@ -217,17 +212,21 @@ class NodeCounters:
     def _gpu_counters(self, events: Counter[str]) -> dict[str, int]:
         found: dict[str, int] = {}
         for fields in list(self._queries):
-            command = ["nvidia-smi", f"--query-gpu=index,{','.join(fields)}", "--format=csv,noheader,nounits"]
-            code, output = _answer(command)
-            if "not a valid field" in output.lower():
-                self._queries.remove(fields)
-            elif code != 0:
-                self._queries = []  # what hangs would hang again
-                line = " ".join(output.split())[:200]
-                events[f"nvidia-smi: {'no answer' if code is None else line or f'code {code}'}"] += 1
-                return found
+            try:
+                answer = query_gpus(["index", *fields])
+            except (OSError, subprocess.TimeoutExpired):
+                failure = "no answer"
             else:
-                found |= _gpu_values(output, list(fields.values()))
+                if answer.is_unknown_field:
+                    self._queries.remove(fields)
+                    continue
+                if answer.code == 0:
+                    found |= _gpu_values(answer.rows, list(fields.values()))
+                    continue
+                failure = answer.text[:200] or f"code {answer.code}"
+            self._queries = []  # what hangs would hang again
+            events[f"nvidia-smi: {failure}"] += 1
+            break
         return found
 
     def _xids(self) -> Iterator[str]:
@@ -245,26 +244,10 @@ class NodeCounters:
                 yield f"GPU {gpu}: Xid {number}"
 
 
-def _answer(command: list[str]) -> tuple[int | None, str]:
-    """Exit code and output of a program; None for one that does not end in time, or cannot be started."""
-    with tempfile.TemporaryFile() as output:
-        try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        except OSError:
-            return None, ""
-        try:
-            code = process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()  # and not waited for: in the driver it cannot even be killed
-            return None, ""
-        output.seek(0)
-        return code, output.read(_RECORD).decode(errors="replace")
-
-
-def _gpu_values(text: str, names: list[str]) -> dict[str, int]:
-    """Counters of all GPUs from lines of nvidia-smi; "[N/A]" and the like are left out."""
+def _gpu_values(rows: list[list[str]], names: list[str]) -> dict[str, int]:
+    """Counters of all GPUs from rows of nvidia-smi; "[N/A]" and the like are left out."""
     found = {}
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+    for row in rows:
         for name, value in zip(names, row[1:], strict=False):
             if value.isdecimal() or value in ("Active", "Not Active"):
                 found[f"GPU {row[0]}: {name}"] = int(value) if value.isdecimal() else int(value == "Active")
@@ -275,7 +258,7 @@ def _card_counters() -> dict[str, int]:
     """Counters of InfiniBand, RoCE and Ethernet cards."""
     found = {}
     for file in _SYS.glob("class/infiniband/*/ports/*/*counters/*"):
-        if file.name in _PORT and (value := _number(file)) is not None:
+        if file.name in _OF_PORT and (value := _number(file)) is not None:
             found[f"{file.parts[-5]} port {file.parts[-3]}: {file.name}"] = value
     for device in _SYS.glob("class/net/*/device"):  # virtual interfaces have none
         interface = device.parent

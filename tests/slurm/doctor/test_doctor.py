@@ -17,8 +17,9 @@ import torch
 from pipeline.common import storage
 from pipeline.common.errors import EXIT_UNHEALTHY, UserError
 from pipeline.common.versions import versions
+from pipeline.train.host import nvidia_smi as nvidia_smi_module
+from pipeline.train.host.nvidia_smi import GpuAnswer
 from slurm.devcluster import DevCluster
-from slurm.doctor import gpu
 from slurm.doctor.command import doctor_command
 from slurm.doctor.gpu import devices, driver_views, judge_driver_views, parse_driver_views, products, wrong_elements
 from slurm.doctor.network import RendezvousFailed, rendezvous
@@ -190,7 +191,7 @@ def test_products_that_are_wrong_are_seen() -> None:
 
 def test_what_nvidia_smi_says() -> None:
     text = "0, 550.54.15, 0, No\n1, 550.54.15, 3, Yes\n2, 550.54.15, [N/A], [N/A]\n"
-    views = parse_driver_views(text)
+    views = parse_driver_views(GpuAnswer(0, text).rows)
     assert [(view.index, view.driver, view.uncorrected, view.retiring) for view in views] == [
         ("0", "550.54.15", 0, False),
         ("1", "550.54.15", 3, True),
@@ -250,7 +251,7 @@ def test_nvidia_smi_as_it_answers(
 
 def test_nvidia_smi_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, monkeypatch, 1, "while true; do :; done")
-    monkeypatch.setattr(gpu, "_PATIENCE", 0.1)
+    monkeypatch.setattr(nvidia_smi_module, "PATIENCE", 0.1)
     views, (check,) = driver_views()
     assert not views and (check.value, check.severity) == ("no answer", "error")
 

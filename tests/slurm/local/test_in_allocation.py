@@ -59,7 +59,6 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(scheduler, "hostnames", lambda text: ["n1", "n2"])
     yield values
     for name in RANKS:
         os.environ.pop(name, None)

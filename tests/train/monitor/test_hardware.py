@@ -12,6 +12,7 @@ from pipeline.common.console import Console
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.distributed.rank import Processes
+from pipeline.train.host import nvidia_smi
 from pipeline.train.monitor import hardware
 from pipeline.train.monitor.hardware import HardwareWatch, NodeCounters, Rise, read_rises, rises_text
 from pipeline.train.run.folder import RunFolder, read_metrics
@@ -110,7 +111,7 @@ def test_what_fails_at_the_first_look_is_noted(node: Path, monkeypatch: pytest.M
     counters = NodeCounters()
     assert list(counters.rises()) == ["nvidia-smi: Unable to determine the device handle for GPU0: GPU is lost"]
     counters.close()
-    monkeypatch.setattr(hardware, "_PATIENCE", 0.1)
+    monkeypatch.setattr(nvidia_smi, "PATIENCE", 0.1)
     write(node / "bin/nvidia-smi", "#!/bin/sh\nexec sleep 600\n")
     counters = NodeCounters()
     assert counters.rises() == {"nvidia-smi: no answer": 1} and counters.rises() == {}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from pipeline.common import storage
-from pipeline.common.page.html import Table, document, escaped, section
+from pipeline.common.page.html import Table, document, section
+from pipeline.common.page.words import clean
 from pipeline.data.curate.files import CURATE
-from pipeline.data.curate.report.page import share
+from pipeline.data.curate.report.page import page_css, share
 from pipeline.data.curate.report.write import REPORT_HTML, REPORT_JSON
+from pipeline.data.work.bad_input import put_changed
 
 
 def write_index(data: Path, decisions: Sequence[Path]) -> Path:
@@ -25,31 +28,24 @@ def write_index(data: Path, decisions: Sequence[Path]) -> Path:
     path = data / CURATE / REPORT_HTML
     reports = [storage.read_object(folder / REPORT_JSON) for folder in decisions]
     links = [os.path.relpath(folder / REPORT_HTML, path.parent) for folder in decisions]
-    content = _page(reports, links)
     storage.make_below(data, path.parent)
-    if not path.is_file() or storage.read_bytes(path) != content:
-        storage.put(path, content)
+    put_changed(path, _page(reports, links))
     return path
 
 
 def _page(reports: Sequence[dict[str, Any]], links: Sequence[str]) -> bytes:
-    css = resources.files("pipeline.data.curate.report").joinpath("curation.css").read_text(encoding="utf-8")
-    head = "".join(f"<th{'' if place else ' class=w'}>{text}</th>" for place, text in enumerate(_HEAD))
-    rows = "".join(
-        f"<tr><td class=w><a href='{escaped(link)}'>{escaped(report['source'])}</a></td>"
-        + "".join(f"<td>{cell}</td>" for cell in _cells(report["funnel"]))
-        + "</tr>"
+    rows = tuple(
+        (Markup("<a href='{}'>{}</a>").format(link, clean(report["source"])), *_cells(report["funnel"]))
         for report, link in zip(reports, links, strict=True)
     )
+    words = "A name leads to the source's own page: values and bounds, examples, duplicates."
     body = [
         "<header><p class='above'>Curation</p><div class='name'><h1>Sources</h1></div></header><main>",
-        "<section class='wide'><h3>Sources</h3><div class='scroll' tabindex='0' role='region' aria-label='Sources'>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-        "<p class='note'>A name leads to the source's own page: values and bounds, examples, duplicates.</p></section>",
+        section("Sources", Table(_HEAD, rows, 1), words),
         section("Documents that a rule removes", _rules(reports), "A document counts at each rule that removes it."),
         "</main>",
     ]
-    return document("Curation", body, css)
+    return document("Curation", body, page_css())
 
 
 _HEAD = ("source", "records", "documents", "kept", "share kept", "bytes kept", "duplicates", "edited")

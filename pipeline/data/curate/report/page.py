@@ -29,7 +29,6 @@ _LANGUAGES = 50
 
 def page(report: Mapping[str, Any]) -> bytes:
     """The whole file."""
-    css = resources.files("pipeline.data.curate.report").joinpath("curation.css").read_text(encoding="utf-8")
     fired = [rule for rule in report["rules"] if rule["fires"]]
     body = [
         *_head(report),
@@ -52,7 +51,12 @@ def page(report: Mapping[str, Any]) -> bytes:
         f"</main><footer>Made by pretraining-pipeline {__version__} from the verdicts "
         f"{escaped(report['decide_hash'])}. Tokens are estimated as a quarter of the bytes.</footer>",
     ]
-    return document(f"Curation: {report['source']}", body, css)
+    return document(f"Curation: {report['source']}", body, page_css())
+
+
+def page_css() -> str:
+    """Style of the pages of a curation."""
+    return resources.files("pipeline.data.curate.report").joinpath("curation.css").read_text(encoding="utf-8")
 
 
 def share(count: int, of: int) -> str:
