@@ -586,7 +586,7 @@ def _data_before(file: BufferedReader, place: int) -> int:
 
 
 def _place_of(file: BufferedReader, place: int, whence: int) -> int:
-    """Where a seek leads. The descriptor is put back: the buffer of the file counts on where it is."""
+    """Place that a seek leads to. The descriptor is put back: the buffer of the file counts on where it is."""
     descriptor = file.fileno()
     before = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:

@@ -15,7 +15,7 @@ _MOST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class GpuAnswer:
-    """What nvidia-smi answered."""
+    """Exit code and output of nvidia-smi."""
 
     code: int
     """Exit code."""
