@@ -120,6 +120,11 @@ def section(title: str, figures: Table, words: str = "") -> Markup:
     return macro("section", title, figures, Markup(prose(words)))
 
 
+def anchor(address: str, text: str) -> Markup:
+    """A link to another page; both are text of others."""
+    return Markup("<a href='{}'>{}</a>").format(clean(address), clean(text))
+
+
 def _style() -> str:
     def variables(colours: dict[str, str]) -> str:
         return "".join(f"--{name}:{colour};" for name, colour in colours.items())

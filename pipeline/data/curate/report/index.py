@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from pipeline.common import storage
-from pipeline.common.page.html import Table, document, section
-from pipeline.common.page.words import clean
+from pipeline.common.page.html import Table, anchor, document, section
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.report.page import page_css, share
 from pipeline.data.curate.report.write import REPORT_HTML, REPORT_JSON
@@ -35,7 +32,7 @@ def write_index(data: Path, decisions: Sequence[Path]) -> Path:
 
 def _page(reports: Sequence[dict[str, Any]], links: Sequence[str]) -> bytes:
     rows = tuple(
-        (Markup("<a href='{}'>{}</a>").format(link, clean(report["source"])), *_cells(report["funnel"]))
+        (anchor(link, report["source"]), *_cells(report["funnel"]))
         for report, link in zip(reports, links, strict=True)
     )
     words = "A name leads to the source's own page: values and bounds, examples, duplicates."
