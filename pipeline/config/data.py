@@ -68,7 +68,7 @@ class CsvConfig(Section):
 
 
 class WarcConfig(Section):
-    """Pages of the WARC files of a source with `type: warc`."""
+    """Pages of the WARC files of a source with `type: warc`. The limits (`max_...`) hold for `type: html` too."""
 
     html: Literal["trafilatura", "skip"] | None = None
     """Library that takes the main text out of HTML pages (`pip install 'pretraining-pipeline[html]'`), or `skip` to
@@ -132,11 +132,14 @@ class InputConfig(Section):
     name: Text = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)
     """Name of the source. The order of its samples is keyed by this name, never by its place in the list."""
     type: Annotated[
-        Literal["text", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] | str, NamedPlugin("sources"), DATA
+        Literal["text", "html", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] | str,
+        NamedPlugin("sources"),
+        DATA,
     ] = "text"
-    """`text`: one document per file (text or code). `jsonl`: one JSON object per line. `csv`, `tsv`: one record a
-    document. `warc`: pages of a crawl (WARC) or their texts (WET). All these may be compressed (`.gz`, `.zst`, `.bz2`,
-    `.xz`). `parquet`: one row a document. `arrow`: Arrow files, like those of `Dataset.save_to_disk`. `hub`: what `hub`
+    """`text`: one document per file (text or code). `html`: the main text of one HTML page per file (`pip install
+    'pretraining-pipeline[html]'`). `jsonl`: one JSON object per line. `csv`, `tsv`: one document per record. `warc`:
+    pages of a crawl (WARC) or their texts (WET). All these may be compressed (`.gz`, `.zst`, `.bz2`, `.xz`).
+    `parquet`: one document per row. `arrow`: Arrow files, like those of `Dataset.save_to_disk`. `hub`: what `hub`
     names, through `datasets` streaming. A name with a dot: an installed plug-in, see `docs/plugins.md`."""
     options: SourceOptions = None
     """Options of the plug-in that `type` names."""
@@ -156,7 +159,7 @@ class InputConfig(Section):
     csv: CsvConfig = CsvConfig()
     """Dialect of `csv` and `tsv` files."""
     warc: WarcConfig = WarcConfig()
-    """Pages of `warc` files."""
+    """Pages of `warc` files; the limits of a page hold for `html` files too."""
     id_key: Text = "id"
     """Key or column of the document's id; a record without it gets `FILE@BYTE`, where its line begins, or
     `FILE#ROW`."""
@@ -168,7 +171,7 @@ class InputConfig(Section):
     dataset: DataPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
 
-    without_keys: ClassVar[tuple[str, ...]] = ("text", "warc")
+    without_keys: ClassVar[tuple[str, ...]] = ("text", "html", "warc")
     """Types of ours whose records have no keys."""
 
     @property
@@ -196,9 +199,11 @@ class InputConfig(Section):
             raise ValueError(f"messages needs lists of messages, and fields of type: {self.type} are text alone")
         if given and len(ways) > 1:
             raise ValueError(f"give one of {' and '.join(ways)}")
-        for key, types in (("csv", ("csv", "tsv")), ("warc", ("warc",))):
+        for key, types in (("csv", ("csv", "tsv")), ("warc", ("warc", "html"))):
             if getattr(self, key) != type(self).model_fields[key].default and self.type not in types:
                 raise ValueError(f"{key} needs type: {' or '.join(types)}")
+        if self.type == "html" and self.warc.html is not None:
+            raise ValueError("warc.html is for type: warc; with type: html, trafilatura reads every file")
         return self
 
     @field_validator("name")

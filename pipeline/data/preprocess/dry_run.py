@@ -31,7 +31,7 @@ from pipeline.data.sources.compression import FORMATS, MAGIC, StreamError, compr
 from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.reader import UnitReader
-from pipeline.data.sources.records import NOT_BAD, Unit
+from pipeline.data.sources.records import NOT_BAD, NULL_TEXT, Unit
 from pipeline.data.tokenization.coverage import Coverage, CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
@@ -85,16 +85,21 @@ class SourceSample:
     """Of the text that was encoded."""
 
     @property
+    def not_bad(self) -> frozenset[str]:
+        """Reasons that are no error: null texts are one if there is nothing else, as in a wrong column."""
+        return NOT_BAD if self.documents else NOT_BAD - {NULL_TEXT}
+
+    @property
     def bad(self) -> int:
         """Records that are rejected and bad."""
-        return self.rejected.total() - sum(self.rejected[reason] for reason in NOT_BAD)
+        return self.rejected.total() - sum(self.rejected[reason] for reason in self.not_bad)
 
     def reject(self, reason: str, detail: str, path: str) -> None:
         """Count a record."""
         self.rejected[reason] += 1
         # Of a record without the key, its keys say enough.
         self.details.setdefault(reason, detail.partition(": {")[0][:_DETAIL_SHOWN])
-        if reason not in NOT_BAD:
+        if reason not in NOT_BAD - {NULL_TEXT}:
             self.first_bad = self.first_bad or path
 
     @property
@@ -103,7 +108,7 @@ class SourceSample:
         reasons = [
             f"{count:,} {reason}" + (f" ({self.details[reason]})" if self.details[reason] else "")
             for reason, count in self.rejected.most_common()
-            if reason not in NOT_BAD
+            if reason not in self.not_bad
         ]
         are = "is" if self.bad == 1 else "are"
         return f"{self.bad:,} of {counted(self.records, 'sampled record')} {are} bad: {', '.join(reasons)}"
@@ -293,8 +298,8 @@ def _html_note(found: SourceFiles) -> str:
     if not head.startswith((b"<!doctype html", b"<html")):
         return ""
     return (
-        f"{found.files[0].path} looks like HTML, which type: text takes as it is, with its markup; pages in WARC files "
-        "are extracted (type: warc, warc.html)"
+        f"{found.files[0].path} looks like HTML, which type: text takes as it is, with its markup; type: html takes "
+        "the main text out of each page"
     )
 
 

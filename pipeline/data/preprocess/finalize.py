@@ -20,7 +20,7 @@ from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
 from pipeline.data.sources.damage import in_words
-from pipeline.data.sources.records import EMPTY, NO_PAGE
+from pipeline.data.sources.records import EMPTY, NO_PAGE, NULL_TEXT
 from pipeline.data.tokenization.coverage import Coverage, covered
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.bad_input import BadInput, put_changed, reasons_in_words
@@ -152,7 +152,7 @@ class Finalizer:
 
     def _nothing(self, use: str, rejected: Counter[str]) -> UserError:
         records = self.report.records
-        empty, curated = rejected[EMPTY], sum(self.report.curated.values())
+        empty, curated = rejected[EMPTY] + rejected[NULL_TEXT], sum(self.report.curated.values())
         elsewhere, pageless = records - rejected.total() - curated, rejected[NO_PAGE]
         bad = rejected.total() - empty - pageless
         kinds = [
@@ -168,7 +168,10 @@ class Finalizer:
             found = f"{found if records else 'no record was read'}; {in_words(self.report.damaged, self.report.bytes)}"
         lower = f", or lower data.splits ({splits_in_words(self._config.data)})" if elsewhere else ""
         is_cut = any(each.is_cut for each in self.report.damaged)
-        salvages = self._config.data.preprocess.on_damaged_file == "salvage" or self._plan.found.source.type == "text"
+        salvages = self._config.data.preprocess.on_damaged_file == "salvage" or self._plan.found.source.type in (
+            "text",
+            "html",
+        )
         ways = ", or fetch the damaged files again" if self.report.damaged else ""
         ways += ", or set data.preprocess.on_damaged_file: salvage" if is_cut and not salvages else ""
         return UserError(f"source {self.report.name!r} has no document {use}: {found}; add documents{lower}{ways}")

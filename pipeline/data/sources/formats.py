@@ -20,12 +20,22 @@ from pipeline.data.sources.jsonl import JsonlReader
 from pipeline.data.sources.parquet import ParquetReader
 from pipeline.data.sources.reader import PLUGIN, Reader
 from pipeline.data.sources.records import Numbering
-from pipeline.data.sources.text import TextReader
+from pipeline.data.sources.text import HtmlReader, TextReader
 from pipeline.data.sources.web.warc import WarcReader
 
 SOURCE_FORMATS: dict[str, type[Reader]] = {
     each.type: each
-    for each in (TextReader, JsonlReader, CsvReader, TsvReader, WarcReader, ParquetReader, ArrowReader, HubReader)
+    for each in (
+        TextReader,
+        HtmlReader,
+        JsonlReader,
+        CsvReader,
+        TsvReader,
+        WarcReader,
+        ParquetReader,
+        ArrowReader,
+        HubReader,
+    )
 }
 
 

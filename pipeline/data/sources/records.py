@@ -20,9 +20,11 @@ MAX_RECORD_BYTES = 32 * 2**20
 """A longer file, line or value is rejected without being held, by default."""
 EMPTY = "empty document"
 """The reason of a record that is sound, and there is only nothing in it."""
+NULL_TEXT = "text is null"
+"""The reason of a row of a table without a text, which is as good as an empty one."""
 NO_PAGE = "not a page of text"
 """The reason of a sound record of a crawl that is an image, say, or a page that was not found."""
-NOT_BAD = frozenset({EMPTY, NO_PAGE})
+NOT_BAD = frozenset({EMPTY, NULL_TEXT, NO_PAGE})
 """Reasons that are no error."""
 NOT_UTF8 = "not UTF-8"
 BAD_WEIGHT = "bad loss weight"

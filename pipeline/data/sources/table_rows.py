@@ -20,6 +20,7 @@ from pipeline.data.sources.records import (
     BAD_WEIGHT,
     EMPTY,
     NOT_UTF8,
+    NULL_TEXT,
     ROW_BYTES,
     Document,
     Piece,
@@ -214,7 +215,7 @@ def rows(
         metadata_values = [(key, values(part.column(key))) for key in kept]
         weights = None if weight_key is None else values(part.column(weight_key))
         for place in range(skip, len(part)):
-            row, null = first + begin + place, ("text is null", "")
+            row, null = first + begin + place, (NULL_TEXT, "")
             raw, texts[place] = texts[place], None  # one text at a time is held twice
             if made is not None:
                 raw, null = made.text(place)

@@ -20,7 +20,7 @@ from pipeline.data.datasets.files import rejected_path
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.sources.damage import DAMAGED_FILE, DamagedFile, damage_in, damaged_error
 from pipeline.data.sources.reader import Reader
-from pipeline.data.sources.records import EMPTY, NOT_BAD, Piece, Unit
+from pipeline.data.sources.records import EMPTY, NOT_BAD, NULL_TEXT, Piece, Unit
 from pipeline.data.work.receipts import Receipts
 
 REJECTED_FILE = "rejected.jsonl"
@@ -93,7 +93,8 @@ class BadInput:
             allowed = f"max_error_rate {limit}" if settings.on_error == "skip" else "on_error: fail"
             with path.open("rb") as lines:
                 first = next(record for record in map(orjson.loads, lines) if record["reason"] not in NOT_BAD)
-            empty = f" (with {counted(rejected[EMPTY], 'empty document')}, not counted here)" if rejected[EMPTY] else ""
+            none = rejected[EMPTY] + rejected[NULL_TEXT]
+            empty = f" (with {counted(none, 'empty document')}, not counted here)" if none else ""
             skipped = (
                 "raise data.preprocess.max_error_rate"
                 if settings.on_error == "skip"

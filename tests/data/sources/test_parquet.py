@@ -12,11 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.common.errors import UserError
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import find_files
 from pipeline.data.sources.reader import UnitReader
-from pipeline.data.sources.records import EMPTY, MAX_RECORD_BYTES
+from pipeline.data.sources.records import EMPTY, MAX_RECORD_BYTES, NULL_TEXT
 from tests.data.reading import check_chain, check_resume, damage, files, middle, read, together, units
+from tests.data.runs import make_config
 
 KINDS = ("parquet", "stream", "file")
 ALL = pytest.mark.parametrize("kind", KINDS)
@@ -404,3 +406,11 @@ print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.st
     size, peak = map(int, run.stdout.split())
     assert size == 10_000 * 30_000 + sum(len(str(i)) for i in range(10_000))
     assert peak < 260_000  # kB; 110 MB of it are libraries
+
+
+def test_rows_without_a_text_are_empty_and_not_bad(tmp_path):
+    pq.write_table(pa.table({"text": ["one two three", None, "", "four five six"] * 3}), tmp_path / "a.parquet")
+    config = make_config(tmp_path, [{"name": "s", "type": "parquet", "paths": [f"{tmp_path}/a.parquet"]}], heldout=0)
+    preprocess(config)  # max_error_rate is 0
+    report = json.loads((config.data_dir / "s" / "report.json").read_bytes())
+    assert report["rejected"] == {NULL_TEXT: 3, EMPTY: 3}

@@ -28,7 +28,14 @@ _NARROW = 2.0
 
 
 def histogram(
-    counts: npt.NDArray[np.int64], scale: Scale, keeps: str, bound: float | None, title: str, unit: str
+    counts: npt.NDArray[np.int64],
+    scale: Scale,
+    keeps: str,
+    bound: float | None,
+    title: str,
+    unit: str,
+    *,
+    end: float | None = None,
 ) -> str:
     """A histogram with its bound. Heights are logarithmic, since few documents lie near a bound.
 
@@ -39,10 +46,11 @@ def histogram(
         bound: None for none.
         title: read out by screen readers.
         unit: of the values.
+        end: of a linear axis; default: where the values end.
     """
     if not counts.any():
         return "<p class='note'>No document has a value.</p>"
-    axis = _Axis.of(counts, scale, keeps, bound)
+    axis = _Axis.of(counts, scale, keeps, bound, end)
     columns = list(axis.columns(counts, keeps, bound))
     top = max(column.count for column in columns)
     parts = [*_grid(top), *(_bar(column, top) for column in columns), *axis.labels()]
@@ -90,13 +98,15 @@ class _Axis:
     zero: bool
 
     @classmethod
-    def of(cls, counts: npt.NDArray[np.int64], scale: Scale, keeps: str, bound: float | None) -> _Axis:
+    def of(
+        cls, counts: npt.NDArray[np.int64], scale: Scale, keeps: str, bound: float | None, end: float | None
+    ) -> _Axis:
         """The axis on which all values and the bound are seen."""
         inner = edges(scale)
         filled = np.flatnonzero(counts)
         low, high = float(inner[max(0, filled[0] - 1)]), float(inner[min(BINS - 2, filled[-1])])
         if scale == "linear":
-            return cls(scale, _linear(low, min(high, 1.0), bound), False)
+            return cls(scale, _linear(low, end or min(high, 1.0), bound), False)
         zeros = 1 if keeps == "max" else 2
         positive = filled[filled >= zeros]
         zero = bool(counts[:zeros].any()) or bound == 0

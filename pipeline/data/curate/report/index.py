@@ -32,8 +32,7 @@ def write_index(data: Path, decisions: Sequence[Path]) -> Path:
 
 def _page(reports: Sequence[dict[str, Any]], links: Sequence[str]) -> bytes:
     rows = tuple(
-        (anchor(link, report["source"]), *_cells(report["funnel"]))
-        for report, link in zip(reports, links, strict=True)
+        (anchor(link, report["source"]), *_cells(report["funnel"])) for report, link in zip(reports, links, strict=True)
     )
     words = "A name leads to the source's own page: values and bounds, examples, duplicates."
     body = [

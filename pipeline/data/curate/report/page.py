@@ -197,7 +197,7 @@ def _figure(rule: Mapping[str, Any], report: Mapping[str, Any]) -> str:
 
 def _other_charts(report: Mapping[str, Any]) -> Iterator[str]:
     if report["similarity"][0]:
-        drawn = histogram(dense(report["similarity"]), "linear", "min", None, "similarity", "similarity")
+        drawn = histogram(dense(report["similarity"]), "linear", "min", None, "similarity", "similarity", end=1.0)
         yield _chart("Near duplicates", "Estimated similarity of removed documents to the kept one.", drawn)
     if sizes := report["clusters"]["sizes"]:
         labels, counts = _powers(sizes)

@@ -61,7 +61,9 @@ MEASURES: dict[str, dict[str, Measure]] = {
         ),
         **{
             f"max_top_{n}_grams": Measure(
-                f"share of characters in the most frequent {n}-gram", f"top_{n}_gram_characters", "characters"
+                f"share of characters in the most frequent {n}-gram (above 1 if its occurrences overlap)",
+                f"top_{n}_gram_characters",
+                "characters",
             )
             for n in (2, 3, 4)
         },

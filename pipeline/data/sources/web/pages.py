@@ -14,6 +14,8 @@ from pipeline.data.sources.template import UnusableRecord
 from pipeline.data.sources.web.budget import DEFAULT_LIMITS, MarkupLimits
 from pipeline.data.sources.web.records import header_fields
 
+LIBRARY = "warc.html"
+"""Key of plans for the library that reads HTML, with its version."""
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 TEXT_TYPE = "text/plain"
 _STATUS = re.compile(rb"HTTP/\d(?:\.\d)? (\d{3})\b")
@@ -167,6 +169,17 @@ def library_version() -> str:
         raise _not_installed("") from None
 
 
+def page_text(page: WebPage, limits: MarkupLimits = DEFAULT_LIMITS) -> str:
+    """The main text of an HTML page, in characters that UTF-8 has.
+
+    Raises:
+        UserError, UnusableRecord: as `main_text`.
+    """
+    text = main_text(characters(page), limits)
+    # HTML can spell a lone surrogate.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
 def main_text(html: str, limits: MarkupLimits = DEFAULT_LIMITS) -> str:
     """The main text of an HTML page; empty if there is none.
 
@@ -199,6 +212,6 @@ def main_text(html: str, limits: MarkupLimits = DEFAULT_LIMITS) -> str:
 
 def _not_installed(why: str) -> UserError:
     return UserError(
-        f"warc.html: trafilatura needs the package trafilatura{why}: {install_extra('html')}; or set "
-        "warc.html: skip to read plain text alone"
+        f"warc.html: trafilatura and type: html need the package trafilatura{why}: {install_extra('html')}; with "
+        "warc.html: skip, only plain text is read from WARC files"
     )

@@ -15,13 +15,20 @@ from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import EMPTY, NO_PAGE, NOT_UTF8, Document, Piece, Unit, metadata_json, record_name
 from pipeline.data.sources.template import UnusableRecord
 from pipeline.data.sources.web.budget import DEFAULT_LIMITS, MarkupLimits
-from pipeline.data.sources.web.pages import HTML_TYPES, TEXT_TYPE, characters, library_version, main_text, page_of
+from pipeline.data.sources.web.pages import (
+    HTML_TYPES,
+    LIBRARY,
+    TEXT_TYPE,
+    characters,
+    library_version,
+    page_of,
+    page_text,
+)
 from pipeline.data.sources.web.records import BrokenWarcError, WarcHead, block_chunks, line_behind, read_head
 
 if TYPE_CHECKING:
     from pipeline.config.data import InputConfig
 
-_LIBRARY = "warc.html"
 _FIELDS = {"url": "warc-target-uri", "date": "warc-date", "record_id": "warc-record-id"}
 """Fields of the header by the short names that metadata may have."""
 
@@ -43,7 +50,7 @@ class WarcReader(Reader):
     has_keys = False
     magic = b"WARC/1."
     title = "WARC"
-    pinned = (_LIBRARY,)
+    pinned = (LIBRARY,)
 
     html: str | None = dataclasses.field(default=None, kw_only=True)
     limits: MarkupLimits = dataclasses.field(default=DEFAULT_LIMITS, kw_only=True)
@@ -66,7 +73,7 @@ class WarcReader(Reader):
 
     def pins(self) -> dict[str, Any]:
         """The library that reads HTML, with its version."""
-        return {_LIBRARY: self.library} if self.library else {}
+        return {LIBRARY: self.library} if self.library else {}
 
     def find(
         self, paths: list[str], exclude: list[str], key: str, planned: Callable[[], Mapping[str, Any]]
@@ -190,10 +197,7 @@ class WarcReader(Reader):
             )
         if self.html == "skip":
             raise UnusableRecord(NO_PAGE, page.media_type)
-        text = main_text(characters(page), self.limits)
-        if not text.isascii():
-            text = text.encode("utf-8", "replace").decode()  # what HTML spells as a lone surrogate
-        return text
+        return page_text(page, self.limits)
 
 
 class _Place:

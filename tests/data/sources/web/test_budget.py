@@ -16,7 +16,7 @@ from pipeline.data.sources.web.budget import DEFAULT_LIMITS, TOO_MUCH_MARKUP, Ma
 from pipeline.data.sources.web.pages import main_text
 from pipeline.data.sources.web.warc import WarcReader
 from tests.data.reading import read
-from tests.data.sources.web.test_warc import WARC, Writer, _html
+from tests.data.sources.web.test_warc import WARC, Writer, html
 
 PROSE = "Some words of ordinary prose that say a little, and then a little more. "
 
@@ -123,15 +123,15 @@ def test_one_paragraph_of_a_page_counts_as_its_elements_and_characters() -> None
 
 
 def test_a_page_that_was_counted_gives_the_same_text() -> None:
-    page = _html("Größe").decode() + "<p>" + "word <b>bold</b> " * 50 + "</p>"
+    page = html("Größe").decode() + "<p>" + "word <b>bold</b> " * 50 + "</p>"
     assert main_text(page, MarkupLimits(max_paragraph_work=10**6)) == main_text(page, MarkupLimits()) != ""
 
 
 def test_a_page_above_a_limit_is_rejected_with_its_place_and_address(tmp_path: Path) -> None:
     writer = Writer()
-    writer.page(0, _html("good"))
+    writer.page(0, html("good"))
     writer.page(1, SHAPES["attributes"](5000).encode())
-    writer.page(2, _html("good"))
+    writer.page(2, html("good"))
     documents = read(writer.save(tmp_path / "a.warc.gz"), WARC)
     assert [d.reason for d in documents] == [None, TOO_MUCH_MARKUP, None]
     assert documents[1].byte == 1 and documents[1].detail.endswith("is 1000 (http://a.example/1)")
@@ -140,10 +140,10 @@ def test_a_page_above_a_limit_is_rejected_with_its_place_and_address(tmp_path: P
 def test_a_listed_record_is_left_out_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer()
     for number in range(3):
-        writer.page(number, _html(f"page{number}"))
+        writer.page(number, html(f"page{number}"))
     path = writer.save(tmp_path / "a.warc.gz")
     parsed: list[str] = []
-    monkeypatch.setattr("pipeline.data.sources.web.warc.main_text", lambda html, _: parsed.append(html) or "text")
+    monkeypatch.setattr("pipeline.data.sources.web.pages.main_text", lambda html, _: parsed.append(html) or "text")
     documents = read(path, WarcReader("text", "id", html="trafilatura", skip_records=frozenset({"a.warc.gz#1"})))
     assert [(d.name, d.reason) for d in documents] == [
         ("a.warc.gz#0", None),

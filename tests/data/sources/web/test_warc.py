@@ -140,7 +140,7 @@ def test_bodies_are_decoded_as_warcio_decodes_them(tmp_path: Path) -> None:
     assert set(theirs.values()) == {body.decode()}
 
 
-def _html(words: str) -> bytes:
+def html(words: str) -> bytes:
     paragraphs = "".join(
         f"<p>{words} is what paragraph {n} of this page is about, at some length.</p>" for n in range(9)
     )
@@ -151,10 +151,10 @@ def _html(words: str) -> bytes:
 def test_main_text_of_html_pages(tmp_path: Path) -> None:
     writer = Writer()
     writer.add("request", 0, b"", http=("GET / HTTP/1.1", []))
-    writer.page(0, _html("Größe"), "text/html; charset=utf-8")
-    writer.page(1, _html("Größe").decode().encode("latin-1"), "text/html; charset=ISO-8859-1", status="200")
+    writer.page(0, html("Größe"), "text/html; charset=utf-8")
+    writer.page(1, html("Größe").decode().encode("latin-1"), "text/html; charset=ISO-8859-1", status="200")
     writer.page(2, b"\x89PNG", "image/png")
-    writer.page(3, _html("Gone"), status="404 Not Found")
+    writer.page(3, html("Gone"), status="404 Not Found")
     writer.page(4, b"<html></html>")
     path = writer.save(tmp_path / "a.warc.gz")
     documents = read(path, WARC)
