@@ -149,6 +149,7 @@ def _check_training_job(config: Config, site: SiteConfig, job: PlannedJob, backe
         )
     if backend == "slurm":
         _check_devices(config, site, job, found)
+        _check_cpus(job, found)
         if config.slurm.doctor:
             _check_run_space(config, found)
     if config.eval.every_checkpoint and backend == "slurm":
@@ -178,6 +179,18 @@ def _check_devices(config: Config, site: SiteConfig, job: PlannedJob, found: Pro
             f"slurm.processes_per_node={here}: a job asks for {gpus} GPUs on each node ({gpus_key(config)}), of "
             f"which {gpus - here} are not used"
         )
+
+
+def _check_cpus(job: PlannedJob, found: Problems) -> None:
+    """CPUs of the processes of a node, where nothing asks for any."""
+    asked, here = job.resources, job.processes_per_node
+    if here == 1 or asked.cpus_per_task is not None or asked.exclusive or any("cpus" in name for name in asked.options):
+        return
+    found.warn(
+        f"slurm.train.cpus_per_task is not set: SLURM gives each of the {here} processes of a node one CPU, unless the "
+        "site has another default; loading data, communication and Python share it. Set it to the CPUs of a node "
+        f"divided by {here}, here or in the profile"
+    )
 
 
 def _check_run_space(config: Config, found: Problems) -> None:

@@ -222,6 +222,25 @@ def test_processes_and_time_of_a_job(run: Path, monkeypatch: pytest.MonkeyPatch)
     assert "launch.device=cuda needs GPUs, but jobs ask for none (gpus_per_node of the profile generic is 0)" in message
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_warned"),
+    [
+        (["slurm.processes_per_node=4"], True),
+        ([], False),
+        (["slurm.processes_per_node=4", "slurm.train.cpus_per_task=2"], False),
+        (["slurm.processes_per_node=4", "slurm.train.exclusive=true"], False),
+        (["slurm.processes_per_node=4", "slurm.train.options={cpus-per-gpu: '8'}"], False),
+    ],
+)
+def test_processes_that_would_share_no_cpus_but_one_each(
+    run: Path, monkeypatch: pytest.MonkeyPatch, keys: list[str], is_warned: bool
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    config, site = load(run, [*keys, "train.batch_size=8"]), SiteConfig()
+    warnings = check(config, site, plan(config, site, ["train"], "slurm"), "slurm", dry_run=True)
+    assert any("cpus_per_task is not set" in each for each in warnings) == is_warned
+
+
 QOS = "normal|cancel||00:00:00\nslow|cancel||00:01:00\ntop|cancel||00:00:00\nhigh|cluster|normal,slow|00:00:00\n"
 PARTITIONS = """\
 PartitionName=train Default=YES GraceTime=0 PriorityTier=1 PreemptMode=CANCEL State=UP
