@@ -273,16 +273,14 @@ class _Cancelling:
         else:
             say(self._console, "asked the training to save and stop")
 
-    def _say_progress(self, before: tuple[str, int | None] | None) -> tuple[str, int | None] | None:
-        """Print what rank 0 does, when that changes."""
+    def _say_progress(self, before: str | None) -> str | None:
+        """Print what rank 0 does, when that changes. The end names the one step that counts: the checkpoint's."""
         beat = read_beat(self._run)
         if beat is None or beat.time < self._begin:
             return before
-        progress = beat.phase, beat.step
-        if progress != before:
-            step = "" if beat.step is None else f", step {beat.step:,}"
-            say(self._console, f"rank 0: {beat.phase}{step}")
-        return progress
+        if beat.phase != before:
+            say(self._console, f"rank 0: {beat.phase}")
+        return beat.phase
 
     def _say_unfinished(self, by_file: bool) -> None:
         if by_file:

@@ -110,7 +110,7 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
         ("perplexity", number("perplexity", ",.2f"), "per token"),
         ("bits per byte", number("bits_per_byte", ".3f"), "this model"),
         ("", number("unigram_bits_per_byte", ".3f"), "unigram model of the tokens"),
-        ("", number("zstd_bits_per_byte", ".3f"), "zstd -19, documents concatenated"),
+        ("", number("zstd_bits_per_byte", ".3f"), "zstd -19, a compressor: all documents as one file"),
         *(
             (f"loss of {name}", form(scores["loss"], ".4f"), f"{form(scores['bits_per_byte'], '.3f')} bits per byte")
             for name, scores in summary.get("sets", {}).items()
@@ -123,6 +123,13 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     ):
         table.add_row(*row)
     print_table(console, table)
+    model, zstd = summary["bits_per_byte"], summary["zstd_bits_per_byte"]
+    if model is not None and zstd is not None and model > zstd:
+        say(
+            console,
+            "zstd -19 needs fewer bits than this model: of long repetitions it knows more than a model of few steps, "
+            "and a longer training passes it",
+        )
     say(console, f"run folder: {config.run.dir} (these figures: {RunFiles.summary})")
     program = _program()
     file = shlex.quote(str(RunFiles(config.run.dir).config))

@@ -266,7 +266,7 @@ def test_training_stops_its_links_leave_and_the_evaluation_stays(sent: Jobs) -> 
     assert (states[train.job], states[link.job], states[later.job]) == ("COMPLETED", "CANCELLED", "PENDING")
     assert f"train: job {link.job} leaves the queue\n" in text
     assert "asked the training to save and stop\n" in text
-    assert "rank 0: save, step 7\n" in text
+    assert "rank 0: save\n" in text
     assert f"stays: eval: job {later.job} (PENDING, BeginTime)\n" in text
     assert f"{run} is cancelled (train)\n" in text
     assert not (run / "stop").exists(), "which would stop the next start"

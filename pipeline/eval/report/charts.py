@@ -67,9 +67,12 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
     if _has(runs, "mtp_loss"):
         title = "Loss of multi-token prediction"
         yield _by_step(runs, scale, "mtp_loss", title, "nats per token, mean of depths", logarithmic=True)
-    yield _by_step(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True, smooth=False)
-    yield _by_step(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
-    yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
+    if _has(runs, "lr"):
+        yield _by_step(runs, scale, "lr", "Learning rate", "learning rate", from_zero=True, smooth=False)
+    if _has(runs, "grad_norm"):
+        yield _by_step(runs, scale, "grad_norm", "Gradient norm", "L2 norm before clipping", logarithmic=True)
+    if _has(runs, "tokens_per_second"):
+        yield _by_step(runs, scale, "tokens_per_second", "Throughput", "tokens per second", from_zero=True)
     if _has(runs, "mfu"):
         yield _by_step(runs, scale, "mfu", "Model FLOP utilization", "fraction of the peak", from_zero=True)
     for name, title in _MEMORY:
@@ -84,6 +87,7 @@ def curves(runs: Sequence[RunFacts], scale: Scale) -> Iterator[LineChart]:
             "times the mean, worst layer",
             from_zero=True,
         )
+    if _has(runs, "balance_loss"):
         yield _by_step(runs, scale, "balance_loss", "Balance loss", "sum, without coefficient")
 
 
@@ -126,24 +130,29 @@ def _looked_at(facts: RunFacts, looks: Sequence[Validation], losses: Floats) -> 
 
 
 def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
-    """Spikes, steps not applied and skipped steps, of all runs."""
+    """Steps at which something happened, of all runs."""
+    kinds: tuple[tuple[str, str, Callable[[RunFacts], Sequence[int]]], ...] = (
+        ("spike", "^", lambda each: each.columns.spikes),
+        ("not applied", "x", lambda each: each.columns.skipped),
+        ("skipped", "|", lambda each: each.columns.passed_over),
+        ("blend changes", "D", lambda each: each.changes.get("blend", [])),
+        ("batch size changes", "s", lambda each: each.changes.get("batch size", [])),
+        ("sequence length changes", "v", lambda each: each.changes.get("sequence length", [])),
+        ("evaluated", "o", lambda each: sorted({one.step for one in each.evaluations})),
+    )
     found = []
-    for label, key, symbol, slot in (
-        ("spike", "spikes", "^", "ink"),
-        ("not applied", "skipped", "x", "ink"),
-        ("skipped", "passed_over", "|", "ink"),
-    ):
+    for label, symbol, steps_of in kinds:
         drawn: list[float] = []
         places: list[tuple[int, Positions]] = []
         for number, each in enumerate(runs):
-            steps, marked = np.asarray(each.columns.step), np.asarray(getattr(each.columns, key))
+            steps, marked = np.asarray(each.columns.step), np.asarray(steps_of(each), np.int64)
             x = scale.of(each)[np.isin(steps, marked)]
             drawn += _apart(x, x, _MOST_MARKS).tolist()
             if len(marked):
                 kept = _apart(marked, marked.astype(float), DETAIL)
                 places.append((number, places_of(each.columns, each.start, kept.tolist())))
         if drawn:
-            found.append(Marks(label, np.asarray(drawn), symbol, slot, tuple(places)))
+            found.append(Marks(label, np.asarray(drawn), symbol, "ink", tuple(places)))
     return tuple(found)
 
 
@@ -289,8 +298,8 @@ def _by_source(
     every = list(dict.fromkeys(name for each in runs for name in names_of(each)))
     if len(every) < (2 if of == "source" else 1):
         return  # of one source it is the loss itself
-    order = {row.source: place for place, row in enumerate(c for each in runs for c in each.consumption)}
-    names = sorted(every, key=lambda name: order.get(name, len(order)))[:MOST_LINES]
+    looks = source_looks(runs, every)
+    names = list(looks)[:MOST_LINES]
     left = f"The {len(names)} largest of {len(every)} {of}s." if len(every) > len(names) else ""
 
     def line(number: int, name: str, label: str, look: Look) -> Line:
@@ -318,7 +327,7 @@ def _by_source(
         )
 
     if len(runs) == 1:
-        lines = [line(0, name, name, Look.of(number)) for number, name in enumerate(names)]
+        lines = [line(0, name, name, looks[name]) for name in names]
         table = Table(("step", "tokens", *names), tuple(rows(runs[0], names)))
         yield chart(title, lines, table, _rules(runs, scale))
         return
@@ -328,6 +337,13 @@ def _by_source(
         ]
         cells = [(each.name, *row) for each in runs if name in names_of(each) for row in rows(each, [name])]
         yield chart(f"{what.capitalize()}: {name}", lines, Table(("run", "step", "tokens", what), tuple(cells), 1), ())
+
+
+def source_looks(runs: Sequence[RunFacts], names: Sequence[str]) -> dict[str, Look]:
+    """Looks of sources, in the order of the data: each has the same in every chart, also where it is one of few."""
+    order = {row.source: place for place, row in enumerate(c for each in runs for c in each.consumption)}
+    known = sorted(names, key=lambda name: order.get(name, len(order)))
+    return {name: Look.of(order.get(name, len(order) + place)) for place, name in enumerate(known)}
 
 
 def points_of(x: Floats, y: Floats) -> Curve:

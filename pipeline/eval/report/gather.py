@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from pipeline.data.order.consumption import Account, accounts
 from pipeline.data.order.journal_file import read_journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
+from pipeline.data.order.segments import Segment
 from pipeline.eval.report.metrics_reader import MetricsReader
 from pipeline.eval.report.reading import Reading
 from pipeline.eval.report.scores import ReportedScore, read_made_with, read_scores
@@ -83,6 +85,8 @@ class RunFacts:
     made_with: dict[tuple[int, str], dict[str, Any]]
     """Settings of each evaluation, by step and weights."""
     scores: list[ReportedScore]
+    changes: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
+    """First steps with another blend, batch size or sequence length than the step before, by the name of these."""
     checkpoint: dict[str, Any]
     """The state that the newest checkpoint has written down."""
     texts: SampleTexts = field(default_factory=SampleTexts)
@@ -229,6 +233,7 @@ class RunReader:
             problems=problems,
         )
         found.consumption = reading.read("the plan of the data", lambda: _consumption(found), [])
+        found.changes = reading.unless_kept("changes", RunFiles.journal, [files.journal], lambda: _changes(folder), {})
         found.sample_losses = reading.unless_kept(
             "losses",
             RunFiles.losses,
@@ -397,6 +402,21 @@ def _length(folder: Path, config: Config | None, reading: Reading) -> tuple[int 
             return found
     words = f"train.duration: {duration.count:,} {duration.unit}"
     return (duration.count, None, words) if duration.unit == "steps" else (None, duration.count, words)
+
+
+def _changes(folder: Path) -> dict[str, list[int]]:
+    if not RunFiles(folder).journal.exists():
+        return {}
+    segments = read_journal(folder).segments
+    kinds: dict[str, Callable[[Segment], Any]] = {
+        "blend": lambda segment: {name: source.weight for name, source in segment.sources.items()},
+        "batch size": lambda segment: segment.batch_size,
+        "sequence length": lambda segment: segment.sequence_length,
+    }
+    return {
+        kind: [two.first_step + 1 for one, two in pairwise(segments) if of(one) != of(two)]
+        for kind, of in kinds.items()
+    }
 
 
 def _consumption(found: RunFacts) -> list[Consumption]:

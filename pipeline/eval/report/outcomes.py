@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeline.common.page.html import Table
 from pipeline.common.page.words import NONE, count, figure, in_percent, seconds, si
-from pipeline.eval.report.charts import MOST_LINES, points_of
+from pipeline.eval.report.charts import MOST_LINES, points_of, source_looks
 from pipeline.eval.report.gather import Consumption, RunFacts
 from pipeline.eval.report.load_charts import load_charts
 from pipeline.eval.report.model import Bar, BarChart, BarPart, Chart, Line, LineChart, Look
@@ -45,8 +45,9 @@ def others(runs: Sequence[RunFacts]) -> Iterator[Chart]:
     for each in runs:
         if each.consumption:
             yield _consumption(each, several=len(runs) > 1)
-    if any(each.evaluations for each in runs):
-        yield _evaluations(runs)
+    held_out = _evaluations(runs)
+    if held_out.lines:
+        yield held_out
     yield from _scores(runs)
 
 
@@ -93,11 +94,13 @@ def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
     planned = sum(row.in_all.drawn for row in rows if row.in_all) or 1
     drawn = sum(_drawn(row) for row in rows) or 1
     bars = []
+    looks = source_looks([facts], [row.source for row in rows])
     for row in rows[:_MOST_BARS]:
-        parts = [BarPart("drawn", float(_drawn(row)), Look("s0"))]
+        look = looks[row.source]
+        parts = [BarPart("drawn", float(_drawn(row)), look)]
         epochs = f"{row.by_now.epochs:.3g}" if row.by_now else NONE
         if row.in_all:
-            parts.insert(0, BarPart("planned", float(row.in_all.drawn), Look("s0"), outline=True))
+            parts.insert(0, BarPart("planned", float(row.in_all.drawn), look, outline=True))
             epochs += f" of {row.in_all.epochs:.3g}"
         bars.append(Bar(row.source, tuple(parts), f"{si(_drawn(row))} tokens, {epochs} epochs"))
     cells = [
@@ -126,7 +129,7 @@ def _consumption(facts: RunFacts, *, several: bool) -> BarChart:
         bars=tuple(bars),
         table=Table((*head, "epochs", "epochs at the end", "seen at least once", "left out"), tuple(cells), 1),
         note=left + "Frame: the plan of the whole run. Left out: tokens of epochs that ended early.",
-        legend=(BarPart("drawn", 0, Look("s0")), BarPart("planned", 0, Look("s0"), outline=True)),
+        legend=(BarPart("drawn", 0, Look("muted")), BarPart("planned", 0, Look("muted"), outline=True)),
     )
 
 
@@ -141,7 +144,11 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
     cells = []
     shown = [_settings(each, found) for each in runs for found in each.evaluations if not found.replaced]
     differ = _differing(shown)
+    looks = source_looks(
+        runs, list(dict.fromkeys(name for each in runs for one in each.evaluations for name in one.sources))
+    )
     for number, each in enumerate(runs):
+        of_source: dict[str, str] = {}
         series: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for found in each.evaluations:
             if found.replaced:
@@ -151,11 +158,10 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
             words += ["average of weights"] * (found.weights == "ema")
             what = f"{found.split} ({', '.join(words)})" if words else found.split
             name = f"{each.name}, {what}" if len(runs) > 1 else what
-            parts = {name: found.scores} | (
-                {f"{name}: {source}": scores for source, scores in found.sources.items()}
-                if len(found.sources) > 1 and len(runs) == 1
-                else {}
-            )
+            parts = {name: found.scores}
+            if len(found.sources) > 1 and len(runs) == 1:
+                parts |= {f"{name}: {source}": scores for source, scores in found.sources.items()}
+                of_source |= {f"{name}: {source}": source for source in found.sources}
             measured = dict.fromkeys(parts, found.measure)
             for of, scores in found.sets.items():
                 parts[f"{name}: set {of}"], measured[f"{name}: set {of}"] = scores, found.set_measures[of]
@@ -166,7 +172,8 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
                     (label, count(found.step), *(figure(scores[k]) for k in ("loss", "perplexity", "bits_per_byte")))
                 )
         for place, ((label, _), points) in enumerate(series.items()):
-            look = Look.of(place) if len(runs) == 1 else Look.of(number).dotted(place)
+            look = looks[of_source[label]] if label in of_source else Look("ink")
+            look = (look if len(runs) == 1 else Look.of(number)).dotted(place)
             lines.append(_line(label, points, look, number, each))
     is_whole = all(asked.get("samples") is None for asked in shown)
     notes = ["From `pipeline eval`" + (": the whole split, where validation takes a sample." if is_whole else ".")]

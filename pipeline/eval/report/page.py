@@ -32,6 +32,10 @@ _SYMBOLS = {
     "^": {"path": "M7 2 L11 10 L3 10 Z", "filled": True},
     "x": {"path": "M3 2 L11 10 M11 2 L3 10", "filled": False},
     "|": {"path": "M7 1 L7 11", "filled": False},
+    "D": {"path": "M7 1 L12 6 L7 11 L2 6 Z", "filled": True},
+    "s": {"path": "M3 2 H11 V10 H3 Z", "filled": True},
+    "v": {"path": "M3 2 L11 2 L7 10 Z", "filled": True},
+    "o": {"path": "M3 6 a4 4 0 1 0 8 0 a4 4 0 1 0 -8 0", "filled": False},
 }
 _HELP = (
     "Point at a chart, tap it, or select it and press ← and → for its values. Drag across a chart to zoom all of them; "

@@ -4,7 +4,8 @@
 (() => {
   const NS = "http://www.w3.org/2000/svg";
   const DASHES = {"-": "", "--": "6 3", ":": "1.5 2.5", "-.": "6 2.5 1.5 2.5"};
-  const GLYPHS = {"^": "m0-4l4 8h-8z", "x": "m-4-4l8 8m0-8l-8 8", "|": "m0-5v10"};
+  const GLYPHS = {"^": "m0-4l4 8h-8z", "x": "m-4-4l8 8m0-8l-8 8", "|": "m0-5v10",
+    "D": "m0-5l5 5l-5 5l-5-5z", "s": "m-4-4h8v8h-8z", "v": "m-4-4h8l-4 8z", "o": "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0"};
   const UNITS = [[172800, 86400, "days"], [7200, 3600, "hours"], [120, 60, "minutes"], [0, 1, "seconds"]];
   const RIGHT = 14, TOP = 18, BOTTOM = 40, FAR = 28, ROW = 12, SPARSE = 36, DOTS = 8, CLOSEST = 1e-9;
   const $ = id => document.getElementById(id);
@@ -261,7 +262,7 @@
       const columns = new Set();
       for (const place of marks[axis]) if (from <= place && place <= to) columns.add(Math.round(x(place)));
       const level = bottom - 7 - ROW * rows.indexOf(marks.label);
-      make("path", {class: marks.symbol === "^" ? "mark filled" : "mark",
+      make("path", {class: "^Dsv".includes(marks.symbol) ? "mark filled" : "mark",
         d: [...columns].map(px => `M${px} ${level}${GLYPHS[marks.symbol]}`).join("")}, inside);
     }
     chart.select = make("rect", {class: "select", y: TOP, height: bottom - TOP, width: 0}, svg);

@@ -98,6 +98,7 @@ def opened(
     else:
         place = bound_unix(access.socket)
     with place as listening:
+        log(f"loading the model of {which if isinstance(which, Path) else config.run.dir}")
         served = load_served(config, which)
         worker = Worker(
             served,

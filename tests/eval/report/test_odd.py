@@ -18,13 +18,15 @@ from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.common.redaction import masked
+from pipeline.data.order.journal import Journal
+from pipeline.data.order.segments import Segment, SourceState
 from pipeline.eval.report import drawing
 from pipeline.eval.report.charts import curves, scales
 from pipeline.eval.report.command import report, sheet
 from pipeline.eval.report.drawing import png, svg
 from pipeline.eval.report.facts import headline
 from pipeline.eval.report.gather import RunFacts, gather, gather_all
-from pipeline.eval.report.model import LineChart
+from pipeline.eval.report.model import BarChart, LineChart
 from pipeline.eval.report.outcomes import others
 from pipeline.eval.report.page import page
 from tests.config.runfile import MINIMAL
@@ -200,6 +202,46 @@ def test_losses_that_cannot_be_compared_are_not_joined(tmp_path: Path) -> None:
     assert tile(gather(run), "held-out loss") == ("2.5", "best of 2 evaluations, step 10")
 
 
+def _journal(*segments: tuple[int, int, tuple[float, float]]) -> Journal:
+    """Segments of (first step, batch size, shares of a and b)."""
+    found: list[Segment] = []
+    cursors = [0, 0]
+    for first, batch, shares in segments:
+        sample = 0
+        if found:
+            drawn = (first - found[-1].first_step) * found[-1].batch_size
+            sample = found[-1].first_sample + drawn
+            cursors = [at + int(more) for at, more in zip(cursors, found[-1].order().counts(drawn), strict=True)]
+        sources = {
+            name: SourceState(tokens=10**6, weight=int(share * 2**32), offset=0, lap=0, cursor=cursor)
+            for name, share, cursor in zip("ab", shares, cursors, strict=True)
+        }
+        at = {"first_step": first, "first_sample": sample, "batch_size": batch}
+        found.append(Segment(**at, sequence_length=10, sources=sources))
+    return Journal(seed=1, segments=found)
+
+
+def test_changes_of_the_plan_are_marked_and_a_source_keeps_its_colour(tmp_path: Path) -> None:
+    rows = [row(step, loss_by_source={"a": 3.0, "b": 2.0}) for step in range(1, 21)]
+    rows[9]["validation_loss"], rows[9]["validation_loss_by_source"] = 2.0, {"a": 3.0, "b": 2.0}
+    run = write(tmp_path / "run", rows, begin(), end())
+    journal = _journal((0, 4, (0.25, 0.75)), (5, 8, (0.25, 0.75)), (12, 8, (0.5, 0.5)))
+    (run / "journal.json").write_bytes(orjson.dumps(journal.to_json()))
+    evaluation(run, 20, 2.0)
+    facts = gather(run)
+    loss, by_source, validation, *_ = curves([facts], scales([facts])[0])
+    assert {marks.label: marks.x.tolist() for marks in loss.marks} == {
+        "batch size changes": [600.0],
+        "blend changes": [1300.0],
+        "evaluated": [2000.0],
+    }
+    looks = {line.label: line.look for line in by_source.lines}
+    assert {line.label: line.look for line in validation.lines} == looks
+    data = next(chart for chart in others([facts]) if chart.title == "Data by source")
+    assert isinstance(data, BarChart)
+    assert {bar.label: bar.parts[-1].look for bar in data.bars} == looks
+
+
 def test_more_lines_than_can_be_told_apart_are_said(tmp_path: Path) -> None:
     runs = [twenty(tmp_path / f"run-{number:02d}") for number in range(12)]
     for run in runs:
@@ -210,8 +252,9 @@ def test_more_lines_than_can_be_told_apart_are_said(tmp_path: Path) -> None:
     assert "8 of 12 lines; the table has all." in chart.note
     figure = Figure()
     drawing._legend(figure, next(curves(facts, scales(facts)[0])))
+    # 12 runs, and where they were evaluated.
     names = [text.get_text().strip("\u200b") for text in figure.legends[0].get_texts()]
-    assert len(names) == 9 and names[0] == "run-00" and names[-1] == "and 4 more"
+    assert len(names) == 9 and names[0] == "run-00" and names[-1] == "and 5 more"
 
 
 # Figures that make no sense
