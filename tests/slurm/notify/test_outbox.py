@@ -49,9 +49,12 @@ def test_a_command_gets_the_event_as_json_and_in_its_environment(tmp_path: Path)
 def test_a_command_that_hangs_ends_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
 
+    asked: list[None] = []
+
     def monotonic() -> float:
-        """Its time is over as soon as both children have begun."""
-        return 10.0 if pids.exists() and pids.read_text().count("\n") == 2 else 0.0
+        """Its time begins with the first question, and is over as soon as both children have begun."""
+        asked.append(None)
+        return 10.0 if len(asked) > 1 and pids.exists() and pids.read_text().count("\n") == 2 else 0.0
 
     set_time(monkeypatch, monotonic=monotonic)
     script = f"sleep 600 & echo $! >> '{pids}'; sh -c 'echo $$ >> {pids}; sleep 600'; sleep 600"
