@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import itertools
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import hypothesis
@@ -20,6 +21,20 @@ hypothesis.settings.load_profile("any machine")
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so all processes that they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `first(n)`, the first n instances are quick, and those without another tier are slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("first")
+        if mark is None or any(item.get_closest_marker(tier) for tier in ("slow", "guard")):
+            continue
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        if seen[name] > mark.args[0]:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -214,6 +214,7 @@ def test_debug_shows_the_traceback_of_a_user_error(
     assert "error: no run file" in err
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("arguments", [["config", "schema"], ["config", "show", "quickstart.yaml"]])
 def test_closed_pipe_is_quiet(arguments: list[str]) -> None:
     """Both with more output than a buffer holds, and with less."""

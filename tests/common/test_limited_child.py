@@ -58,6 +58,7 @@ def test_a_value_comes_back() -> None:
     assert (end.how, end.value, end.detail) == ("result", {"value": {"a": [1, "é"]}, "core": [0, 0]}, "")
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("function", "value", "how", "detail"),
     [

@@ -114,6 +114,7 @@ def run_of(values: Values, changes: dict[str, Any], root: Path) -> Path:
     return values.run
 
 
+@pytest.mark.first(4)
 @as_root
 @pytest.mark.parametrize("key", code_keys(Config))
 def test_code_of_another_user_is_refused(key: str, values: Values, tmp_path: Path) -> None:

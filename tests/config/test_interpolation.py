@@ -166,6 +166,7 @@ def bomb(tmp_path: Path, text: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_references_that_double(tmp_path: Path) -> None:
     levels = "".join(f"  a{n}: '${{x.a{n + 1}}}${{x.a{n + 1}}}'\n" for n in range(40))
     assert "interpolation makes more than" in bomb(tmp_path, f"{MINIMAL}x:\n{levels}  a40: text\n")
@@ -173,6 +174,7 @@ def test_references_that_double(tmp_path: Path) -> None:
     assert "interpolation makes more than" in bomb(tmp_path, f"{MINIMAL}x:\n{levels}  a40: text\n")
 
 
+@pytest.mark.slow
 def test_references_inside_each_other(tmp_path: Path) -> None:
     chain = "".join(f"  a{n}: '${{x.a{n + 1}}}'\n" for n in range(5000))
     assert "more than 100 levels" in bomb(tmp_path, f"{MINIMAL}x:\n{chain}  a5000: text\n")

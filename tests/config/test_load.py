@@ -435,6 +435,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert yaml.safe_load(text)["train"]["duration"] == "10 steps"
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(prompt=st.text(alphabet="ab$\\{}?:.#'\" \n\t-", max_size=12) | st.text(max_size=12))
 def test_any_text_survives_a_round_trip(tmp_path_factory: pytest.TempPathFactory, prompt: str) -> None:

@@ -426,6 +426,7 @@ def test_layout(path: Path) -> None:
     assert [text.partition(",")[0] for text in layout_warnings(config, layout)] == known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=[] if path.stem == "gpt2-124m" else pytest.mark.slow) for path in FILES],

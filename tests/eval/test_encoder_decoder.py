@@ -49,6 +49,7 @@ def draw_prompts() -> list[list[int]]:
     return [[chance.randrange(VOCAB - 1) for _ in range(length)] for length in LENGTHS]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 def test_greedy_equals_transformers(models: tuple[PreTrainedModel, Decoder], penalty: float) -> None:
     """Token for token, prompts of unequal length together, three at a time."""

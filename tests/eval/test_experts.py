@@ -164,6 +164,7 @@ def test_an_evaluation_goes_by_the_router_whatever_the_training_did(root: Path) 
     assert not any(module.force for module in engine.model.whole.modules() if hasattr(module, "force"))
 
 
+@pytest.mark.slow
 def test_in_16_bits_the_bias_of_a_choice_stays_in_fp32(root: Path) -> None:
     file = root / "deepseek.yaml"
     whole, half = (
@@ -176,6 +177,7 @@ def test_in_16_bits_the_bias_of_a_choice_stays_in_fp32(root: Path) -> None:
     assert half.get_parameter("layers.1.mlp.experts.w1").dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_rows_of_a_server_come_and_leave(root: Path) -> None:
     """More requests than slots, of unequal lengths: each gets what it gets alone."""
     config = load(root / "gpt_oss.yaml", ["serve.port=0", "serve.slots=2", "serve.max_length=64"])
@@ -247,6 +249,7 @@ def generate(file: Path, *words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_choices_are_printed(root: Path) -> None:
     file = root / "mixtral.yaml"
     loaded = load_decoder(load(file), None)

@@ -157,6 +157,7 @@ def test_forced_balance_is_named(root: Path) -> None:
     assert "forced by train.balance.force" in shown(root / "forced")
 
 
+@pytest.mark.slow
 def test_what_is_uneven_is_told_on_the_console_and_where_memory_runs_out(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

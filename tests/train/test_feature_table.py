@@ -117,6 +117,7 @@ def test_what_is_refused_is_refused_by_name(root: Path, registry: str, kind: str
             check_layout(load(file, feature.settings), 1)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("run", [0, 1])
 @pytest.mark.parametrize(("registry", "kind"), CASES)
 def test_what_works_trains_together(root: Path, registry: str, kind: str, run: int) -> None:

@@ -130,6 +130,7 @@ def test_a_forked_run_is_killed_and_goes_on_and_is_forked_again(root: Path, pare
     assert [origin["run"], origin["origin"]["run"]] == [str(root / "child"), str(parent)]
 
 
+@pytest.mark.slow
 def test_steps_that_the_parent_passes_over_because_of_a_fault_are_passed_over(root: Path, parent: Path) -> None:
     """Decided after the checkpoint was written: only the parent's journal.json has it."""
     path = parent / "journal.json"
@@ -158,6 +159,7 @@ def test_a_dry_run_writes_nothing(root: Path, parent: Path) -> None:
     assert not (root / "dry").exists()
 
 
+@pytest.mark.slow
 def test_files_are_copied_where_they_cannot_be_linked(
     root: Path, parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +227,7 @@ def test_a_folder_of_another_use_is_not_forked_into(root: Path, parent: Path, tm
     assert [path for path in used.rglob("*") if path.is_file()] == [used / name]
 
 
+@pytest.mark.slow
 def test_what_commands_leave_before_the_first_step_does_not_hinder_a_fork(root: Path, parent: Path) -> None:
     """The data of the fork are its own here: the same, made again in its own folder."""
     settings = ("train.duration=12 steps", *WSD, "data.dir=null")

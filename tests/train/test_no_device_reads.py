@@ -137,6 +137,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("case", ["spikes, average, observed", "fp16", "dropout", "hsdp, documents", "tp2"])
 def test_a_step_has_everything_on_its_device(accelerated: None, case: str) -> None:
     """Forward, backward and update, the batches sent by the step; where an attention is in tiles, these are a CPU's."""

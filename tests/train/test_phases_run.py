@@ -107,6 +107,7 @@ def test_a_checkpoint_before_the_first_trained_step_changes_nothing(root: Path) 
     assert weights_hash(resumed) == weights_hash(late)
 
 
+@pytest.mark.slow
 def test_samples_and_sources_that_are_masked(root: Path, straight: Path) -> None:
     masked = train(root, "masked", CONSTANT, skips({"source": "land", "from_step": 3}, {"samples": "0-3"}))
     assert column(masked, "order_hash") == column(straight, "order_hash")

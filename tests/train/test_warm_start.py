@@ -107,6 +107,7 @@ def test_a_run_that_goes_on_loads_nothing_twice_and_remembers(root: Path, donor:
     assert state["origin"]["path"] == str(donor / "checkpoints/step-00000008")
 
 
+@pytest.mark.slow
 def test_of_a_step_and_of_a_checkpoints_folder(root: Path, donor: Path) -> None:
     by_step = initial(root, "by-step", f"train.init_from.path={donor}", "train.init_from.step=3")
     folder = donor / "checkpoints/step-00000003"
@@ -126,6 +127,7 @@ def test_from_exported_weights_in_several_files(root: Path, exported: Path, weig
     assert equal(initial(root, "from-export", f"train.init_from.path={exported}"), weights)
 
 
+@pytest.mark.slow
 def test_from_the_average_of_the_weights(root: Path, donor: Path, weights: dict[str, torch.Tensor]) -> None:
     average = load_file(_export(donor, root / "average", "ema", None) / "model.safetensors")
     assert not equal(average, weights)
@@ -239,6 +241,7 @@ def test_a_model_that_the_weights_do_not_fit(
     assert re.search(message, out), out
 
 
+@pytest.mark.slow
 def test_weights_that_fit_and_mean_something_else_are_told(root: Path, donor: Path) -> None:
     other = ("model.rope_theta=500", "train.duration=1 steps", "train.schedule.warmup=0 steps")
     code, out = start(root, "theta", *COMMON, f"train.init_from.path={donor}", *other)
@@ -274,6 +277,7 @@ def test_another_tokenizer_is_refused_unless_it_is_named(
     assert "warning: allowed: the weights in" in out
 
 
+@pytest.mark.slow
 def test_an_unknown_tokenizer_is_warned_of(root: Path, exported: Path) -> None:
     """As `pipeline convert from-hf --weights-only` leaves a folder."""
     folder = Path(shutil.copytree(exported, root / "weights-only"))

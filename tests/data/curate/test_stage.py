@@ -55,6 +55,7 @@ def verdicts_of(config):
     return found
 
 
+@pytest.mark.guard
 def test_every_row_has_one_verdict(done):
     config, report, _ = done
     rows, verdicts = rows_of(config), verdicts_of(config)

@@ -337,6 +337,7 @@ class TestRefused:
         assert is_sound(tmp_path / "s" / "heldout").manifest.source == "name"
         assert verify(tmp_path / "s").datasets == 2
 
+    @pytest.mark.guard
     def test_a_full_disk_leaves_nothing(self, prefix, folder, tmp_path):
         code = (
             "import resource, signal, sys; from pathlib import Path; from pipeline.data.datasets.adopt import adopt\n"

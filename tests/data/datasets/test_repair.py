@@ -33,6 +33,7 @@ def read_all(folder):
 
 
 class TestDatasets:
+    @pytest.mark.first(2)
     @pytest.mark.parametrize("name", ["parts/00000/00000001.bin", "parts/00000/00000001.idx", "manifest.json"])
     @pytest.mark.parametrize("how", ["cut", "missing"])
     def test_cut_or_missing(self, config, name, how):
@@ -71,6 +72,7 @@ class TestDatasets:
         preprocess(config)
         assert tree(config.data_dir) == before
 
+    @pytest.mark.first(3)
     @pytest.mark.parametrize(
         "name",
         [f"train/parts/00000/00000001.{suffix}" for suffix in ("bin", "idx", "prov")]
@@ -91,6 +93,7 @@ class TestDatasets:
         assert tree(config.data_dir) == before
         assert verify(config.data_dir).problems == []
 
+    @pytest.mark.guard
     def test_on_the_command_line(self, config):
         path = config.data_dir / "j" / "train" / "parts" / "00000" / "00000001.bin"
         flip(path)
@@ -120,6 +123,7 @@ class TestDatasets:
 
 
 class TestTokenizerOfTheRun:
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("kind", ["train", "path"])
     @pytest.mark.parametrize("damage", ["garbled", "other ids", "missing"])
     def test_removing_the_folder_helps(self, config, sources, done, tmp_path, kind, damage):

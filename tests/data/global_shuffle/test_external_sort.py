@@ -123,6 +123,7 @@ def read_back(shuffle, metadata=False):
 
 
 class TestOrder:
+    @pytest.mark.first(3)
     @pytest.mark.parametrize("metadata", [False, True])
     @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
     @pytest.mark.parametrize("bucket_bytes", [10_000, 10**9])

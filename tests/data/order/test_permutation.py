@@ -97,6 +97,7 @@ def test_all_permutations_of_a_small_range_are_equally_likely(n):
     assert _excess(counts, draws / math.factorial(n)) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [100, 1000, 10_007])
 def test_neighbours_land_anywhere(n):
     """Over many keys: the first element, and the difference of neighbours, are uniform."""

@@ -129,6 +129,7 @@ class TestWhatIsMissing:
             name for name in before if "/receipts/" in name and name.endswith("json") and "rej" not in name
         }
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("where", [0, -1])
     def test_a_change_in_any_link_is_found(self, tmp_path, corpus, where):
         """Stored without compression, so that the file stays as long as it was."""
@@ -148,6 +149,7 @@ class TestWhatIsMissing:
         after = tree(config.data_dir)
         assert {name for name in before if before[name] != after[name]} <= {n for n in before if "/receipts/" in n}
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("shuffle", ["unit", "global"])
     def test_a_round_reads_each_receipt_once(self, tmp_path, monkeypatch, shuffle):
         """Receipts with rejected records among them, which are collected from the receipts as well."""

@@ -64,6 +64,7 @@ def documents_of(folder):
             yield id_hash, sequences, metadata, flags
 
 
+@pytest.mark.first(1)
 def test_against_a_plain_reading(done, corpus):
     config, report = done
     tokenizer = tokenizers.Tokenizer.from_file(str(config.data_dir / "tokenizer" / "tokenizer.json"))

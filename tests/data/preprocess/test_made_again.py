@@ -56,6 +56,7 @@ def manifests(config):
 
 @pytest.mark.parametrize("shuffle", ["unit", "global"])
 class TestCondemnedLater:
+    @pytest.mark.first(1)
     def test_a_finished_source_is_made_again(self, tmp_path, corpus, shuffle, capsys):
         config = config_of(tmp_path, corpus, shuffle=shuffle)
         preprocess(config)
@@ -72,6 +73,7 @@ class TestCondemnedLater:
         assert [name.split()[0] for name in report["engines"]] == ["tokenizers"]
         assert preprocess(config).units_done == 0
 
+    @pytest.mark.first(1)
     def test_meanwhile_it_is_no_finished_dataset(self, tmp_path, corpus, shuffle, monkeypatch):
         config = config_of(tmp_path, corpus, shuffle=shuffle)
         preprocess(config)

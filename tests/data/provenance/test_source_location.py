@@ -176,6 +176,7 @@ def test_each_document_is_the_record_at_its_place(run: str, request: pytest.Fixt
         assert found == places, source
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("run", ["made", "shuffled"])
 def test_a_place_leads_back_to_the_document(run: str, request: pytest.FixtureRequest) -> None:
     config, expected = request.getfixturevalue(run)

@@ -84,6 +84,7 @@ def test_padding_with_zeros(tmp_path, suffix, zeros):
     )
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("level", [-5, 1, 19])
 @pytest.mark.parametrize("options", [{}, {"write_checksum": True}, {"write_content_size": False}, {"threads": 2}])
 def test_zstd_of_every_kind(tmp_path, level, options):
@@ -121,6 +122,7 @@ def test_cut_anywhere(tmp_path, suffix):
         assert got.startswith(data) or end < len(one)
 
 
+@pytest.mark.first(3)
 @ALL
 def test_a_member_that_is_cut(tmp_path, suffix):
     """Nothing of it is given, however much could be decompressed; a sample may have that."""

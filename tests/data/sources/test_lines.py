@@ -160,6 +160,7 @@ def test_resume_before_and_behind_a_cut(tmp_path, suffix):
     assert bad.reason.startswith("truncated")
 
 
+@pytest.mark.first(4)
 @COMPRESSED
 def test_text_that_is_compressed(tmp_path, suffix):
     paths = [
@@ -247,6 +248,7 @@ _VALUES = st.recursive(
 _TEXTS = st.text(st.characters(exclude_categories=()), min_size=1)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(records=st.lists(st.lists(st.tuples(_NAMES, _VALUES) | st.tuples(st.just("text"), _TEXTS)), min_size=1))
 def test_records_as_the_standard_library_reads_them(records, tmp_path_factory):

@@ -82,6 +82,7 @@ def test_all_rows_in_units_of_any_size(tmp_path, kind, seed):
         assert len(found) > 1 or size > 700 or len(table) < 2
 
 
+@pytest.mark.first(2)
 @ALL
 @pytest.mark.parametrize("seed", range(2))
 def test_resume_behind_every_record(tmp_path, kind, seed):

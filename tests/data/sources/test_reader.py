@@ -180,6 +180,7 @@ class TestUnits:
             ["4", "5"],
         ]
 
+    @pytest.mark.first(5)
     @pytest.mark.parametrize("seed", range(20))
     def test_cut_lines_are_the_lines_of_the_whole_file(self, tmp_path, seed):
         """At any unit size, with empty lines, long lines and a last line without an end."""

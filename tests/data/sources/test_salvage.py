@@ -54,6 +54,7 @@ def documents(config):
     return read_manifest(config.data_dir / "s" / "train").documents
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.99])
 def test_text_before_the_break(tmp_path, run, suffix, share, capsys):

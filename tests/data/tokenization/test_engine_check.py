@@ -72,6 +72,7 @@ class TestHardTexts:
             assert part in joined
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("which", ["gigatoken", "fastokens"])
 @pytest.mark.parametrize("kind", kinds.KINDS, ids=lambda kind: kind.__name__)
 def test_what_passes_gives_the_same_ids(kind, which, tmp_path):
@@ -99,6 +100,7 @@ def test_what_passes_gives_the_same_ids(kind, which, tmp_path):
 
 
 class TestFaults:
+    @pytest.mark.first(1)
     @pytest.mark.parametrize(
         "fault",
         [
@@ -130,6 +132,7 @@ class TestFaults:
 class TestChild:
     """The long set runs in a process that may die."""
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize(
         ("fault", "said"),
         [
@@ -147,6 +150,7 @@ class TestChild:
         kept = list((tmp_path / "cache").glob("*.json"))
         assert bool(kept) == (fault == "wraps")  # a process may have been ended by something else
 
+    @pytest.mark.slow
     def test_auto_says_why_it_falls_back(self, ours, tmp_path, monkeypatch):
         broken_engine.install(tmp_path / "path", monkeypatch, "one script")
         monkeypatch.setattr("pipeline.data.tokenization.engine_choice.FAST", ("gigatoken",))
@@ -170,6 +174,7 @@ class TestKept:
     def prove(self, tokenizer, folder):
         return prove(open_engine(tokenizer, "gigatoken"), "gigatoken", tokenizer, folder)
 
+    @pytest.mark.slow
     def test_used_again(self, ours, cache, no_child):
         found = self.prove(ours, cache)
         assert found.texts > 20_000

@@ -67,11 +67,13 @@ class TestEngine:
         ids, lengths = engine.encode(texts)
         assert (ids.tolist(), lengths.tolist(), ids.dtype) == ([], [0] * len(texts), ours.dtype)
 
+    @pytest.mark.first(2)
     def test_long_runs(self, engine, long_runs):
         ids, lengths = engine.encode(LONG)
         assert lengths.tolist() == [len(one) for one in long_runs]
         assert np.array_equal(ids, np.concatenate(long_runs))
 
+    @pytest.mark.first(2)
     def test_large_vocabularies_are_int32(self, which, tmp_path):
         if which != "tokenizers":
             pytest.importorskip(which)
@@ -236,6 +238,7 @@ class TestCheck:
             assert check._waiting_bytes + sum(len(entry[2]) for *_, entry in check._spare) < 2**19 + 64 * len(text)
         assert len(check._spare) <= 64
 
+    @pytest.mark.first(2)
     @pytest.mark.parametrize("share", [1 / 1000, 1 / 20])
     def test_it_finds_what_the_formula_says(self, ours, share):
         """1 - (1 - p)^n, over keys; and every single time when a wrong document is in the sample."""

@@ -244,6 +244,7 @@ def test_every_type_of_the_library_has_a_bound() -> None:
     assert all(bound.why for bounds in COMPONENTS.values() for bound in bounds.values())
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("kind", kinds.KINDS, ids=lambda kind: kind.__name__)
 def test_growth_is_within_its_bound(kind: Any, tmp_path: Path) -> None:
     tokenizer = kind(tmp_path)

@@ -242,6 +242,7 @@ class TestLoad:
         assert tokenizer.encode("hello") == plain.encode("hello") == tokenizer.encode_batch(["hello"])[0].tolist()
         assert tokenizer.fingerprint == plain.fingerprint
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize(("size", "dtype"), [(65_499, "uint16"), (65_500, "int32"), (65_536, "int32")])
     def test_large_vocabularies(self, tmp_path, size, dtype):
         vocab = byte_vocabulary() | {f"Ġ#{i}": i for i in range(256, size - 1)}

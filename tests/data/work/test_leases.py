@@ -84,6 +84,7 @@ def test_one_holder(tmp_path):
         assert isinstance(lease, Lease)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("stale", [False, True])
 def test_racing_processes_never_hold_the_same(tmp_path, stale):
     """200 leases, all wanted by all processes; in one case each is first a dead process's."""

@@ -77,6 +77,7 @@ def test_uncommitted_run_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     records = np.zeros(300, ROW)

@@ -79,6 +79,7 @@ def test_results_and_progress():
     assert len(events) == 40
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("job", "how"), [("die", "SIGKILL"), ("leave", "exit code 3"), ("abort", "SIGABRT")])
 def test_a_death_is_reported_and_the_others_go_on(job, how):
     with Workers(make_doubler, (0,), 2) as workers:
@@ -226,6 +227,7 @@ def test_leaving_early_ends_the_processes():
 
 
 class TestInsisting:
+    @pytest.mark.first(1)
     def test_a_job_is_run_again_three_times_at_most(self):
         with Workers(make_doubler, (0,), 2) as workers:
             events = list(workers.insist([1, "leave", 2, 3]))

@@ -101,6 +101,7 @@ def mixed_settings() -> list[Sampling]:
     ]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 @pytest.mark.parametrize("family", tiers.first(2, FAMILIES, rest="guard"))
 def test_greedy_equals_transformers(family: str, penalty: float) -> None:
@@ -131,6 +132,7 @@ def test_greedy_equals_transformers(family: str, penalty: float) -> None:
     assert max(lengths) > 15
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen3", *OURS])
 @pytest.mark.parametrize("slots", tiers.first(1, [2, 7], rest="guard"))
 def test_a_text_does_not_depend_on_the_others(family: str, slots: int) -> None:

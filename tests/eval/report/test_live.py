@@ -107,6 +107,7 @@ def test_rows_of_an_attempt_that_the_ledger_shows_late(tmp_path: Path) -> None:
     assert list(made.columns.step) == list(gather(tmp_path).columns.step) == [1, 2, 5]
 
 
+@pytest.mark.slow
 def test_a_run_from_an_empty_folder_to_its_end_and_away(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -356,6 +356,7 @@ def test_what_others_wrote_commands_no_terminal(tmp_path: Path) -> None:
     assert "failed" in said.getvalue() and "\x1b" not in said.getvalue()
 
 
+@pytest.mark.slow
 def test_secrets_of_the_reader_are_not_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is somebody else's, and what its file names is the reader's."""
     monkeypatch.setenv("HF_TOKEN", "HIDDEN")

@@ -44,6 +44,7 @@ def samples(run: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.guard
 def test_recorded_losses_are_those_of_each_sample(root: Path) -> None:
     found, every = recorded.sample_losses(root / "done"), samples(root / "done")
     assert (found.recorded, found.read, found.searched, found.unplaced) == (96, 96, 96, "")
@@ -162,6 +163,7 @@ def test_texts_stand_side_by_side_whatever_they_say(tmp_path: Path) -> None:
     assert "img" not in found.tags and "\u202e" not in found.text
 
 
+@pytest.mark.slow
 def test_an_evaluation_keeps_its_texts(root: Path, tmp_path: Path) -> None:
     """Greedy texts are those of whole forward passes, drawn ones are the same each time; another prompt asks anew."""
     run = shutil.copytree(root / "done", tmp_path / "done")
@@ -210,6 +212,7 @@ def test_the_summary_has_a_text_where_no_evaluation_has(tmp_path: Path) -> None:
     assert "Samples of text" not in read(run, out=tmp_path / "r.html").tables
 
 
+@pytest.mark.slow
 def test_memory_is_in_rows_and_tiles(root: Path, seen: dict[str, Report]) -> None:
     last = orjson.loads((root / "done/metrics.jsonl").read_bytes().splitlines()[-1])
     rows = [orjson.loads(line) for line in (root / "done/metrics.jsonl").read_bytes().splitlines()]

@@ -43,6 +43,7 @@ def test_greedy_texts_are_those_of_generate(server: Running, model: Served) -> N
     assert [choice.text for choice in again.choices] == [each.text for each in expected]
 
 
+@pytest.mark.slow
 def test_concurrent_requests_get_what_each_gets_alone(server: Running) -> None:
     client = server.openai()
 
@@ -104,6 +105,7 @@ def test_logprobs_are_those_of_a_forward_pass(server: Running, model: Served) ->
     assert found.text_offset == [len("".join(found.tokens[:n])) for n in range(len(ids))]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("echo", [True, False])
 @pytest.mark.parametrize("prompt", ["海é old 🙂 sea", "🙂", "the sea", ""])
 def test_offsets_are_those_of_complete_characters(server: Running, model: Served, prompt: str, echo: bool) -> None:

@@ -501,6 +501,7 @@ def test_git_is_not_asked_about_the_current_folder(
     assert evaluator.get_git_commit_hash is before
 
 
+@pytest.mark.guard
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which only root may")
 def test_tasks_of_another_user_are_executed_by_consent_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRUSTED, raising=False)

@@ -84,6 +84,7 @@ def test_words_as_the_harness_and_as_the_corpus_count_them() -> None:
     assert words_and_bytes(["a b", "ü"], documents=False) == (3, 5)
 
 
+@pytest.mark.slow
 def test_each_token_is_scored_once(root: Path) -> None:
     engine, found = figures(root)
     pages = read_pages(root / "wiki.txt", documents=True)

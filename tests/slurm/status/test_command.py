@@ -89,6 +89,7 @@ def test_a_stage_that_was_refused_by_hand_says_why(tmp_path: Path) -> None:
     assert (found.state, found.stage, found.why) == ("refused", "preprocess", "4 of 10 records are bad")
 
 
+@pytest.mark.guard
 def test_a_refused_start_after_the_end_counts_in_a_job_alone(run: Path) -> None:
     with pytest.raises(UserError), Ledger(run).stage("train"):
         raise UserError("no such key")
@@ -629,6 +630,7 @@ def test_the_runs_of_a_sweep(
         show_status([folder / "sweep.json"], Console())
 
 
+@pytest.mark.guard
 def test_watching_ends_quietly(made: Path) -> None:
     process = subprocess.Popen(
         tiny.command("status", made, "--watch", "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -131,6 +131,7 @@ def test_a_job_that_the_scheduler_ends_is_not_brought_back(run: Path) -> None:
     assert launch_log.launches(run)[0].end is None
 
 
+@pytest.mark.guard
 def test_a_script_waits_for_its_run_folder(run: Path) -> None:
     """Neither an empty folder nor another one will do."""
     command, given = script(run, f"touch {shlex.quote(f'{run}/begun')}"), environment(run)

@@ -125,6 +125,7 @@ def _with(code: Path, name: str, data: bytes) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.guard
 def test_an_archive_that_was_changed_is_not_sent_again(tmp_path: Path) -> None:
     code = code_snapshot.take(tmp_path)
     whole = code.read_bytes()

@@ -125,6 +125,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[object]]] = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_runs_what_a_list_of_tensors_asks_for(
     command: str,
@@ -252,6 +253,7 @@ FORGERIES: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_forged_list_is_refused_before_anything_is_allocated(forgery: str, tmp_path: Path) -> None:
     metadata = sharded()
@@ -325,6 +327,7 @@ def test_a_list_larger_than_its_tensors_can_need_is_not_read(tmp_path: Path) -> 
         read_metadata(listed(tmp_path, pickle.dumps(sharded()) + bytes(2**20), size=100))
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize(
     "key, value",
     [
@@ -445,6 +448,7 @@ def test_only_files_of_its_own_are_in_a_checkpoint(kind: str, run: Path) -> None
     assert name in problem and "not a regular file" in problem
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", ["COMMIT", "state.json", "tokenizer.json", ".metadata"])
 def test_a_pipe_or_a_device_does_not_hold_a_command(
     name: str, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -283,6 +283,7 @@ def model_of(folder: Path) -> Decoder:
     return model.eval()
 
 
+@pytest.mark.first(1)
 def test_layers_of_multi_token_prediction_both_ways(v3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = parity.tensors_of(v3)
     for size in (2**28, 4000):  # some rows at a time are the same
@@ -302,6 +303,7 @@ def test_layers_of_multi_token_prediction_both_ways(v3: Path, tmp_path: Path, mo
         assert torch.equal(piece, value[2:5, 1:3])
 
 
+@pytest.mark.first(1)
 def test_transformers_loads_the_export_and_computes_the_same_depths(
     v3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +403,7 @@ SOFTMAX = {"normalize": False, "shared_ffn_dim": 16}
 # Quantized files
 
 
+@pytest.mark.first(1)
 def test_fp8_in_blocks_is_read_as_what_it_stands_for(v3: Path, tmp_path: Path) -> None:
     """All matrices of layers, as published: those of latents, whose last blocks are not whole, and eh_proj, too."""
     block = (8, 16)

@@ -66,6 +66,7 @@ def test_every_family_is_here() -> None:
     assert BY_FAMILY.keys() == FAMILIES.keys()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "family", tiers.first(len(QUICK), [*QUICK, *(each for each in BY_FAMILY if each not in QUICK)], rest="slow")
 )

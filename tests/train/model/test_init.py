@@ -109,6 +109,7 @@ _CUT_BY_ROWS = re.compile(r"(embedding|head)\.weight|.*\.(wq|wk|wv|w1|w3)\.\w+")
 _CUT_BY_COLUMNS = re.compile(r".*\.(wo|w2)\.weight")
 
 
+@pytest.mark.first(2)
 @pytest.mark.usefixtures("no_group_left")
 @pytest.mark.parametrize("replicate,shard,tp", [(1, 0, 2), (1, 2, 2), (2, 2, 2), (1, 4, 2), (1, 3, 4), (3, 1, 2)])
 @pytest.mark.parametrize("family", tiers.first(1, ["gpt2", "qwen3"], rest="guard"))
@@ -254,6 +255,7 @@ def _stream_sizes(config: ModelConfig, steps: int) -> tuple[list[float], float]:
     return sizes, logits.square().mean().sqrt().item()
 
 
+@pytest.mark.slow
 def test_mup_keeps_activations_over_widths() -> None:
     """The coordinate check of Yang et al. 2022 (appendix D.1): sizes stay O(1) with muP, and grow without it."""
 

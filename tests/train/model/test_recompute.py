@@ -63,6 +63,7 @@ def test_whole_runs_have_the_same_bits(root: Path) -> None:
             assert [row.get(key) for key in SEEN] == [other.get(key) for key in SEEN]
 
 
+@pytest.mark.first(7)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "window"])
 def test_gradients_have_the_same_bits(mode: str, family: str) -> None:
@@ -155,6 +156,7 @@ def test_moving_to_the_host_needs_a_gpu(root: Path) -> None:
     assert not list((root / "host").glob("checkpoints/step-*"))
 
 
+@pytest.mark.slow
 def test_moving_to_the_host_changes_nothing() -> None:
     model, tokens = decoder(), torch.randint(61, (B, S))
     results = []

@@ -82,6 +82,7 @@ def plain_copy(model: Decoder) -> Decoder:
     return other
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("padding", [False, True])
 def test_a_step_shows_what_hooks_on_plain_pytorch_see(

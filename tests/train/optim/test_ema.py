@@ -145,6 +145,7 @@ def test_an_average_that_is_turned_on_later_starts_from_the_weights(root: Path) 
     assert averages_differ(later, 0.8, first=4, last=8, given=False) == []
 
 
+@pytest.mark.slow
 def test_an_average_that_is_turned_off_is_left_alone(root: Path, run: Path) -> None:
     off = seeded(root, "off", run, 5)
     train(root, "off")

@@ -85,6 +85,7 @@ def test_layers_of_two_kinds_are_two_codes(root: Path, monkeypatch: pytest.Monke
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_layers_have_every_gradient(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """In 2.11 those of queries and keys in fp32 were lost in the rotation; losses hardly show it at first."""
@@ -132,6 +133,7 @@ def test_less_budget_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(some, gradients[0])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recompute", tiers.first(1, ["none", "selective"], rest="guard"))
 @pytest.mark.parametrize(
     ("kernel", "cap", "sinks"),

@@ -69,6 +69,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(row, "latent", id=f"{row.name}-latent", marks=mark)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("row", "family"), list(cases()))
 def test_a_layout_computes_what_one_process_does(
     families: Path, processes: Callable[[int], Ranks], row: Combination, family: str

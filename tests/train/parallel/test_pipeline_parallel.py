@@ -420,6 +420,7 @@ def run_and_count() -> dict[str, int]:
     return counts
 
 
+@pytest.mark.guard
 @pytest.mark.parallel
 def test_nothing_of_a_step_is_kept() -> None:
     for counts in ranks.run(2, run_and_count):

@@ -104,6 +104,7 @@ def test_places_are_those_of_torchs_schedules(name: Any) -> None:
     assert theirs == {(stage, rank_of(stage, 4, _pipeline(schedule=name))) for stage in range(4 * facts.default_stages)}
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_schedule_does_everything_once(name: Any, pp: int) -> None:

@@ -55,6 +55,7 @@ def _compare(config: Config) -> None:
         assert each.total == pytest.approx(most, rel=TOLERANCE), (each, most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiers.first(2, sorted(CASES), rest="slow"))
 def test_shortened_operations_change_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     config, found = case_config(name), []

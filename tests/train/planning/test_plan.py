@@ -127,6 +127,7 @@ def test_how_many_processes(
     assert processes_of(config, device_of(config, "h100"), nodes, environment) == processes
 
 
+@pytest.mark.slow
 def test_links_end_where_nodes_do(run_file: Path) -> None:
     """Eight ranks of tp over nodes of four devices send through the network."""
     large = "model={layers: 2, dim: 4096, heads: 32}"
@@ -261,6 +262,7 @@ EXPERTS = [
 ]
 
 
+@pytest.mark.slow
 def test_experts_of_a_plan(run_file: Path) -> None:
     """Break-even of 3 E F / k tokens; uneven rows need more; a group of more than a node is warned of."""
     config = load(run_file, [*EXPERTS, "parallel.ep=16"])

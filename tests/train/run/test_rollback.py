@@ -119,6 +119,7 @@ def nothing(folder: Path) -> None:
     pass
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("damage", "reasons"),
     [

@@ -148,6 +148,7 @@ def test_a_run_that_cannot_save_for_too_long_ends(root: Path, clock: Clock, monk
     assert not list(run.glob(".exit*"))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("hours", "failures"), [(1, [False, True, True, True, False, False, False]), (3, [False, True, True, *[False] * 4])]
 )

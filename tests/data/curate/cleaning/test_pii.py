@@ -150,6 +150,7 @@ PIECES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=1500)
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 def test_cleaning_twice_changes_nothing(text: str) -> None:
@@ -168,6 +169,7 @@ def test_places_are_those_of_the_text(text: str) -> None:
     assert cleaner().spans(text) == found
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     "piece", [*PIECES, "a.", "@a.", "a@", "1 ", "555-", "(555) ", " eyJaaaaaaaaaaaa", "eyJa.", "a-"]
 )

@@ -77,6 +77,7 @@ def test_flipped_bytes_in_results(tmp_path: Path) -> None:
         assert without_receipts(folder) == right
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", ["bands", "exact", "lines", SIGNATURES])
 @pytest.mark.parametrize("way", ["flip", "cut", "missing"])
 def test_damaged_measures(tmp_path: Path, name: str, way: str) -> None:

@@ -22,12 +22,14 @@ PREFIX = replace(SOME[0], prefixed=True)
 MORE = (PREFIX, *(replace(SOME[5], **terms) for terms in TERMS if not terms.get("sinks")))
 
 
+@pytest.mark.first(5)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", SOME + BOTH + MORE)
 def test_outputs_are_those_of_the_mask(case: Case) -> None:
     assert max(differences(case, Flex(), case.draw(torch.float32), backward=False).values()) < 1e-5
 
 
+@pytest.mark.first(6)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("case", (*SOME, *BOTH, PREFIX, *(replace(SOME[5], **terms) for terms in TERMS)))
 def test_gradients_of_the_operation(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:

@@ -71,6 +71,7 @@ def test_products_and_gradients_are_those_of_a_loop(sizes: list[int], dtype: tor
         assert found.dtype == dtype and torch.equal(found, expected)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_products_have_the_same_bits(backend: str, dtype: torch.dtype) -> None:
@@ -235,6 +236,7 @@ def test_recomputed_experts_have_the_same_bits(experts: dict[str, Any], sizes: l
     assert plain.kept > out + results_kept or not sum(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [["attention", "matmul"], ["attention"]], ids=str)
 def test_recomputed_experts_are_compiled(keep: list[str]) -> None:
     expected, _ = trained(stacks(CLAMPED, None), SIZES["some"])

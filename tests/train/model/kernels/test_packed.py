@@ -140,6 +140,7 @@ PACKED = (cases() | all_cases()).filter(packable)
 VALUES = st.sampled_from([None, 5, 13])
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(case=PACKED, value=VALUES, cap=st.none() | st.just(0.7))
 def test_flash(case: Case, value: int | None, cap: float | None) -> None:
@@ -217,6 +218,7 @@ def test_varlen_is_called_as_torch_wants_it(case: Case) -> None:
     assert out.shape == q.shape and varlen_attn.__module__ == "torch.nn.attention.varlen"
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(case=PACKED, value=VALUES | st.just(16))
 def test_transformer_engine(case: Case, value: int | None) -> None:

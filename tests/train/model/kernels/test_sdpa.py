@@ -48,6 +48,7 @@ def test_any_attention_is_that_of_its_mask(case: Case) -> None:
     assert max(differences(case, Sdpa(), case.draw(torch.float64)).values()) < 1e-12
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(case=all_cases())
 def test_to_both_sides_and_across(case: Case) -> None:
@@ -55,6 +56,7 @@ def test_to_both_sides_and_across(case: Case) -> None:
         assert max(differences(case, kernel, case.draw(torch.float64)).values()) < 1e-12
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(case=cases() | all_cases(), terms=st.sampled_from(TERMS), on_gpu=st.booleans())
 def test_all_terms(case: Case, terms: dict[str, Any], on_gpu: bool) -> None:
@@ -222,6 +224,7 @@ def test_what_is_skipped() -> None:
         assert sum((end - begin) * (key_end - key) for _, _, begin, end, key, key_end, _ in found) <= most
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", [*SOME[:3], replace(SOME[1], sinks=True), replace(SOME[1], sinks=True, soft_cap=0.7)])
 def test_the_operation_is_well_formed(case: Case) -> None:
     """What torch itself checks of one: its shapes without data, its gradients, and that nothing is changed."""
