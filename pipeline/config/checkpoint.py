@@ -23,7 +23,7 @@ class ExportConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and how many are kept."""
+    """Times of saves, and numbers of checkpoints to keep."""
 
     every_steps: int = Field(default=500, ge=1)
     """Save every N steps, and at the end."""
