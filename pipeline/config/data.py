@@ -136,10 +136,9 @@ class InputConfig(Section):
         Literal["text", "jsonl", "csv", "tsv", "warc", "parquet", "arrow", "hub"] | str, NamedPlugin("sources"), DATA
     ] = "text"
     """`text`: one document per file (text or code). `jsonl`: one JSON object per line. `csv`, `tsv`: one document per
-    record. `warc`: pages of a crawl (WARC) or their texts (WET). All these may be compressed (`.gz`, `.zst`, `.bz2`,
-    `.xz`). `parquet`: one document per row. `arrow`: Arrow files, like those of `Dataset.save_to_disk`. `hub`: the
-    dataset that `hub` names, by streaming with `datasets`. A name with a dot: an installed plug-in, see
-    `docs/plugins.md`."""
+    record. `warc`: pages of a crawl (WARC) or their texts (WET). All may be compressed (`.gz`, `.zst`, `.bz2`, `.xz`).
+    `parquet`: one document per row. `arrow`: Arrow files, like those of `Dataset.save_to_disk`. `hub`: the dataset that
+    `hub` names, by streaming with `datasets`. A name with a dot: an installed plug-in, see `docs/plugins.md`."""
     options: SourceOptions = None
     """Options of the plug-in that `type` names."""
     paths: list[DataGlob] = Field(default_factory=list)
@@ -165,9 +164,8 @@ class InputConfig(Section):
     metadata: list[Text] = Field(default_factory=list)
     """Keys or columns that are kept beside the tokens, like `url`; `pipeline data inspect` shows them."""
     skip_records: list[Text] = Field(default_factory=list)
-    """Records to leave out, by the names that an error gives them: `FILE@BYTE` (lines), `FILE#ROW` (tables, crawls) or
-    `FILE` (text). Use it for a record that keeps a parser busy for hours or crashes it. After a change, the source is
-    tokenized again."""
+    """Records to leave out, as errors name them: `FILE@BYTE` (lines), `FILE#ROW` (tables, crawls) or `FILE` (text); for
+    example one that crashes a parser. After a change, the source is tokenized again."""
     dataset: DataPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
 

@@ -107,7 +107,7 @@ class ResourcesConfig(Section):
     exclusive: bool | None = None
     """Whole nodes."""
     options: Annotated[LineByName, CODE] = Field(default_factory=dict)
-    """Further options of sbatch by their long names without dashes, like `{reservation: night}`."""
+    """Further options of sbatch, by long names without dashes, like `{reservation: night}`."""
 
 
 class SiteConfig(Section):
