@@ -104,8 +104,8 @@ class PhaseConfig(Section):
     name: Text = ""
     """For tables and messages."""
     until: Duration | None = None
-    """Its end, counted from the start of the run, in steps or target tokens: at the first step boundary at or
-    after that. All phases but the last need it; the last one lasts to the end of the run."""
+    """End of the phase, counted from the start of the run, in steps or target tokens, rounded up to a step. All phases
+    but the last need it; the last one lasts to the end of the run."""
     weights: Literal["tokens"] | dict[str, float] | None = None
     """By source; or `tokens` for shares that are proportional to tokens. By default the sources' own."""
     sources: list[Text] | None = None
@@ -152,10 +152,10 @@ class PhaseConfig(Section):
 
 
 class SkipConfig(Section):
-    """Something not to train on. It moves no other sample. Give `steps`, `samples` or `source`."""
+    """Data not to train on. It moves no other sample. Set `steps`, `samples` or `source`."""
 
     steps: Range | None = None
-    """Steps to skip, numbered from 1 as in the metrics: their data is never used and the weights stay."""
+    """Steps to skip, numbered from 1 as in the metrics: their data is not used and the weights do not change."""
     samples: Range | None = None
     """Global indices of samples, from 0, whose targets get no weight."""
     source: Text | None = None
@@ -163,7 +163,8 @@ class SkipConfig(Section):
     documents: list[Range] = Field(default_factory=list)
     """Documents of `source`, numbered as `pipeline data where` and `when` do."""
     from_step: int | None = Field(default=None, ge=1)
-    """The first step it holds for; by default the first step that is trained with the entry in the run file."""
+    """First step to which the entry applies; by default the first one that is trained with the entry in the run
+    file."""
 
     @model_validator(mode="after")
     def _one(self) -> SkipConfig:
@@ -180,11 +181,12 @@ class BlendConfig(Section):
     """Shares of the sources in each step of the run. `docs/blend.md` is a guide."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Shares are proportional to weight ** (1 / temperature): 1 leaves the weights as they are, more evens them out."""
+    """Shares are proportional to weight ** (1 / temperature): 1 leaves the weights unchanged, a higher value evens them
+    out."""
     warn_epochs: float = Field(default=4.0, gt=0)
     """Warn when the run reads a source more often than this."""
     phases: list[PhaseConfig] = Field(default_factory=list)
-    """In the order of the run. Append to them while the run is under way; what was trained on cannot change."""
+    """Phases in the order of the run. More can be appended while the run is under way; trained steps cannot change."""
     skip: list[SkipConfig] = Field(default_factory=list)
     """Steps, samples and sources not to train on."""
 

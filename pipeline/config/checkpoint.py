@@ -23,16 +23,16 @@ class ExportConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Times at which checkpoints are written, and the number that stays."""
+    """Times of saves, and numbers of checkpoints to keep."""
 
     every_steps: int = Field(default=500, ge=1)
     """Save every N steps, and at the end."""
     every_minutes: float | None = Field(default=None, gt=0)
-    """Save also when the last save is so long ago."""
+    """Also save when the last save is N minutes ago."""
     keep: int = Field(default=2, ge=1)
     """Number of latest checkpoints to keep."""
     keep_every: Steps | None = Field(default=None, ge=1)
-    """Keep for ever the checkpoints of every N steps (`1000`, `1000 steps`); one is written at each of these steps."""
+    """Write a permanent checkpoint every N steps (`1000`, `1000 steps`), which retention never removes."""
     keep_best: int | None = Field(default=None, ge=1)
     """Number of best checkpoints to keep besides: those with the lowest validation loss."""
     best_of: Text | None = None
@@ -46,4 +46,4 @@ class CheckpointConfig(Section):
     """When two saves have failed and the newest checkpoint is older than this, one last save is tried. If that fails,
     too, the run ends with code 79. One failed save is enough if no other one follows within this time."""
     export: ExportConfig | None = None
-    """Folders that transformers loads, written in the background from checkpoints, see below. Off by default."""
+    """Exports in Hugging Face's format, written in the background from checkpoints. Off by default."""

@@ -28,9 +28,10 @@ class HubConfig(Section):
     split: Text = "train"
     """Its split."""
     revision: Text | None = None
-    """Commit, tag or branch; kept as a commit in the plan. Without it, the newest commit when the plan is made."""
+    """Commit, tag or branch, recorded as a commit in the source plan; by default the newest commit when the plan is
+    made."""
     data_files: list[Text] = Field(default_factory=list)
-    """Files of it, as `load_dataset` takes them; by default those of the split."""
+    """Files of the dataset, in the form of `load_dataset`; by default those of the split."""
 
 
 def _likely_type(path: str) -> str | None:
@@ -48,7 +49,7 @@ class CsvConfig(Section):
     """Character between fields; by default a comma, and a tab with `type: tsv`."""
     quoting: bool = True
     """Fields may stand in double quotes; quotes in them are doubled, and line ends belong to the field. `false`: a
-    quote is a character like any other and each line is a record, so that large plain files are cut into units."""
+    quote is an ordinary character and each line is a record, so that large plain files can be cut into units."""
     columns: list[Text] = Field(default_factory=list)
     """Names of the columns of files without a header; by default the first record of each file has them."""
 
@@ -71,16 +72,16 @@ class WarcConfig(Section):
     """Pages of the WARC files of a source with `type: warc`. The limits (`max_...`) hold for `type: html` too."""
 
     html: Literal["trafilatura", "skip"] | None = None
-    """Library that takes the main text out of HTML pages (`pip install 'pretraining-pipeline[html]'`), or `skip` to
-    read plain text alone. Required as soon as a file has an HTML page; files of text (WET) need none."""
+    """Library that extracts the main text of HTML pages (`pip install 'pretraining-pipeline[html]'`), or `skip` to read
+    only plain text. Required if a file has an HTML page; files of text (WET) do not need it."""
     max_tags: int = Field(default=50_000, ge=1)
     """A page of HTML with more start tags is rejected: trafilatura takes 0.1 to 0.3 ms for each."""
     max_attributes: int = Field(default=1000, ge=1)
-    """A page with a start tag of more attributes is rejected: its parser compares each with all others."""
+    """A page with more attributes in one start tag is rejected: the parser compares each with all others."""
     max_paragraph_work: int = Field(default=500_000_000, ge=1)
-    """A page is rejected if its paragraphs take more work: for each one, its inline elements (links, bold words) times
-    the sum of its characters and 20 per inline element. The default is about 3 s; one paragraph with 5,000 links has
-    it."""
+    """A page is rejected if its paragraphs take more work. The work of a paragraph is its inline elements (links, bold
+    words) times the sum of its characters and 20 per inline element. The default takes about 3 s: one paragraph with
+    5,000 links."""
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
@@ -144,7 +145,7 @@ class InputConfig(Section):
     options: SourceOptions = None
     """Options of the plug-in that `type` names."""
     paths: list[DataGlob] = Field(default_factory=list)
-    """Files to read; globs with `**` are understood."""
+    """Files to read; globs may have `**`."""
     exclude: list[Text] = Field(default_factory=list)
     """Globs of files to leave out."""
     hub: HubConfig | None = None
@@ -152,8 +153,8 @@ class InputConfig(Section):
     text_key: Text = "text"
     """Key or column of the document's text."""
     text_template: Text | None = None
-    """Text of a document from several keys or columns, as in `"{title}\\n\\n{text}"`, in place of `text_key`.
-    `{title?}` is left out, with the text between it and the next key, where a record has no title."""
+    """Text of a document from several keys or columns, as in `"{title}\\n\\n{text}"`, in place of `text_key`. If a
+    record has no title, `{title?}` is left out with the text between it and the next key."""
     messages: MessagesConfig | None = None
     """Text of a document from a list of messages, in place of `text_key`."""
     csv: CsvConfig = CsvConfig()
@@ -161,13 +162,13 @@ class InputConfig(Section):
     warc: WarcConfig = WarcConfig()
     """Pages of `warc` files; the limits of a page hold for `html` files too."""
     id_key: Text = "id"
-    """Key or column of the document's id; a record without it gets `FILE@BYTE`, where its line begins, or
+    """Key or column of the document's id; a record without it gets `FILE@BYTE` (the beginning of its line) or
     `FILE#ROW`."""
     metadata: list[Text] = Field(default_factory=list)
     """Keys or columns that are kept beside the tokens, like `url`; `pipeline data inspect` shows them."""
     skip_records: list[Text] = Field(default_factory=list)
-    """Records to leave out, by the names that an error gives them: `FILE@BYTE` (lines), `FILE#ROW` (tables, crawls) or
-    `FILE` (text). For one that keeps a parser busy for hours or crashes it. A change begins the source anew."""
+    """Records to leave out, as errors name them: `FILE@BYTE` (lines), `FILE#ROW` (tables, crawls) or `FILE` (text); for
+    example one that crashes a parser. After a change, the source is tokenized again."""
     dataset: DataPath | None = None
     """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
 
@@ -227,23 +228,24 @@ class InputConfig(Section):
 
 
 class SourceConfig(InputConfig):
-    """One source of documents: `paths` of files, a `hub` dataset, or a `dataset` made before."""
+    """One source of documents: `paths` of files, a `hub` dataset, or a `dataset` of another run."""
 
     weight: float | None = Field(default=None, gt=0)
     """Share of the blend, relative to the other sources. Without any weight, shares are proportional to tokens."""
     loss_weight: LossWeight = 1.0
-    """Weight of its tokens in the training loss, relative to the other sources; times those of `weight_key`. It moves
-    no sample. `docs/blend.md` has the formula."""
+    """Weight of its tokens in the training loss, relative to the other sources; times the weights of `weight_key`. It
+    moves no sample. `docs/blend.md` has the formula."""
     weight_key: Text | None = None
     """Key or column of a number from 0.000001 to 1,000,000: the weight of the document's tokens in the training loss.
-    Kept with the tokens; a record without it, or with another value, is rejected. Of a `dataset`: the key that its
-    weights were read from, to use them."""
+    Kept with the tokens; a record without it, or with another value, is rejected. With a `dataset`: the key that its
+    weights were read from."""
     slice: Slice | None = None
     """Train only on the documents from the first place up to the second, like `[0, 0.9]` or `[0, 500 documents]`."""
     max_epochs: float | None = Field(default=None, gt=0)
     """Train on the source's tokens at most N times; fractions are allowed."""
     on_exhausted: Literal["renormalize", "stop", "repeat"] = "renormalize"
-    """At `max_epochs`: the other sources share its place, the run ends, or it repeats with a warning."""
+    """At `max_epochs`: the other sources take its share (`renormalize`), the run ends (`stop`), or the source repeats
+    with a warning (`repeat`)."""
 
     @model_validator(mode="after")
     def _limited(self) -> SourceConfig:
@@ -262,7 +264,7 @@ class HeldOutSourceConfig(InputConfig):
     """One source that is never trained on; sets of `heldout_sets` name it."""
 
     split: Text = "heldout"
-    """Split of `dataset`, which is a folder in it. Documents of files all go to the split `heldout`."""
+    """Split of `dataset`, a folder in it. All documents of files go to the split `heldout`."""
 
     @model_validator(mode="after")
     def _one_split(self) -> HeldOutSourceConfig:
@@ -282,11 +284,11 @@ class PreprocessConfig(Section):
     workers: int | None = Field(default=None, ge=1, le=MAX_LOCAL)
     """Worker processes; by default one per core."""
     unit_bytes: Bytes = Field(default=2**30, ge=1)
-    """Work is cut into units of at most this much text; a source below 64 of them into up to 64 units of about 16 MiB
-    at least. A unit, or a chunk of one, is redone after a crash."""
+    """Largest amount of text of a unit of work. A source smaller than 64 such units is cut into up to 64 units of at
+    least about 16 MiB. After a crash, a unit or a chunk of one is redone."""
     engine: Literal["auto", "tokenizers", "gigatoken", "fastokens"] = "auto"
-    """Library that computes the ids that the `tokenizers` library defines. `auto` takes the fastest one that is
-    installed and proves on hard texts, and again on a sample of every unit, that its ids are the same."""
+    """Library that computes the token ids, which must equal those of `tokenizers`. `auto` takes the fastest installed
+    one whose ids are the same on hard texts and on a sample of every unit."""
     verify_rate: float = Field(default=0.002, ge=0, le=1)
     """Share of a unit's documents, and at least 64 of them, whose ids are compared with those of `tokenizers`."""
     max_document_bytes: Bytes = Field(default=2 * 2**20, ge=1024, le=MAX_BYTES)
@@ -294,29 +296,29 @@ class PreprocessConfig(Section):
     on_long_document: Literal["split", "reject"] = "split"
     """Treatment of documents longer than `max_document_bytes`."""
     shuffle: Literal["unit", "global"] = "unit"
-    """`unit`: documents are permuted within their unit, and the units are. `global`: a second pass permutes all
+    """`unit`: documents are permuted within their unit, and units as a whole. `global`: a second pass permutes all
     documents of a source."""
     on_error: Literal["skip", "fail"] = "skip"
     """A bad record is counted and skipped, or ends the stage."""
     on_damaged_file: Literal["fail", "keep", "salvage", "drop"] = "fail"
-    """Treatment of a source with a file that cannot be read to its end: truncated, or its checksums do not hold.
-    `fail`: the stage fails when all else is done, and names these files. `keep`: the text before the damage stays, as
-    far as checksums hold. `salvage`: also that of a compressed member that the end of its file cuts, which nothing
-    checks. `drop`: nothing of these files is taken."""
+    """Treatment of a source with a file that cannot be read to its end, because it is truncated or a checksum is wrong.
+    `fail`: the stage fails after all other work, and names these files. `keep`: the text before the damage stays, as
+    far as checksums are right. `salvage`: the text of a truncated compressed member stays, too, which no checksum
+    covers. `drop`: these files are left out."""
     max_zstd_window: Bytes = Field(default=2**27, ge=2**10, le=2**31)
-    """Largest window of a `.zst` file (`zstd --long`, `--ultra`), a power of 2. A worker takes so much memory while it
-    reads one; a file with a larger one is damaged."""
+    """Largest window of a `.zst` file (`zstd --long`, `--ultra`), a power of 2. A worker takes this much memory while
+    it reads such a file; a file with a larger window counts as damaged."""
     max_record_bytes: Bytes = Field(default=32 * 2**20, ge=2**10, le=2**30)
     """A longer record (a text file, a line, a value of a table) is rejected. A worker takes about five times as much
     memory as the longest record has bytes."""
     max_expansion: int = Field(default=200, ge=1)
-    """Bytes of text that a byte of a Parquet or Arrow file may become. One of which more comes, and more than 64 MiB,
-    is refused: some hundred bytes can stand for billions of rows."""
+    """Largest expansion of a Parquet or Arrow file, in bytes of text per byte of file. A file that expands more, and to
+    more than 64 MiB, is refused: some hundred bytes can encode billions of rows."""
     max_error_rate: float = Field(default=0.01, ge=0, le=1)
     """With `on_error: skip`, the stage fails if a larger share of a source's records is bad; empty ones are not bad."""
     max_unknown: float = Field(default=0.01, ge=0, le=1)
-    """The stage fails if the tokenizer has no token for a larger share of a source's text: the share of its tokens that
-    are unknown, or of the characters of a sample that no known token stands for, whichever is larger."""
+    """The stage fails if the tokenizer has no token for a larger share of a source's text: the share of unknown tokens,
+    or the share of characters in a sample without a known token, whichever is larger."""
 
 
 _SPLIT_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
@@ -328,11 +330,11 @@ class LoaderConfig(Section):
     read: Literal["mmap", "pread"] = "mmap"
     """`pread` for file systems on which mapping files is slow or fails: errors can be retried there."""
     prefetch: int = Field(default=2, ge=1, le=1000)
-    """Steps that are read ahead; of small ones more."""
+    """Steps that are read ahead; more if steps are small."""
     packing: Packing = "windows"
-    """Making of training samples out of documents. `windows`: each source is one text that is cut every
-    sequence_length tokens, wherever documents end. `best_fit`: samples of whole documents, put together so that little
-    is padding; only documents longer than sequence_length are cut. `pipeline preprocess` makes the packs."""
+    """How documents become training samples. `windows`: each source is one text that is cut every sequence_length
+    tokens, across documents. `best_fit`: samples of whole documents, packed with little padding; only documents longer
+    than sequence_length are cut. `pipeline preprocess` makes the packs."""
 
 
 class DataConfig(Section):
@@ -341,17 +343,18 @@ class DataConfig(Section):
     dir: DataPath | None = None
     """Folder of the datasets; by default `data` in the run folder."""
     sources: list[SourceConfig] = Field(min_length=1)
-    """Sources to read: a list, or sections by name, as the included files of corpora have them. Sections are merged
-    across files; a name with the value null leaves its source out."""
+    """Sources to read: a list, or sections by name, as in the included files of corpora. Sections are merged across
+    files; a name with the value null leaves its source out."""
     heldout_sources: list[HeldOutSourceConfig] = Field(default_factory=list)
     """Sources that are never trained on, and not curated: other texts to evaluate on, by `heldout_sets`. They are
-    tokenized as the others are."""
+    tokenized like the others."""
     splits: dict[str, Share] = Field(default_factory=lambda: {"heldout": Share(share=0.01)})
-    """Documents kept from training, by the name of the split: a share of them, or a number of a source's. Chosen by a
-    keyed hash, so the same ones when documents are added. Append new splits: a split moves those behind it. `{}` keeps
-    none from training, as `{heldout: 0}` does."""
+    """Documents kept from training, by the name of the split: a share of them, or a number per source. A keyed hash
+    chooses them, so added documents do not change the choice. Append new splits at the end: a split moves those behind
+    it. `{}` keeps no document from training, like `{heldout: 0}`."""
     split_by: Literal["content", "id"] = "content"
-    """Property that decides a document's split: its text, so that equal texts are on one side everywhere, or its id."""
+    """Property that decides a document's split: its text (equal texts are then in the same split everywhere), or its
+    id."""
     curate: CurateConfig | None = None
     """Curation: which documents are kept; by default all."""
     preprocess: PreprocessConfig = PreprocessConfig()

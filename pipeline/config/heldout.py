@@ -26,11 +26,12 @@ SetName = Annotated[str, AfterValidator(_is_name)]
 class HeldOutSetConfig(Section):
     """A named set of held-out documents, scored while training and by `pipeline eval`.
 
-    It comes besides the split that `train.validation` and `eval` name.
+    It is scored in addition to the split of `train.validation` and `eval`.
     """
 
     sources: list[Text] = Field(min_length=1)
-    """Sources of the set, by name: of `data.sources`, of which `split` is taken, and of `data.heldout_sources`."""
+    """Names of the sources of the set: from `data.sources`, of which `split` is taken, and from
+    `data.heldout_sources`."""
     split: Text = "heldout"
     """Split of those of `data.sources`, one of `data.splits`."""
     sequence_length: int | None = Field(default=None, ge=1, le=MAX_SEQUENCE)
@@ -38,8 +39,8 @@ class HeldOutSetConfig(Section):
     every_steps: int | None = Field(default=None, ge=1)
     """Score the set every N steps while training, and at the end; by default train.validation.every_steps."""
     samples: int = Field(default=64, ge=0, le=MAX_SAMPLES)
-    """Windows that are scored while training, of which each source has its share, the same ones each time; 0: only
-    `pipeline eval` scores the set. There `eval.samples` counts, by default all windows."""
+    """Windows that are scored while training, the same ones each time, with each source in proportion; 0: only
+    `pipeline eval` scores the set, with `eval.samples` windows (by default all)."""
     objective: ObjectiveConfig | None = None
     """Objective by which windows are scored; by default that of the training."""
 

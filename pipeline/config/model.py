@@ -16,7 +16,7 @@ from pipeline.config.plugins import is_plugin
 
 
 class InitConfig(Section):
-    """Initial weights. Every value is a function of (seed, parameter name, row), whatever the layout."""
+    """Initial weights. Every value is a function of (seed, parameter name, row), on any layout."""
 
     scheme: Literal["normal", "depth_scaled", "mup"] = "depth_scaled"
     """`normal`: one std everywhere. `depth_scaled`: layers that write to the residual stream get
@@ -26,9 +26,8 @@ class InitConfig(Section):
     mup_base_dim: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """mup: width at which learning rate and std are those of the config."""
     mup_fixed: list[Text] | None = None
-    """mup: sizes that the model of `mup_base_dim` has as well, of `mla.q_rank`, `mla.kv_rank`, `experts.ffn_dim` and
-    `experts.shared_ffn_dim`; the others grow with dim, all of them where it is []. Needed if the model has one of them
-    and another dim."""
+    """mup: which of `mla.q_rank`, `mla.kv_rank`, `experts.ffn_dim` and `experts.shared_ffn_dim` do not grow with dim;
+    the others do, all of them with []. Required if the model has one of them and a dim other than `mup_base_dim`."""
 
     @model_validator(mode="after")
     def _mup(self) -> InitConfig:
@@ -40,14 +39,14 @@ class InitConfig(Section):
 
 
 class MtpConfig(Section):
-    """Multi-token prediction (DeepSeek-V3): layers behind the model that predict tokens after the next one.
+    """Multi-token prediction (DeepSeek-V3): layers after the model that predict tokens beyond the next one.
 
     Layer d predicts the token d + 1 places ahead, from the stream of the layer before it and the embedding of the token
     d places ahead. Its loss is `train.loss.mtp`. Validation, evaluation and generation leave these layers out.
     """
 
     depth: int = Field(default=1, ge=1, le=16)
-    """Number of these layers, each like the model's last one, and so of tokens predicted after the next one."""
+    """Number of these layers, each like the model's last one, and of tokens predicted beyond the next one."""
 
 
 class RelativeConfig(Section):
@@ -57,9 +56,9 @@ class RelativeConfig(Section):
     """
 
     buckets: int = Field(default=32, ge=4, le=MAX_WIDTH)
-    """Buckets of a side, an even number; those of the encoder are for both directions, half of them for each."""
+    """Number of buckets, even; in the encoder half of them are for each direction."""
     max_distance: int = Field(default=128, ge=2, le=MAX_ROWS)
-    """Distance from which on all are in the last bucket."""
+    """Distance from which all larger ones are in the last bucket."""
 
     @model_validator(mode="after")
     def _ranges(self) -> RelativeConfig:
@@ -71,16 +70,16 @@ class RelativeConfig(Section):
 
 
 class EncoderConfig(Section):
-    """Encoder of an encoder-decoder: layers whose tokens see all of their document.
+    """Encoder of an encoder-decoder: layers whose tokens attend to all of their document.
 
-    The layers of `model.layers` are the decoder's then, and attend to the encoder's output, too. Both sides have the
+    The layers of `model.layers` are then the decoder's, and attend to the encoder's output, too. Both sides have the
     keys of `model:`, and share the embedding.
     """
 
     layers: int = Field(ge=1, le=MAX_LAYERS)
     """Number of blocks of the encoder."""
     pattern: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
-    """Kinds of its layers, as `model.pattern`, which is the default."""
+    """Kinds of its layers, like `model.pattern`, which is the default."""
 
 
 class _Size(Section):
@@ -91,20 +90,20 @@ class _Size(Section):
 
 
 class ModelConfig(LayerConfig, _Size):
-    """A decoder or an encoder: embedding, `layers` blocks of attention and mlp, head."""
+    """A decoder or an encoder: embedding, `layers` blocks of mixer and mlp, head."""
 
     direction: Literal["causal", "both"] = "causal"
-    """Tokens that a token sees: `causal`, itself and those before it; `both`, those behind it too, in every layer. Such
-    a model is an encoder (BERT), which learns to fill in masked tokens and does not write text."""
+    """Tokens that a token attends to: `causal`, itself and those before it; `both`, those after it too, in every layer.
+    A model with `both` is an encoder (BERT), which learns to fill in masked tokens and does not write text."""
     pattern: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
-    """Kinds of the layers, by their names in `kinds`: repeated until there are `layers`, which need not be a multiple.
-    By default all layers are equal."""
+    """Kinds of the layers, by their names in `kinds`: repeated until there are `layers`, which need not be a multiple
+    of its length. By default all layers are equal."""
     kinds: dict[str, LayerKindConfig] = Field(default_factory=dict)
     """By name of a kind in `pattern`, the keys that differ from those of `model:`, like `{sliding_window: 1024}`."""
     encoder: EncoderConfig | None = None
     """Encoder beside the decoder."""
     relative: RelativeConfig | None = None
-    """With positions: relative, these."""
+    """Relative positions, with `positions: relative`."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of normalization, of mixers and mlps and before the head."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -116,8 +115,8 @@ class ModelConfig(LayerConfig, _Size):
     max_positions: int | None = Field(default=None, ge=1, le=MAX_ROWS)
     """Rows of the learned position embedding; by default train.sequence_length. Not used by rope."""
     document_attention: bool = False
-    """Attention, and the state of a recurrence, stays inside a document and positions restart at its first token.
-    False: windows are one text."""
+    """Attention, and the state of a recurrence, stays inside a document, and positions restart at its first token.
+    false: a window is one text."""
     tie_embeddings: bool = False
     """The head uses the embedding's weights."""
     vocab_size: int | None = Field(default=None, ge=1, le=MAX_ROWS)
@@ -125,14 +124,14 @@ class ModelConfig(LayerConfig, _Size):
     vocab_multiple: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """The vocabulary is padded to a multiple of this; logits of the padding are -inf."""
     token_types: int | None = Field(default=None, ge=1, le=MAX_ROWS)
-    """Rows of an embedding of the type of a token (BERT: 2), of which all tokens have the first one. By default there
-    is no such embedding."""
+    """Rows of a token type embedding (BERT: 2), of which all tokens use the first one. By default there is no such
+    embedding."""
     embedding_norm: bool = False
     """The sum of the embeddings is normalized (BERT, ModernBERT)."""
     first_norm: bool = True
-    """The input of the first layer is normalized. false: not once more behind embedding_norm (ModernBERT)."""
+    """The input of the first layer is normalized. false: not again after embedding_norm (ModernBERT)."""
     final_norm: bool = True
-    """There is a norm behind the last layer. false: norm_place: post has one there already (BERT)."""
+    """There is a norm after the last layer. false: `norm_place: post` has one there already (BERT)."""
     head_transform: Literal["gelu", "gelu_exact"] | None = None
     """Before the head comes a matrix of dim x dim, with a bias if bias is all, then this function and a norm (BERT,
     ModernBERT: gelu_exact)."""
@@ -141,7 +140,7 @@ class ModelConfig(LayerConfig, _Size):
     embedding_scale: float = Field(default=1.0, gt=0)
     """Factor on the embedding of tokens, rounded to the type of the weights (Gemma: sqrt(dim))."""
     residual_scale: float = Field(default=1.0, gt=0)
-    """Factor on what a mixer or mlp adds to the residual stream (Granite)."""
+    """Factor on the output of a mixer or mlp before it is added to the residual stream (Granite)."""
     logit_scale: float = Field(default=1.0, gt=0)
     """Factor on the logits (Cohere; Granite divides by its `logits_scaling`)."""
     logit_soft_cap: float | None = Field(default=None, gt=0)
@@ -149,7 +148,7 @@ class ModelConfig(LayerConfig, _Size):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the embedding and of the output of each mixer and mlp that a training step sets to 0, before it is added
     to the residual stream (GPT-2's resid_pdrop and embd_pdrop). Probabilities of attention are never dropped: no kernel
-    does it. What is dropped depends on the seed and the sample alone, whatever the layout."""
+    supports it. The mask depends only on the seed and the sample, not on the layout."""
     mtp: MtpConfig | None = None
     """Multi-token prediction."""
     init: InitConfig = InitConfig()

@@ -17,21 +17,21 @@ NotifyEvent = Literal[
 
 
 class NotifyConfig(Section):
-    """A notification: events, and a command or a webhook that is told of each."""
+    """A notification: events, and a command or a webhook to which each is sent."""
 
     on: list[NotifyEvent] = Field(min_length=1)
     """Events: training is `done`; a stage has `failed` for good; training has `stopped`, and nothing continues it; it
-    was interrupted and continues (`requeued`: in the queue, in the next job, or in the same job); it has `stalled`,
-    and sends no heartbeat; a step went wrong (`spike`: a spike or a value that is not finite, and what was done);
+    was interrupted and continues (`requeued`: in the queue, in the next job, or in the same job); it has `stalled` and
+    sends no heartbeat; a faulty step (`spike`: a spike or a value that is not finite, and the action taken);
     `saves_failing`; an export while training failed (`export_failed`); a node has `hardware` errors."""
     command: Annotated[Annotated[list[Lines], Field(min_length=1)] | None, CODE] = None
     """Program and arguments. It gets the event as JSON on its standard input, and as variables like PIPELINE_EVENT and
-    PIPELINE_REASON; what it prints is discarded."""
+    PIPELINE_REASON; its output is discarded."""
     webhook_env: Text | None = None
     """Name of the environment variable with the address of a webhook, to which the event is sent by POST, as JSON with
     a `text` that Slack and others show. The address itself is a secret, which a run file must not have."""
     timeout_seconds: float = Field(default=30.0, gt=0, le=600)
-    """Seconds after which the command, with the processes that it has started, or the request is ended."""
+    """Seconds after which the command, with the processes that it has started, or the request is killed."""
 
     @model_validator(mode="after")
     def _one_way(self) -> NotifyConfig:

@@ -26,8 +26,7 @@ class DenoiserConfig(Section):
     weight: float = Field(default=1.0, gt=0)
     """Share of the samples, relative to the other denoisers."""
     mode: Text | None = None
-    """Special token with which the encoder's text of each document begins, by which a model is asked for what it has
-    learned with this denoiser: `[NLU]`, `[NLG]`, `[S2S]`."""
+    """Special token at the beginning of the encoder's text of each document, for example `[NLU]`, `[NLG]`, `[S2S]`."""
 
 
 class ObjectiveConfig(Section):
@@ -36,39 +35,37 @@ class ObjectiveConfig(Section):
     type: Annotated[
         Literal["causal", "fim", "masked", "prefix", "spans", "ul2"] | str, NamedPlugin("objectives"), DATA
     ] = "causal"
-    """`causal`: each token from those before it. `fim`: fill-in-the-middle, for code: documents are rearranged into
-    prefix, suffix and middle (Bavarian et al. 2022). `masked`: masked tokens from all others (BERT). `prefix`: each
-    token behind a prefix of its document, which is seen in both directions. `spans`: a decoder predicts spans that the
-    encoder's text lacks (T5). `ul2`: the same by one of several denoisers for each window (UL2).
-    A name with a dot: an installed plug-in, see `docs/plugins.md`."""
+    """`causal`: each token from those before it. `fim`: fill-in-the-middle, for code (Bavarian et al. 2022). `masked`:
+    masked tokens (BERT). `prefix`: tokens after a prefix that attends in both directions. `spans`: spans that the
+    encoder's text lacks (T5). `ul2`: spans by one of several denoisers per window (UL2). A name with a dot: an
+    installed plug-in, see `docs/plugins.md`."""
     options: ObjectiveOptions = None
     """Options of the plug-in that `type` names."""
     rate: float | None = Field(default=None, ge=0, le=1)
-    """fim: share of the documents that are rearranged, by default 0.5. masked, spans: share of the tokens that are
-    predicted, by default 0.15; up to 0.4 for masked ones (Wettig et al. 2023)."""
+    """fim: share of rearranged documents, by default 0.5. masked, spans: share of predicted tokens, by default 0.15; up
+    to 0.4 for masked (Wettig et al. 2023)."""
     spm_rate: float = Field(default=0.5, ge=0, le=1)
-    """fim: share of those in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+    """fim: share of the rearranged documents in the order suffix, prefix, middle; the others have prefix, suffix,
+    middle."""
     sentinels: Annotated[Text, Field(min_length=1)] | list[Text] | None = None
-    """Special tokens of the tokenizer. fim: those that announce prefix, suffix and middle; by default <|fim_prefix|>,
-    <|fim_suffix|>, <|fim_middle|>. spans, ul2: those that stand for the first span of a document, the second one and so
-    on, as a list, or as a pattern in which {} counts from 0; by default <extra_id_{}>."""
+    """Special tokens. fim: those before prefix, suffix and middle; by default <|fim_prefix|>, <|fim_suffix|>,
+    <|fim_middle|>. spans, ul2: those in place of the spans of a document, as a list, or a pattern in which {} counts
+    from 0; by default <extra_id_{}>."""
     mask_token: Text = "[MASK]"
-    """masked: special token of the tokenizer in place of masked ones."""
+    """masked: special token in place of masked ones."""
     random_share: float = Field(default=0.1, ge=0, le=1)
-    """masked: share of the masked tokens that become a random token in place of the mask token."""
+    """masked: share of the masked tokens that become a random token."""
     keep_share: float = Field(default=0.1, ge=0, le=1)
-    """masked: share of the masked tokens that stay as they are."""
+    """masked: share of the masked tokens that stay unchanged."""
     whole_words: bool = False
-    """masked: mask words, not tokens. The number of tokens stays exact, so that of one word of a window only the first
-    tokens may be masked."""
+    """masked: mask whole words; one word per window may be masked only in part, to keep the number of masked tokens."""
     mean_span: float = Field(default=3.0, ge=1)
     """spans: mean length of the spans."""
     start_token: Text | None = None
-    """spans, ul2: special token that the decoder starts each document with; by default the end-of-document token."""
+    """spans, ul2: first token of the decoder in each document; by default the end-of-document token."""
     denoisers: list[DenoiserConfig] = Field(default_factory=list)
-    """ul2: the mixture, of which each window gets one; by default that of the paper: spans of mean 3 and 8 at a rate of
-    0.15, prefixes with 0.25 behind them, and spans of mean 3, 8 and 64 at 0.5, and of 64 at 0.15; without mode
-    tokens."""
+    """ul2: the mixture, one of which is drawn per window. Default, as in the paper: spans of mean 3, 8 and 64 at rates
+    of 0.15 and 0.5, and prefixes with 0.25 after them; no mode tokens."""
 
     @property
     def share(self) -> float:
@@ -115,11 +112,11 @@ class ObjectiveConfig(Section):
 
 
 class MixedObjectiveConfig(ObjectiveConfig):
-    """Objective of the training, and of some sources another one."""
+    """Objective of the training; some sources may have another one."""
 
     by_source: dict[str, ObjectiveConfig] = Field(default_factory=dict)
-    """By source: its objective in place of this one, with all the keys that it is to have. All have to make windows of
-    the same shape for the same kind of model."""
+    """By source: its objective in place of this one, with all its keys. All objectives must make windows of the same
+    shape for the same kind of model."""
 
     def of(self, source: str) -> ObjectiveConfig:
         """The objective of a source."""

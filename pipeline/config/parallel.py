@@ -28,8 +28,8 @@ class PipelineConfig(Section):
     """Stages on one rank. 1 for gpipe and 1f1b, exactly 2 for zbv and dualpipev, 2 or more (by default 2) for the
     interleaved schedules."""
     layers_per_stage: list[Annotated[int, Field(ge=0, le=MAX_LAYERS)]] | None = None
-    """Number of layers of each stage, first to last; by default balanced, embedding and head counted. 0 is for a first
-    stage with the embedding alone, and a last one with the head alone."""
+    """Number of layers of each stage, first to last; by default balanced, counting embedding and head. 0 is allowed for
+    a first stage with only the embedding, and a last one with only the head."""
 
     @property
     def stages_per_rank(self) -> int:
@@ -38,23 +38,23 @@ class PipelineConfig(Section):
 
 
 class OverlapConfig(Section):
-    """Communication that runs beside computation."""
+    """Overlap of communication and computation."""
 
     forward_prefetch: int = Field(default=0, ge=0, le=MAX_LAYERS)
-    """With dp_shard, layers whose weights are gathered ahead of the one at work in the forward pass. 0: each layer's
-    when its turn comes, which on a GPU is beside the layer before, as long as the host is ahead of it. More are asked
-    for before the layer is computed: for layers too small for the host, or a slow network, at the memory of these
-    layers' weights."""
+    """With dp_shard, number of layers whose weights are gathered ahead of the current one in the forward pass. 0: a
+    layer's weights are gathered when its turn comes, which on a GPU overlaps with the layer before, as long as the host
+    is ahead of the GPU. Use 1 or more for small layers or a slow network; it takes the memory of these layers'
+    weights."""
     backward_prefetch: int = Field(default=1, ge=1, le=MAX_LAYERS)
-    """The same in the backward pass, where weights were given back after forward. 1 is what torch does by itself."""
+    """The same in the backward pass, with reshard_after_forward. 1 is torch's own behaviour."""
     reduce: Literal["each", "last"] | None = None
-    """With dp_shard and several micro-batches: add gradients up over the processes in the backward pass of each
-    micro-batch (`each`), which keeps them sharded, or in that of the last one (`last`), which sends less and keeps
-    whole fp32 gradients meanwhile. By default `each` without a pipeline and `last` with one. Zero-bubble schedules add
-    up after all backward passes, and need `last`."""
+    """With dp_shard and several micro-batches, when gradients are reduced: in the backward pass of each micro-batch
+    (`each`), which keeps them sharded, or of the last one (`last`), which sends less and keeps whole fp32 gradients
+    meanwhile. By default `each` without a pipeline and `last` with one. Zero-bubble schedules reduce after all backward
+    passes, and need `last`."""
     async_tp: bool = False
-    """With tp, sequence_parallel and compiled layers on GPUs of one node: cut gathers and sums of a layer in pieces,
-    which are sent while the matrix product beside them computes others."""
+    """With tp, sequence_parallel and compiled layers on GPUs of one node: cut gathers and sums of a layer into pieces,
+    which are sent while the matrix product computes other pieces."""
 
 
 class ParallelConfig(Section):
@@ -63,32 +63,35 @@ class ParallelConfig(Section):
     tp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Tensor parallel: every matrix is cut over N processes."""
     pp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Pipeline parallel: the layers are cut into stages over N processes. Set train.micro_batch_size with it: a
-    step needs several micro-batches."""
+    """Pipeline parallel: the layers are cut into stages over N processes. Also set train.micro_batch_size: a step needs
+    several micro-batches."""
     cp: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Context parallel: every sequence is cut over N processes."""
     cp_method: CpMethod = "all_gather"
-    """With cp, how attention sees the whole sequence. `all_gather`: each process has two pieces of it, one from either
-    end, and collects all keys and values. `ulysses`: each has one piece, and exchanges it for some heads of the whole
-    sequence; heads, and key and value heads, are cut over tp x cp."""
+    """Method by which attention sees the whole sequence with cp. `all_gather`: each process has two pieces of the
+    sequence, one from either end, and gathers all keys and values. `ulysses`: each has one piece, and exchanges it for
+    some heads of the whole sequence; heads, and key and value heads, are cut over tp x cp."""
     ep: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Expert parallel: the experts of a layer are dealt to N of the processes that share a model's weights, and tokens
-    travel to them and back. It is not an axis of its own: it must divide dp_shard x cp x tp. tp cuts no expert."""
+    """Expert parallel: the experts of a layer are distributed over N of the processes that share a model's weights, and
+    tokens are sent to them and back. It does not multiply the number of processes: it must divide dp_shard x cp x tp.
+    tp does not cut experts."""
     dp_replicate: int = Field(default=1, ge=-1, le=MAX_PROCESSES)
-    """Data parallel with a whole copy of the weights on each process, or on each group of dp_shard. -1: the rest."""
+    """Data parallel with a whole copy of the weights on each process, or on each group of dp_shard. -1: all remaining
+    processes."""
     dp_shard: int = Field(default=-1, ge=-1, le=MAX_PROCESSES)
-    """Data parallel with weights, gradients and optimizer states sharded over N processes. -1: the rest."""
+    """Data parallel with weights, gradients and optimizer states sharded over N processes. -1: all remaining
+    processes."""
     sequence_parallel: bool = True
-    """With tp, norms and residual stream are cut along the sequence too, which saves memory and sends no more. Sequence
-    lengths must be multiples of tp."""
+    """With tp, norms and residual stream are cut along the sequence too, which saves memory and sends the same number
+    of bytes. Sequence lengths must be multiples of tp."""
     reshard_after_forward: bool | None = None
-    """With dp_shard, give whole weights back after forward and gather them again for backward (ZeRO-3), or keep them
-    until backward has ended, in a pipeline that of the step (like ZeRO-2). By default true without a pipeline and false
-    with one. Zero-bubble schedules (interleaved_zero_bubble, zbv, dualpipev) need false."""
+    """With dp_shard, true frees whole weights after forward and gathers them again for backward (ZeRO-3); false keeps
+    them until backward has ended, in a pipeline until the end of the step (like ZeRO-2). By default true without a
+    pipeline and false with one. Zero-bubble schedules (interleaved_zero_bubble, zbv, dualpipev) need false."""
     overlap: OverlapConfig = OverlapConfig()
-    """Communication beside computation."""
+    """Overlap of communication and computation."""
     pipeline: PipelineConfig = PipelineConfig()
-    """With pp, the pipeline."""
+    """The pipeline, with pp."""
 
     @property
     def splits_backward(self) -> bool:

@@ -142,21 +142,28 @@ def _entry(key: Key) -> Iterator[str]:
     yield from textwrap.wrap(" ".join(_text(key).split()), 96, initial_indent="    ", subsequent_indent="    ")
 
 
-def markdown(section: type[Section] = Config, path: str = "") -> str:
-    """A heading, the docstring and a table of keys for `section`, then the same for the sections below it."""
+def markdown(section: type[Section] = Config, path: str = "", seen: dict[type[Section], str] | None = None) -> str:
+    """A heading, the docstring and a table of keys for `section`, then the same for the sections below it.
+
+    Args:
+        section: what to describe.
+        path: its key.
+        seen: keys of the sections that were described before, to which a second one refers.
+    """
+    seen = {} if seen is None else seen
+    text = " ".join((inspect.getdoc(section) or "").split())
+    first = seen.setdefault(section, path)
+    if (described := section.described_at or (first if first != path else None)) is not None:
+        names = ", ".join(f"`{key}`" for key in written_keys(section))
+        return f"### `{path}`\n\n{text} Keys: {names}. See `{described}`.\n"
     below = []
     for name, (_, field) in written_keys(section).items():
         found, entry = subsection(field.annotation)
-        inner = ".".join(part for part in (path, name, entry) if part)
         if found is not None:
-            below.append(markdown(found, inner))
+            below.append(markdown(found, ".".join(part for part in (path, name, entry) if part), seen))
     if not path:
         # The root's rows would say only that there are sections.
         return "\n".join(below)
-    text = " ".join((inspect.getdoc(section) or "").split())
-    if section.described_at is not None:
-        names = ", ".join(f"`{key}`" for key in written_keys(section))
-        return f"### `{path}`\n\n{text} Keys: {names}. See `{section.described_at}`.\n"
     return "\n".join([f"### `{path}`\n", f"{text}\n", table(section), "", *below])
 
 

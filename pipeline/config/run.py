@@ -19,7 +19,7 @@ class RunConfig(Section):
 
 
 class TimeLimitsConfig(Section):
-    """Seconds after which a process that has not got on counts as hung; all processes end then, with exit code 76."""
+    """Seconds without progress after which a process counts as hung; all processes then end with exit code 76."""
 
     init_seconds: float = Field(default=600.0, gt=0)
     """To find the other processes and build the model."""
@@ -35,44 +35,44 @@ class LaunchConfig(Section):
     """Processes of the run and their resources."""
 
     processes: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
-    """Processes of the training, one per device; by default as many as `parallel` names. The command starts them on
-    this machine, unless torchrun or another launcher has."""
+    """Processes of the training, one per device; by default as many as the degrees of `parallel` require. The command
+    starts them on this machine, unless torchrun or another launcher did."""
     time_limits: TimeLimitsConfig = TimeLimitsConfig()
     """Limits after which a process counts as hung."""
     max_minutes: float | None = Field(default=None, gt=0)
-    """Save and stop, with exit code 75, when this attempt has lasted so long."""
+    """Save and stop, with exit code 75, after this attempt has lasted N minutes."""
     stop_before_end_seconds: float | None = Field(default=None, ge=0)
-    """In a SLURM job with a time limit: save and stop, with exit code 75, so long before it. The step that is being
-    made and the save must fit in. By default twice the longest step and save of the attempt, and 120 before the first
-    save is measured, but never more than a quarter of the job's time."""
+    """In a SLURM job with a time limit: save and stop, with exit code 75, N seconds before its end. The current step
+    and the save must fit in. The default is twice the longest step and save of the attempt (120 until the first save is
+    measured), at most a quarter of the job's time."""
     heartbeat_seconds: float = Field(default=30.0, gt=0)
-    """Every process writes so often in the run folder which step it is at and what it does."""
+    """Seconds between two heartbeats: each process writes its step and phase in the run folder."""
     crash_loop: int = Field(default=3, ge=1)
-    """Number of attempts in a row that died at the same step after which the next one is refused, with exit code 2."""
+    """After N attempts in a row that died at the same step, the next one is refused with exit code 2."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes CUDA where there is one."""
+    """`auto` takes CUDA if there is a GPU."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of each process for torch; by default `OMP_NUM_THREADS` of the shell, else the cores available to
     this process, divided by the processes per node."""
     bind: Literal["auto", "none"] = "auto"
-    """Where several processes share a machine, `auto` gives each cores of its own: on GPUs those of the NUMA node that
-    its GPU is next to, else whole cores side by side. It never takes a core that the process could not use before, and
-    changes nothing where SLURM or another launcher has bound the processes."""
+    """If several processes share a machine, `auto` gives each its own cores: on GPUs those of the NUMA node of its GPU,
+    else whole cores side by side. It never takes a core that the process could not use before, and changes nothing if
+    SLURM or another launcher has bound the processes."""
 
 
 class ResumeConfig(Section):
     """The checkpoint to resume from, and what may differ from it."""
 
     from_: int | Literal["latest"] | None = Field(default=None, alias="from")
-    """The step of the checkpoint; later ones are moved to `abandoned`. `latest`: there must be one. By default the
-    latest valid one, and a run that never had one starts. A start that would lose more than one save
-    needs the step here."""
+    """Step of the checkpoint; later ones are moved to `abandoned`. `latest`: the newest valid one, which must exist. By
+    default the newest valid one, or a fresh start if the run has never saved. A start that would lose more than one
+    save requires the step here."""
     verify_on_load: Literal["full", "size"] = "full"
-    """`full` reads every file of the checkpoint and compares its hash; `size` looks at names and sizes only."""
+    """`full` reads every file of the checkpoint and compares its hash; `size` compares only names and sizes."""
     allow: list[Literal["data", "tokenizer", "objective", "model", "code", "schedule"]] = Field(default_factory=list)
-    """Differences to accept, by name; each is otherwise an error that shows what differs. `schedule`: a learning rate
-    that rises where the run resumes, because its schedule was changed."""
+    """Differences to accept, by name; otherwise each is an error that shows the difference. `schedule`: a changed
+    schedule whose learning rate rises at the resume."""
 
     @property
     def step(self) -> int | None:

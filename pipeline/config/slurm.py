@@ -89,7 +89,7 @@ class ResourcesConfig(Section):
     """Resources of a job. A key that is not set is taken from the profile's stage, then from its `defaults`."""
 
     partition: TextLine | None = None
-    """Partition, or several with commas."""
+    """Partition, or several, separated by commas."""
     account: TextLine | None = None
     """Account that pays."""
     qos: TextLine | None = None
@@ -103,18 +103,18 @@ class ResourcesConfig(Section):
     cpus_per_task: int | None = Field(default=None, ge=1, le=2**16)
     """CPUs of each process; passed to srun, too."""
     mem_gb: float | None = Field(default=None, ge=0)
-    """Memory of a node, in GB; 0: all that the node has. Without it the site's default holds."""
+    """Memory per node, in GB; 0: all memory of the node. By default the site's setting."""
     exclusive: bool | None = None
     """Whole nodes."""
     options: Annotated[LineByName, CODE] = Field(default_factory=dict)
-    """Further options of sbatch by their long names without dashes, like `{reservation: night}`."""
+    """Further options of sbatch, by long names without dashes, like `{reservation: night}`."""
 
 
 class SiteConfig(Section):
     """A profile: what is the same for all runs at a site. Files of it are in `slurm/profiles/`."""
 
     description: Text = ""
-    """The site that it is for."""
+    """Description of the site."""
     defaults: ResourcesConfig = ResourcesConfig()
     """For all stages."""
     preprocess: ResourcesConfig = ResourcesConfig()
@@ -124,16 +124,16 @@ class SiteConfig(Section):
     eval: ResourcesConfig = ResourcesConfig()
     """For evaluation."""
     gpus_per_node: int = Field(default=0, ge=0)
-    """GPUs of a node; training has a process for each. 0: nodes without any."""
+    """GPUs per node; training has a process for each. 0: nodes without GPUs."""
     gpus_by: Literal["gres", "gpus-per-node"] = "gres"
     """Option that asks for GPUs."""
     gpu_type: TextLine | None = None
-    """Their type, where the site wants it: `gres=gpu:TYPE:N`."""
+    """Type of the GPUs, if the site requires it: `gres=gpu:TYPE:N`."""
     modules: Annotated[list[Line], CODE] = Field(default_factory=list)
     """Modules to load, after `before_modules` and before `setup`."""
     before_modules: Annotated[list[Lines], CODE] = Field(default_factory=list)
-    """Lines of shell in the job's script before anything else, like `module use /shared/modules`, or what defines
-    `module` where that is not in one of the usual files."""
+    """Lines of shell in the job's script before anything else, like `module use /shared/modules`, or a line that
+    defines `module` if it is not in one of the usual files."""
     environment: Annotated[Variables, CODE] = Field(default_factory=dict)
     """Variables for all processes. No secrets: they are written into the run folder."""
     setup: Annotated[list[Lines], CODE] = Field(default_factory=list)
@@ -141,7 +141,7 @@ class SiteConfig(Section):
     container_prefix: Annotated[Line, CODE] = ""
     """Words before every `python` of a step, like `apptainer exec --nv /images/torch.sif`."""
     python: Annotated[Line | None, CODE] = None
-    """The interpreter; by default the one that submits. In a container often `python3`."""
+    """Interpreter of the jobs; by default the one that submits. In a container often `python3`."""
     distribution: Annotated[TextLine, AfterValidator(_by_nodes)] | None = None
     """Distribution of the processes of a training by srun to nodes, sockets and cores (`--distribution`), like
     `block:cyclic`. The first word is `block`, which is also the default: ranks are counted node by node."""
@@ -152,9 +152,9 @@ class SiteConfig(Section):
     network_interface: TextLine | None = None
     """For NCCL and gloo, like `ib0`."""
     health_command: Annotated[Line, CODE] = ""
-    """The site's own check of a node, in the words of bash, like `/usr/sbin/nhc`. It runs once on each node, outside of
-    any container, before every launch of a training and in `pipeline doctor RUN.yaml`. A node is unfit where it ends
-    with another code than 0, or not within 60 s."""
+    """The site's own check of a node, a bash command like `/usr/sbin/nhc`. It runs once on each node, outside of any
+    container, before every launch of a training and in `pipeline doctor RUN.yaml`. A node is unfit if the command ends
+    with a code other than 0, or not within 60 s."""
     health_minutes: float | None = Field(default=None, ge=1)
     """Minutes from one `health_command` to the next while a training runs. A node that fails is named in the job's log
     and not used for the next launch; the training continues."""
@@ -163,22 +163,22 @@ class SiteConfig(Section):
     has_requeue: bool = True
     """True if users may requeue their jobs (`JobRequeue` and the partition allow it)."""
     wckey: TextLine | None = None
-    """Workload characterization key, where the site wants one."""
+    """Workload characterization key, if the site requires one."""
 
 
 class ArrayConfig(Section):
-    """Preprocessing as an array of tasks, which share the units dynamically."""
+    """Preprocessing as an array of tasks, which take units from one list."""
 
     tasks: int = Field(default=4, ge=1, le=MAX_NODES)
-    """Array tasks, each on one node; more than there are units are not sent."""
+    """Array tasks, each on one node; at most one per unit is sent."""
 
 
 class SlurmConfig(Section):
     """Jobs of a run on a cluster."""
 
     profile: Annotated[Line, AfterValidator(_absolute_file), KeyMark("code", _profile_files)] = "generic"
-    """Site profile: the name of one that ships, or a file (`./site.yaml`). A relative path of a run file is looked for
-    in the working directory, then beside the run file."""
+    """Site profile: the name of one that ships, or a file (`./site.yaml`). A relative path in a run file is resolved
+    against the working directory, then against the folder of the run file."""
     nodes: int = Field(default=1, ge=1, le=MAX_NODES)
     """Nodes of the training."""
     processes_per_node: int | None = Field(default=None, ge=1, le=MAX_LOCAL)
@@ -186,25 +186,24 @@ class SlurmConfig(Section):
     gpus_per_node: int | None = Field(default=None, ge=0, le=MAX_LOCAL)
     """GPUs that jobs ask for on each node; by default `gpus_per_node` of the profile."""
     spare_nodes: int = Field(default=0, ge=0, le=MAX_NODES)
-    """Nodes that a job asks for in addition, to take the place of those that fail."""
+    """Additional nodes of a job, which replace those that fail."""
     chain: Literal["requeue", "singleton", "afterany"] = "requeue"
-    """Continuation of training after a job's time: the same job again, or the next one of `links` that wait, one after
-    the other, by name (`singleton`) or by dependency (`afterany`); for sites without requeue."""
+    """How training continues after a job's time limit. `requeue`: in the same job. For sites without requeue: in the
+    next of `links` jobs, which wait for each other by name (`singleton`) or by dependency (`afterany`)."""
     links: int = Field(default=4, ge=1, le=1000)
-    """Jobs that are queued at once with `singleton` and `afterany`."""
+    """Number of chain jobs that are queued at once with `singleton` and `afterany`."""
     max_restarts: int = Field(default=5, ge=0)
-    """Number of times in a row that training is started again after a crash, a hang or a lost node without a newer
-    checkpoint; then the chain ends."""
+    """Restarts in a row after a crash, a hang or a lost node without a newer checkpoint; then the chain ends."""
     doctor: bool = True
     """Check every node before training starts on it (`pipeline doctor`)."""
     group: TextLine | None = None
-    """Unix group of the run folder, whose members may look after the run, too."""
+    """Unix group of the run folder, whose members may also manage the run."""
     private_dir: Annotated[AbsLinePath, DATA] | None = None
-    """Folder for what jobs execute, on a disk that all nodes share; nobody else may write to it or above it. By default
-    the run folder; `~/.pipeline` where `group`, `umask` or the shell's umask lets others write there."""
+    """Folder for the code that jobs execute, on a disk that all nodes share; nobody else may write to it or above it.
+    By default the run folder, or `~/.pipeline` if `group`, `umask` or the shell's umask lets others write there."""
     umask: Text | None = Field(default=None, pattern=r"^0?[0-7]{3}$")
-    """Permissions that new files do not get: `0002` lets the group write, and so cancel or resume. By default what
-    the shell that submits has."""
+    """Permissions that new files do not get: `0002` lets the group write, and therefore cancel or resume. By default
+    the umask of the submitting shell."""
     array: ArrayConfig = ArrayConfig()
     """Preprocessing."""
     preprocess: ResourcesConfig = ResourcesConfig()

@@ -27,11 +27,11 @@ class TokenizerConfig(Section):
     train: TokenizerTrainConfig | None = None
     """Train a tokenizer instead of loading one."""
     end_of_document: Text = Field(default="<|endoftext|>", min_length=1)
-    """The special token that closes every document. A loaded tokenizer must have it."""
+    """The special token that closes every document. A loaded tokenizer must contain it."""
     special_tokens: list[Text] = Field(default_factory=list)
     """Further special tokens. A trained tokenizer gets them after `end_of_document`; a loaded one must have them."""
     allow_special: list[Text] = Field(default_factory=list)
-    """Special tokens that the text of a document may contain as such. All others are ordinary characters in a text."""
+    """Special tokens that are recognized in the text of a document. All others are ordinary characters there."""
 
     @model_validator(mode="after")
     def _one_way(self) -> TokenizerConfig:

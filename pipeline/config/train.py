@@ -15,7 +15,7 @@ from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, 
 
 
 class MuonConfig(Section):
-    """Muon (Jordan et al. 2024): momentum that is orthogonalized, matrix by matrix, before weights take it."""
+    """Muon (Jordan et al. 2024): the momentum of each matrix is orthogonalized before the update."""
 
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the momentum."""
@@ -24,8 +24,8 @@ class MuonConfig(Section):
     steps: int = Field(default=5, ge=1, le=20)
     """Newton-Schulz iterations, in bf16: 5 take most singular values to between 0.7 and 1.2."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """Scale of the learning rate by the shape of a matrix. `match_rms_adamw`: updates are as large as AdamW's, whose
-    learning rate and weight decay fit then (Liu et al. 2025). `original`: by the root of rows over columns."""
+    """Scale of the learning rate by the shape of a matrix. `match_rms_adamw`: updates are as large as AdamW's, so that
+    its learning rate and weight decay can be used (Liu et al. 2025). `original`: the root of rows over columns."""
 
 
 class ParameterGroupConfig(Section):
@@ -35,7 +35,7 @@ class ParameterGroupConfig(Section):
     """Names of parameters as in checkpoints, or patterns with `*`, `?` and `[...]`: `embedding.weight`, `*norm.weight`,
     `layers.*.mixer.w[qk].*`. `*` stands for dots, too."""
     lr_scale: float = Field(default=1.0, ge=0)
-    """Factor on the learning rate, on top of that of muP; with 0 the parameters stay as they are."""
+    """Factor on the learning rate, on top of that of muP; with 0 the parameters do not change."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Weight decay of these parameters, vectors as well. By default matrices have train.optimizer.weight_decay, and
     vectors none."""
@@ -50,11 +50,11 @@ class OptimizerConfig(Section):
     """AdamW or Muon with decoupled weight decay on matrices only (embedding included; norms and biases are spared)."""
 
     type: Literal["adamw", "muon"] = "adamw"
-    """`muon`: for the matrices of layers; embedding, head, norms and biases have AdamW. Weight decay, clipping and
-    learning rate are those of both."""
+    """`muon`: Muon for the matrices of layers, AdamW for embedding, head, norms and biases. Both use the same weight
+    decay, clipping and learning rate."""
     states: Literal["fp32", "bf16"] = "fp32"
-    """Format of the moments. bf16 halves their memory; the arithmetic stays fp32, and results are rounded up or down by
-    chance, so that small changes are not lost."""
+    """Format of the moments. bf16 halves their memory; the arithmetic stays fp32, with stochastic rounding of the
+    results, so that small changes are not lost."""
     muon: MuonConfig = MuonConfig()
     """type: muon."""
     lr: float = Field(default=3e-4, gt=0)
@@ -66,10 +66,11 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices."""
     groups: list[ParameterGroupConfig] = Field(default_factory=list)
-    """Parameters with a learning rate or weight decay of their own. The first group that matches a name has it."""
+    """Parameters with a learning rate or weight decay of their own. A parameter belongs to the first group that matches
+    its name."""
     clip_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are scaled so that their global L2 norm is at most this. null: they are not scaled; the norm is logged
-    all the same, and steps whose norm is not finite are withheld."""
+    """Gradients are scaled so that their global L2 norm is at most this. null: they are not scaled; the norm is still
+    logged, and updates whose norm is not finite are withheld."""
 
     @model_validator(mode="after")
     def _betas(self) -> OptimizerConfig:
@@ -108,15 +109,15 @@ class LossConfig(Section):
     z_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the mean squared log-partition function (PaLM)."""
     chunk_tokens: int | None = Field(default=None, ge=1)
-    """Compute logits and loss for N tokens of a micro-batch at once, so that the logits never exist whole; with
-    large vocabularies they need most of the memory. The loss is the same. By default as many as have 128 million
-    logits on a process, and no fewer than 1,024."""
+    """Compute logits and loss for N tokens of a micro-batch at once, so that the logits never exist whole; with large
+    vocabularies they need most of the memory. The loss is the same. By default N gives 128 million logits per process,
+    and is at least 1,024."""
     mask_document_start: bool = False
-    """Do not train on the first token of a document, which has nothing of its document before it."""
+    """Do not train on the first token of a document, which has no context in its document."""
     mtp: float | None = Field(default=None, ge=0)
     """Weight of the loss of multi-token prediction, the mean over the depths of `model.mtp`; by default 0.3
-    (DeepSeek-V3). Of a depth those targets count that are in the document of the position that predicts them. `loss` in
-    the metrics is without it."""
+    (DeepSeek-V3). Only targets in the same document as the predicting position count. `loss` in the metrics excludes
+    it."""
 
     @property
     def mtp_weight(self) -> float:
@@ -129,21 +130,21 @@ class LossConfig(Section):
 
 
 class BalanceConfig(Section):
-    """Balance of experts: what keeps a router from sending all tokens to a few. Nothing of it depends on the layout."""
+    """Load balance of experts: keeps a router from sending all tokens to a few. It does not depend on the layout."""
 
     loss: float = Field(default=0.01, ge=0)
-    """Coefficient of the balance loss of each layer, which is 1 where all experts have equally much to do. Layers add
-    up. DeepSeek-V3, whose bias does most of it: 0.0001."""
+    """Coefficient of the balance loss, which is 1 per layer for equal loads and summed over layers. DeepSeek-V3, which
+    balances mostly by the bias: 0.0001."""
     over: Literal["sequence", "batch"] = "sequence"
-    """The balance loss multiplies how often an expert was chosen with its mean score: in each window (`sequence`), or
-    how often it was chosen in the whole batch of the step before (`batch`)."""
+    """The balance loss multiplies an expert's mean score by its load: that in the same window (`sequence`), or that in
+    the whole batch of the step before (`batch`)."""
     z_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the mean square of the log-partition function of the router's logits (ST-MoE: 0.001)."""
     bias_rate: float = Field(default=0.001, ge=0)
     """Change of model.experts.score_bias in a step: up for experts with less than their share, down for the others."""
     force: bool = False
-    """Deal tokens to experts in turn, whatever the router says. For measurements of speed alone: such a model learns
-    nothing of use."""
+    """Send tokens to experts in turn, ignoring the router. Only for measurements of speed: such a model learns nothing
+    useful."""
 
 
 class BatchRampConfig(Section):
@@ -177,19 +178,19 @@ _FP8_RECIPES: dict[str, tuple[Fp8Recipe, ...]] = {
 class Fp8Config(Section):
     """Matrix products of layers in 8-bit floating point, in training and its validations.
 
-    Weights and all else keep their formats: checkpoints and exports do not know of it, and the eval stage computes in
-    the compute format.
+    Weights keep their formats, so checkpoints and exports do not change, and the eval stage computes in the compute
+    format.
     """
 
     backend: Literal["torchao", "te"] = "torchao"
     """`torchao` (extra `fp8`), or NVIDIA's Transformer Engine (extra `te`)."""
     recipe: Fp8Recipe | None = None
     """Recipe of scaling. torchao: `tensorwise` (default; one scale per matrix), or `rowwise` (one per row: finer, for
-    more work). te: `current` (default; one per matrix), `delayed` (one per matrix, from earlier steps; they begin anew
-    when a run is resumed), or `mxfp8` (one for 32 numbers; Blackwell)."""
+    more work). te: `current` (default; one per matrix), `delayed` (one per matrix, from earlier steps; reset when a run
+    is resumed), or `mxfp8` (one per 32 numbers; Blackwell)."""
     all_gather: bool | None = None
-    """torchao, tensorwise: processes that share weights (dp_shard, cp) send them in fp8. By default where the rows of
-    all matrices can be dealt evenly to them."""
+    """torchao, tensorwise: processes that share weights (dp_shard, cp) send them in fp8. By default true if the rows of
+    all matrices can be divided evenly among them."""
     min_size: int = Field(default=1024, ge=16)
     """Matrices with fewer rows or columns than this on one process stay in the compute format: fp8 is slower there. So
     do those whose rows or columns are not a multiple of 16 (mxfp8: 32)."""
@@ -230,7 +231,7 @@ class Fp8Config(Section):
 
 
 class PrecisionConfig(Section):
-    """Number formats. Master weights and gradients' reduction are fp32 always."""
+    """Number formats. Master weights and the reduction of gradients are always fp32."""
 
     compute: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Parameters and activations in forward and backward. With fp16 the loss is scaled dynamically."""
@@ -250,14 +251,14 @@ class AttentionConfig(Section):
     """Kernels of attention. All compute the same, within rounding."""
 
     backend: Literal["auto", "sdpa", "flex", "varlen", "flash", "te"] = "auto"
-    """`auto` takes one by the device, what is installed and what the model needs; `--verbose` and the logs of jobs say
-    which and why: `sdpa` on a CPU, in fp32, and where there are neither documents nor windows; else `flash`, `varlen`,
-    `flex`, the first that is possible. `sdpa`: torch's, anywhere; on a GPU with documents or windows it needs a mask
-    of sequence x sequence. `flex`, `varlen`: torch's without such a mask, on a GPU from compute capability 8.0.
-    `flash`: the package flash-attn (extra `flash`), version 2, 3 or 4. `te`: Transformer Engine (extra `te`), with
-    train.compile: false and without recompute.mode: selective. `varlen`, `flash` and `te` compute in bf16 or fp16,
-    with head sizes that are multiples of 8 up to 256. What each takes of a model's attention: docs/performance.md.
-    Which of them ran on a GPU: docs/gpu-results.md."""
+    """`auto` depends on the device, the installed packages and the model: `sdpa` on a CPU, in fp32, and without
+    documents and windows; else the first possible of `flash`, `varlen`, `flex`. `--verbose` and the logs of jobs show
+    the choice and the reason. `sdpa`: torch's, anywhere; on a GPU with documents or windows it needs a mask of sequence
+    x sequence. `flex`, `varlen`: torch's without such a mask, on a GPU from compute capability 8.0. `flash`: the
+    package flash-attn (extra `flash`), version 2, 3 or 4. `te`: Transformer Engine (extra `te`), with train.compile:
+    false and without recompute.mode: selective. `varlen`, `flash` and `te` compute in bf16 or fp16, with head sizes
+    that are multiples of 8 up to 256. docs/performance.md lists the features of attention that each supports,
+    docs/gpu-results.md those that ran on a GPU."""
 
 
 class RecurrenceConfig(Section):
@@ -265,16 +266,16 @@ class RecurrenceConfig(Section):
 
     backend: Literal["auto", "plain", "fla"] = "auto"
     """`plain`: PyTorch alone, anywhere. `fla`: the package fla-core (extra `linear`), on a GPU, in bf16 or fp16,
-    without train.deterministic; it has never been run here. `auto`: `fla` where it is possible; `--verbose` and the
-    logs of jobs say which and why."""
+    without train.deterministic; it has never been run here. `auto`: `fla` if possible; `--verbose` and the logs of jobs
+    show the choice and the reason."""
 
 
 class RecomputeConfig(Section):
     """Activations that backward computes again instead of keeping them: less memory for more arithmetic."""
 
     mode: Literal["none", "full", "selective", "budget"] = "none"
-    """`full`: of a layer only its input is kept. `selective`: what is cheap to compute is computed again, what `keep`
-    names is kept. `budget`: the compiler chooses, within `budget`."""
+    """`full`: only the input of a layer is kept. `selective`: cheap operations are computed again, results of `keep`
+    are kept. `budget`: the compiler chooses, within `budget`."""
     every: int = Field(default=1, ge=1)
     """full, selective: one of every N layers is computed again, the others keep everything."""
     keep: list[Literal["attention", "matmul", "communication"]] = Field(
@@ -282,11 +283,9 @@ class RecomputeConfig(Section):
     )
     """selective: operations whose results are kept."""
     budget: float = Field(default=0.5, ge=0, le=1)
-    """budget: share of the memory that keeping everything would take, 0 being `full` and 1 `none`. Needs
-    train.compile."""
+    """budget: share of the memory of `mode: none`; 0 is `full` and 1 is `none`. Needs train.compile."""
     offload: bool = False
-    """full, on a GPU: move the inputs of layers, which are kept, to the memory of the host, and back when they are
-    needed."""
+    """full, on a GPU: move the kept inputs of layers to the memory of the host, and back when they are needed."""
 
 
 class ValidationConfig(Section):
@@ -297,7 +296,7 @@ class ValidationConfig(Section):
     every_steps: int = Field(default=500, ge=1)
     """Validate every N steps, and at the end."""
     samples: int = Field(default=64, ge=0, le=MAX_SAMPLES)
-    """Windows of it, the same ones each time; 0 turns validation off."""
+    """Windows of the split, the same ones each time; 0 turns validation off."""
 
 
 class FaultsConfig(Section):
@@ -307,14 +306,15 @@ class FaultsConfig(Section):
     """A loss or gradient that is not finite never reaches the weights. `stop` ends the run at once, `skip` continues
     with the next step, `rewind` goes back to a checkpoint and skips the steps around the fault."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
-    """The same for a step whose loss or gradient norm lies far above those before it. `skip` withholds its update."""
+    """The same for a step whose loss or gradient norm is far above those of earlier steps. `skip` withholds its
+    update."""
     spike_window: int = Field(default=128, ge=8, le=2**20)
-    """Steps before it that a step is compared with; fewer than half of them, and nothing is a spike."""
+    """Number of earlier steps with which a step is compared; nothing is a spike while fewer than half of them exist."""
     spike_zscore: float = Field(default=6.0, gt=0)
     """Number of standard deviations above their mean that make a spike."""
     rewind_steps: int = Field(default=100, ge=1)
-    """`rewind`: the checkpoint is at least N steps older than the fault, and these steps and the faulty one are
-    skipped when the run comes to them again."""
+    """`rewind`: the checkpoint is at least N steps older than the fault, and these steps and the faulty one are skipped
+    when the run reaches them again."""
     max_in_a_row: int = Field(default=3, ge=1)
     """Number of faulty steps in a row that ends the run with code 77."""
     max_rewinds: int = Field(default=3, ge=0)
@@ -325,11 +325,11 @@ class EmaConfig(Section):
     """A moving average of the weights, kept beside them and saved with them."""
 
     decay: float = Field(default=0.999, gt=0, lt=1)
-    """Share of the average that stays at each step."""
+    """Decay of the average per step: the weight of its old value."""
 
 
 class InitFromConfig(Section):
-    """Weights that a new run starts from. Nothing else is taken over: no moments, no steps, no place in the data."""
+    """Weights that a new run starts from. Nothing else is loaded: no moments, no steps, no position in the data."""
 
     path: DataPath | None = None
     """A run folder, a checkpoint's folder, or one that `pipeline checkpoint export` or `average`, or `pipeline convert
@@ -364,7 +364,7 @@ class ProfileConfig(Section):
     (`memory-*`), for https://docs.pytorch.org/memory_viz. Recording begins before the model is built and takes Python's
     stack at every allocation, in all steps up to the last one: choose early steps."""
     spans: bool = True
-    """Times of what every process did (`spans.*`), for https://ui.perfetto.dev: fetch, forward, backward, reduce, clip,
+    """Timeline of every process (`spans.*`), for https://ui.perfetto.dev: fetch, forward, backward, reduce, clip,
     optimizer, metrics, validation, save. On a GPU these are the times at which the host issues the work."""
 
     @model_validator(mode="after")
@@ -401,14 +401,14 @@ class MetricsConfig(Section):
     trackio: TrackioConfig | None = None
     """Log to Trackio (needs the extra `trackio`)."""
     loggers: list[LoggerConfig] = Field(default_factory=list)
-    """Log to what plug-ins write to."""
+    """Loggers of plug-ins."""
     prometheus: Annotated[DataPath, AfterValidator(_folder_of_files)] | None = None
     """Folder of the textfile collector of Prometheus's node_exporter on the node of rank 0, like
     `/var/lib/node_exporter/textfile`. A file with the state of the run is written there at each heartbeat
     (`launch.heartbeat_seconds`), and removed when training ends."""
     hardware_seconds: float | None = Field(default=60.0, gt=0)
-    """Every so often, one process per node reads the error counters of network cards, memory and GPUs. What rose is in
-    `hardware` in the run folder and in the metrics. `null` reads none."""
+    """Seconds between two readings of the error counters of network cards, memory and GPUs, by one process per node.
+    Counters that rose are in `hardware` in the run folder and in the metrics. `null` turns it off."""
 
 
 class TrainConfig(Section):
@@ -441,10 +441,10 @@ class TrainConfig(Section):
     recurrence: RecurrenceConfig = RecurrenceConfig()
     """Kernels of recurrences."""
     recompute: RecomputeConfig = RecomputeConfig()
-    """Activations that are computed again."""
+    """Recomputation of activations."""
     compile: bool | None = None
-    """Compile each layer (torch.compile). The first steps take longer, the others less time and memory. By default on a
-    GPU, if neither a zero-bubble schedule nor train.recompute.offload rules it out, and for long runs on a CPU."""
+    """Compile each layer (torch.compile): the first steps take longer, the others less time and memory. By default true
+    on a GPU, unless a zero-bubble schedule or train.recompute.offload excludes it, and for long runs on a CPU."""
     deterministic: bool = False
     """On a GPU, use only algorithms that give the same bits each time, at some cost in speed. A CPU always does."""
     validation: ValidationConfig = ValidationConfig()
@@ -452,7 +452,7 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     faults: FaultsConfig = FaultsConfig()
-    """Steps that go wrong."""
+    """Handling of non-finite steps and spikes."""
     ema: EmaConfig | None = None
     """Moving average of the weights."""
     init_from: InitFromConfig | None = None

@@ -62,7 +62,7 @@ def tested() -> str:
         key = (
             " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()),
             {None: "", True: "yes", False: "no"}[kind.sequence_parallel],
-            {None: "", True: "given back", False: "kept"}[kind.reshard],
+            {None: "", True: "resharded", False: "kept"}[kind.reshard],
             "" if kind.cp_method is None else f"`{kind.cp_method}`",
         )
         groups.setdefault(key, []).append(row)

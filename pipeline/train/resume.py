@@ -28,7 +28,7 @@ MEANING: dict[Winner, str] = {
 
 WINNERS: dict[str, tuple[Winner, str]] = {
     "run.dir": ("place", "the folder may be moved"),
-    "run.seed": ("checkpoint", "never: it decided the order of the data; a new run may have another"),
+    "run.seed": ("checkpoint", "cannot be allowed: it decided the order of the data. A new run may have another seed"),
     "launch": ("run file", "any number of processes and threads"),
     "data": ("place", "the datasets are compared by content (resume.allow: data)"),
     "data.loader": ("run file", "how the files are read"),
@@ -41,8 +41,8 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "model": ("checkpoint", "all keys (resume.allow: model, where the weights still fit)"),
     "parallel": ("run file", "any layout resumes from any other"),
     "train.duration": ("run file", "may be raised or lowered; the order of the data does not depend on it"),
-    "train.sequence_length": ("from here on", "with a phase that closes the steps that are done"),
-    "train.batch_size": ("from here on", "with a phase that closes the steps that are done"),
+    "train.sequence_length": ("from here on", "with a phase that ends at the last trained step or later"),
+    "train.batch_size": ("from here on", "with a phase that ends at the last trained step or later"),
     "train.batch_ramp": ("from here on", ""),
     "train.micro_batch_size": ("run file", "changes no result but rounding"),
     "train.optimizer": (
@@ -52,13 +52,13 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     ),
     "train.schedule": (
         "run file",
-        "computed from the place in the run, as if it had always been so; where the rate rises, it is asked about "
-        "(resume.allow: schedule)",
+        "computed anew for the position in the run; if the rate would rise, the start asks or refuses (resume.allow: "
+        "schedule)",
     ),
     "train.objective": ("checkpoint", "(resume.allow: objective)"),
     "train.loss": ("run file", ""),
     "train.balance": ("run file", ""),
-    "train.precision": ("run file", "master weights are fp32 always; the loss scale is the checkpoint's"),
+    "train.precision": ("run file", "master weights are always fp32; the loss scale is the checkpoint's"),
     "train.attention": ("run file", "changes no result but rounding"),
     "train.recurrence": ("run file", "changes no result but rounding"),
     "train.recompute": ("run file", "changes memory and time"),
@@ -68,14 +68,14 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "train.checkpoint": ("run file", ""),
     "train.faults": ("run file", "the history of spikes and the count of rewinds are the checkpoint's"),
     "train.ema": ("run file", "an average that is turned on later starts from the weights"),
-    "train.init_from": ("run file", "only where there is no checkpoint: nothing is loaded twice"),
+    "train.init_from": ("run file", "used only where the run has no checkpoint"),
     "train.metrics": ("run file", ""),
     "train.profile": ("run file", ""),
     "resume": ("run file", ""),
     "eval": ("run file", ""),
     "generate": ("run file", ""),
     "serve": ("run file", ""),
-    "slurm": ("run file", "where and how jobs are sent"),
+    "slurm": ("run file", "how jobs are sent"),
     "notify": ("run file", ""),
 }
 """By key, which stands for all below it that have no entry of their own: who wins, and what else is to be said."""
@@ -90,15 +90,15 @@ _ABSENT = object()
 
 def table() -> str:
     """`WINNERS` for the documentation."""
-    rows = ["| key | where it differs from the checkpoint | |", "|---|---|---|"]
+    rows = ["| key | if it differs from the checkpoint | |", "|---|---|---|"]
     rows += [f"| `{key}` | {_SHORT[who]} | {note} |" for key, (who, note) in WINNERS.items()]
     return "\n".join(rows) + "\n"
 
 
 _SHORT: dict[Winner, str] = {
     "run file": "the run file wins",
-    "from here on": "the run file wins for the steps to come; the past is compared",
-    "checkpoint": "refused, or named in `resume.allow`",
+    "from here on": "the run file wins for later steps; trained steps are compared",
+    "checkpoint": "refused, unless `resume.allow` names it",
     "place": "may change freely",
 }
 

@@ -12,10 +12,10 @@ from pipeline.config.parsing.task_files import files_of_tasks
 
 
 class PiiConfig(Section):
-    """Personal data. A mask is a keyed hash of what it replaces, like `<email:7f3a>`, so a person stays the same."""
+    """Personal data. A mask is a keyed hash of the replaced text, like `<email:7f3a>`, so it is the same everywhere."""
 
     email: Literal["keep", "mask"] = "keep"
-    """Addresses of mail."""
+    """E-mail addresses."""
     ip: Literal["keep", "mask"] = "keep"
     """Public IPv4 and IPv6 addresses."""
     phone: Literal["keep", "mask"] = "keep"
@@ -25,10 +25,10 @@ class PiiConfig(Section):
 
 
 class CleanConfig(Section):
-    """Edits of the text, before it is measured. `pipeline preprocess` makes the same ones."""
+    """Edits of the text before it is measured. `pipeline preprocess` makes the same edits."""
 
     mojibake: bool = False
-    """Repair text that was decoded wrongly, with `ftfy`; text of ASCII alone is left as it is."""
+    """Repair text that was decoded wrongly, with `ftfy`; pure ASCII text is not changed."""
     pii: PiiConfig = PiiConfig()
     """Personal data that is masked."""
     lines: list[Literal["c4", "refinedweb"]] = Field(default_factory=list)
@@ -41,15 +41,15 @@ class LanguageConfig(Section):
     model: DataPath
     """Model file, like `lid.176.ftz`, `lid.176.bin` or GlotLID's."""
     keep: list[Text] = Field(default_factory=list)
-    """Labels to keep, without `__label__`, like `en`. Without any, the language is measured only."""
+    """Labels to keep, without `__label__`, like `en`. By default the language is only measured."""
     min_score: float = Field(default=0.65, ge=0, le=1)
-    """Smallest score of the label."""
+    """Lowest score of the label."""
     characters: int | None = Field(default=1000, ge=1)
     """Characters of the text that the model reads; null for all: three times slower."""
 
 
 class ClassifierConfig(Section):
-    """A fastText classifier, of quality say."""
+    """A fastText classifier, for example of quality."""
 
     name: Text = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)
     """Name of the score."""
@@ -96,8 +96,8 @@ class ParagraphsConfig(Section):
     edit: bool = True
     """Remove the other occurrences from the documents that stay."""
     max_share: float | None = Field(default=None, gt=0, le=1)
-    """Largest share of the bytes of a document that is kept in such paragraphs, those that stay elsewhere. Without it,
-    a document is removed when nothing is left of it."""
+    """A document is removed if a larger share of its bytes is in paragraphs that another document keeps. By default it
+    is removed only when nothing is left of it."""
 
     @model_validator(mode="after")
     def _does_something(self) -> ParagraphsConfig:
@@ -116,7 +116,7 @@ class NearConfig(Section):
     rows: int = Field(default=8, ge=1, le=64)
     """Values of a band."""
     min_similarity: float = Field(default=0.7, ge=0, le=1)
-    """Jaccard similarity of the sets of shingles, counted, from which on a document is removed for a kept one."""
+    """Lowest Jaccard similarity to a kept document, counted on the sets of shingles, at which a document is removed."""
 
 
 class DuplicatesConfig(Section):
@@ -133,8 +133,8 @@ class DuplicatesConfig(Section):
     paragraphs: ParagraphsConfig | None = None
     """Paragraphs that occur in many documents."""
     keep: list[Text] = Field(default_factory=lambda: ["source", "longest"])
-    """Which document of several is kept; the next entry decides where the one before is equal. `source`: the first in
-    the scope's list. `longest`, `shortest`. `newest:KEY`, `oldest:KEY`: by a date in `metadata`. Then a keyed hash."""
+    """Order of preference among duplicates; each entry decides where the one before ties. `source`: the first in the
+    scope's list. `longest`, `shortest`. `newest:KEY`, `oldest:KEY`: by a date in `metadata`. Then a keyed hash."""
 
     @field_validator("keep")
     @classmethod
@@ -147,7 +147,7 @@ class DuplicatesConfig(Section):
 
 
 class UrlListsConfig(Section):
-    """Lists of addresses whose documents are removed. The rule that removed one has the name of the list."""
+    """Lists of addresses whose documents are removed. The rule is reported by the name of the list."""
 
     lists: list[DataPath] = Field(min_length=1)
     """Folders with a folder per category that has files `domains` and `urls`, as UT1's, and files with a domain or the
@@ -157,7 +157,7 @@ class UrlListsConfig(Section):
     key: Text = "url"
     """Key of `metadata` with the address."""
     sources: list[Text] = Field(default_factory=list)
-    """Sources whose addresses are looked at; by default all."""
+    """Sources whose addresses are checked; by default all."""
 
 
 class DecontaminateConfig(Section):
@@ -174,7 +174,8 @@ class DecontaminateConfig(Section):
     max_ngrams: int = Field(default=0, ge=0)
     """Most n-grams of items that a document may have and be kept."""
     max_documents: int = Field(default=1000, ge=1)
-    """An n-gram that occurs in more documents is common text (a licence, say): it is reported, and removes nothing."""
+    """An n-gram that occurs in more documents is common text (for example a licence): it is reported, and removes
+    nothing."""
 
     @model_validator(mode="after")
     def _has_items(self) -> DecontaminateConfig:
@@ -187,9 +188,10 @@ class CurateConfig(Section):
     """Curation: which documents are kept. `pipeline curate` writes decisions; `pipeline preprocess` follows them."""
 
     mode: Literal["observe", "apply"] = "observe"
-    """`observe`: measure and report, remove nothing. `apply`: preprocess leaves out what was decided."""
+    """`observe`: measure and report, remove nothing. `apply`: preprocess leaves out the removed documents."""
     scopes: dict[str, list[Text]] = Field(default_factory=dict)
-    """Sources that are compared with each other, by a name of the scope. Each other source is a scope of its own."""
+    """Sources that are compared with each other, by the name of the scope. Every source that is not listed is a scope
+    of its own."""
     against: list[DataPath] = Field(default_factory=list)
     """Folders of finished curations (`DATA_DIR/SOURCE/curate`) whose kept documents always win over equal ones here."""
     clean: CleanConfig = CleanConfig()
@@ -211,7 +213,7 @@ class CurateConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of masks, of the choice among equals and of the examples in the report."""
     engine: Literal["auto", "numba", "python"] = "auto"
-    """Engine of the measures. `auto` takes numba where it is installed and agrees with plain Python on hard texts."""
+    """Engine of the measures. `auto` takes numba if it is installed and agrees with plain Python on hard texts."""
     bucket_bytes: Bytes = Field(default=512 * 2**20, ge=2**16, le=MAX_BYTES)
     """Bytes that a job of the comparison sorts in memory."""
 

@@ -71,7 +71,7 @@ class C4Config(Section):
     max_curly_brackets: int | None = Field(default=0, ge=0)
     """Most curly brackets: text with them is likely code."""
     max_lorem_ipsum: int | None = Field(default=0, ge=0)
-    """Most times of `lorem ipsum`."""
+    """Most occurrences of `lorem ipsum`."""
 
 
 class FineWebConfig(Section):
@@ -88,7 +88,7 @@ class FineWebConfig(Section):
 
 
 class RulesConfig(Section):
-    """Rules of documents. A preset is on when its section is there, be it empty: `gopher_quality: {}`."""
+    """Rules of documents. A preset is on if its section exists, even if empty: `gopher_quality: {}`."""
 
     gopher_quality: GopherQualityConfig | None = None
     """Quality rules of Gopher."""

@@ -32,26 +32,26 @@ class ExpertsConfig(Section):
     bias: bool = False
     """The products of the experts have a bias (GPT-OSS)."""
     shared_ffn_dim: int | None = Field(default=None, ge=1, le=8 * MAX_WIDTH)
-    """Hidden size of an mlp beside the experts that every token goes through; several shared experts are one of their
-    size together (DeepSeek, GLM)."""
+    """Hidden size of a shared mlp that every token goes through; for several shared experts, the sum of their sizes
+    (DeepSeek, GLM)."""
     shared_gate: bool = False
     """The result of the shared mlp is multiplied by sigmoid(wg x) (Qwen2-MoE, Qwen3-Next)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the experts from the router's logits: over all experts (Mixtral, Qwen3), or each by itself
+    """Function from the router's logits to scores: softmax over all experts (Mixtral, Qwen3), or sigmoid of each
     (DeepSeek-V3)."""
     normalize: bool = True
     """The weights of the chosen experts are their scores divided by their sum; false: the scores themselves (OLMoE)."""
     scale: float = Field(default=1.0, gt=0)
     """Factor on these weights (DeepSeek-V3: 2.5)."""
     groups: int | None = Field(default=None, ge=1, le=MAX_EXPERTS)
-    """Groups of equally many experts, of which only some may be chosen from (DeepSeek). Needs top_groups."""
+    """Groups of equally many experts; a token's experts come from only `top_groups` of them (DeepSeek)."""
     top_groups: int | None = Field(default=None, ge=1, le=MAX_EXPERTS)
-    """Groups that the experts of a token are chosen from."""
+    """Number of groups from which a token's experts are chosen."""
     group_score: Literal["top2_sum", "max"] = "top2_sum"
     """Score of a group: the sum of its two best experts (DeepSeek-V3), or its best one (DeepSeek-V2)."""
     score_bias: bool = False
-    """Each expert has a number that is added to its score where experts are chosen, and nowhere else. It is not trained
-    by gradients: train.balance.bias_rate moves it until all experts have equally much to do (DeepSeek-V3)."""
+    """Each expert has a number that is added to its score only when experts are chosen. It is not trained by gradients:
+    train.balance.bias_rate moves it until loads are equal (DeepSeek-V3)."""
     router_bias: bool = False
     """The router's logits have a trained bias (GPT-OSS)."""
 

@@ -20,11 +20,11 @@ class RopeScalingConfig(Section):
     factor: float = Field(gt=0)
     """Length of the new context over the original one."""
     original_max_positions: int = Field(default=8192, ge=1, le=MAX_SEQUENCE)
-    """Context length that the unscaled frequencies were made for (llama3, yarn)."""
+    """Context length of the unscaled frequencies (llama3, yarn)."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     """llama3: wavelengths longer than original_max_positions / low_freq_factor are scaled by the full factor."""
     high_freq_factor: float = Field(default=4.0, gt=0)
-    """llama3: wavelengths shorter than original_max_positions / high_freq_factor stay as they are."""
+    """llama3: wavelengths shorter than original_max_positions / high_freq_factor do not change."""
     beta_fast: float = Field(default=32.0, gt=0)
     """yarn: rotations over the original context above which a frequency is kept."""
     beta_slow: float = Field(default=1.0, gt=0)
@@ -56,9 +56,9 @@ class LayerConfig(Section):
         Literal["attention", "mla", "mamba2", "gated_delta", "kda", "none"] | str, NamedPlugin("mixers"), DATA
     ] = "attention"
     """Part of a layer that moves information between positions. `attention`: with grouped queries. `mla`: keys and
-    values are made of a small latent of each token, see `mla`. `mamba2`, `gated_delta`, `kda`: recurrences, with a
-    state of one size whatever the length, see `mamba2` and `delta`. `none`: the layer is an mlp alone. A name with a
-    dot: an installed plug-in, see `docs/plugins.md`."""
+    values are computed from a small latent of each token, see `mla`. `mamba2`, `gated_delta`, `kda`: recurrences, with
+    a state of fixed size, see `mamba2` and `delta`. `none`: the layer has only an mlp. A name with a dot: an installed
+    plug-in, see `docs/plugins.md`."""
     mixer_options: MixerOptions = None
     """Options of the plug-in that `mixer` names, beside that name."""
     mla: MlaConfig | None = None
@@ -79,7 +79,7 @@ class LayerConfig(Section):
     mlp_options: MlpOptions = None
     """Options of the plug-in that `mlp` names, beside that name."""
     experts: ExpertsConfig | None = None
-    """With mlp: experts, these."""
+    """The experts, with `mlp: experts`."""
     bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
     """Linear layers that have a bias: none (Llama 3), query/key/value (Qwen2), those of attention or of the mlp, or all
     (GPT-2)."""
@@ -91,7 +91,7 @@ class LayerConfig(Section):
     rope_scaling: RopeScalingConfig | None = None
     """Scaling of the rotary frequencies."""
     rope_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of a head that the rotary embedding turns, from its first dimension on (Pythia: 0.25)."""
+    """Share of a head's dimensions with rotary embedding, from the first on (Pythia: 0.25)."""
     qk_norm: bool | Literal["full"] = False
     """RMSNorm of queries and keys before the rotary embedding: true, over each head (Qwen3); `full`, over all heads
     together (OLMo 2)."""
@@ -101,7 +101,7 @@ class LayerConfig(Section):
     attention_scale: float | None = Field(default=None, gt=0)
     """Factor on the products of queries and keys; by default 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = Field(default=None, gt=0)
-    """These products, with their factor, become cap * tanh(product / cap) (Gemma 2)."""
+    """Attention logits, after their factor, become cap * tanh(logit / cap) (Gemma 2)."""
     sinks: bool = False
     """Each head has a learned logit that takes a part of the attention and gives no value (GPT-OSS)."""
     output_gate: bool = False
@@ -110,8 +110,8 @@ class LayerConfig(Section):
     """Place of the norms of mixer and mlp: `pre`, on the input (Llama); `output`, on the output before it is added to
     the stream (OLMo 2); `both` (Gemma); `post`, on the stream after the addition (BERT)."""
     residual: Literal["sequential", "parallel", "parallel_shared"] = "sequential"
-    """The mlp reads the stream behind the mixer, or before it and beside the mixer: with a norm of its own (`parallel`,
-    Pythia), or with the mixer's (`parallel_shared`, Cohere)."""
+    """`sequential`: the mlp reads the stream after the mixer. `parallel` (Pythia): it reads the stream before the
+    mixer, with its own norm; `parallel_shared` (Cohere): with the mixer's norm."""
 
     @property
     def query_heads(self) -> int:

@@ -19,22 +19,23 @@ class MlaConfig(Section):
     """Sizes of multi-head latent attention (`mixer: mla`, DeepSeek-V2 and V3), which has `heads` heads."""
 
     kv_rank: int = Field(ge=1, le=MAX_WIDTH)
-    """Size of the latent that the keys and values of all heads are made of (V3: 512)."""
+    """Size of the latent from which keys and values of all heads are computed (V3: 512)."""
     q_rank: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
-    """Size of the latent that queries are made of (V3: 1536); by default they come from the stream by one matrix."""
+    """Size of the latent from which queries are computed (V3: 1536); by default one matrix computes them from the
+    stream."""
     nope_dim: int = Field(ge=1, le=MAX_WIDTH)
-    """Dimensions of a query and key head that are made of the latents and have no rotary embedding (V3: 128)."""
+    """Dimensions of a query and key head that are computed from the latents, without rotary embedding (V3: 128)."""
     rope_dim: int = Field(ge=1, le=MAX_WIDTH)
-    """Dimensions of a head behind those that the rotary embedding turns (V3: 64); all heads share those of the keys."""
+    """Further dimensions of a head, with rotary embedding (V3: 64); all heads share those of the keys."""
     value_dim: int = Field(ge=1, le=MAX_WIDTH)
     """Size of a value head (V3: 128)."""
     norm_eps: float | None = Field(default=None, gt=0)
-    """Added to the variance in the norms of the latents; by default norm_eps of the model. Files of Hugging Face's have
-    1e-6 there, whatever their other norms have."""
+    """Added to the variance in the norms of the latents; by default norm_eps of the model. Hugging Face's models have
+    1e-6 there, independent of their other norms."""
 
 
 class Mamba2Config(Section):
-    """Sizes of Mamba-2 (`mixer: mamba2`, Dao and Gu 2024): a state of each head that decays at a rate of its own."""
+    """Sizes of Mamba-2 (`mixer: mamba2`, Dao and Gu 2024): a state per head that decays at its own rate."""
 
     heads: int = Field(ge=1, le=MAX_WIDTH)
     """Heads. In most models heads * head_dim is 2 * dim."""
@@ -43,17 +44,17 @@ class Mamba2Config(Section):
     state_dim: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """Size of the vectors B and C; the state of a head is head_dim * state_dim numbers."""
     groups: int = Field(default=1, ge=1, le=MAX_WIDTH)
-    """B and C of a position; the heads of a group share them."""
+    """Groups of heads that share the vectors B and C of a position."""
     conv_size: int = Field(default=4, ge=2, le=64)
-    """Positions that the convolution before the state looks at, the token's own among them."""
+    """Positions that the convolution before the state covers, the token's own included."""
     conv_bias: bool = True
     """The convolution has a bias."""
     dt_min: float = Field(default=0.0, ge=0)
     """Least step of time (Nemotron-H: 0.001)."""
     dt_max: float | None = Field(default=None, gt=0)
-    """Greatest step of time; by default there is none."""
+    """Greatest step of time; by default there is no bound."""
     norm_groups: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
-    """Equal parts of the result that are normalized each by itself; by default groups, as in all families there."""
+    """Equal parts of the result that are normalized separately; by default `groups`, as in all families."""
 
     @model_validator(mode="after")
     def _divisible(self) -> Mamba2Config:
@@ -71,15 +72,16 @@ class DeltaConfig(Section):
     key_heads: int = Field(ge=1, le=MAX_WIDTH)
     """Heads of queries and keys."""
     value_heads: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
-    """Heads of values, which share key heads in equal runs; by default key_heads. kda has equally many."""
+    """Heads of values, which share key heads in equal groups; by default key_heads. kda needs as many as key_heads."""
     key_dim: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """Size of a query and key head; the state of a value head is key_dim * value_dim numbers."""
     value_dim: int = Field(default=128, ge=1, le=MAX_WIDTH)
     """Size of a value head."""
     conv_size: int = Field(default=4, ge=2, le=64)
-    """Positions that the convolutions of queries, keys and values look at, the token's own among them."""
+    """Positions that the convolutions of queries, keys and values cover, the token's own included."""
     beta_max: Literal[1, 2] = 1
-    """Bound of the share of a key's old value that a new one replaces. 2 lets the state turn its sign (OLMo Hybrid)."""
+    """Bound of the share of a key's old value that a new one replaces. 2 lets the state change its sign (OLMo
+    Hybrid)."""
     rank: int | None = Field(default=None, ge=1, le=MAX_WIDTH)
     """kda: size between the two matrices of the decay, and of the gate; by default value_dim."""
     norm_eps: float | None = Field(default=None, gt=0)

@@ -55,7 +55,7 @@ def _counter(name: str, text: str) -> PrometheusMetric:
 
 METRICS = (
     _gauge("run_info", "Always 1; its labels are the run folder, the job and the attempt."),
-    _gauge("heartbeat_timestamp_seconds", "Time of the last sign of life of rank 0, in seconds since 1970."),
+    _gauge("heartbeat_timestamp_seconds", "Time of the last heartbeat of rank 0, in seconds since 1970."),
     _gauge("attempt", "Number of the attempt at the run."),
     _gauge("job_restarts", "Number of times that the scheduler has started the job again."),
     _gauge("step", "Last step that was trained."),

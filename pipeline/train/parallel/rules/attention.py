@@ -144,7 +144,7 @@ ATTENTION_RULES: Sequence[Rule] = (
     ),
     Rule(
         ("train.attention.backend", "train.recompute.mode"),
-        "`te` goes with recomputation of `mode: full`.",
+        "`te` works with recomputation of `mode: full`.",
         _kept,
         of_training=True,
     ),

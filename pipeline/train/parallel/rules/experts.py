@@ -83,7 +83,7 @@ EXPERT_RULES: Sequence[Rule] = (
     ),
     Rule(
         ("model.experts", "train.recompute.mode", "parallel.pipeline.schedule"),
-        "With experts, `mode: full` goes with the schedules that do not split the backward pass.",
+        "With experts, `mode: full` works with the schedules that do not split the backward pass.",
         _repeated,
         of_training=True,
     ),

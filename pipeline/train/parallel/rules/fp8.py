@@ -173,14 +173,14 @@ FP8_RULES: Sequence[Rule] = (
     ),
     Rule(
         (_KEY, "parallel.pipeline.schedule"),
-        "`fp8` goes with the schedules that do not split the backward pass.",
+        "`fp8` works with the schedules that do not split the backward pass.",
         _split_backward,
         of_training=True,
     ),
-    Rule((_KEY, "parallel.overlap.async_tp"), "`fp8` goes without `async_tp`.", _async_tp, of_training=True),
+    Rule((_KEY, "parallel.overlap.async_tp"), "`fp8` excludes `async_tp`.", _async_tp, of_training=True),
     Rule(
         (f"{_KEY}.backend", "parallel", "train.compile", "train.recompute.mode", "train.deterministic"),
-        "`fp8.backend: te` goes with data parallelism alone, without `compile`, and with recomputation of `mode: "
+        "`fp8.backend: te` works with data parallelism alone, without `compile`, and with recomputation of `mode: "
         "full`; its recipe `delayed` without recomputation and `deterministic`.",
         _transformer_engine,
         of_training=True,

@@ -56,7 +56,7 @@ def optimizer_without_effect(config: Config) -> Iterator[str]:
 OPTIMIZER_RULES: Sequence[Rule] = (
     Rule(
         ("train.optimizer.type", "model.init.scheme"),
-        "`type: muon` goes with all layouts, and with all schemes of initial weights except `mup`.",
+        "`type: muon` works with all layouts, and with all schemes of initial weights except `mup`.",
         _muon,
         of_training=True,
     ),

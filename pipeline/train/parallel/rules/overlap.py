@@ -72,7 +72,7 @@ def overlap_without_effect(config: Config, layout: Layout) -> Iterator[str]:
 OVERLAP_RULES: Sequence[Rule] = (
     Rule(
         ("parallel.overlap.reduce", "parallel.pipeline.schedule"),
-        "`overlap.reduce: each` goes with the schedules that do not split the backward pass.",
+        "`overlap.reduce: each` works with the schedules that do not split the backward pass.",
         _reduce,
         of_training=True,
     ),

@@ -107,7 +107,7 @@ RECOMPUTE_RULES: Sequence[Rule] = (
     Rule(
         ("train.recompute.mode", "train.recompute.keep", "parallel.pipeline.schedule"),
         "`mode: selective` keeps something (`keep` is not empty, nor `attention` alone in a model that has none), and "
-        "goes with the schedules that do not split the backward pass; `full` goes with all.",
+        "works with the schedules that do not split the backward pass; `full` works with all.",
         _selective,
         of_training=True,
     ),
@@ -119,13 +119,13 @@ RECOMPUTE_RULES: Sequence[Rule] = (
     ),
     Rule(
         ("train.recompute.offload", "train.recompute.mode", "train.compile"),
-        "`offload` goes with `mode: full`, on a GPU, without `compile`.",
+        "`offload` works with `mode: full`, on a GPU, without `compile`.",
         _offload,
         of_training=True,
     ),
     Rule(
         ("train.compile", "parallel.pipeline.schedule"),
-        "`compile` goes with the schedules that do not split the backward pass.",
+        "`compile` works with the schedules that do not split the backward pass.",
         _compiled,
         of_training=True,
     ),
