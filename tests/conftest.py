@@ -25,7 +25,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `first(n)`, the first n instances are quick, and those without another tier are slow."""
+    """Of a test that is marked `first(n)`, the instances after the n-th are slow.
+
+    Those that have a tier already are neither counted nor changed. `tests.tiers.first` divides a single list.
+    """
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("first")

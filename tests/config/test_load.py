@@ -127,8 +127,8 @@ corpus: x
     assert lines[0] == "run.yaml has 10 problems:"
     assert [line.strip() for line in lines[1:11]] == [
         "run.yaml:1: run.seed = -1: must be greater than or equal to 0",
-        "run.yaml:5: data.sources.0.type = \"pdf\": must be one of 'text', 'html', 'jsonl', 'csv', 'tsv', 'warc', 'parquet', "
-        "'arrow', 'hub'",
+        "run.yaml:5: data.sources.0.type = \"pdf\": must be one of 'text', 'html', 'jsonl', 'csv', 'tsv', 'warc', "
+        "'parquet', 'arrow', 'hub'",
         "run.yaml:7: data.sources.0.wieght: unknown key; did you mean data.sources.0.weight?",
         "run.yaml:9: tokenizer.train.vocab_size = 3: must be greater than or equal to 257",
         "run.yaml:10: model.dim: required key is missing (Width of the residual stream.)",
