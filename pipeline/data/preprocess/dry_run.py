@@ -86,7 +86,7 @@ class SourceSample:
 
     @property
     def not_bad(self) -> frozenset[str]:
-        """Reasons that are no error: null texts are one if there is nothing else, as in a wrong column."""
+        """Reasons that are sound. Null texts are bad where they are all that there is, as in a wrong column."""
         return NOT_BAD if self.documents else NOT_BAD - {NULL_TEXT}
 
     @property
