@@ -121,4 +121,11 @@ def without_damaged(source: S, units: Sequence[Unit], receipts: Receipts) -> S:
 
 def rejected_record(document: Document) -> dict[str, Any]:
     """Line about a rejected record."""
-    return {field: getattr(document, field) for field in ("row", "piece", "line", "byte", "reason", "detail")}
+    return {
+        "row": document.row,
+        "piece": document.piece,
+        "line": document.line,
+        "byte": document.byte,
+        "reason": document.reason,
+        "detail": document.detail,
+    }
