@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash, put_sealed, value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, TRAIN
@@ -175,7 +175,7 @@ def write_dataset(
     Returns:
         The manifest, and whether anything was written; a dataset that has all of it already is left alone.
     """
-    folder.mkdir(exist_ok=True)
+    links.make_folder(folder)
     has_weights = "weight" in (parts.dtype.names or ())
     data = parts.astype(WEIGHTED_PART if has_weights else PART).tobytes()
     info = TokenizerInfo(

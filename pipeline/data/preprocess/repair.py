@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -301,8 +300,8 @@ class _Scratch:
         self.path = storage.temporary(source / "repair")
 
     def __enter__(self) -> _Scratch:
-        self.path.mkdir()
-        shutil.copyfile(self._source / PLAN_FILE, self.path / PLAN_FILE)
+        links.make_folder(self.path)
+        storage.put(self.path / PLAN_FILE, storage.read_bytes(self._source / PLAN_FILE, storage.MAX_JSON_BYTES))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -91,7 +91,7 @@ class BadInput:
         if bad > limit * records:
             path = self._folder / REJECTED_FILE
             allowed = f"max_error_rate {limit}" if settings.on_error == "skip" else "on_error: fail"
-            with path.open("rb") as lines:
+            with storage.open_regular(path) as lines:
                 first = next(record for record in map(orjson.loads, lines) if record["reason"] not in NOT_BAD)
             empty = f" (with {counted(rejected[EMPTY], 'empty document')}, not counted here)" if rejected[EMPTY] else ""
             skipped = (
@@ -166,7 +166,7 @@ class BadInput:
             if not receipt["rejected"]:
                 continue
             unit = self._units[receipt["unit"]]
-            with rejected_path(self._folder, unit.index, receipt["link"]).open("rb") as lines:
+            with storage.open_regular(rejected_path(self._folder, unit.index, receipt["link"])) as lines:
                 for record in map(orjson.loads, lines):
                     piece: Piece = unit.pieces[record["piece"]]
                     line, reason = record["line"], record["reason"]

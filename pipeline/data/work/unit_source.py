@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.sources.damage import damage_in
@@ -59,7 +60,7 @@ class UnitSource:
         Raises:
             UserError: it is another one.
         """
-        with suppress(FileNotFoundError), (self.folder / PLAN_FILE).open("rb") as file:
+        with suppress(FileNotFoundError), storage.open_regular(self.folder / PLAN_FILE) as file:
             if self.config_hash.encode() in file.read(_PLAN_HEAD):  # it is the first key
                 return
         raise UserError(
