@@ -19,6 +19,7 @@ from pipeline.data.datasets.manifest import PART, write_dataset
 from pipeline.data.datasets.merge import merge
 from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.preprocess.status import read_state
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.common.test_links import MEMBER, as_owner, link
 from tests.data.runs import make_config, tree, write_jsonl
@@ -50,6 +51,16 @@ def test_a_pipe_in_place_of_rejected_records(tmp_path: Path) -> None:
     pipe(path)
     with pytest.raises(UserError, match=f"{path} is not a regular file"):
         preprocess(config)
+
+
+def test_a_pipe_in_place_of_a_receipt(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    preprocess(config, units=True)
+    (state,) = read_state(config)
+    (path, *_) = sorted((config.data_dir / "web" / "receipts").rglob("00000000.json"))
+    pipe(path)
+    (now,) = read_state(config)
+    assert (now.unreadable, now.done) == (1, state.done - 1)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".prov", ".meta"])
