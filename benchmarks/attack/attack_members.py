@@ -1,9 +1,10 @@
 """Attack a run of one user as a member of its group, who may write to the run folder, and as somebody who may not.
 
-    sudo PYTHON benchmarks/attack/attack_members.py [--only files folders races outsider]
+    sudo PYTHON benchmarks/attack/attack_members.py [--only files folders races outsider shuffle repair copies]
 
 Needs root, and a Python that all users may execute. The owner and the attackers are user numbers without accounts. A
-member puts links and pipes in the place of what the owner's commands write, before and while they run. Something is
+member puts links and pipes in the place of what the owner's commands read and write, before and while they run: of
+runs, of both passes of a global shuffle, of repairs of datasets, and of copies of datasets on a node. Something is
 broken if a file of the owner outside of the run folder was changed, added or removed, or if a command did not end.
 """
 
@@ -34,6 +35,23 @@ FILES = (
     *("heartbeats/0.json", "checkpoints/latest", "checkpoints/going-back", "data/status.json"),
 )
 FOLDERS = ("checkpoints", "heartbeats", "logs", "eval", "data", "data/sea", "data/tokenizer", "tensorboard", "profile")
+
+
+PART = "parts/00000/00000000"
+SHUFFLED = (
+    *("plan.json", "report.json", "rejected.jsonl", "receipts/00000/00000000.json", "receipts/00000", "receipts"),
+    *("receipts/00000/00000000.rejected.jsonl", "receipts/shuffle", "receipts/shuffle/train", "leases", "leases/00000"),
+    *("train", "train/manifest.json", "train/parts.bin", "train/tokenizer.json", "train/parts", "train/parts/00000"),
+    *(f"train/{PART}{suffix}" for suffix in (".bin", ".idx", ".prov")),
+    *("train/unshuffled", "train/unshuffled/runs.json", "train/unshuffled/parts", "train/unshuffled/parts/00000"),
+    *(f"train/unshuffled/{PART}{suffix}" for suffix in (".bin", ".idx", ".prov")),
+)
+"""Files and folders of a source of `shuffle: global`; each of the private source is there or is made, for links."""
+REPAIRED = (
+    *("", "plan.json", "receipts", "receipts/00000", "receipts/00000/00000000.json", "train", "train/manifest.json"),
+    *("train/parts.bin", "train/tokenizer.json", "train/parts", "train/parts/00000"),
+    *(f"train/{PART}{suffix}" for suffix in (".bin", ".idx", ".prov")),
+)
 
 
 def as_user(user: int, does: Callable[[], object], seconds: int = SECONDS) -> int:
@@ -280,7 +298,156 @@ def outsider(field: Range) -> None:
         said(f"user {user} writes to files of umask {mask:04o}", not found, f"{found[:5] or 'to none'}")
 
 
-ATTACKS = {"files": files, "folders": folders, "races": races, "outsider": outsider}
+def replaced(path: Path, to: Path) -> list[tuple[str, Callable[[Path], object]]]:
+    """What a member puts in the place of a file or folder: a link, and a pipe."""
+    return [("link", lambda path: path.symlink_to(to)), ("pipe", os.mkfifo)]
+
+
+def swapping(path: Path, to: Path) -> Callable[[], None]:
+    """A file or folder gives way to a link, and comes back, as fast as possible."""
+    aside = path.with_name(f"{path.name}.aside")
+
+    def does() -> None:
+        while True:
+            with suppress(OSError):
+                path.rename(aside)
+                path.symlink_to(to)
+            time.sleep(0.002)
+            with suppress(OSError):
+                path.unlink()
+            with suppress(OSError):
+                aside.rename(path)
+            time.sleep(0.002)
+
+    return does
+
+
+def exists_in_private(field: Range, path: Path, like: Path) -> None:
+    """A place for links of a member to lead to: as it is in the private run, or made there, empty."""
+    if not path.exists():
+        path.mkdir(parents=True) if not like.is_file() else path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch() if like.is_file() else None
+        for each in (path, *path.parents):
+            if each.is_relative_to(field.private):
+                os.chown(each, OWNER, GROUP)
+        field.before = content(field.private)
+
+
+def shuffle(field: Range) -> None:
+    """Links and pipes in the place of what `shuffle: global` reads and writes, before and in its second pass."""
+    settings = {"preprocess": {"workers": 1, "engine": "tokenizers", "shuffle": "global"}}
+    runs = {}
+    for root, mask in ((field.private, 0o022), (field.project, 0o002)):
+        file = victim(root, "shuffled", data=data(root) | settings)
+        (root / "corpus" / "empty.txt").touch()
+        field.mask = mask
+        code, text = field.owner("preprocess", file, "--units")
+        assert code == 0, text
+        runs[root] = root / "shuffled" / "data" / "sea"
+    mine, theirs = runs[field.private], runs[field.project]
+    copied = field.root / "units"
+    subprocess.run(["cp", "-a", theirs.parent, copied], check=True)
+    field.before = content(field.private)
+
+    def again() -> None:
+        shutil.rmtree(theirs.parent)
+        subprocess.run(["cp", "-a", copied, theirs.parent], check=True)
+
+    for name in SHUFFLED:
+        exists_in_private(field, mine / name, theirs / name)
+        for kind, make in replaced(theirs / name, mine / name):
+            again()
+            wait(as_user(MEMBER, lambda make=make, name=name: place(theirs / name, make)))
+            code, text = field.owner("preprocess", file)
+            field.judge(f"shuffle: a {kind} in place of {name}", code, text)
+    for name in ("", "train", "train/unshuffled", "train/unshuffled/parts", "train/parts", "receipts", "leases"):
+        again()
+        child = as_user(MEMBER, swapping(theirs / name, mine / name), SECONDS)
+        code, text = field.owner("preprocess", file)
+        os.kill(child, signal.SIGKILL)
+        wait(child)
+        field.judge(f"shuffle: {name or 'the source'}/ is swapped", code, text)
+
+
+def repair(field: Range) -> None:
+    """Links and pipes in the place of what `data verify --repair` reads and writes of a damaged dataset."""
+    mine, theirs = field.mine / "data" / "sea", field.run / "data" / "sea"
+
+    def damaged() -> None:
+        field.reset()
+        with (theirs / "train" / f"{PART}.bin").open("r+b") as file:
+            file.write(b"\1\2\3\4")
+
+    for name in REPAIRED:
+        for kind, make in replaced(theirs / name, mine / name):
+            damaged()
+            wait(as_user(MEMBER, lambda make=make, name=name: place(theirs / name, make)))
+            code, text = field.owner("data", "verify", field.run / "data", "--repair")
+            field.judge(f"repair: a {kind} in place of {name or 'the source'}", code, text)
+    for name in ("", "train", "train/parts", "train/parts/00000", "receipts"):
+        damaged()
+        child = as_user(MEMBER, swapping(theirs / name, mine / name), SECONDS)
+        for _ in range(3):
+            code, text = field.owner("data", "verify", field.run / "data", "--repair")
+            field.judge(f"repair: {name or 'the source'}/ is swapped", code, text)
+        os.kill(child, signal.SIGKILL)
+        wait(child)
+
+
+def copies(field: Range) -> None:
+    """Links, pipes and folders in the place of copies of datasets on a node, and of what is copied."""
+    stage, private = field.project / "stage", field.private / "stage"
+    for folder in (stage, private):
+        folder.mkdir()
+        os.chown(folder, OWNER, GROUP)
+    stage.chmod(0o2775)
+    name = f"pipeline-data-{OWNER}"
+    words = (*TRAIN, "resume.allow=[schedule]", "stage.data=local", "train.duration=12 steps")
+    code, text = field.owner("train", field.file, *words, f"stage.dir={private}")
+    assert code == 0, text
+    field.before = content(field.private)
+    parts = field.run / "data" / "sea" / "train" / PART
+    places = {
+        "the folder of copies": (stage / name, private / name),
+        "the folder above it": (stage, private),
+        "tokens that are copied": (parts.with_suffix(".bin"), field.private / "notes.txt"),
+        "an index that is copied": (parts.with_suffix(".idx"), field.private / "notes.txt"),
+    }
+    for what, (path, to) in places.items():
+        for kind, make in [*replaced(path, to), ("folder", lambda path: (path.mkdir(), path.chmod(0o2777)))]:
+            field.reset()
+            shutil.rmtree(stage, ignore_errors=True)
+            stage.mkdir()
+            os.chown(stage, OWNER, GROUP)
+            stage.chmod(0o2775)
+            wait(as_user(MEMBER, lambda make=make, path=path: place(path, make)))
+            code, text = field.owner("train", field.file, *words, f"stage.dir={stage}")
+            field.judge(f"copies: a {kind} in place of {what}", code, text)
+            for left in field.project.glob("stage*"):
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    for what in ("the folder of copies", "the folder above it"):
+        path, to = places[what]
+        field.reset()
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir()
+        os.chown(stage, OWNER, GROUP)
+        stage.chmod(0o2775)
+        child = as_user(MEMBER, swapping(path, to), SECONDS)
+        code, text = field.owner("train", field.file, *words, f"stage.dir={stage}")
+        os.kill(child, signal.SIGKILL)
+        wait(child)
+        field.judge(f"copies: {what} is swapped", code, text)
+
+
+ATTACKS = {
+    "files": files,
+    "folders": folders,
+    "races": races,
+    "outsider": outsider,
+    "shuffle": shuffle,
+    "repair": repair,
+    "copies": copies,
+}
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pipeline.common import links
 from pipeline.common.errors import MachineError
 
 SECONDS = 60.0
@@ -57,7 +58,8 @@ def open_lock_file(path: Path) -> int:
         MachineError: it cannot be opened, or is not a regular file.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with links.folder_of(path) as (name, above):
+            descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=above)
     except FileNotFoundError:
         raise
     except OSError as error:

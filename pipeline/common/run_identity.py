@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.run_files import RunFiles
 
@@ -41,15 +41,16 @@ def take_id(run: Path) -> str:
     while (found := read_id(run)) is None:
         tmp = storage.temporary(file)
         try:
-            tmp.write_bytes(f"{secrets.token_hex(16)}\n".encode())
+            storage.write_new(tmp, f"{secrets.token_hex(16)}\n".encode())
             storage.sync(tmp)
             try:
-                os.link(tmp, file)  # of two processes one writes it
+                with links.folder_of(file) as (name, folder):  # of two processes one writes it
+                    os.link(tmp.name if folder is not None else tmp, name, src_dir_fd=folder, dst_dir_fd=folder)
             except OSError:
                 if read_id(run) is None:  # a damaged one says nothing; and some file systems have no links
-                    os.replace(tmp, file)
+                    links.replace(tmp, file)
         finally:
-            tmp.unlink(missing_ok=True)
+            links.remove(tmp, missing_ok=True)
     return found
 
 

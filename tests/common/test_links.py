@@ -13,7 +13,9 @@ import pytest
 
 from pipeline.common import links, storage, trust
 from pipeline.common.errors import UserError
+from pipeline.common.file_lock import open_lock_file
 from pipeline.common.links import held_folder, refuse_link_of_others
+from pipeline.common.run_identity import take_id
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 
 OTHER = 65534
@@ -152,6 +154,8 @@ WRITES: dict[str, Callable[[Path], object]] = {
     "create": links.create,
     "remove": links.remove,
     "remove tree": lambda path: links.remove_tree(path.parent),
+    "lock": open_lock_file,
+    "run id": lambda path: take_id(path.parent),
     "make folder": lambda path: storage.make_below(path.parents[1], path.parent / "more"),
     "rename": lambda path: links.replace(path, path.with_name("other")),
 }

@@ -309,7 +309,7 @@ class _Adoption:
         }
         try:
             with storage.naming(self._final):
-                tmp.mkdir()
+                links.make_folder(tmp)
                 for number, ((name, part), one) in enumerate(zip(files, found, strict=True)):
                     prefix = part_prefix(tmp, number)
                     storage.make_below(tmp, prefix.parent)
@@ -396,7 +396,7 @@ class _Adoption:
                     "symlink or --link copy"
                 ) from None
         else:
-            with source.open("rb") as file, HashedFile(target) as copy:
+            with storage.open_regular(source) as file, HashedFile(target) as copy:
                 while chunk := file.read(CHUNK_BYTES):
                     copy.write(chunk)
                 if copy.hash != expected:

@@ -54,6 +54,19 @@ class MetadataWriter:
         self.file.write(objects)
 
 
+def metadata_bytes(path: Path, documents: int) -> int:
+    """Size of a `.meta` file by its own table.
+
+    Args:
+        path: of the file.
+        documents: of the part.
+    """
+    table = 8 * (documents + 1)
+    with storage.open_regular(path) as file:
+        file.seek(table - 8)
+        return table + int.from_bytes(file.read(8), "little")
+
+
 def read_metadata(prefix: Path, document: int, documents: int) -> dict[str, Any]:
     """Metadata that was kept of a document beside its text, from the part's `.meta` file."""
     path = metadata_file(prefix)

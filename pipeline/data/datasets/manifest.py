@@ -12,11 +12,12 @@ import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash, put_sealed, value_hash
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, TRAIN
 from pipeline.data.tokenization.coverage import Coverage, RoundTrip
+from pipeline.data.tokenization.definition import MAX_FILE_BYTES
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
@@ -174,7 +175,7 @@ def write_dataset(
     Returns:
         The manifest, and whether anything was written; a dataset that has all of it already is left alone.
     """
-    folder.mkdir(exist_ok=True)
+    links.make_folder(folder)
     has_weights = "weight" in (parts.dtype.names or ())
     data = parts.astype(WEIGHTED_PART if has_weights else PART).tobytes()
     info = TokenizerInfo(
@@ -229,7 +230,12 @@ def changed_files(folder: Path, manifest: Manifest) -> list[Path]:
     paths = {
         folder / storage.plain_name(name, folder / MANIFEST_FILE): listed for name, listed in manifest.files.items()
     }
-    return [path for path, listed in paths.items() if not path.is_file() or f"{file_hash(path):016x}" != listed]
+    return [path for path, listed in paths.items() if not _is_as_listed(path, listed)]
+
+
+def _is_as_listed(path: Path, listed: str) -> bool:
+    # A larger file is none of a tokenizer; it may say any size, and its hash would take as long as that.
+    return path.is_file() and path.stat().st_size <= MAX_FILE_BYTES and f"{file_hash(path):016x}" == listed
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -290,7 +290,7 @@ class _Hashed:
         self.path = path
         self.digest = xxhash.xxh3_64()
         self.size = 0
-        self._file = path.open("rb")
+        self._file = storage.open_regular(path)
 
     def blocks(self, size: int) -> Iterator[bytes]:
         """The next `size` bytes, as many as there are; blocks but the last are multiples of 8 bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import stat
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.common.hashing import CHUNK_BYTES, check_seal, file_hash
+from pipeline.data.datasets.document_records import metadata_bytes
 from pipeline.data.datasets.files import (
     MANIFEST_FILE,
     MORE_RECEIPT_KEYS,
@@ -24,7 +26,7 @@ from pipeline.data.datasets.files import (
     RECEIPT_KEYS,
     receipt_path,
 )
-from pipeline.data.datasets.indexed import PROVENANCE, IndexedPart, named_files, part_prefix
+from pipeline.data.datasets.indexed import HEADER, PROVENANCE, IndexedPart, named_files, part_prefix
 from pipeline.data.datasets.manifest import (
     PLAN_KEYS,
     REPAIR,
@@ -38,7 +40,7 @@ from pipeline.data.datasets.manifest import (
     read_manifest,
     read_parts,
 )
-from pipeline.data.datasets.weights import weights_problem
+from pipeline.data.datasets.weights import WEIGHT, weights_problem
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 
@@ -205,6 +207,10 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
         if (name == "meta" and not record["meta"]) or (name == "weight" and not manifest.has_weights):
             continue
         try:
+            # A file may say any size and take no room on the disk, and a hash takes as long as that size.
+            if problem := _wrong_size(name, path, record, manifest):
+                yield problem
+                return
             if file_hash(path) != int(record[name]):
                 yield f"{path}: its bytes differ from those that were written (other xxh3)"
         except UserError as error:
@@ -223,15 +229,44 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
             yield f"{part.idx_path}: {getattr(part, name)} {name}, but {PARTS_FILE} says {record[name]}"
     if part.dtype.name != manifest.dtype:
         yield f"{part.idx_path}: dtype {part.dtype.name}, but {MANIFEST_FILE} says {manifest.dtype}"
-    provenance = files["prov"]
-    if provenance.stat().st_size != part.documents * PROVENANCE.itemsize:
-        yield f"{provenance}: {provenance.stat().st_size} bytes for {part.documents} documents of {PROVENANCE.itemsize}"
     if manifest.has_weights and (problem := weights_problem(files["weight"], part.documents)):
         yield problem
     if not index_is_sound(part):
         yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
         return
     yield from _verify_tokens(part, manifest, inner_ends)
+
+
+def _wrong_size(name: str, path: Path, record: Any, manifest: Manifest) -> str | None:
+    """The fault in the size of a file of a part, by the counts of the part; None if it has the size that it should.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    tokens, documents = int(record["tokens"]), int(record["documents"])
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # which the hash tells
+        return None
+    each = f"for {tokens:,} tokens of {counted(documents, 'document')} ({PARTS_FILE})"
+    expected = {
+        "bin": tokens * np.dtype(manifest.dtype).itemsize,
+        "prov": documents * PROVENANCE.itemsize,
+        "weight": documents * WEIGHT.itemsize,
+    }
+    if name == "idx":
+        fixed = HEADER.size + 8 * (documents + 1)
+        sequences, rest = divmod(status.st_size - fixed, 12)
+        if rest or not 0 <= sequences <= tokens:
+            return (
+                f"{path}: {status.st_size:,} bytes; expected: {fixed:,}, and 12 for each sequence, of which there are "
+                f"at most {tokens:,}, {each}"
+            )
+        return None
+    if name == "meta":
+        expected["meta"] = metadata_bytes(path, documents)
+    if status.st_size != expected[name]:
+        return f"{path}: {status.st_size:,} bytes; expected: {expected[name]:,} {each}"
+    return None
 
 
 def index_is_sound(part: IndexedPart, shortest: int = 1) -> bool:

@@ -225,7 +225,7 @@ def _documents_between(path: Path, documents: int, key: int, first: int, end: in
     Raises:
         UserError: the file is cut, or the run is not sorted.
     """
-    with path.open("rb", buffering=0) as file:
+    with storage.open_regular(path) as file:
         if file.seek(0, os.SEEK_END) != documents * PROVENANCE.itemsize:
             raise _damaged(path)
 
@@ -309,7 +309,7 @@ def _weights(slices: list[_Slice]) -> npt.NDArray[np.float32]:
 
 def _read_into(path: Path, offset: int, target: memoryview) -> None:
     """Fill a buffer from a place of a file."""
-    with path.open("rb", buffering=0) as file:
+    with storage.open_regular(path) as file:
         file.seek(offset)
         while len(target):
             count = file.readinto(target)

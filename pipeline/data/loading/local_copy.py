@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from pipeline.common import process_identity, storage
+from pipeline.common import links, process_identity, storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import open_lock_file
@@ -300,10 +300,11 @@ def _own_folder(parent: Path) -> Path:
     """
     base = parent / f"{FOLDER}-{os.geteuid()}"
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            base.mkdir(mode=0o700)
-        found = base.lstat()
+        parent.mkdir(0o755, parents=True, exist_ok=True)  # whatever the umask lets others do
+        with links.folder_of(base) as (name, folder):
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=folder)
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError as error:
         raise _unusable(base, str(error.strerror)) from None
     if not stat.S_ISDIR(found.st_mode):
@@ -312,7 +313,26 @@ def _own_folder(parent: Path) -> Path:
         raise _unusable(base, f"it belongs to the user with id {found.st_uid}, who may change its files")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _unusable(base, "other users may write there, so its files may be theirs")
+    if others := next((each for each in _own_above(parent) if _lets_others_replace(each)), None):
+        raise _unusable(base, f"others may write to {others}, and put a folder of theirs in its place")
     return base
+
+
+def _own_above(folder: Path) -> Iterator[Path]:
+    """A folder, and those above it as long as they belong to this user."""
+    yield folder
+    for each in folder.absolute().parents:
+        if each.stat().st_uid != os.geteuid():
+            return
+        yield each
+
+
+def _lets_others_replace(folder: Path) -> bool:
+    """Tell whether others may rename what is in a folder, which the sticky bit of /tmp forbids."""
+    found = folder.stat()
+    # A group with the number of the user is the user's alone, as many systems make it.
+    of_group = found.st_mode & stat.S_IWGRP and found.st_gid != found.st_uid
+    return bool(of_group or found.st_mode & stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
 
 
 def _unusable(base: Path, why: str) -> MachineError:

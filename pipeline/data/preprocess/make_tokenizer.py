@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, value_hash
 from pipeline.config.root import Config
@@ -150,7 +150,7 @@ def withdraw_tokenizer(config: Config, sources: list[SourceFiles]) -> bool:
     # The plans go first: workers that open another tokenizer after this do not find theirs.
     if not is_unused(config, sources) or not all(map(withdraw, _source_folders(config))):
         return False
-    (tokenizer_folder(config) / ORIGIN_FILE).unlink(missing_ok=True)
+    links.remove(tokenizer_folder(config) / ORIGIN_FILE, missing_ok=True)
     return True
 
 

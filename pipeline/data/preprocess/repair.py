@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -232,7 +231,7 @@ class _Source:
         for name in self._splits:
             there = named_files(part_prefix(self.folder / name, number, chunk))
             for file, path in named_files(part_prefix(self._scratch / name, number, chunk)).items():
-                if path.exists() and not _has_hash(there[file], int(self._records[name][number, chunk][file])):
+                if path.exists() and not _is_equal(there[file], path, int(self._records[name][number, chunk][file])):
                     storage.make_below(self.folder, there[file].parent)
                     storage.commit(path, there[file])
         if is_new:
@@ -301,8 +300,8 @@ class _Scratch:
         self.path = storage.temporary(source / "repair")
 
     def __enter__(self) -> _Scratch:
-        self.path.mkdir()
-        shutil.copyfile(self._source / PLAN_FILE, self.path / PLAN_FILE)
+        links.make_folder(self.path)
+        storage.put(self.path / PLAN_FILE, storage.read_bytes(self._source / PLAN_FILE, storage.MAX_JSON_BYTES))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -330,10 +329,11 @@ def _has_tokenizer(folder: Path, settings: dict[str, Any]) -> bool:
         return False
 
 
-def _has_hash(path: Path, wanted: int) -> bool:
+def _is_equal(path: Path, made: Path, wanted: int) -> bool:
+    """Tell whether a file has the size of one that was made again, and its hash; not so of a pipe, say."""
     try:
-        return file_hash(path) == wanted
-    except OSError:
+        return path.stat().st_size == made.stat().st_size and file_hash(path) == wanted
+    except (OSError, UserError):
         return False
 
 

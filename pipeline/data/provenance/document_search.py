@@ -114,7 +114,7 @@ def _matches(path: Path, documents: int, wanted: dict[str, int]) -> npt.NDArray[
     found: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
     seen = 0
     try:
-        with path.open("rb", buffering=0) as file:
+        with storage.open_regular(path) as file:
             while block := file.read(_BLOCK_BYTES):
                 records = np.frombuffer(block, PROVENANCE, len(block) // PROVENANCE.itemsize)
                 equal = [records[name] == value for name, value in wanted.items()]

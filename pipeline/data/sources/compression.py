@@ -33,6 +33,9 @@ _XZ_MEMORY = 2**28
 """Memory that an .xz file may ask for; `xz -9` needs 65 MiB."""
 
 FORMATS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+MOST_EXPANSION = {"gzip": 1032, "zstd": 2**15, "bzip2": 2**23, "xz": 2**19}
+"""Most bytes that a byte of each can become: of deflate 258 take 2 bits, and a block of zstd (128 KiB), a block of
+bzip2 (46 MB) and a chunk of xz (2 MiB) have at least 4, 10 and 6."""
 MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "bzip2": b"BZh", "xz": b"\xfd7zXZ\x00"}
 """First bytes of files of each."""
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
-from pipeline.data.sources.compression import Decompressed, StreamError, compression_of
+from pipeline.data.sources.compression import MOST_EXPANSION, Decompressed, StreamError, compression_of
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor, Reader
 from pipeline.data.sources.records import (
@@ -51,6 +51,11 @@ class JsonlReader(Reader):
     def pieces(self, file: File, size: int) -> Iterator[Piece]:
         """Byte ranges of a plain file; an empty one has no line."""
         return super().pieces(file, size) if compression_of(file.path) else self.ranges(file, size)
+
+    def most_records(self, file: File) -> int:
+        """So many lines as have an object with a text, or any object where a template makes the text."""
+        least = len("{}\n") if self.template else len(f'{{"{self.text_key}":""}}\n'.encode())
+        return file.size * MOST_EXPANSION.get(compression_of(file.path) or "", 1) // least + 1
 
     def read(self, cursor: Cursor, piece: Piece) -> Iterator[Document]:
         """A document a line."""

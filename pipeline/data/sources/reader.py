@@ -15,7 +15,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -35,6 +35,7 @@ from pipeline.data.sources.records import (
     HUB_PREFIX,
     MAX_EXPANSION,
     MAX_RECORD_BYTES,
+    NOT_BAD,
     START,
     Damage,
     Document,
@@ -102,6 +103,7 @@ class Reader(ABC):
         template: puts the text together, in place of the value of `text_key`.
         options: values of `Options`.
         skip_records: names of records that are left out (`record_name`).
+        most_bad: bad records after which a source is refused, whatever the rest of its files holds.
     """
 
     type: ClassVar[str]
@@ -128,6 +130,7 @@ class Reader(ABC):
     template: RecordTemplate | None = None
     options: Any = field(default=None, hash=False)
     skip_records: frozenset[str] = frozenset()
+    most_bad: int | None = None
 
     @classmethod
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
@@ -232,6 +235,10 @@ class Reader(ABC):
         """About how much text a file holds."""
         return file.size * COMPRESSED_EXPANSION if compression_of(file.path) else file.size
 
+    def most_records(self, file: File) -> int | None:
+        """Records that are not bad of which a file cannot have more; None if its size does not tell."""
+        return None
+
     def cut(self, files: Iterable[File], size: int) -> Iterator[tuple[Piece, ...]]:
         """Group files, in the order given, into pieces of work of about `size` bytes of text.
 
@@ -295,7 +302,7 @@ class Reader(ABC):
             byte: as in `Document`.
         """
         if line is not None:
-            return f"{Path(piece.file.path)}:{line}"
+            return f"{_normal(piece.file.path)}:{line}"
         return f"{piece.file.path}: {'row' if self.numbering == 'row' else 'byte'} {byte}"
 
     @property
@@ -338,6 +345,7 @@ class Cursor:
         self._counts: dict[int, tuple[int, int]] = {}
         self._first: tuple[int, int] | None = None
         self._expanded = 0
+        self._bad = 0
 
     @property
     def position(self) -> Position:
@@ -517,8 +525,32 @@ class UnitReader(Cursor):
                     document.name = name = record_name(piece.file.name, self.reader.numbering, document.byte)
                     if name in self.reader.skip_records and document.reason is None:
                         document.text, document.metadata, document.reason = "", None, SKIPPED
+                    if document.reason is not None and document.reason not in NOT_BAD:
+                        self._count_bad(piece, document)
                     working_on(name)
                     yield document
+
+    def _count_bad(self, piece: Piece, document: Document) -> None:
+        """Refuse a source that has too many bad records for certain, instead of reading and listing millions more.
+
+        Raises:
+            UserError: it has.
+        """
+        self._bad += 1
+        most = self.reader.most_bad
+        if most is not None and self._bad > most:
+            raise UserError(
+                f"{self.reader.locate(piece, None, document.byte)}: so far {self._bad:,} records of source "
+                f"{self.unit.source!r} are bad, more than data.preprocess.on_error and max_error_rate allow whatever "
+                f"the rest of its files holds, which is not read; this one: {document.reason} ({document.detail}). "
+                "Correct type, text_key or paths of the source, or leave the file out (exclude)"
+            )
+
+
+@lru_cache(maxsize=1)
+def _normal(path: str) -> str:
+    """A path as `Path` writes it; for millions of records of one file."""
+    return str(Path(path))
 
 
 def _check_unchanged(file: File) -> None:

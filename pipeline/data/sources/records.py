@@ -260,6 +260,8 @@ def bad_weight(key: str, value: Any) -> str:
 
 def printable(text: str, keep: str = "") -> str:
     """Control characters as escapes, but for those to keep: a document must not command a terminal or break a line."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -23,7 +23,7 @@ import orjson
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.paths import StrPath
@@ -185,7 +185,7 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `special_tokens.json` into a folder, made if need be in one that exists."""
-        folder.mkdir(exist_ok=True)
+        links.make_folder(folder)
         for name, data in self.files.items():
             storage.put(folder / name, data)
 

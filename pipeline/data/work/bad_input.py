@@ -91,7 +91,7 @@ class BadInput:
         if bad > limit * records:
             path = self._folder / REJECTED_FILE
             allowed = f"max_error_rate {limit}" if settings.on_error == "skip" else "on_error: fail"
-            with path.open("rb") as lines:
+            with storage.open_regular(path) as lines:
                 first = next(record for record in map(orjson.loads, lines) if record["reason"] not in NOT_BAD)
             none = rejected[EMPTY] + rejected[NULL_TEXT]
             empty = f" (with {counted(none, 'empty document')}, not counted here)" if none else ""
@@ -139,22 +139,27 @@ class BadInput:
         if not self.rejected:
             put_changed(path, b"")
             return {}
-        first: dict[str, str] = {}
-        digest, size = xxhash.xxh3_64(), 0
-        for line, reason, place in self._rejected():
-            digest.update(line)
-            size += len(line)
-            first.setdefault(reason, place)
-        # A finished source may lie on a disk that cannot be written.
-        if not (path.exists() and path.stat().st_size == size and file_hash(path) == digest.intdigest()):
-            with HashedFile(path) as file:
-                for line, _, _ in self._rejected():
-                    file.write(line)
-                file.commit()
+        if path.exists():  # a finished source may lie on a disk that cannot be written
+            digest, size = xxhash.xxh3_64(), 0
+            first: dict[str, str] = {}
+            for line in self._rejected(first):
+                digest.update(line)
+                size += len(line)
+            if path.stat().st_size == size and file_hash(path) == digest.intdigest():
+                return first
+        first = {}
+        with HashedFile(path) as file:
+            for line in self._rejected(first):
+                file.write(line)
+            file.commit()
         return first
 
-    def _rejected(self) -> Iterator[tuple[bytes, str, str]]:
-        """Lines of the file, with the reason, and file name and line."""
+    def _rejected(self, first: dict[str, str]) -> Iterator[bytes]:
+        """Lines of the file. Each costs a part of the time of a record, of which there can be hundreds of millions.
+
+        Args:
+            first: gets, by reason, file name and line of the first.
+        """
         lines_before = self._lines_before()
         # Units were cut from the files in their order.
         units = sorted(self._units, key=lambda unit: (unit.pieces[0].file.name, unit.pieces[0].start))
@@ -162,24 +167,28 @@ class BadInput:
             if not receipt["rejected"]:
                 continue
             unit = self._units[receipt["unit"]]
-            with rejected_path(self._folder, unit.index, receipt["link"]).open("rb") as lines:
+            with storage.open_regular(rejected_path(self._folder, unit.index, receipt["link"])) as lines:
                 for record in map(orjson.loads, lines):
                     piece: Piece = unit.pieces[record["piece"]]
-                    line = record["line"]
+                    line, reason = record["line"], record["reason"]
                     if line is not None:
                         line += lines_before[piece.file.name, piece.start] + 1
-                    entry = {
-                        "where": self._reader.locate(piece, line, record["byte"]),
-                        "reason": record["reason"],
-                        "detail": record["detail"],
-                        "file": piece.file.path,
-                        "line": line,
-                        "byte": record["byte"],
-                        "unit": unit.index,
-                        "row": record["row"],
-                    }
-                    place = piece.file.name + str(entry["where"]).removeprefix(piece.file.path)
-                    yield orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE), record["reason"], place
+                    where = self._reader.locate(piece, line, record["byte"])
+                    if reason not in first:
+                        first[reason] = piece.file.name + where.removeprefix(piece.file.path)
+                    yield orjson.dumps(
+                        {
+                            "where": where,
+                            "reason": reason,
+                            "detail": record["detail"],
+                            "file": piece.file.path,
+                            "line": line,
+                            "byte": record["byte"],
+                            "unit": unit.index,
+                            "row": record["row"],
+                        },
+                        option=orjson.OPT_APPEND_NEWLINE,
+                    )
 
     def _receipts_of(self, units: Sequence[Unit]) -> Iterator[dict[str, Any]]:
         """The receipts of all chunks of the units, unit after unit."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from pipeline.common import storage
 from pipeline.data.sources.records import Damage
 from pipeline.data.work.receipts import ReceiptCounts, ReceiptSplit
 from pipeline.data.work.unit_source import hash_of_unit
@@ -111,7 +112,7 @@ class ReceiptTotals:
 
     def _read(self, path: str, unit: int, chunk: int) -> tuple[ReceiptCounts, float] | None:
         """A receipt and when it was written; None if it is of another plan."""
-        with open(path, "rb", buffering=0) as file:
+        with storage.open_regular(Path(path)) as file:
             time = os.fstat(file.fileno()).st_mtime
             value = orjson.loads(file.read(_MAX_RECEIPT))
         if value["config_hash"] != hash_of_unit(self.earlier, self.config_hash, unit):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.sources.damage import damage_in
@@ -59,7 +60,7 @@ class UnitSource:
         Raises:
             UserError: it is another one.
         """
-        with suppress(FileNotFoundError), (self.folder / PLAN_FILE).open("rb") as file:
+        with suppress(FileNotFoundError), storage.open_regular(self.folder / PLAN_FILE) as file:
             if self.config_hash.encode() in file.read(_PLAN_HEAD):  # it is the first key
                 return
         raise UserError(
@@ -121,4 +122,11 @@ def without_damaged(source: S, units: Sequence[Unit], receipts: Receipts) -> S:
 
 def rejected_record(document: Document) -> dict[str, Any]:
     """Line about a rejected record."""
-    return {field: getattr(document, field) for field in ("row", "piece", "line", "byte", "reason", "detail")}
+    return {
+        "row": document.row,
+        "piece": document.piece,
+        "line": document.line,
+        "byte": document.byte,
+        "reason": document.reason,
+        "detail": document.detail,
+    }

@@ -15,7 +15,7 @@ from pipeline.common import storage
 from pipeline.common.errors import MachineError
 from pipeline.common.hashing import key, value_hash
 from pipeline.common.problems import Problems
-from pipeline.config.data import HeldOutSourceConfig, InputConfig
+from pipeline.config.data import HeldOutSourceConfig, InputConfig, PreprocessConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
@@ -163,8 +163,23 @@ def _find(config: Config, source: InputConfig, key: str, grow: bool) -> SourceFi
         return plan["settings"] if plan else {}
 
     reader, files = reader_of(source, config).find(source.paths, source.exclude, key, planned)
+    reader = replace(reader, most_bad=_most_bad(reader, files, config.data.preprocess))
     found = SourceFiles(source, reader, files)
     return found if plan is None else _in_generations(found, plan, grow)
+
+
+def _most_bad(reader: Reader, files: list[File], settings: PreprocessConfig) -> int | None:
+    """Bad records after which `max_error_rate` refuses a source for certain; None if there are no such."""
+    rate = settings.max_error_rate if settings.on_error == "skip" else 0.0
+    if rate == 1 or settings.on_damaged_file == "drop":  # which forgets the bad records of damaged files
+        return None
+    good = 0
+    for file in files:
+        if (most := reader.most_records(file)) is None:
+            return None
+        good += most
+    # Of fewer, all are read and listed.
+    return max(int(good * rate / (1 - rate)) + 1, CHUNK_RECORDS)
 
 
 def _in_generations(found: SourceFiles, plan: Any, grow: bool) -> SourceFiles:

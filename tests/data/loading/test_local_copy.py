@@ -331,6 +331,21 @@ def test_only_this_user_may_write_to_the_folder(shared, tmp_path):
     assert own(tmp_path / "node").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o2775])
+def test_a_folder_that_others_may_replace(shared, tmp_path, mode):
+    """Whoever may write to the folder above can put one of theirs in the place of the copies, while they are read."""
+    node = tmp_path / "team" / "node"
+    node.mkdir(parents=True)
+    for folder in (node, node.parent):
+        os.chown(folder, -1, os.getegid() + (os.geteuid() == 0))  # a group that is not the user's own
+        folder.chmod(mode)
+        with pytest.raises(MachineError, match=rf"others may write to {folder}, and put a folder of theirs"):
+            stage(tmp_path, node)
+        folder.chmod(mode | 0o1000)
+        stage(tmp_path, node)
+        folder.chmod(0o755)
+
+
 def test_a_lock_that_cannot_be_had(shared, tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(errno.ENOLCK, "No locks available")

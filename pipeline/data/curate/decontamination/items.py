@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.config.curation.curate import DecontaminateConfig
 from pipeline.data.datasets.indexed import HashedFile
@@ -47,7 +47,7 @@ class EvalItem:
 def write_items(path: Path, items: Iterable[EvalItem]) -> int:
     """Write a file of items into a folder whose parent exists; returns how many."""
     count = 0
-    path.parent.mkdir(exist_ok=True)
+    links.make_folder(path.parent)
     with HashedFile(path) as file:
         for item in items:
             file.write(item.line())

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.common import links
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.duplicates.compared import Compared, read_compared
 from pipeline.data.curate.duplicates.files import DECISION, MEMBER, NO_SHINGLES, ResultFile
@@ -101,7 +102,7 @@ class ChooseJob(CurationJob):
         chunks = compared.own_chunks
         places = compared.places(np.ascontiguousarray(decisions["document"]))
         bounds = np.searchsorted(places, np.arange(chunks + 1))
-        (self.folder / "chosen").mkdir(exist_ok=True)
+        links.make_folder(self.folder / "chosen")
         with write_sections(self.folder / self.file, decisions, bounds) as file:
             return self.commit({self.file: file}, counts)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.common import storage
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.curate.files import measured_file, portable
@@ -144,7 +144,7 @@ def write_compared(folder: Path, names: Sequence[str], own: int, chunks: Sequenc
     value = {"names": list(names), "own": own, "chunks": rows}
     path = folder / f"{value_hash(value)}.json"
     if not path.exists():
-        folder.mkdir(exist_ok=True)
+        links.make_folder(folder)
         storage.put_json(path, value)
     return path
 

@@ -81,7 +81,9 @@ class KeptJob(CurationJob):
         path = rank_file(self.folder, self.place)
         ranks = ResultFile(path, each.chunk.records * kind.itemsize, self.rank_hash, "rank").read(kind)
         kept = ranks["state"] == GOOD
-        gone = read_section(self.folder, self.chosen.read_text().split(), DECISION, "choose", self.place)
+        gone = read_section(
+            self.folder, storage.read_bytes(self.chosen).decode().split(), DECISION, "choose", self.place
+        )
         kept[(gone["document"] - np.uint64(each.base)).astype(np.int64)] = False
         bits = np.packbits(kept).view(_BITS)
         name = str(kept_file(self.folder, self.place).relative_to(self.folder))
@@ -112,7 +114,7 @@ def kept_jobs(
     names = "\n".join(name for receipt in chosen for name in receipt["files"])
     hashes = [about["xxh3"] for receipt in chosen for about in receipt["files"].values()]
     path = folder / "chosen.txt"
-    if not (path.exists() and path.read_text() == names):
+    if not (path.exists() and storage.read_bytes(path) == names.encode()):
         storage.put(path, names.encode())
     jobs: list[CurationJob] = []
     for place, each in enumerate(compared.chunks[: compared.own_chunks]):

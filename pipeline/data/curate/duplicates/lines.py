@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.common import links
 from pipeline.common.hashing import value_hash
 from pipeline.config.curation.curate import LinesConfig, ParagraphsConfig
 from pipeline.data.curate.duplicates.compared import Compared, read_compared
@@ -118,7 +119,7 @@ class RepeatedJob(CurationJob):
         found = lines[gone]
         for low, high in itertools.pairwise(cuts.tolist()):
             found[low:high] = sorted_lines(found[low:high])
-        (self.folder / self.file).parent.mkdir(exist_ok=True)
+        links.make_folder((self.folder / self.file).parent)
         with write_sections(self.folder / self.file, found, cuts) as file:
             receipt = self.commit({self.file: file}, counts)
         progress(self.bytes - self.bytes // 2)

@@ -193,8 +193,8 @@ def read_groups(dataset: Path, index: PackIndex) -> IntArray:
     """
     path = packs_folder(dataset, index.length) / GROUPS_FILE
     try:
-        data = storage.read_bytes(path)
-    except FileNotFoundError:
+        data = storage.read_bytes(path, index.groups.size)
+    except (FileNotFoundError, UserError):
         data = b""
     if len(data) != index.groups.size or xxhash.xxh3_64_hexdigest(data) != index.groups.xxh3:
         raise UserError(f"{path} is missing or damaged; make it again with {pack_command(dataset, index.length)}")
