@@ -278,6 +278,7 @@ def test_training_stops_its_links_leave_and_the_evaluation_stays(sent: Jobs) -> 
     assert jobs.cancelled(run), "it stays so"
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_one_that_goes_back_into_the_queue_at_the_same_moment(sent: Jobs) -> None:
     train = sent.send("train", f"{STOPS}; scontrol requeue $SLURM_JOB_ID; sleep 600")

@@ -24,6 +24,7 @@ def drilled(run: Path, *words: str) -> tuple[int, str]:
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.parametrize("train", [("train.duration=100000 steps",)], indirect=True)
 @pytest.mark.parametrize("kill", ["rank", pytest.param("node", marks=pytest.mark.slow), "batch"])

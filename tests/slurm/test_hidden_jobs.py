@@ -163,6 +163,7 @@ def test_own_jobs_are_shown_so_that_one_that_is_not_there_has_ended(private: Dev
     assert as_nobody(lambda: whether_runs(JobIdentity("1", uid=NOBODY)).state) == "ended"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [("slurm.train.options={begin: now+600}",)], indirect=True)
 def test_filters_of_the_shell_lead_to_no_second_job(train: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SQUEUE_PARTITION", "short")
@@ -201,6 +202,7 @@ def test_a_submission_that_times_out_comes_to_one_job(
     assert queued == sent == train.submit()
 
 
+@pytest.mark.slow
 def test_of_a_submission_without_any_answer_nothing_is_left(
     train: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

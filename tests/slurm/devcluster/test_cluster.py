@@ -72,6 +72,7 @@ def test_a_killed_node_loses_all_its_processes_and_its_job_starts_again(own_clus
     assert _call(own_cluster, "squeue", "-h", "-j", job, "-o", "%T %N").split() == ["RUNNING", first]
 
 
+@pytest.mark.slow
 def test_down_ends_jobs_and_daemons_and_up_goes_on_from_there(own_cluster: DevCluster) -> None:
     _call(own_cluster, "sbatch", "--output=/dev/null", "--wrap=trap : TERM; sleep 1000 & wait; sleep 1000")
     until(lambda: bool(own_cluster.processes_of_jobs()))

@@ -54,6 +54,7 @@ def test_the_signal_ahead_of_the_time_limit(train: Run, whole: Path) -> None:
     assert train.codes() == [75, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "command", "processes"),
     [
@@ -181,6 +182,7 @@ def test_scancel(train: Run) -> None:
     assert train.launches()[1].checkpoint >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [LONG], indirect=True)
 def test_a_requeue_that_is_refused(train: Run) -> None:
     """It is told where the run is looked at, and the job counts as failed."""

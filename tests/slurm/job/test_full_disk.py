@@ -74,6 +74,7 @@ def test_a_job_that_cannot_save_says_so_and_ends_though_nothing_can_be_written(
     assert "failed since step" in status.stdout and "No space left on device" in status.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_disk_that_became_too_small_ends_the_job_and_blames_no_node(
     tmp_path: Path, disk: Path, cluster: DevCluster

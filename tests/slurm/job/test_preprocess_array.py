@@ -138,6 +138,7 @@ def test_tasks_that_are_lost_in_the_middle(sent: tuple[Config, Job, Job], done: 
     assert not any("shuffling" in (config.run.dir / task.logs / "rank-0000.log").read_text() for task in tasks)
 
 
+@pytest.mark.slow
 def test_an_array_that_somebody_cancels(cluster: DevCluster, corpus: Path, tmp_path: Path) -> None:
     """Nobody wants what is left: the finish does not make it alone, and the training that waits for it never starts."""
     config, array, finish = send(config_of(tmp_path, corpus, "unit"), tmp_path)

@@ -323,6 +323,7 @@ def run_file(cluster: DevCluster, tmp_path: Path) -> Iterator[Path]:
         scheduler.cancel([job.job])
 
 
+@pytest.mark.first(1)
 @pytest.mark.slurm
 @pytest.mark.parametrize("change", ["code", "submission", "nothing"])
 def test_a_job_of_a_cluster_whose_files_were_changed_is_refused(run_file: Path, change: str) -> None:

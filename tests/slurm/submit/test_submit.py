@@ -430,6 +430,7 @@ def test_links_of_a_chain_wait_in_the_queue(clean: Path, chain: str) -> None:
     assert {details(job)["Requeue"] for job in links} == {"0"}
 
 
+@pytest.mark.first(2)
 @pytest.mark.slurm
 @pytest.mark.parametrize(
     ("resources", "said", "hint"),
