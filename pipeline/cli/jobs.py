@@ -25,7 +25,7 @@ def add_to(app: typer.Typer) -> None:
 
 def status(
     runs: RunsOrFolders = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every few seconds, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C; SLURM is asked every 30 s.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the status of runs: state, step, loss, rates, time left, checkpoint, attempts, nodes."""

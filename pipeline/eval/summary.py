@@ -127,8 +127,8 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     if model is not None and zstd is not None and model > zstd:
         say(
             console,
-            "zstd -19 needs fewer bits than this model: of long repetitions it knows more than a model of few steps, "
-            "and a longer training passes it",
+            "zstd -19 needs fewer bits than this model: it uses long repetitions, and a small or briefly trained model "
+            "often loses to it",
         )
     say(console, f"run folder: {config.run.dir} (these figures: {RunFiles.summary})")
     program = _program()

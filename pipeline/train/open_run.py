@@ -28,7 +28,7 @@ from pipeline.train.checkpoint.resume_point import resume_point
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.parallel.layout import resolve
-from pipeline.train.run.attempts import refuse_crash_loop
+from pipeline.train.run.attempts import refuse_crash_loop, steps_lost
 from pipeline.train.run.folder import RunFolder, open_run, refuse_lost_checkpoints
 from pipeline.train.run.rollback import rollback_lines
 from pipeline.train.run_plan import RunPlan, plan_run
@@ -73,6 +73,8 @@ def open_run_everywhere(
         # Only now: a run that is refused has gone back nowhere.
         if checkpoint is not None:
             checkpoints.resume_from(checkpoint, config.resume.step, report)
+        if lost := steps_lost(config.run.dir, checkpoint.step if checkpoint else 0):
+            say(console, f"train: {lost}")
         _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
 
     broadcast_from_rank0(plan_on_rank_0)  # rank 0 alone looks at the files of the datasets, and says what is wrong

@@ -33,6 +33,7 @@ _EXPECTED: dict[Part, str] = {
     "node": "the other processes end, and the job starts all of them again; on spare nodes only where that fails there",
     "batch": "the processes save if they can, and the job goes back into the queue and starts again",
 }
+_NEXT_OF_CHAIN = "the processes save if they can, and the next job of the chain continues"
 
 
 def drill(run: Path, console: Console, *, kill: Part, rank: int | None, yes: bool, minutes: float) -> None:
@@ -121,17 +122,15 @@ class _Before:
 
     attempt: int
     step: int
-    """The step that rank 0 was at."""
+    """Steps trained, as metrics and heartbeats have them."""
     checkpoint: int
     launches: int
 
     @staticmethod
     def of(folder: Path) -> _Before:
-        attempt = attempts(folder)[-1].number
-        beat = read_beats(folder, attempt).get(0)
+        attempt = attempts(folder)[-1]
         latest = Checkpoints.of_run(folder).latest()
-        step = 0 if beat is None or beat.step is None else beat.step
-        return _Before(attempt, step, latest.step if latest else 0, len(launches(folder, "train")))
+        return _Before(attempt.number, attempt.step, latest.step if latest else 0, len(launches(folder, "train")))
 
 
 def _expected(folder: Path, submission: Submission, kill: Part, before: _Before) -> Iterator[str]:
@@ -151,10 +150,11 @@ def _expected(folder: Path, submission: Submission, kill: Part, before: _Before)
             f"it would be crash {crashes + 1} in a row, and slurm.max_restarts is {submission.max_restarts}: the "
             "training would end"
         )
-    again = max(0, before.step - 1 - before.checkpoint)
-    yield f"to be expected: {_EXPECTED[kill]}"
+    again = max(0, before.step - before.checkpoint)
+    chained = kill == "batch" and submission.chain != "requeue"
+    yield f"to be expected: {_NEXT_OF_CHAIN if chained else _EXPECTED[kill]}"
     yield (
-        f"the newest checkpoint is of step {before.checkpoint:,}, and the training is at step {before.step:,}: "
+        f"the newest checkpoint is of step {before.checkpoint:,}, and {counted(before.step, 'step')} are trained: "
         f"{counted(again, 'step')} or more would be trained again"
     )
 
@@ -187,10 +187,7 @@ def _watch(folder: Path, console: Console, before: _Before, begin: float, minute
     newest = attempts(folder)[-1]
     told(f"attempt {newest.number} has begun, from step {newest.first_step:,}")
 
-    def trains() -> bool:
-        beat = read_beats(folder, newest.number).get(0)
-        return beat is not None and beat.step is not None and beat.step > newest.first_step + 1
-
-    wait(trains)
-    again = max(0, before.step - 1 - newest.first_step)
+    wait(lambda: attempts(folder)[-1].step > newest.first_step)
+    ended_at = next(each.step for each in attempts(folder) if each.number == before.attempt)
+    again = max(0, ended_at - newest.first_step)
     told(f"step {newest.first_step + 1:,} is trained; {counted(again, 'step')} of before are trained again")

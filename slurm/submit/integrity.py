@@ -64,8 +64,12 @@ pipeline_refuses() {{
 }}"""
 _CHECK = """\
 [ -f "$pipeline_code" ] && [ ! -L "$pipeline_code" ] || pipeline_refuses "$pipeline_code is not there, or is not a file"
-[ "$(sha256sum < "$pipeline_code")" = "$pipeline_digest  -" ] ||
-  pipeline_refuses "$pipeline_code is not the code that was submitted"
+# Without a digest nothing was compared: the job is being cancelled, or the file cannot be read.
+pipeline_found=$(sha256sum < "$pipeline_code") || {
+  echo "the digest of $pipeline_code could not be computed, so nothing of it was run" >&2
+  exit 1
+}
+[ "$pipeline_found" = "$pipeline_digest  -" ] || pipeline_refuses "$pipeline_code is not the code that was submitted"
 """
 _OWNED = """\
 pipeline_open=$(find "$pipeline_code" \\( ! -uid "$UID" -o -perm /022 \\) -print -quit)

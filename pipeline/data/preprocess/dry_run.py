@@ -214,6 +214,8 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
         sample = samples[found.source.name]
         if sample.bad:
             say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
+            if sample.bad > _allowed(config) * sample.records:
+                warn(console, f"{found.source.name}: that is more than data.preprocess {_limit(config)} allows")
         if line := sample.coverage.in_words:
             say(console, f"{found.source.name}: {line}")
         if note := _html_note(found):
@@ -240,6 +242,18 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
         )
     if any(split.documents for split in config.data.splits.values()):
         say(console, "All documents are read twice, because data.splits has numbers of documents.")
+
+
+def _allowed(config: Config) -> float:
+    """Share of records that may be bad."""
+    settings = config.data.preprocess
+    return settings.max_error_rate if settings.on_error == "skip" else 0.0
+
+
+def _limit(config: Config) -> str:
+    """The setting of `_allowed`, with its key."""
+    settings = config.data.preprocess
+    return f"max_error_rate {settings.max_error_rate:g}" if settings.on_error == "skip" else "on_error: fail"
 
 
 def _problem(config: Config, found: SourceFiles, sample: SourceSample) -> str:
@@ -291,10 +305,14 @@ def _conversion(path: str, head: bytes, kind: str) -> str:
 
 
 def _html_note(found: SourceFiles) -> str:
-    """Warning for files of `type: text` that are pages of HTML, whose markup would be trained on; else empty."""
-    if found.reader.type != "text" or not found.files:
+    """Warning for pages of HTML with `type: text`, whose markup would be trained on, and the reverse; else empty."""
+    if found.reader.type not in ("text", "html") or not found.files:
         return ""
     head = _beginning(found.files[0].path).lstrip().lower()
+    if found.reader.type == "html":
+        if b"<" in head:
+            return ""
+        return f"{found.files[0].path} does not look like HTML, so that little may be left of it; type: text takes all"
     if not head.startswith((b"<!doctype html", b"<html")):
         return ""
     return (

@@ -102,7 +102,10 @@ def _sheet(charts: Sequence[Chart], title: str, lines: Sequence[str], undrawn: S
         for row, place in zip(rows, below, strict=True):
             for chart, cell in zip(row, place.subfigures(1, _SHEET_COLUMNS, squeeze=False)[0], strict=False):
                 axes = cell.add_subplot()
-                axes.set_title(_short(chart.title, 44), loc="left", size=13, weight="bold", color=LIGHT["ink"])
+                # The numbers of attempts stand above the axes.
+                pad = 18.0 if isinstance(chart, LineChart) and chart.rules else None
+                title = _short(chart.title, 44)
+                axes.set_title(title, loc="left", size=13, weight="bold", color=LIGHT["ink"], pad=pad)
                 if any(chart is each for each in undrawn):
                     axes.set_axis_off()
                     axes.text(0.5, 0.5, UNDRAWN, ha="center", wrap=True, color=LIGHT["muted"])
@@ -182,11 +185,10 @@ def _draw_lines(axes: Axes, chart: LineChart, colours: dict[str, str]) -> None:
             marks.x,
             np.full(len(marks.x), _MARKS_FROM + number * _MARKS_APART),
             transform=axes.get_xaxis_transform(),
-            marker=marks.symbol,
             linestyle="none",
-            color=colours[marks.slot],
             markersize=6,
             clip_on=False,
+            **_marker(marks.symbol, colours[marks.slot]),
         )
     few = len(chart.rules) <= _RULE_NAMES
     left, right = axes.get_xlim()
@@ -313,6 +315,11 @@ def _draw_heat(axes: Axes, chart: HeatChart, colours: dict[str, str]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
 
 
+def _marker(symbol: str, colour: str) -> dict[str, Any]:
+    """Look of a mark: a circle is hollow, as values of lines are full ones."""
+    return {"marker": symbol, "color": colour, **({"markerfacecolor": "none"} if symbol == "o" else {})}
+
+
 def _legend(cell: Any, chart: Chart) -> None:
     """Below a chart of the sheet; the page has one of its own."""
     from matplotlib.lines import Line2D
@@ -332,7 +339,7 @@ def _legend(cell: Any, chart: Chart) -> None:
             for line in {line.label: line for line in chart.lines}.values()
         ]
         handles += [
-            Line2D([], [], color=LIGHT[marks.slot], linestyle="none", marker=marks.symbol, label=marks.label)
+            Line2D([], [], linestyle="none", label=marks.label, **_marker(marks.symbol, LIGHT[marks.slot]))
             for marks in chart.marks
         ]
     elif isinstance(chart, HeatChart):

@@ -216,6 +216,24 @@ def correct_end(run: Path, since: float, code: int, reason: str) -> None:
     append_entry(run, _end_line(begin["attempt"], code, reason, known["step"], time.time() - begin["time"]))
 
 
+def steps_lost(run: Path, checkpoint: int) -> str:
+    """Sentence about the last attempt, if it died after the checkpoint that is resumed from; else empty.
+
+    Args:
+        run: folder, whose lock this process has.
+        checkpoint: steps of the checkpoint.
+    """
+    found = attempts(run, held=lambda _: False)
+    if not found or not found[-1].died or found[-1].step <= checkpoint:
+        return ""
+    last = found[-1]
+    why = f"{last.outcome}: {last.reason.partition('. ')[0]}"
+    return (
+        f"attempt {last.number} ended after step {last.step:,} ({why}); steps {checkpoint + 1:,} to {last.step:,} are "
+        "trained again"
+    )
+
+
 def refuse_crash_loop(
     run: Path, limit: int, checkpoint: int, config: str, is_skipped: Callable[[int], bool] = lambda step: False
 ) -> None:

@@ -187,6 +187,15 @@ def test_text_that_is_html_is_warned_of(tmp_path, capsys):
     (tmp_path / "a.html").write_text("\n<!DOCTYPE html><html><p>words</p></html>")
     dry_run(tmp_path, [{"name": "s", "type": "text", "paths": [f"{tmp_path}/*.html"]}])
     assert "a.html looks like HTML" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "a.html").write_text("words without markup " * 20)
+    dry_run(tmp_path, [{"name": "s", "type": "html", "paths": [f"{tmp_path}/*.html"]}])
+    assert "a.html does not look like HTML" in " ".join(capsys.readouterr().out.split())
+
+
+def test_more_bad_records_than_allowed_are_warned_of(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n{"text": null}\n' * 5)
+    dry_run(tmp_path, [{"name": "s", "type": "jsonl", "paths": [f"{tmp_path}/a.jsonl"]}])
+    assert "more than data.preprocess max_error_rate 0 allows" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_compressed_file_with_the_name_of_a_table(tmp_path):

@@ -139,16 +139,21 @@ def test_a_start_after_the_scheduler_ended_the_job_is_told_of(config: Config) ->
             job.ended(how, 0, continued=how.next == "requeue")
         seen(config, job)
 
+    def saved(step: int) -> None:
+        (run / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+
     start(0, LaunchEnd(75, "told to stop", "requeue", 4, 1.0))
     start(1, LaunchEnd(75, "the scheduler ends this job", "scheduler", 6, 2.0))  # preempted
+    saved(6)
     start(2, None)  # its node was lost
+    saved(9)
     start(3, LaunchEnd(77, "diverged", "end", 4, 3.0))
     for step in (8, 8, 9):  # submitted again when it is done, and with a longer duration
         storage.put_json(run / "exit.json", {"attempt": 1, "code": 0, "reason": "done", "agreed": True, "step": step})
         start(4 + step, LaunchEnd(0, "done", "done", step, 3.0))
     told = seen(config)
     assert [each[0] for each in told] == ["requeued", "requeued", "requeued", "failed", "done", "done"]
-    assert [each[1] for each in told[1:3]] == [6, 4]
+    assert [each[1] for each in told[1:3]] == [6, 9]
     assert [each[1] for each in told[-2:]] == [8, 9]
     assert told[0][2] == "told to stop" and "the scheduler ends this job" in told[1][2]
     assert "no end was recorded" in told[2][2] and told[3][2] == "diverged"

@@ -28,6 +28,7 @@ from pipeline.train.run.attempts import (
     correct_end,
     last_begun,
     refuse_crash_loop,
+    steps_lost,
 )
 from pipeline.train.run.folder import open_run
 from pipeline.train.run.heartbeat import beat_file
@@ -68,6 +69,15 @@ def killed(run: Path, first: int, last: int, config: str = "same") -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_a_resume_tells_of_steps_that_were_lost(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 10)
+    assert steps_lost(tmp_path, 8) == ""
+    killed(tmp_path, 8, 12)
+    assert steps_lost(tmp_path, 12) == ""
+    assert steps_lost(tmp_path, 9).startswith("attempt 2 ended after step 12 (killed: ")
+    assert steps_lost(tmp_path, 9).endswith("; steps 10 to 12 are trained again")
 
 
 def outcomes(run: Path) -> list[tuple[int, int, int, str]]:

@@ -67,7 +67,7 @@ def _print_counts(console: Console, sources: Sequence[SourceCuration]) -> None:
         if len(removed) > len(shown):
             words.append(counted(len(removed) - len(shown), "other rule"))
         if words:
-            say(console, f"{each.name}: removed by {', '.join(words)}")
+            say(console, f"{each.name}: removed first by {', '.join(words)}")
         if each.paragraphs:
             say(console, f"{each.name}: {counted(each.paragraphs, 'paragraph')} of kept documents stay in other ones")
         if each.lines:
