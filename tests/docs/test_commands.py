@@ -190,9 +190,8 @@ def _served(folder: Path, words: list[str]) -> Iterator[str]:
     with subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"http://\S+", line)
-            assert found, line + process.stdout.read()
+            found = next((each for line in process.stdout if (each := re.search(r"http://\S+", line))), None)
+            assert found, "it ended without an address"
             yield found[0]
             process.terminate()
             assert process.wait(60) == 0, process.stdout.read()

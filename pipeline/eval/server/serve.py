@@ -98,7 +98,8 @@ def opened(
     else:
         place = bound_unix(access.socket)
     with place as listening:
-        log(f"loading the model of {which if isinstance(which, Path) else config.run.dir}")
+        # Not to stdout: scripts read the address from its first line.
+        say(Console(stderr=True), f"loading the model of {which if isinstance(which, Path) else config.run.dir}")
         served = load_served(config, which)
         worker = Worker(
             served,

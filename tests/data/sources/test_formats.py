@@ -113,7 +113,7 @@ def test_a_format_in_one_file_goes_through_the_stage(tmp_path: Path) -> None:
     assert found == expected
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(SOURCE_FORMATS, FortuneReader.type)
-        with pytest.raises(UserError, match="type 'fortunes' is not one of text, jsonl, "):
+        with pytest.raises(UserError, match="type 'fortunes' is not one of text, html, jsonl, "):
             Origins(folder).places(keys[:1])
 
     # `data where` and `data when`.

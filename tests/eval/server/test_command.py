@@ -38,9 +38,8 @@ def _started(*arguments: object, **environment: str) -> Iterator[tuple[subproces
     )
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found, line + process.stdout.read()
+        found = next((each for line in process.stdout if (each := re.search(r"http://\S+", line))), None)
+        assert found, "it ended without an address"
         yield process, found[0]
     finally:
         process.kill()
