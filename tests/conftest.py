@@ -27,12 +27,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test that is marked `first(n)`, the instances after the n-th are slow.
 
-    Those that have a tier already are neither counted nor changed. `tests.tiers.first` divides a single list.
+    Those whose parameters have a tier are neither counted nor changed. `tests.tiers.first` divides a single list.
     """
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("first")
-        if mark is None or any(item.get_closest_marker(tier) for tier in ("slow", "guard")):
+        if mark is None or any(own.name in ("slow", "guard") for own in item.callspec.marks):
             continue
         name = item.nodeid.partition("[")[0]
         seen[name] += 1

@@ -137,6 +137,7 @@ def test_an_item_ends_with_the_command_that_is_killed(copy: Path) -> None:
     os.kill(int(child), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.guard
 def test_an_item_that_was_broken_is_reported(copy: Path) -> None:
     broken = copy / "pipeline/train/step.py"

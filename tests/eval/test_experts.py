@@ -116,6 +116,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, family, id=f"{name}-{family}", marks=mark)
 
 
+@pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.parametrize(("layout", "family"), list(cases()))
 def test_every_layout_evaluates_as_one_process_does(

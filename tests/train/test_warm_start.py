@@ -162,6 +162,7 @@ def first_weights(file: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.first(1)
 @pytest.mark.guard
 @pytest.mark.parallel
 @pytest.mark.parametrize("layout", ["tp2", "pp2", pytest.param("dp2", marks=pytest.mark.slow)])

@@ -101,6 +101,7 @@ def test_killed_at_random_points_of_all_passes(corpus, done, tmp_path, workers):
     check_finished(config, done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiers.first(1, PASSES, rest="slow"))
 def test_full_disk_in_a_pass(corpus, done, tmp_path, name):
     """The pass ends with one error and leaves nothing half-written; the same call goes on from there."""
@@ -122,6 +123,7 @@ def test_full_disk_in_a_pass(corpus, done, tmp_path, name):
     check_finished(config, done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiers.first(1, PASSES, rest="slow"))
 def test_a_flipped_byte_in_a_file_of_a_pass(corpus, done, tmp_path, name, capsys):
     """A run that needs the file finds the damage, names file and pass, and makes it again."""

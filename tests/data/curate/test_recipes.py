@@ -92,6 +92,7 @@ def local_models(root: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.first(1)
 @pytest.mark.guard
 @pytest.mark.parametrize("recipe", FILES, ids=lambda file: file.stem)
 def test_it_curates(recipe: Path, tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ def test_number_of_workers_does_not_matter(done, corpus, tmp_path):
     assert results_after(curate_config(tmp_path, corpus, workers=2)) == results(config)
 
 
+@pytest.mark.slow
 @pytest.mark.guard
 def test_chunks_of_compressed_files(corpus, tmp_path):
     import gzip
@@ -384,6 +385,7 @@ class TestDamage:
         preprocess(config)
 
 
+@pytest.mark.slow
 @pytest.mark.guard
 def test_documents_that_changed_since_they_were_measured_get_no_verdicts(corpus, tmp_path):
     """The file has the same size, so the plan is the same; whoever applies decisions reads other bytes."""

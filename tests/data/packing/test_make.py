@@ -199,6 +199,7 @@ PackMaker(Dataset.open(Path(sys.argv[1])), int(sys.argv[2])).make(Console(quiet=
 """
 
 
+@pytest.mark.first(1)
 @pytest.mark.guard
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed(folder, tmp_path, workers):

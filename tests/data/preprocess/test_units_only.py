@@ -69,6 +69,7 @@ def check_finished(config, done):
     assert left_behind(config) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("done", ["unit", pytest.param("global", marks=pytest.mark.slow)], indirect=True)
 def test_three_share_the_units_and_a_plain_one_finishes(run, done):
     config, file = run

@@ -167,6 +167,7 @@ def _members(count, seed):
     return MAKE["a.jsonl.zst"](_records(120, seed)[: 30 * (count - 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.guard
 @pytest.mark.parametrize("shuffle", [pytest.param("unit", marks=pytest.mark.slow), "global"])
 def test_dropped_afterwards_or_from_the_start_is_the_same(tmp_path, tokenizer, shuffle):

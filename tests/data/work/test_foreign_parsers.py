@@ -148,6 +148,7 @@ STUCK = "<html><body><article><p>" + "<b>x</b> <i>y</i>" * 60_000 + "</p></artic
 """Takes half an hour."""
 
 
+@pytest.mark.first(1)
 @pytest.mark.guard
 @pytest.mark.parametrize(
     ("stage", "number", "in_worker"),

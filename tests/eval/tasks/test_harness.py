@@ -318,6 +318,7 @@ def test_tasks_that_are_none_for_this_model_are_named(tmp_path: Path) -> None:
             _load(_manager(load(tiny.write_run(tmp_path)), harness), harness)
 
 
+@pytest.mark.slow
 @pytest.mark.guard
 def test_what_is_beside_a_task_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_task(tmp_path / "tasks")

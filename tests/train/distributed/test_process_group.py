@@ -182,6 +182,7 @@ def test_port_in_use() -> None:
     assert "MASTER_PORT" in error
 
 
+@pytest.mark.slow
 @pytest.mark.guard
 def test_rank_0_is_not_there() -> None:
     error = error_of(Processes(1, 2, 1, 2), "127.0.0.1", ranks.free_port())

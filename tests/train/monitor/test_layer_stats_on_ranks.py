@@ -76,6 +76,7 @@ def seen(run: Path) -> list[dict[str, Any]]:
 GUARD = ("tp2", "zbv", "fsdp2-tp2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -79,6 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.guard
 def test_wandb_has_the_rows_of_every_attempt(run: Path) -> None:
     folders = sorted((run / "wandb").glob("offline-run-*"))
