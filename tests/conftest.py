@@ -32,7 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("first")
-        if mark is None or any(own.name in ("slow", "guard") for own in item.callspec.marks):
+        if (
+            mark is None
+            or not hasattr(item, "callspec")
+            or any(own.name in ("slow", "guard") for own in item.callspec.marks)
+        ):
             continue
         name = item.nodeid.partition("[")[0]
         seen[name] += 1

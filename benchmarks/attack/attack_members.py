@@ -298,7 +298,7 @@ def outsider(field: Range) -> None:
         said(f"user {user} writes to files of umask {mask:04o}", not found, f"{found[:5] or 'to none'}")
 
 
-def replaced(path: Path, to: Path) -> list[tuple[str, Callable[[Path], object]]]:
+def replaced(to: Path) -> list[tuple[str, Callable[[Path], object]]]:
     """What a member puts in the place of a file or folder: a link, and a pipe."""
     return [("link", lambda path: path.symlink_to(to)), ("pipe", os.mkfifo)]
 
@@ -355,7 +355,7 @@ def shuffle(field: Range) -> None:
 
     for name in SHUFFLED:
         exists_in_private(field, mine / name, theirs / name)
-        for kind, make in replaced(theirs / name, mine / name):
+        for kind, make in replaced(mine / name):
             again()
             wait(as_user(MEMBER, lambda make=make, name=name: place(theirs / name, make)))
             code, text = field.owner("preprocess", file)
@@ -379,7 +379,7 @@ def repair(field: Range) -> None:
             file.write(b"\1\2\3\4")
 
     for name in REPAIRED:
-        for kind, make in replaced(theirs / name, mine / name):
+        for kind, make in replaced(mine / name):
             damaged()
             wait(as_user(MEMBER, lambda make=make, name=name: place(theirs / name, make)))
             code, text = field.owner("data", "verify", field.run / "data", "--repair")
@@ -414,7 +414,7 @@ def copies(field: Range) -> None:
         "an index that is copied": (parts.with_suffix(".idx"), field.private / "notes.txt"),
     }
     for what, (path, to) in places.items():
-        for kind, make in [*replaced(path, to), ("folder", lambda path: (path.mkdir(), path.chmod(0o2777)))]:
+        for kind, make in [*replaced(to), ("folder", lambda path: (path.mkdir(), path.chmod(0o2777)))]:
             field.reset()
             shutil.rmtree(stage, ignore_errors=True)
             stage.mkdir()

@@ -60,7 +60,8 @@ def open_lock_file(path: Path) -> int:
     try:
         with links.folder_of(path) as (name, above):
             descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=above)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        error.filename = str(path)
         raise
     except OSError as error:
         raise MachineError(f"{path} cannot be opened for a lock ({error.strerror}{_owner(path)}); {_TODO}") from error

@@ -73,9 +73,11 @@ def open_run_everywhere(
         # Only now: a run that is refused has gone back nowhere.
         if checkpoint is not None:
             checkpoints.resume_from(checkpoint, config.resume.step, report)
-        if lost := steps_lost(config.run.dir, checkpoint.step if checkpoint else 0):
+        first_step = checkpoint.step if checkpoint else 0
+        lost = steps_lost(config.run.dir, first_step, plans[0].length.steps)
+        _begin(mine[0], config, ranks, plans[0], first_step)
+        if lost:
             say(console, f"train: {lost}")
-        _begin(mine[0], config, ranks, plans[0], checkpoint.step if checkpoint else 0)
 
     broadcast_from_rank0(plan_on_rank_0)  # rank 0 alone looks at the files of the datasets, and says what is wrong
     folder.step = checkpoint.step if checkpoint else 0

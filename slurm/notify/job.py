@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED
-from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
+from pipeline.train.checkpoint.manager import Checkpoints
 from slurm.job.launch_log import Launch, LaunchEnd, launches
 from slurm.jobs import ARRAYS, Stage
 from slurm.notify.local import tell_end
@@ -60,8 +60,10 @@ class JobNotices:
             return
         if (last.job == self._job and last.restarts < self._restarts) or last.link < chain_job:
             why = _UNRECORDED if last.end is None else last.end.reason
+            newest = Checkpoints.of_run(self._run).latest()
+            step = newest.step if newest else 0
             reason = f"job {self._job} has started; the launch before: {why}"
-            self._notices.send("requeued", reason=reason, key=_key(last), step=self._saved(), next="scheduler")
+            self._notices.send("requeued", reason=reason, key=_key(last), step=step, next="scheduler")
 
     def look(self, before: int, *, running: bool) -> None:
         """See `Notices.look`."""
@@ -89,7 +91,7 @@ class JobNotices:
             if how.code not in (EXIT_OK, EXIT_STOPPED) and not continued:
                 self.failed(how)
         elif continued and (last := self._last_launch()) is not None:
-            self._notices.send("requeued", key=_key(last), **{**end, "step": self._saved()})
+            self._notices.send("requeued", key=_key(last), **{**end, "step": how.checkpoint})
             if how.next == "requeue" and not hurried:  # after which the scheduler ends what is being sent, too
                 self._notices.wait(_HURRY)
         else:
@@ -113,10 +115,6 @@ class JobNotices:
         """Wait for what was sent, and end what still runs then; `hurried` if the scheduler ends the job."""
         if self._notices is not None:
             self._notices.close(_HURRY if hurried else None)
-
-    def _saved(self) -> int:
-        """Step of the newest checkpoint, from which the training continues."""
-        return max(RunFiles(self._run).checkpoint_steps(), default=0)
 
     def _last_launch(self) -> Launch | None:
         found = launches(self._run, "train")

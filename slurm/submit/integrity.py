@@ -78,7 +78,7 @@ pipeline_open=$(find "$pipeline_code" \\( ! -uid "$UID" -o -perm /022 \\) -print
 
 
 def check_lines(code: Path, digest: str, *, owned: bool) -> list[str]:
-    """Lines of bash that end the job, for good, unless the archive is what was submitted.
+    """Lines of bash that end the job, for good, unless the archive is what was submitted; with 1 if nobody can tell.
 
     bash, coreutils and findutils are all they need.
 

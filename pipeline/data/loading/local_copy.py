@@ -300,7 +300,10 @@ def _own_folder(parent: Path) -> Path:
     """
     base = parent / f"{FOLDER}-{os.geteuid()}"
     try:
-        parent.mkdir(0o755, parents=True, exist_ok=True)  # whatever the umask lets others do
+        for each in reversed([parent, *parent.absolute().parents]):
+            if not each.exists():
+                each.mkdir(0o755, exist_ok=True)  # whatever the umask lets others do
+        _keep_alone(parent, base.name)
         with links.folder_of(base) as (name, folder):
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=folder)
@@ -314,8 +317,16 @@ def _own_folder(parent: Path) -> Path:
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise _unusable(base, "other users may write there, so its files may be theirs")
     if others := next((each for each in _own_above(parent) if _lets_others_replace(each)), None):
-        raise _unusable(base, f"others may write to {others}, and put a folder of theirs in its place")
+        todo = f": run `chmod g-w,o-w {others}`" if others.stat().st_uid == os.geteuid() else ""
+        raise _unusable(base, f"others may write to {others}, and put a folder of theirs in its place{todo}")
     return base
+
+
+def _keep_alone(folder: Path, name: str) -> None:
+    """Let nobody else write to a folder of this user that has nothing but the copies, as earlier versions made it."""
+    found = folder.stat()
+    if found.st_uid == os.geteuid() and _lets_others_replace(folder) and set(os.listdir(folder)) <= {name}:
+        folder.chmod(stat.S_IMODE(found.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _own_above(folder: Path) -> Iterator[Path]:

@@ -216,6 +216,8 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
             say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
             if sample.bad > _allowed(config) * sample.records:
                 warn(console, f"{found.source.name}: that is more than data.preprocess {_limit(config)} allows")
+        if 2 * (nulls := sample.rejected[NULL_TEXT]) > sample.records:
+            warn(console, f"{found.source.name}: {nulls:,} of {counted(sample.records, 'sampled record')} have no text")
         if line := sample.coverage.in_words:
             say(console, f"{found.source.name}: {line}")
         if note := _html_note(found):

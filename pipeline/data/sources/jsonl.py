@@ -52,8 +52,10 @@ class JsonlReader(Reader):
         """Byte ranges of a plain file; an empty one has no line."""
         return super().pieces(file, size) if compression_of(file.path) else self.ranges(file, size)
 
-    def most_records(self, file: File) -> int:
+    def most_records(self, file: File) -> int | None:
         """So many lines as have an object with a text, or any object where a template makes the text."""
+        if type(self) is not JsonlReader:
+            return None  # a plug-in may make several documents of a line
         least = len("{}\n") if self.template else len(f'{{"{self.text_key}":""}}\n'.encode())
         return file.size * MOST_EXPANSION.get(compression_of(file.path) or "", 1) // least + 1
 

@@ -540,10 +540,11 @@ class UnitReader(Cursor):
         most = self.reader.most_bad
         if most is not None and self._bad > most:
             raise UserError(
-                f"{self.reader.locate(piece, None, document.byte)}: so far {self._bad:,} records of source "
+                f"{self.reader.locate(piece, None, document.byte)}: so far {self._bad:,} records of a unit of source "
                 f"{self.unit.source!r} are bad, more than data.preprocess.on_error and max_error_rate allow whatever "
                 f"the rest of its files holds, which is not read; this one: {document.reason} ({document.detail}). "
-                "Correct type, text_key or paths of the source, or leave the file out (exclude)"
+                "Correct type, text_key or paths of the source, or leave the file out (exclude); or, if the others are "
+                "good, set data.preprocess.on_error: skip and raise max_error_rate"
             )
 
 

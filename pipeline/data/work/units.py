@@ -163,7 +163,8 @@ def _find(config: Config, source: InputConfig, key: str, grow: bool) -> SourceFi
         return plan["settings"] if plan else {}
 
     reader, files = reader_of(source, config).find(source.paths, source.exclude, key, planned)
-    reader = replace(reader, most_bad=_most_bad(reader, files, config.data.preprocess))
+    if (most := _most_bad(reader, files, config.data.preprocess)) is not None:
+        reader = replace(reader, most_bad=most)
     found = SourceFiles(source, reader, files)
     return found if plan is None else _in_generations(found, plan, grow)
 

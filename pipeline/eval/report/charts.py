@@ -138,7 +138,7 @@ def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
         ("blend changes", "D", lambda each: each.changes.get("blend", [])),
         ("batch size changes", "s", lambda each: each.changes.get("batch size", [])),
         ("sequence length changes", "v", lambda each: each.changes.get("sequence length", [])),
-        ("evaluated", "o", lambda each: sorted({one.step for one in each.evaluations})),
+        ("evaluated", "o", lambda each: sorted({one.step for one in each.evaluations if not one.replaced})),
     )
     found = []
     for label, symbol, steps_of in kinds:
@@ -146,6 +146,7 @@ def _marks(runs: Sequence[RunFacts], scale: Scale) -> tuple[Marks, ...]:
         places: list[tuple[int, Positions]] = []
         for number, each in enumerate(runs):
             steps, marked = np.asarray(each.columns.step), np.asarray(steps_of(each), np.int64)
+            marked = marked[np.isin(marked, steps)]  # the plan has changes that are still to come
             x = scale.of(each)[np.isin(steps, marked)]
             drawn += _apart(x, x, _MOST_MARKS).tolist()
             if len(marked):

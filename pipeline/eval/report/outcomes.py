@@ -172,8 +172,10 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
                     (label, count(found.step), *(figure(scores[k]) for k in ("loss", "perplexity", "bits_per_byte")))
                 )
         for place, ((label, _), points) in enumerate(series.items()):
-            look = looks[of_source[label]] if label in of_source else Look("ink")
-            look = (look if len(runs) == 1 else Look.of(number)).dotted(place)
+            look = Look.of(number).dotted(place)
+            if len(runs) == 1:
+                own = looks[of_source[label]] if label in of_source else Look("ink")
+                look = _unused(own, {line.look for line in lines})
             lines.append(_line(label, points, look, number, each))
     is_whole = all(asked.get("samples") is None for asked in shown)
     notes = ["From `pipeline eval`" + (": the whole split, where validation takes a sample." if is_whole else ".")]
@@ -198,6 +200,12 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
         logarithmic=True,
         note=" ".join(notes),
     )
+
+
+def _unused(look: Look, used: set[Look]) -> Look:
+    """A look, or one that is like it, or any that no line has."""
+    others = (look, *map(look.dotted, range(4)), *map(Look.of, range(len(used) + 1)))
+    return next((each for each in others if each not in used), look)
 
 
 def _line(label: str, points: Sequence[tuple[int, float]], look: Look, number: int, facts: RunFacts) -> Line:

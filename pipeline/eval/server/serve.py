@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
-from pipeline.common.console import say, verbatim
+from pipeline.common.console import Console, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.eval.server.app import create_app, max_open
@@ -98,8 +96,8 @@ def opened(
     else:
         place = bound_unix(access.socket)
     with place as listening:
-        # Not to stdout: scripts read the address from its first line.
-        say(Console(stderr=True), f"loading the model of {which if isinstance(which, Path) else config.run.dir}")
+        with suppress(OSError):  # not to stdout: scripts read the address from its first line
+            say(Console(stderr=True), f"loading the model of {which if isinstance(which, Path) else config.run.dir}")
         served = load_served(config, which)
         worker = Worker(
             served,

@@ -216,20 +216,22 @@ def correct_end(run: Path, since: float, code: int, reason: str) -> None:
     append_entry(run, _end_line(begin["attempt"], code, reason, known["step"], time.time() - begin["time"]))
 
 
-def steps_lost(run: Path, checkpoint: int) -> str:
+def steps_lost(run: Path, checkpoint: int, steps: int) -> str:
     """Sentence about the last attempt, if it died after the checkpoint that is resumed from; else empty.
 
     Args:
         run: folder, whose lock this process has.
         checkpoint: steps of the checkpoint.
+        steps: of the whole run.
     """
     found = attempts(run, held=lambda _: False)
-    if not found or not found[-1].died or found[-1].step <= checkpoint:
+    again = min(found[-1].step, steps) if found else 0
+    if not found or not found[-1].died or again <= checkpoint:
         return ""
     last = found[-1]
     why = f"{last.outcome}: {last.reason.partition('. ')[0]}"
     return (
-        f"attempt {last.number} ended after step {last.step:,} ({why}); steps {checkpoint + 1:,} to {last.step:,} are "
+        f"attempt {last.number} ended after step {last.step:,} ({why}); steps {checkpoint + 1:,} to {again:,} are "
         "trained again"
     )
 

@@ -336,6 +336,7 @@ def test_a_folder_that_others_may_replace(shared, tmp_path, mode):
     """Whoever may write to the folder above can put one of theirs in the place of the copies, while they are read."""
     node = tmp_path / "team" / "node"
     node.mkdir(parents=True)
+    (node / "of others").touch()
     for folder in (node, node.parent):
         os.chown(folder, -1, os.getegid() + (os.geteuid() == 0))  # a group that is not the user's own
         folder.chmod(mode)
@@ -344,6 +345,19 @@ def test_a_folder_that_others_may_replace(shared, tmp_path, mode):
         folder.chmod(mode | 0o1000)
         stage(tmp_path, node)
         folder.chmod(0o755)
+
+
+def test_a_folder_of_copies_alone_is_closed_to_others(shared, tmp_path):
+    """With a umask of 0002, earlier versions left it open."""
+    previous = os.umask(0o002)
+    try:
+        stage(tmp_path, tmp_path / "a" / "node")
+        assert {each.stat().st_mode & 0o777 for each in (tmp_path / "a", tmp_path / "a" / "node")} == {0o755}
+        (tmp_path / "a" / "node").chmod(0o777)
+        stage(tmp_path, tmp_path / "a" / "node")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "a" / "node").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_lock_that_cannot_be_had(shared, tmp_path, monkeypatch):

@@ -225,7 +225,7 @@ def test_changes_of_the_plan_are_marked_and_a_source_keeps_its_colour(tmp_path: 
     rows = [row(step, loss_by_source={"a": 3.0, "b": 2.0}) for step in range(1, 21)]
     rows[9]["validation_loss"], rows[9]["validation_loss_by_source"] = 2.0, {"a": 3.0, "b": 2.0}
     run = write(tmp_path / "run", rows, begin(), end())
-    journal = _journal((0, 4, (0.25, 0.75)), (5, 8, (0.25, 0.75)), (12, 8, (0.5, 0.5)))
+    journal = _journal((0, 4, (0.25, 0.75)), (5, 8, (0.25, 0.75)), (12, 8, (0.5, 0.5)), (30, 16, (0.5, 0.5)))
     (run / "journal.json").write_bytes(orjson.dumps(journal.to_json()))
     evaluation(run, 20, 2.0)
     facts = gather(run)
@@ -235,6 +235,7 @@ def test_changes_of_the_plan_are_marked_and_a_source_keeps_its_colour(tmp_path: 
         "blend changes": [1300.0],
         "evaluated": [2000.0],
     }
+    assert [len(places.first) for marks in loss.marks for _, places in marks.places] == [1, 1, 1]  # not of step 31
     looks = {line.label: line.look for line in by_source.lines}
     assert {line.label: line.look for line in validation.lines} == looks
     data = next(chart for chart in others([facts]) if chart.title == "Data by source")

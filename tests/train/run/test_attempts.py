@@ -73,11 +73,12 @@ def killed(run: Path, first: int, last: int, config: str = "same") -> None:
 
 def test_a_resume_tells_of_steps_that_were_lost(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 10)
-    assert steps_lost(tmp_path, 8) == ""
+    assert steps_lost(tmp_path, 8, 100) == ""
     killed(tmp_path, 8, 12)
-    assert steps_lost(tmp_path, 12) == ""
-    assert steps_lost(tmp_path, 9).startswith("attempt 2 ended after step 12 (killed: ")
-    assert steps_lost(tmp_path, 9).endswith("; steps 10 to 12 are trained again")
+    assert steps_lost(tmp_path, 12, 100) == steps_lost(tmp_path, 9, 9) == ""
+    assert steps_lost(tmp_path, 9, 100).startswith("attempt 2 ended after step 12 (killed: ")
+    assert steps_lost(tmp_path, 9, 100).endswith("; steps 10 to 12 are trained again")
+    assert steps_lost(tmp_path, 9, 11).endswith("; steps 10 to 11 are trained again")
 
 
 def outcomes(run: Path) -> list[tuple[int, int, int, str]]:
