@@ -125,7 +125,7 @@ def test_mistakes_are_named_with_their_keys(tmp_path: Path) -> None:
         "data.sources.0.options.tga: unknown key; did you mean data.sources.0.options.tag?",
         'data.sources.1.type = "example.xmk": no installed package has this plug-in (entry points pipeline.sources); '
         "installed are example.xml (example-plugins 1.0).",
-        "data.sources.2.type = \"xml\": must be one of 'text', 'jsonl', ",
+        "data.sources.2.type = \"xml\": must be one of 'text', 'html', 'jsonl', ",
         "data.sources.3.options: is for plug-ins, and type is jsonl;",
         'data.sources.4.options.tag = "<": ',
         "train.objective.options.rte: unknown key; did you mean train.objective.options.rate?",

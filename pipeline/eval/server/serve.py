@@ -96,8 +96,9 @@ def opened(
     else:
         place = bound_unix(access.socket)
     with place as listening:
-        with suppress(OSError):  # not to stdout: scripts read the address from its first line
-            say(Console(stderr=True), f"loading the model of {which if isinstance(which, Path) else config.run.dir}")
+        screen = Console(stderr=True)
+        if screen.is_terminal:  # where somebody waits; scripts read the address from the first line
+            say(screen, f"loading the model of {which if isinstance(which, Path) else config.run.dir}")
         served = load_served(config, which)
         worker = Worker(
             served,

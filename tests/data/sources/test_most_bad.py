@@ -40,7 +40,9 @@ def test_one_more_than_there_may_be_ends_the_reading(tmp_path: Path) -> None:
     good, bad, empty = b'{"text": "a"}\n', b"{}\n", b'{"text": ""}\n'
     path = write(tmp_path, good + bad * 3 + empty * 9 + b"nonsense\n" * 2)
     assert len(read(path, replace(LINES, most_bad=5))) == 15
-    with pytest.raises(UserError, match=r"a\.jsonl: byte 149: so far 5 records of a unit of source 's' are bad") as error:
+    with pytest.raises(
+        UserError, match=r"a\.jsonl: byte 149: so far 5 records of a unit of source 's' are bad"
+    ) as error:
         read(path, replace(LINES, most_bad=4))
     assert "invalid JSON" in str(error.value) and "max_error_rate" in str(error.value)
 
