@@ -143,7 +143,7 @@ def test_damage_of_weights_is_seen(tmp_path: Path) -> None:
     folder = tmp_path / "data" / "sea" / "train"
     (path,) = folder.rglob("*.weight")
     good = path.read_bytes()
-    for bad, words in ((b"\0" * len(good), "is not a loss weight"), (good[:-4], "bytes for"), (None, "No such file")):
+    for bad, words in ((b"\0" * len(good), "is not a loss weight"), (good[:-4], "; expected:"), (None, "No such file")):
         path.write_bytes(bad) if bad is not None else path.unlink()
         problems = verify(folder).problems
         assert any(words in problem and ".weight" in problem for problem in problems), problems
