@@ -20,7 +20,8 @@ from pipeline.data.sources.jsonl import JsonlReader
 from pipeline.data.sources.parquet import ParquetReader
 from pipeline.data.sources.reader import PLUGIN, Reader
 from pipeline.data.sources.records import Numbering
-from pipeline.data.sources.text import HtmlReader, TextReader
+from pipeline.data.sources.text import TextReader
+from pipeline.data.sources.web.html import HtmlReader
 from pipeline.data.sources.web.warc import WarcReader
 
 SOURCE_FORMATS: dict[str, type[Reader]] = {

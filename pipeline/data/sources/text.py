@@ -1,23 +1,13 @@
-"""`type: text` and `type: html`: one document per file, plain or compressed."""
+"""`type: text`: one document per file, plain or compressed."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from collections.abc import Iterator
+from typing import BinaryIO
 
 from pipeline.data.sources.compression import StreamError, compression_of
-from pipeline.data.sources.foreign_parser import SKIPPED, working_on
-from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor, Reader
-from pipeline.data.sources.records import BOM, EMPTY, NOT_UTF8, Document, Piece, metadata_json, record_name
-from pipeline.data.sources.template import UnusableRecord
-from pipeline.data.sources.web.budget import DEFAULT_LIMITS, MarkupLimits
-from pipeline.data.sources.web.pages import HTML_TYPES, LIBRARY, WebPage, library_version, page_text
-
-if TYPE_CHECKING:
-    from pipeline.config.data import InputConfig
+from pipeline.data.sources.records import BOM, EMPTY, NOT_UTF8, Document, Piece, metadata_json
 
 _CHUNK_BYTES = 2**18
 
@@ -75,57 +65,6 @@ class TextReader(Reader):
             byte = error.start + (len(BOM) if raw.startswith(BOM) else 0)
             around = raw[max(0, byte - 20) : byte + 20]
             return cursor.rejected(None, byte, NOT_UTF8, f"byte 0x{raw[byte]:02x} at {byte}", around)
-
-
-@dataclass(frozen=True)
-class HtmlReader(TextReader):
-    """The main text of one HTML page per file, as `warc.html: trafilatura` takes it out of the pages of a crawl.
-
-    Attributes:
-        limits: of the markup of a page.
-        library: with its version; the plan has it, so that texts of two versions are not mixed.
-    """
-
-    type = "html"
-    pinned = (LIBRARY,)
-
-    limits: MarkupLimits = dataclasses.field(default=DEFAULT_LIMITS, kw_only=True)
-    library: str = dataclasses.field(default="", kw_only=True)
-
-    @classmethod
-    def from_config(cls, source: InputConfig, **limits: Any) -> Self:
-        """The reader of a source, with the limits of the section `warc`."""
-        return super().from_config(source, limits=MarkupLimits.of(source.warc), **limits)
-
-    @classmethod
-    def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
-        """The reader that a plan was made with."""
-        return super().from_plan(settings, limits=MarkupLimits.of(settings["warc"]), **limits)
-
-    def settings(self) -> dict[str, Any]:
-        """Limits of the markup that are not the default."""
-        return {"warc": self.limits.settings()}
-
-    def pins(self) -> dict[str, Any]:
-        """The library that reads HTML, with its version."""
-        return {LIBRARY: self.library} if self.library else {}
-
-    def find(
-        self, paths: list[str], exclude: list[str], key: str, planned: Callable[[], Mapping[str, Any]]
-    ) -> tuple[Self, list[File]]:
-        """The files, and the reader with the version of its library."""
-        found, files = super().find(paths, exclude, key, planned)
-        return dataclasses.replace(found, library=library_version()), files
-
-    def _text(self, cursor: Cursor, piece: Piece, raw: bytes) -> str | Document:
-        name = record_name(piece.file.name, self.numbering, 0)
-        try:
-            if name in self.skip_records:
-                raise UnusableRecord(SKIPPED, "")  # before it is parsed: it may be named because that takes hours
-            working_on(name)
-            return page_text(WebPage(HTML_TYPES[0], None, raw), self.limits)
-        except UnusableRecord as unusable:
-            return cursor.rejected(None, 0, unusable.reason, unusable.detail)
 
 
 def _chunks(stream: BinaryIO, limit: int) -> Iterator[bytes]:

@@ -14,8 +14,6 @@ from pipeline.data.sources.template import UnusableRecord
 from pipeline.data.sources.web.budget import DEFAULT_LIMITS, MarkupLimits
 from pipeline.data.sources.web.records import header_fields
 
-LIBRARY = "warc.html"
-"""Key of plans for the library that reads HTML, with its version."""
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 TEXT_TYPE = "text/plain"
 _STATUS = re.compile(rb"HTTP/\d(?:\.\d)? (\d{3})\b")

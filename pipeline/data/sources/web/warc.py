@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
@@ -11,19 +11,11 @@ from pipeline.common.errors import UserError
 from pipeline.data.sources.compression import Decompressed, StreamError
 from pipeline.data.sources.foreign_parser import SKIPPED, working_on
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.reader import Cursor, Reader
+from pipeline.data.sources.reader import Cursor
 from pipeline.data.sources.records import EMPTY, NO_PAGE, NOT_UTF8, Document, Piece, Unit, metadata_json, record_name
 from pipeline.data.sources.template import UnusableRecord
-from pipeline.data.sources.web.budget import DEFAULT_LIMITS, MarkupLimits
-from pipeline.data.sources.web.pages import (
-    HTML_TYPES,
-    LIBRARY,
-    TEXT_TYPE,
-    characters,
-    library_version,
-    page_of,
-    page_text,
-)
+from pipeline.data.sources.web.html import PageReader
+from pipeline.data.sources.web.pages import HTML_TYPES, TEXT_TYPE, characters, page_of, page_text
 from pipeline.data.sources.web.records import BrokenWarcError, WarcHead, block_chunks, line_behind, read_head
 
 if TYPE_CHECKING:
@@ -34,55 +26,40 @@ _FIELDS = {"url": "warc-target-uri", "date": "warc-date", "record_id": "warc-rec
 
 
 @dataclass(frozen=True)
-class WarcReader(Reader):
+class WarcReader(PageReader):
     """One page a document. Records are numbered by row: those of type `response` and `conversion`, from 0.
 
     Where the next record begins is known only after the one before it, so a file is read from its beginning.
 
     Attributes:
         html: `WarcConfig.html`.
-        limits: of the markup of HTML pages.
-        library: with its version, if HTML is read; the plan has it, so that texts of two versions are not mixed.
     """
 
     type = "warc"
     numbering = "row"
-    has_keys = False
     magic = b"WARC/1."
     title = "WARC"
-    pinned = (LIBRARY,)
 
     html: str | None = dataclasses.field(default=None, kw_only=True)
-    limits: MarkupLimits = dataclasses.field(default=DEFAULT_LIMITS, kw_only=True)
-    library: str = dataclasses.field(default="", kw_only=True)
+
+    @property
+    def reads_html(self) -> bool:
+        """True if the library is needed."""
+        return self.html not in (None, "skip")
 
     @classmethod
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source with the section `warc`."""
-        return super().from_config(source, html=source.warc.html, limits=MarkupLimits.of(source.warc), **limits)
+        return super().from_config(source, html=source.warc.html, **limits)
 
     @classmethod
     def from_plan(cls, settings: Mapping[str, Any], **limits: Any) -> Self:
         """The reader that a plan was made with."""
-        planned = settings["warc"]
-        return super().from_plan(settings, html=planned["html"], limits=MarkupLimits.of(planned), **limits)
+        return super().from_plan(settings, html=settings["warc"]["html"], **limits)
 
     def settings(self) -> dict[str, Any]:
         """Treatment of HTML."""
         return {"warc": {"html": self.html} | self.limits.settings()}
-
-    def pins(self) -> dict[str, Any]:
-        """The library that reads HTML, with its version."""
-        return {LIBRARY: self.library} if self.library else {}
-
-    def find(
-        self, paths: list[str], exclude: list[str], key: str, planned: Callable[[], Mapping[str, Any]]
-    ) -> tuple[Self, list[File]]:
-        """The files, and the reader with the version of its library."""
-        found, files = super().find(paths, exclude, key, planned)
-        if self.html not in (None, "skip"):
-            found = dataclasses.replace(found, library=library_version())
-        return found, files
 
     def check_columns(self, files: Sequence[File], *, every: bool = False) -> None:
         """Read the first page of the first file: HTML is refused where the run file does not say what to do with it."""

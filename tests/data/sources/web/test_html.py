@@ -12,8 +12,8 @@ from pipeline.config.data import SourceConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.sources.foreign_parser import SKIPPED
 from pipeline.data.sources.records import EMPTY
-from pipeline.data.sources.text import HtmlReader
 from pipeline.data.sources.web.budget import TOO_MUCH_MARKUP, MarkupLimits
+from pipeline.data.sources.web.html import HtmlReader
 from pipeline.data.sources.web.warc import WarcReader
 from tests.data.reading import check_resume, files, read, units
 from tests.data.runs import make_config, tree
