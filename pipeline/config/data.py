@@ -320,6 +320,11 @@ class PreprocessConfig(Section):
     """The stage fails if the tokenizer has no token for a larger share of a source's text: the share of unknown tokens,
     or the share of characters in a sample without a known token, whichever is larger."""
 
+    @property
+    def bad_share(self) -> float:
+        """Share of a source's records that may be bad."""
+        return self.max_error_rate if self.on_error == "skip" else 0.0
+
 
 _SPLIT_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
 

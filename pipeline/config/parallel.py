@@ -46,7 +46,8 @@ class OverlapConfig(Section):
     is ahead of the GPU. Use 1 or more for small layers or a slow network; it takes the memory of these layers'
     weights."""
     backward_prefetch: int = Field(default=1, ge=1, le=MAX_LAYERS)
-    """The same in the backward pass, with reshard_after_forward. 1 is torch's own behaviour."""
+    """Layers whose parameters are gathered ahead in the backward pass, with reshard_after_forward. 1 is torch's own
+    behaviour."""
     reduce: Literal["each", "last"] | None = None
     """With dp_shard and several micro-batches, when gradients are reduced: in the backward pass of each micro-batch
     (`each`), which keeps them sharded, or of the last one (`last`), which sends less and keeps whole fp32 gradients

@@ -306,8 +306,8 @@ class FaultsConfig(Section):
     """A loss or gradient that is not finite never reaches the weights. `stop` ends the run at once, `skip` continues
     with the next step, `rewind` goes back to a checkpoint and skips the steps around the fault."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
-    """The same for a step whose loss or gradient norm is far above those of earlier steps. `skip` withholds its
-    update."""
+    """Treatment of a step whose loss or gradient norm is far above those of earlier steps. `ignore` detects none,
+    `skip` withholds its update, `rewind` goes back to a checkpoint as above."""
     spike_window: int = Field(default=128, ge=8, le=2**20)
     """Number of earlier steps with which a step is compared; nothing is a spike while fewer than half of them exist."""
     spike_zscore: float = Field(default=6.0, gt=0)

@@ -214,7 +214,7 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
         sample = samples[found.source.name]
         if sample.bad:
             say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
-            if sample.bad > _allowed(config) * sample.records:
+            if sample.bad > config.data.preprocess.bad_share * sample.records:
                 warn(console, f"{found.source.name}: that is more than data.preprocess {_limit(config)} allows")
         if 2 * (nulls := sample.rejected[NULL_TEXT]) > sample.records:
             warn(console, f"{found.source.name}: {nulls:,} of {counted(sample.records, 'sampled record')} have no text")
@@ -246,14 +246,8 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
         say(console, "All documents are read twice, because data.splits has numbers of documents.")
 
 
-def _allowed(config: Config) -> float:
-    """Share of records that may be bad."""
-    settings = config.data.preprocess
-    return settings.max_error_rate if settings.on_error == "skip" else 0.0
-
-
 def _limit(config: Config) -> str:
-    """The setting of `_allowed`, with its key."""
+    """The limit of bad records, with its key."""
     settings = config.data.preprocess
     return f"max_error_rate {settings.max_error_rate:g}" if settings.on_error == "skip" else "on_error: fail"
 

@@ -53,7 +53,7 @@ class JsonlReader(Reader):
         return super().pieces(file, size) if compression_of(file.path) else self.ranges(file, size)
 
     def most_records(self, file: File) -> int | None:
-        """So many lines as have an object with a text, or any object where a template makes the text."""
+        """Number of shortest lines that fit: an object with a text, or any object if a template makes the text."""
         if type(self) is not JsonlReader:
             return None  # a plug-in may make several documents of a line
         least = len("{}\n") if self.template else len(f'{{"{self.text_key}":""}}\n'.encode())

@@ -87,7 +87,7 @@ class BadInput:
         rejected, records = self.rejected, self.records
         bad = rejected.total() - sum(rejected[reason] for reason in NOT_BAD)
         # With `fail`, chunks may be left of a run that skipped.
-        limit = settings.max_error_rate if settings.on_error == "skip" else 0
+        limit = settings.bad_share
         if bad > limit * records:
             path = self._folder / REJECTED_FILE
             allowed = f"max_error_rate {limit}" if settings.on_error == "skip" else "on_error: fail"

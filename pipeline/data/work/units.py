@@ -171,7 +171,7 @@ def _find(config: Config, source: InputConfig, key: str, grow: bool) -> SourceFi
 
 def _most_bad(reader: Reader, files: list[File], settings: PreprocessConfig) -> int | None:
     """Bad records after which `max_error_rate` refuses a source for certain; None if there are no such."""
-    rate = settings.max_error_rate if settings.on_error == "skip" else 0.0
+    rate = settings.bad_share
     if rate == 1 or settings.on_damaged_file == "drop":  # which forgets the bad records of damaged files
         return None
     good = 0

@@ -232,8 +232,8 @@ class RunReader:
             checkpoint=checkpoint,
             problems=problems,
         )
-        found.consumption = reading.read("the plan of the data", lambda: _consumption(found), [])
-        found.changes = reading.unless_kept("changes", RunFiles.journal, [files.journal], lambda: _changes(folder), {})
+        nothing: tuple[list[Consumption], dict[str, list[int]]] = ([], {})
+        found.consumption, found.changes = reading.read("the plan of the data", lambda: _by_plan(found), nothing)
         found.sample_losses = reading.unless_kept(
             "losses",
             RunFiles.losses,
@@ -404,10 +404,7 @@ def _length(folder: Path, config: Config | None, reading: Reading) -> tuple[int 
     return (duration.count, None, words) if duration.unit == "steps" else (None, duration.count, words)
 
 
-def _changes(folder: Path) -> dict[str, list[int]]:
-    if not RunFiles(folder).journal.exists():
-        return {}
-    segments = read_journal(folder).segments
+def _changes(segments: Sequence[Segment]) -> dict[str, list[int]]:
     kinds: dict[str, Callable[[Segment], Any]] = {
         "blend": lambda segment: {name: source.weight for name, source in segment.sources.items()},
         "batch size": lambda segment: segment.batch_size,
@@ -419,18 +416,21 @@ def _changes(folder: Path) -> dict[str, list[int]]:
     }
 
 
-def _consumption(found: RunFacts) -> list[Consumption]:
-    """By source, in the order of the tokens that the plan wants of them."""
+def _by_plan(found: RunFacts) -> tuple[list[Consumption], dict[str, list[int]]]:
+    """Consumption by source, in the order of the tokens that the plan wants of them, and the changes of the plan."""
     drawn: dict[str, Any] = {}
     if found.columns.newest is not None and isinstance(found.columns.newest.get("tokens_by_source"), dict):
         drawn = {k: v for k, v in found.columns.newest["tokens_by_source"].items() if math.isfinite(number(v))}
     by_now: dict[str, Account] = {}
     in_all: dict[str, Account] = {}
+    changes: dict[str, list[int]] = {}
     if RunFiles(found.folder).journal.exists():
         sampler = Sampler(read_journal(found.folder))
+        changes = _changes(sampler.journal.segments)
         by_now = accounts(sampler, found.step)
         if found.steps is not None:
             in_all = accounts(sampler, found.steps)
     names = dict.fromkeys([*drawn, *by_now, *in_all])
     rows = [Consumption(name, drawn.get(name), by_now.get(name), in_all.get(name)) for name in names]
-    return sorted(rows, key=lambda row: (-(row.in_all.drawn if row.in_all else row.drawn or 0), row.source))
+    rows.sort(key=lambda row: (-(row.in_all.drawn if row.in_all else row.drawn or 0), row.source))
+    return rows, changes
