@@ -190,7 +190,7 @@ def ours(batches: list[TextBatch], work: Path, engine: Any) -> dict[str, Any]:
     signed = time.process_time()
     for name in passes.names:
         for job in passes.jobs(name):
-            job.run(lambda amount: None)
+            job.run(None, lambda amount: None)
     removed = len(passes.chosen(chunk))
     return {"signatures_s": signed - start, "clusters_s": time.process_time() - signed, "removed": removed}
 

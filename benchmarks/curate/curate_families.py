@@ -90,7 +90,7 @@ def ours(texts: list[str], work: Path) -> tuple[dict[int, int], float]:
     passes, chunk = measured_passes(batches, work, "numba")
     for name in passes.names:
         for job in passes.jobs(name):
-            job.run(lambda amount: None)
+            job.run(None, lambda amount: None)
     chosen = passes.chosen(chunk)
     seconds = time.process_time() - start
     return dict(zip(chosen["row"].tolist(), (chosen["kept"] & np.uint64(2**32 - 1)).tolist(), strict=True)), seconds

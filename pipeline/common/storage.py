@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self
@@ -291,6 +291,14 @@ def get_json(path: Path, *keys: str) -> Any:
     if keys and not (isinstance(value, dict) and value.keys() >= set(keys)):
         raise UserError(f"{path} is damaged: it is not an object with the keys {', '.join(keys)}")
     return value
+
+
+def have_sizes(sizes: Mapping[Path, int]) -> bool:
+    """Tell whether files are there and have these sizes in bytes."""
+    try:
+        return all(os.stat(path).st_size == size for path, size in sizes.items())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def find_json(path: Path, *keys: str) -> Any:

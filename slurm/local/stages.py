@@ -69,7 +69,7 @@ def _write_task_items(config: Config) -> None:
     from pipeline.data.work.worker_pool import Lost, Workers
 
     with Workers[str, None](_task_items_writer, (config,), 1) as workers:
-        for event in workers.insist(["items of evaluations"]):
+        for event in workers.retry(["items of evaluations"]):
             if isinstance(event, Lost) and event.is_last:
                 raise MachineError(f"data.curate.decontaminate.tasks: {event.how}; run the same command again")
 
@@ -332,7 +332,7 @@ def _refuse_problems(config: Config, console: Console) -> None:
     from pipeline.data.work.worker_pool import Done, Lost, Workers
 
     with _terminate_stops(), Workers[str, "Problems"](_looker, (config,), 1) as workers:
-        for event in workers.insist(["the checks of the run"]):
+        for event in workers.retry(["the checks of the run"]):
             if isinstance(event, Done):
                 event.result.ask(console)
                 event.result.raise_problems()

@@ -24,10 +24,8 @@ from pipeline.data.datasets.files import receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Document, Position, Unit
-from pipeline.data.work.job_run import Busy
-from pipeline.data.work.leases import LeaseWatch
 from pipeline.data.work.receipts import read_receipt
-from pipeline.data.work.unit_chunks import ChunkedUnit, UnitDone, with_lease
+from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, UnitDone
 from pipeline.data.work.unit_source import UnitSource, damage_stands, rejected_record
 from pipeline.data.work.units import CHUNK_RECORDS
 from pipeline.data.work.worker_pool import Progress
@@ -36,21 +34,8 @@ _BATCH_ROWS = 2**14
 """Most rows of a batch, however short."""
 
 
-@dataclass(frozen=True)
-class MeasureJob:
-    """A unit to measure."""
-
-    source: UnitSource
-    unit: Unit
-
-    def __str__(self) -> str:
-        return str(self.unit)
-
-
 class MeasureContext(Protocol):
     """State of a worker process for all its units, opened once; a pickled copy opens it again."""
-
-    watch: LeaseWatch
 
     @property
     def engine_name(self) -> str:
@@ -68,24 +53,16 @@ class MeasureContext(Protocol):
         """True if another machine may measure slightly else: models of floats."""
 
 
-def make_measure(context: MeasureContext) -> Any:
-    """In a worker process: returns the function that runs a `MeasureJob`."""
-    return lambda job, progress: measure_unit(job, context, progress)
+@dataclass(frozen=True)
+class MeasureJob(ChunksJob[UnitSource]):
+    """A unit to measure."""
+
+    def run(self, shared: MeasureContext, progress: Progress) -> UnitDone:
+        """Make the chunks that have no receipt."""
+        return _MeasuredUnit(self, shared, progress).run()
 
 
-def measure_unit(job: MeasureJob, context: MeasureContext, progress: Progress) -> UnitDone | Busy:
-    """Make the chunks of a unit that have no receipt: commit their files, then the receipt.
-
-    Raises:
-        UserError: with `fail_on_error`, the first rejected record; or the input has changed.
-        OSError: the disk is full, say; nothing half-written stays.
-    """
-    return with_lease(
-        job.source, job.unit, context.watch, lambda beat: _MeasuredUnit(job, context, progress, beat).run()
-    )
-
-
-def chunk_stands(source: UnitSource, unit: Unit, receipt: Any, start: Position) -> bool:
+def chunk_is_valid(source: UnitSource, unit: Unit, receipt: Any, start: Position) -> bool:
     """Tell whether a receipt is of this plan, begins where the chunk begins, and its files are there."""
     return (
         receipt is not None
@@ -98,13 +75,13 @@ def chunk_stands(source: UnitSource, unit: Unit, receipt: Any, start: Position) 
 
 def _files_are_there(source: UnitSource, receipt: dict[str, Any]) -> bool:
     unit, chunk = receipt["unit"], receipt["link"]
-    try:
-        for name, about in receipt["files"].items():
-            if measured_file(source.folder, unit, chunk, name).stat().st_size != about["size"]:
-                return False
-        return not receipt["rejected"] or rejected_path(source.folder, unit, chunk).exists()
-    except (FileNotFoundError, KeyError):
-        return False
+    files = receipt.get("files", {}).items()
+    sizes = {measured_file(source.folder, unit, chunk, name): about["size"] for name, about in files}
+    return (
+        "files" in receipt
+        and storage.have_sizes(sizes)
+        and (not receipt["rejected"] or rejected_path(source.folder, unit, chunk).exists())
+    )
 
 
 @dataclass
@@ -166,16 +143,16 @@ class _MeasuredUnit(ChunkedUnit):
     was = "measured"
     again = "measure again"
 
-    def __init__(self, job: MeasureJob, context: MeasureContext, progress: Progress, beat: Progress) -> None:
-        super().__init__(job.source, job.unit, progress, beat)
+    def __init__(self, job: MeasureJob, context: MeasureContext, progress: Progress) -> None:
+        super().__init__(job.source, job.unit, progress)
         self._source = job.source
         self._context = context
         self._cleaner = context.cleaner
         self._measurers = context.measurers(job.unit.source)
         self._type = table_type(self._measurers)
 
-    def _stands(self, receipt: Any, start: Position) -> bool:
-        return chunk_stands(self._source, self._unit, receipt, start)
+    def _is_valid(self, receipt: Any, start: Position) -> bool:
+        return chunk_is_valid(self._source, self._unit, receipt, start)
 
     def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
         """Read on until the chunk is full or the unit ends, and commit."""

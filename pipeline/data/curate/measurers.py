@@ -34,7 +34,6 @@ from pipeline.data.curate.models.measure import (
 from pipeline.data.curate.report.domains import DOMAIN_COLUMNS, DomainMeasurer, address_key
 from pipeline.data.curate.url_lists import KEY as URL_LISTS
 from pipeline.data.curate.url_lists import URL_LIST_COLUMNS, UrlListMeasurer, UrlLists, url_list_settings
-from pipeline.data.work.leases import LeaseWatch
 
 EngineKind = Literal["numba", "python"]
 MEASURE_VERSION = "1"
@@ -152,7 +151,6 @@ class Measuring:
 
     def __init__(self, config: Config, settings: Mapping[str, Mapping[str, Any]], engine: EngineKind) -> None:
         assert config.data.curate is not None, "the stage runs with it alone"
-        self.watch = LeaseWatch()
         self.engine = engine
         self._config = config
         self._curate = config.data.curate

@@ -7,16 +7,15 @@ same. The decisions are the same bytes for any number of workers, commands at a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pipeline.common import links, storage
-from pipeline.common.console import Console, say, warn
-from pipeline.common.errors import MachineError
+from pipeline.common import storage
+from pipeline.common.console import Console, say
 from pipeline.common.format import counted
 from pipeline.common.problems import Problems
 from pipeline.config.root import Config
@@ -24,28 +23,27 @@ from pipeline.data.curate.checks import CURATE_CHECKS, CurateScope, no_tasks
 from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, unit_source, with_items
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
-from pipeline.data.curate.measure_units import measure_units, missing_units
+from pipeline.data.curate.measure_unit import MeasureJob
+from pipeline.data.curate.measure_units import MeasureRun, missing_units
 from pipeline.data.curate.measurers import Measuring, choose_engine, comparison_engine, items_folder
 from pipeline.data.curate.passes.across import ACROSS, across_folder, across_jobs, across_lines, counts_across
 from pipeline.data.curate.passes.excerpts import ReadTexts
 from pipeline.data.curate.passes.finish import SourceCuration, finish_source
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.names import MEASURE
 from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, make_scopes
-from pipeline.data.curate.passes.run import JobOutcome, run_jobs
 from pipeline.data.curate.report.index import write_index
 from pipeline.data.curate.results.differences import estimated_before, find_differences
 from pipeline.data.curate.results.summary import print_summary
 from pipeline.data.curate.verdicts import find_curation
 from pipeline.data.work.bad_input import BadInput
 from pipeline.data.work.freezing import freeze_alone, make_data_dir
+from pipeline.data.work.job import ReceiptJob
+from pipeline.data.work.job_run import JobOutcome, JobRun
 from pipeline.data.work.leases import LEASES, sweep
 from pipeline.data.work.receipts import Receipts
-from pipeline.data.work.sorted_runs import DamagedResult
+from pipeline.data.work.rounds import Rounds, removing_damaged
 from pipeline.data.work.units import find_source_files, reading
-
-_ROUNDS = 10
-"""Rounds in which jobs may be missing again, because a file was damaged or another command was at work."""
+from pipeline.data.work.worker_count import worker_count
 
 
 @dataclass
@@ -110,13 +108,6 @@ def curate(
     return report
 
 
-class _Step(NamedTuple):
-    """Jobs of a pass were done."""
-
-    name: str
-    outcome: JobOutcome
-
-
 class CurationStage:
     """From plans to finished curations.
 
@@ -138,6 +129,7 @@ class CurationStage:
         self._receipts: dict[str, Receipts] = {}
         """By source, of the last look."""
         self._is_checked = False
+        self._rounds = Rounds()
         self._made = 0
         self._counts_across = False
         """True if texts of several scopes are counted; a what-if counts none."""
@@ -189,20 +181,10 @@ class CurationStage:
         Args:
             activate: whether they are to hold from now on.
         """
-        stalled = 0
         while True:
-            if (step := self._step(waits=True)) is None:
-                try:
+            with removing_damaged(self._console):
+                if self._run_next(waits=True) is None:
                     return self._finish(activate=activate)
-                except DamagedResult as error:
-                    step = self._remove(error)
-            self._made += step.outcome.made
-            stalled = 0 if step.outcome.made else stalled + 1
-            if stalled > _ROUNDS:
-                raise MachineError(
-                    f"jobs of {step.name} are made and removed repeatedly; is another command running with other "
-                    "settings?"
-                )
 
     def _finish(self, *, activate: bool) -> list[SourceCuration]:
         found = []
@@ -216,55 +198,56 @@ class CurationStage:
                 found.append(source)
         return sorted(found, key=lambda each: each.name)
 
-    def _remove(self, error: DamagedResult) -> _Step:
-        """Remove a damaged file, so that its job is missing again."""
-        warn(self._console, f"{error}; it is made again")
-        links.remove(error.path, missing_ok=True)
-        return _Step(error.made_by, JobOutcome())
-
     def make_units(self) -> CurationReport:
         """Do free jobs of the first pass that is not complete, beside other commands that do the same."""
-        step = self._step(waits=False)
-        if step is None:
-            say(self._console, "all passes are complete; `pipeline curate` without --units writes the decisions")
-            return CurationReport()
-        others = f", {step.outcome.held:,} held by others" if step.outcome.held else ""
-        say(self._console, f"{step.name}: {counted(step.outcome.made, 'job')} made{others}")
-        return CurationReport(made=step.outcome.made)
+        with removing_damaged(self._console):
+            if (step := self._run_next(waits=False)) is None:
+                say(self._console, "all passes are complete; `pipeline curate` without --units writes the decisions")
+                return CurationReport()
+            name, outcome = step
+            others = f", {outcome.held:,} held by others" if outcome.held else ""
+            say(self._console, f"{name}: {counted(outcome.made, 'job')} made{others}")
+        return CurationReport(made=self._made)
 
-    def _step(self, *, waits: bool) -> _Step | None:
-        """Do missing jobs of the first pass that is not complete; None if all are.
+    def _run_next(self, *, waits: bool) -> tuple[str, JobOutcome[Any]] | None:
+        """Do missing jobs of the first pass that is not complete; returns its name, or None if all are.
 
-        A file that was found to be damaged is removed, so that its job is missing again.
+        Raises:
+            DamagedResult: a file of an earlier pass is not as it was written.
         """
-        try:
-            step = self._measure(waits=waits) or self._behind(waits=waits)
-        except DamagedResult as error:
-            return self._remove(error)
-        if step is not None and step.outcome.failed:
-            failed = step.outcome.failed
-            lines = "".join(f"  {job}: {how}\n" for job, how in failed)
-            raise MachineError(
-                f"{counted(len(failed), 'job')} of {step.name} failed:\n{lines}Without them nothing "
-                "can be decided. Completed jobs are kept; fix the cause, and run the same command to resume"
-            )
-        return step
+        workers = worker_count(self._config, 2**31)
+        if units := self._missing_units():
+            run = MeasureRun(self._console, self.context, workers, MEASURE, waits=waits)
+            return self._run(MEASURE, run, units, sum(len(plan.units) for plan in self._plans) - len(units))
+        self._check_inputs()
+        name, jobs, shared = self._missing_after_measure()
+        if not jobs:
+            return None
+        return self._run(name, JobRun(self._console, shared, workers, name, "job", waits=waits), jobs)
 
-    def _measure(self, *, waits: bool) -> _Step | None:
+    def _run(
+        self, name: str, run: JobRun[Any, Any], jobs: Sequence[Any], done_before: int = 0
+    ) -> tuple[str, JobOutcome[Any]]:
+        outcome = run.run(jobs, done_before)
+        outcome.check("job", name, "Without them nothing can be decided")
+        self._rounds.count(name, jobs)
+        self._made += outcome.made
+        return name, outcome
+
+    def _missing_units(self) -> list[MeasureJob]:
         self._receipts = {plan.name: Receipts(plan.folder) for plan in self._plans}
         missing = [job for plan in self._plans for job in missing_units(self._config, plan, self._receipts[plan.name])]
         if missing:
-            units = sum(len(plan.units) for plan in self._plans)
             self._is_checked = False
             for plan in self._plans:
                 self.context.measurers(plan.name)  # forked workers share what is opened here
-            outcome = measure_units(self._config, self._console, missing, units, self.context, waits=waits)
-            return _Step(MEASURE, outcome)
+        return missing
+
+    def _check_inputs(self) -> None:
         if not self._is_checked:
             for plan in self._plans:
                 self._check_input(plan)
             self._is_checked = True
-        return None
 
     def _check_input(self, plan: CurationPlan) -> None:
         """Refuse a source with damaged files or too many bad records, as preprocess would."""
@@ -280,10 +263,10 @@ class CurationStage:
             for scope in self.scopes
         ]
 
-    def _behind(self, *, waits: bool) -> _Step | None:
-        """Do the missing jobs of each scope's first pass that is not complete."""
+    def _missing_after_measure(self) -> tuple[str, list[ReceiptJob], dict[Path, Any]]:
+        """Missing jobs of each scope's first pass that is not complete: their passes, and what workers share."""
         names: list[str] = []
-        missing: list[CurationJob] = []
+        missing: list[ReceiptJob] = []
         shared: dict[Path, Any] = {}
         scopes = self._passes()
         for passes in scopes:
@@ -297,10 +280,9 @@ class CurationStage:
         if across := [job for job in across if job.find() is None]:
             names.append(ACROSS)
             missing += across
-        if not missing:
-            return None
-        name = " and ".join(names)
-        return _Step(name, run_jobs(self._config, self._console, name, missing, shared, waits=waits))
+        for folder in {job.folder for job in missing}:
+            storage.make_below(self._config.data_dir, folder)
+        return " and ".join(names), missing, shared
 
     def remove_stale(self) -> None:
         """Remove what processes that were killed left half-written."""

@@ -23,11 +23,13 @@ from pipeline.data.datasets.indexed import (
     HashedFile,
     IndexedPart,
     IndexedWriter,
+    named_files,
     numbered,
     part_files,
     part_prefix,
 )
 from pipeline.data.datasets.weights import WEIGHT, weights_file, write_weights
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.worker_pool import Progress
 
 UNSHUFFLED = "unshuffled"
@@ -40,64 +42,64 @@ _WRITE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class ShuffleJob:
-    """A bucket to fill. It is small: the runs are read from a file."""
+class ShuffleJob(ReceiptJob):
+    """A bucket to fill. It is small: the runs are read from a file. `inputs` is a hash of all that the runs are.
 
-    folder: Path
+    Attributes:
+        bytes: of token ids that it is expected to have.
+        split: name of the split.
+        bucket: number of the bucket.
+        buckets: number of buckets of the split.
+        config_hash: of the plan.
+    """
+
     split: str
     bucket: int
     buckets: int
-    bytes: int
-    """Bytes of token ids that it is expected to have, for progress."""
+    config_hash: str
+
+    KEYS = ("documents", "tokens", "files")
 
     def __str__(self) -> str:
         return f"bucket {self.bucket} of {self.buckets} of the global shuffle of {self.folder / self.split}"
 
+    @property
+    def receipt(self) -> Path:
+        return numbered(self.folder / "receipts" / "shuffle" / self.split, self.bucket).with_suffix(".json")
 
-def bucket_receipt(folder: Path, split: str, bucket: int) -> Path:
-    """Receipt of a bucket."""
-    return numbered(folder / "receipts" / "shuffle" / split, bucket).with_suffix(".json")
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {
+            "bucket": self.bucket,
+            "buckets": self.buckets,
+            "config_hash": self.config_hash,
+            "runs": self.inputs,
+        }
+
+    def files(self, receipt: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+        paths = named_files(part_prefix(self.folder / self.split, self.bucket))
+        return {paths[name]: about for name, about in receipt["files"].items()}
+
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
+        """Fill the bucket: commit its part, then its receipt.
+
+        Raises:
+            UserError: a run is not what its receipt says.
+        """
+        path = runs_file(self.folder, self.split)
+        table = _read_runs(path, path.stat().st_mtime_ns)
+        first, end = (-(-RANGE * bucket // self.buckets) for bucket in (self.bucket, self.bucket + 1))
+        gathered = _Gathered(self.folder / self.split / UNSHUFFLED, table, first, end)
+        progress(self.bytes // 2)
+        prefix = part_prefix(self.folder / self.split, self.bucket)
+        storage.make_below(self.folder, prefix.parent)
+        counts = {"documents": gathered.documents, "tokens": gathered.tokens}
+        return self.put_receipt(self.identity | counts | {"files": gathered.write(prefix)})
 
 
 def runs_file(folder: Path, split: str) -> Path:
     """The list of runs, for the workers; it goes with the runs."""
     return folder / split / UNSHUFFLED / "runs.json"
-
-
-def make_shuffle() -> Any:
-    """In a worker process: the function that runs a `ShuffleJob`."""
-    return shuffle_bucket
-
-
-def shuffle_bucket(job: ShuffleJob, progress: Progress) -> dict[str, Any]:
-    """Fill a bucket: commit its part, then its receipt, which is returned.
-
-    Raises:
-        UserError: a run is not what its receipt says.
-        OSError: the disk is full, say; nothing half-written stays.
-    """
-    with storage.naming(job.folder):
-        path = runs_file(job.folder, job.split)
-        table = _read_runs(path, path.stat().st_mtime_ns)
-        first, end = (-(-RANGE * bucket // job.buckets) for bucket in (job.bucket, job.bucket + 1))
-        gathered = _Gathered(job.folder / job.split / UNSHUFFLED, table, first, end)
-        progress(job.bytes // 2)
-        prefix = part_prefix(job.folder / job.split, job.bucket)
-        storage.make_below(job.folder, prefix.parent)
-        receipt = {
-            "bucket": job.bucket,
-            "buckets": job.buckets,
-            "config_hash": table["config_hash"],
-            "runs": table["runs_hash"],
-            "documents": gathered.documents,
-            "tokens": gathered.tokens,
-            "files": gathered.write(prefix),
-        }
-        final = bucket_receipt(job.folder, job.split, job.bucket)
-        storage.make_below(job.folder, final.parent)
-        storage.put_json(final, receipt)
-        progress(job.bytes - job.bytes // 2)
-        return receipt
 
 
 @lru_cache(maxsize=2)

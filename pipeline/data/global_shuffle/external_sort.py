@@ -11,7 +11,6 @@ Every bucket has a receipt, `receipts/shuffle/SPLIT/00000/NAME.json`, and is ski
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,15 +25,12 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.datasets.indexed import named_files, part_prefix
 from pipeline.data.datasets.manifest import PART, WEIGHTED_PART
-from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, bucket_receipt, make_shuffle, runs_file
-
-__all__ = ["Shuffle", "ShuffleJob", "SortedRun", "make_shuffle"]
+from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, runs_file
 
 BUCKET_BYTES = 96 * 2**20
 """Average bytes of a bucket. A worker needs a good two times as much, and 60 MB for the program."""
 DOCUMENT_BYTES = 96
 """Bytes of a document in memory beside its tokens and metadata: it counts into the bucket."""
-RECEIPT_KEYS = ("bucket", "buckets", "config_hash", "runs", "documents", "tokens", "files")
 
 
 @dataclass(frozen=True)
@@ -132,19 +128,35 @@ class Shuffle:
         Raises:
             UserError: a run is missing or has another size than when it was written.
         """
-        missing = [bucket for bucket in range(self.buckets) if self._receipt(bucket) is None]
+        missing = [job for job in self._jobs if job.find() is None]
         if not missing:
             return []
         self._check_runs()
         path = runs_file(self.folder, self.split)
         storage.make_below(self.folder, path.parent)
         storage.put_json(path, self._table())
+        return missing
+
+    @cached_property
+    def _jobs(self) -> list[ShuffleJob]:
         size = self.tokens * self.dtype.itemsize // self.buckets
-        return [ShuffleJob(self.folder, self.split, bucket, self.buckets, size) for bucket in missing]
+        return [
+            ShuffleJob(
+                self.folder,
+                f"shuffle-{self.split}-{bucket:05d}",
+                self.runs_hash,
+                size,
+                self.split,
+                bucket,
+                self.buckets,
+                self.config_hash,
+            )
+            for bucket in range(self.buckets)
+        ]
 
     def finished(self) -> bool:
         """Tell whether all buckets are complete: then nobody needs the runs any more."""
-        return all(self._receipt(bucket) is not None for bucket in range(self.buckets))
+        return all(job.find() is not None for job in self._jobs)
 
     def table(self) -> npt.NDArray[Any]:
         """`PART` records of the dataset in its order, when all buckets are complete.
@@ -153,8 +165,8 @@ class Shuffle:
             UserError: one is not, or together they are not what the runs are.
         """
         table = np.zeros(self.buckets, WEIGHTED_PART if self.has_weights else PART)
-        for bucket in range(self.buckets):
-            receipt = self._receipt(bucket)
+        for bucket, job in enumerate(self._jobs):
+            receipt = job.find()
             if receipt is None:
                 raise UserError(f"{part_prefix(self.dataset, bucket)} is not complete; run the same command again")
             table[bucket]["unit"] = bucket
@@ -185,24 +197,11 @@ class Shuffle:
             "runs": [_run_values(run)[:5] for run in self.runs],
         }
 
-    def _receipt(self, bucket: int) -> Any:
-        """The receipt of a bucket if it is of these runs and its files are there."""
-        try:
-            receipt = storage.get_json(bucket_receipt(self.folder, self.split, bucket), *RECEIPT_KEYS)
-            wanted = (bucket, self.buckets, self.config_hash, self.runs_hash)
-            if tuple(receipt[name] for name in ("bucket", "buckets", "config_hash", "runs")) != wanted:
-                return None
-            files = named_files(part_prefix(self.dataset, bucket))
-            same = all(os.stat(files[name]).st_size == file["size"] for name, file in receipt["files"].items())
-            return receipt if same else None
-        except (FileNotFoundError, UserError):
-            return None
-
     def _check_runs(self) -> None:
         for run in self.runs:
             files = named_files(part_prefix(self.dataset / UNSHUFFLED, run.unit, run.chunk))
             for name, size in run.sizes.items():
-                if not files[name].exists() or files[name].stat().st_size != size:
+                if not storage.have_sizes({files[name]: size}):
                     raise UserError(
                         f"{files[name]} is missing or truncated; run `pipeline preprocess RUN.yaml` again: it repeats "
                         "the first pass where necessary"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.common import storage
-from pipeline.common.hashing import value_hash
+from pipeline.common.errors import UserError
+from pipeline.common.hashing import file_hash, value_hash
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import HashedFile, numbered
-from pipeline.data.datasets.packing.best_fit import Place, quickest
-from pipeline.data.datasets.packing.blocks import group_lengths, pack_groups
-from pipeline.data.datasets.packing.files import FileListing, block_bytes, block_path, packs_folder
+from pipeline.data.datasets.packing import blocks
+from pipeline.data.datasets.packing.best_fit import quickest
+from pipeline.data.datasets.packing.files import FileListing, block_bytes, block_path, block_sizes
+from pipeline.data.work.job import JobDone, ReceiptJob
 from pipeline.data.work.worker_pool import Progress
 
 DOCUMENT_BYTES = 8
@@ -46,8 +47,8 @@ class BlockReceipt(BaseModel):
 
 
 @dataclass(frozen=True)
-class PackJob:
-    """A block to make.
+class PackJob(ReceiptJob):
+    """A block to make, in a folder of packs. `inputs` is a hash of all that decides the packs.
 
     Attributes:
         dataset: folder of the dataset.
@@ -55,7 +56,6 @@ class PackJob:
         block: number of the block.
         documents: of the block, [first, end).
         group: documents that are packed together.
-        identity: hash of all that decides the packs.
     """
 
     dataset: Path
@@ -63,15 +63,80 @@ class PackJob:
     block: int
     documents: tuple[int, int]
     group: int
-    identity: str
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that are read, for progress."""
-        return DOCUMENT_BYTES * (self.documents[1] - self.documents[0])
+    KEYS = ("groups", "chunks", "cut", "file")
 
     def __str__(self) -> str:
         return f"block {self.block} of the packs of {self.length:,} tokens of {self.dataset}"
+
+    @property
+    def receipt(self) -> Path:
+        return receipt_file(self.folder, self.block)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"block": self.block, "identity": self.inputs}
+
+    def files(self, receipt: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+        return {block_path(self.folder, self.block): receipt["file"]}
+
+    def block_receipt(self, *, hashes: bool = False) -> BlockReceipt | None:
+        """The receipt, if the block is there with the counts in it.
+
+        Args:
+            hashes: compare the hash of the file, too.
+        """
+        path = block_path(self.folder, self.block)
+        try:
+            receipt = BlockReceipt.model_validate(self.find())
+            with storage.open_regular(path) as file:
+                is_same = block_sizes(file.read(64)) == (sum(receipt.groups), receipt.chunks)
+            is_same = is_same and (not hashes or f"{file_hash(path):016x}" == receipt.file.xxh3)
+        except (FileNotFoundError, NotADirectoryError, UserError, ValidationError):
+            return None
+        return receipt if is_same else None
+
+    def run(self, shared: Any, progress: Progress) -> JobDone:
+        # Without a look: a damaged block may have a receipt that fits, and one command at a time packs a dataset.
+        return JobDone(self.make(shared, progress))
+
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
+        """Make the block.
+
+        Args:
+            shared: documents that a worker will pack, about.
+            progress: as in `Job.run`.
+
+        Raises:
+            UserError: a part of the dataset is missing or damaged, or a document too long.
+        """
+        dataset = _opened(self.dataset, (self.dataset / "manifest.json").stat().st_mtime_ns)
+        lengths = blocks.group_lengths(dataset, *self.documents, self.group)
+        progress(self.bytes // 2)
+        arrays = blocks.pack_groups(lengths, self.length, quickest(shared))
+        path = block_path(self.folder, self.block)
+        storage.make_below(self.folder, path.parent)
+        with HashedFile(path) as file:
+            for data in block_bytes(arrays):
+                file.write(data)
+            file.commit()
+        counts = {"groups": arrays.groups, "chunks": len(arrays.chunks), "cut": arrays.cut}
+        return self.put_receipt(self.identity | counts | {"file": file.listing()})
+
+
+def pack_job(folder: Path, dataset: Path, length: int, inputs: str, block: int, documents: tuple[int, int]) -> PackJob:
+    """The job of a block.
+
+    Args:
+        folder: of the packs.
+        dataset: folder of the dataset.
+        length: L, tokens of a pack.
+        inputs: hash of all that decides the packs.
+        block: its number.
+        documents: of the block, [first, end).
+    """
+    size = DOCUMENT_BYTES * (documents[1] - documents[0])
+    return PackJob(folder, f"block-{block:08d}", inputs, size, dataset, length, block, documents, blocks.GROUP)
 
 
 def receipt_file(folder: Path, block: int) -> Path:
@@ -82,48 +147,6 @@ def receipt_file(folder: Path, block: int) -> Path:
 def hash_of(identity: dict[str, Any]) -> str:
     """Hash of all that decides the packs."""
     return value_hash(identity)
-
-
-def make_packer(documents: int) -> Callable[[PackJob, Progress], BlockReceipt]:
-    """In a worker process: the function that runs a `PackJob`.
-
-    Args:
-        documents: that the worker will pack, about.
-    """
-    return partial(pack_block, quickest(documents))
-
-
-def pack_block(engine: Place, job: PackJob, progress: Progress) -> BlockReceipt:
-    """Make a block: commit its file, then its receipt, which is returned.
-
-    Raises:
-        UserError: a part of the dataset is missing or damaged, or a document too long.
-        OSError: the disk is full, say; nothing half-written stays.
-    """
-    dataset = _opened(job.dataset, (job.dataset / "manifest.json").stat().st_mtime_ns)
-    lengths = group_lengths(dataset, *job.documents, job.group)
-    progress(job.bytes // 2)
-    arrays = pack_groups(lengths, job.length, engine)
-    folder = packs_folder(job.dataset, job.length)
-    path, receipt_path = block_path(folder, job.block), receipt_file(folder, job.block)
-    with storage.naming(folder):
-        storage.make_below(folder, path.parent)
-        with HashedFile(path) as file:
-            for data in block_bytes(arrays):
-                file.write(data)
-            file.commit()
-        receipt = BlockReceipt(
-            block=job.block,
-            identity=job.identity,
-            groups=arrays.groups,
-            chunks=len(arrays.chunks),
-            cut=arrays.cut,
-            file=FileListing(**file.listing()),
-        )
-        storage.make_below(folder, receipt_path.parent)
-        storage.put_json(receipt_path, receipt.model_dump())
-    progress(job.bytes - job.bytes // 2)
-    return receipt
 
 
 @lru_cache(maxsize=2)

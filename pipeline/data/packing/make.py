@@ -8,23 +8,19 @@ do.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
-from pydantic import ValidationError
 from rich.console import Console
 
 from pipeline.common import links, storage
 from pipeline.common.console import say
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, percent
-from pipeline.common.hashing import file_hash
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.packing import blocks
 from pipeline.data.datasets.packing.blocks import check_length
 from pipeline.data.datasets.packing.files import (
     GROUPS_FILE,
@@ -33,7 +29,6 @@ from pipeline.data.datasets.packing.files import (
     PackIndex,
     block_bounds,
     block_path,
-    block_sizes,
     groups_bytes,
     identity,
     packs_folder,
@@ -41,10 +36,10 @@ from pipeline.data.datasets.packing.files import (
     read_index,
 )
 from pipeline.data.datasets.validate import file_sizes
-from pipeline.data.packing.job import BlockReceipt, PackJob, hash_of, make_packer, receipt_file
+from pipeline.data.packing.job import BlockReceipt, PackJob, hash_of, pack_job
+from pipeline.data.work.job import JobDone
+from pipeline.data.work.job_run import JobRun
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
-from pipeline.data.work.progress import ProgressLine
-from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 
 @dataclass(frozen=True)
@@ -79,8 +74,10 @@ class PackMaker:
         self.length = length
         self._folder = packs_folder(dataset.folder, length)
         self._identity = identity(dataset.fingerprint, length)
-        self._hash = hash_of(self._identity)
-        self._bounds = block_bounds(dataset.documents)
+        self._jobs = [
+            pack_job(self._folder, dataset.folder, length, hash_of(self._identity), block, documents)
+            for block, documents in enumerate(block_bounds(dataset.documents))
+        ]
 
     def state(self, *, hashes: bool = False) -> PackingState:
         """The progress so far; changes nothing.
@@ -90,12 +87,12 @@ class PackMaker:
         """
         index = self._index()
         if index is not None and not hashes and self._has_sizes(index):
-            return PackingState([], len(self._bounds), index)
-        receipts = [self._receipt(block, hashes) for block in range(len(self._bounds))]
-        jobs = [self._job(block) for block, receipt in enumerate(receipts) if receipt is None]
+            return PackingState([], len(self._jobs), index)
+        receipts = [job.block_receipt(hashes=hashes) for job in self._jobs]
+        jobs = [job for job, receipt in zip(self._jobs, receipts, strict=True) if receipt is None]
         found = [receipt for receipt in receipts if receipt is not None]
         is_finished = not jobs and index == self._index_of(found)[0]
-        return PackingState(jobs, len(self._bounds), index if is_finished else None)
+        return PackingState(jobs, len(self._jobs), index if is_finished else None)
 
     def make(self, console: Console, workers: int, *, hashes: bool = False) -> PackIndex:
         """Make what is missing.
@@ -138,48 +135,19 @@ class PackMaker:
         return index
 
     def _has_sizes(self, index: PackIndex) -> bool:
-        paths = [str(block_path(self._folder, block)) for block in range(len(self._bounds))]
+        paths = [str(block_path(self._folder, block)) for block in range(len(self._jobs))]
         return bool(file_sizes(paths).tolist() == [file.size for file in index.blocks])
 
-    def _receipt(self, block: int, hashes: bool) -> BlockReceipt | None:
-        """The receipt of a block if it is of this dataset and the block is there."""
-        path = block_path(self._folder, block)
-        try:
-            receipt = BlockReceipt.model_validate(storage.get_json(receipt_file(self._folder, block)))
-            stands = (receipt.block, receipt.identity) == (block, self._hash)
-            stands = stands and os.stat(path).st_size == receipt.file.size
-            with storage.open_regular(path) as file:
-                stands = stands and block_sizes(file.read(64)) == (sum(receipt.groups), receipt.chunks)
-            stands = stands and (not hashes or f"{file_hash(path):016x}" == receipt.file.xxh3)
-        except (FileNotFoundError, NotADirectoryError, UserError, ValidationError):
-            return None
-        return receipt if stands else None
-
-    def _job(self, block: int) -> PackJob:
-        bounds = self._bounds[block]
-        return PackJob(self.dataset.folder, self.length, block, bounds, blocks.GROUP, self._hash)
-
     def _run(self, jobs: list[PackJob], console: Console, before: int, workers: int) -> None:
-        if not jobs:
-            return
-        total = sum(job.bytes for job in jobs)
-        workers = min(workers, len(jobs))
-        each = sum(job.documents[1] - job.documents[0] for job in jobs) // workers
-        what = f"packing {self.dataset.folder} for {self.length:,} tokens:"
-        with ProgressLine(console, total, len(jobs), before, what, "block") as line:
-            if workers == 1:
-                run = make_packer(each)
-                for job in jobs:
-                    run(job, line.advance)
-                    line.unit_done(0)
-                return
-            with Workers[PackJob, BlockReceipt](make_packer, (each,), workers) as pool:
-                for _ in line.results(pool, jobs, f"failed {ATTEMPTS} times"):
-                    pass
+        if jobs:
+            each = sum(job.documents[1] - job.documents[0] for job in jobs) // min(workers, len(jobs))
+            verb = f"packing {self.dataset.folder} for {self.length:,} tokens:"
+            outcome = JobRun[PackJob, JobDone](console, each, workers, verb, "block").run(jobs, before)
+            outcome.check("block", str(self._folder), "Without them the packs cannot be used")
 
     def _finish(self) -> PackIndex:
         """Write the index of blocks that are all there."""
-        receipts = [self._receipt(block, False) for block in range(len(self._bounds))]
+        receipts = [job.block_receipt() for job in self._jobs]
         found = [receipt for receipt in receipts if receipt is not None]
         if len(found) < len(receipts):
             raise UserError(f"{self._folder}: blocks were removed while packing; run the same command again")
@@ -209,7 +177,7 @@ class PackMaker:
             for path in self._folder.rglob(f"*{storage.TEMPORARY_SUFFIX}"):
                 storage.remove_if_stale(path)
             for path in _numbered_files(self._folder):
-                if int(path.stem) >= len(self._bounds):
+                if int(path.stem) >= len(self._jobs):
                     links.remove(path, missing_ok=True)
             sweep(self._folder)
 

@@ -38,13 +38,14 @@ from pipeline.data.datasets.manifest import (
 from pipeline.data.datasets.packing.verify import verify_packs
 from pipeline.data.datasets.verify import Verification, verify
 from pipeline.data.preprocess.splits import Splits
-from pipeline.data.preprocess.tokenize_unit import SourceJob, UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.preprocess.tokenize_unit import SourceJob, UnitJob, WorkerContext
 from pipeline.data.sources.formats import planned_reader
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.records import MAX_RECORD_BYTES, Piece, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.job_run import Busy
+from pipeline.data.work.job import Busy, run_leased
+from pipeline.data.work.leases import LeaseWatch
 from pipeline.data.work.receipts import read_receipt, read_receipts
 
 _SHOWN_FILES = 3
@@ -194,7 +195,8 @@ class _Source:
                     storage.make_below(self._scratch, path.parent)
                     put_sealed(path, receipt)
         try:
-            result = tokenize_unit(UnitJob(self._job(known), self._with_times(number)), self._context, advance)
+            job = UnitJob(self._job(known), self._with_times(number))
+            result = run_leased(job, self._context, LeaseWatch(), advance)
         except (UserError, OSError) as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise  # of what is written

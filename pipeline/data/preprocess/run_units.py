@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -18,133 +16,87 @@ from pipeline.data.preprocess.tokenize_unit import (
     EngineRejected,
     UnitJob,
     WorkerContext,
-    make_tokenize,
     read_condemned,
 )
 from pipeline.data.sources.records import NOT_BAD
 from pipeline.data.tokenization.coverage import Coverage, covered
 from pipeline.data.tokenization.engine_choice import EngineChoice
 from pipeline.data.tokenization.engines import EngineDiffers
-from pipeline.data.work.job_run import Busy, JobRun
-from pipeline.data.work.progress import ProgressLine
+from pipeline.data.work.job_run import JobOutcome, JobRun
 from pipeline.data.work.unit_chunks import UnitDone
 from pipeline.data.work.worker_count import worker_count
-from pipeline.data.work.worker_pool import Workers, can_fork
 
 _WARN_AFTER_RECORDS = 1000
 _REFUSE_AFTER_TOKENS = 100_000
 """Of fewer, the share that is unknown is compared with the limit when all of the source is there."""
 
 
-@dataclass
-class Outcome:
-    """Outcome of tokenizing units.
+class TokenizeRun(JobRun[UnitJob, UnitDone]):
+    """Units on one pool of workers.
 
     Attributes:
-        units: units that this run made, wholly or in part.
-        failed: units that were given up, with how they failed last.
         condemned: the engine gave other ids than `tokenizers`, so its units have to be made again.
-        damaged: whether files were found to be damaged.
-        held: units that were left to other commands, which have them.
-    """
-
-    units: int = 0
-    failed: list[tuple[UnitJob, str]] = field(default_factory=list)
-    condemned: str | None = None
-    damaged: bool = False
-    held: int = 0
-
-
-def tokenize_units(
-    config: Config,
-    console: Console,
-    jobs: Sequence[UnitJob],
-    units: int,
-    context: WorkerContext,
-    choose_engine: Callable[[], EngineChoice],
-    *,
-    waits: bool = True,
-) -> Outcome:
-    """Make all of the units, or find out which cannot be made.
+        damaged: files were found to be damaged.
 
     Args:
         config: the run.
         console: where progress goes.
-        jobs: the units that are not done.
-        units: of all sources, done ones too.
         context: of the workers.
         choose_engine: opens in `context` what computes the ids.
-        waits: for units that other commands have; else they are left to them when no other is free.
-
-    Raises:
-        UserError: something in the config or the data has to be fixed first.
-        OSError: the disk is full or read-only, say.
+        waits: as in `JobRun`.
+        clock: as in `JobRun`.
     """
-    total_bytes = sum(job.unit.bytes for job in jobs)
-    # Forked workers have it open from the beginning; others take so long to start that it is chosen meanwhile.
-    early = choose_engine() if can_fork() else None
-    with Workers[UnitJob, UnitDone | Busy](make_tokenize, (context,), worker_count(config, len(jobs))) as workers:
-        engine = early or choose_engine()
-        with ProgressLine(console, total_bytes, len(jobs), units - len(jobs)) as line:
-            run = _Run(config, console, line, workers, context.condemned, engine.name, waits=waits)
-            return run.run([replace(job, engine=engine.which) for job in jobs])
-
-
-class _Run(JobRun[UnitJob, UnitDone]):
-    """Units on one pool of workers."""
 
     def __init__(
         self,
         config: Config,
         console: Console,
-        line: ProgressLine,
-        workers: Workers[UnitJob, UnitDone | Busy],
-        condemned: Path,
-        engine: str,
+        context: WorkerContext,
+        choose_engine: Callable[[], EngineChoice],
         *,
         waits: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(console, line, workers, waits=waits, clock=clock)
-        self._condemned = condemned
-        self._engine = engine
+        super().__init__(console, context, worker_count(config, 2**31), "tokenizing", waits=waits, clock=clock)
+        self.condemned = False
+        self.damaged = False
+        self._evidence = context.condemned
+        self._choose_engine = choose_engine
         self._limit = config.data.preprocess.max_error_rate
         self._max_unknown = config.data.preprocess.max_unknown
-        self._outcome = Outcome()
         self._records: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._coverage: dict[str, Coverage] = {}
 
-    def run(self, jobs: Sequence[UnitJob]) -> Outcome:
+    def run(self, jobs: Sequence[UnitJob], done_before: int = 0) -> JobOutcome[UnitJob]:
         try:
-            self.run_all(jobs)
+            super().run(jobs, done_before)
         except EngineDiffers as error:
             self._condemn(str(error))
-        except EngineRejected as error:
-            self._outcome.condemned = str(error)
-        return replace(self._outcome, units=self.made, failed=self.failed, held=self.held)
+        except EngineRejected:
+            self.condemned = True
+        return self.outcome
 
-    def finished(self, job: UnitJob, result: UnitDone, advanced: int) -> bool:
-        # Bytes that were only estimated, or skipped, count now.
-        self._line.advance(job.unit.bytes - advanced)
-        self._line.unit_done(result.coverage.tokens)
-        self._outcome.damaged |= bool(result.damaged)
+    def prepare(self, jobs: Sequence[UnitJob]) -> Sequence[UnitJob]:
+        engine = self._choose_engine()
+        self._engine = engine.name
+        return [replace(job, engine=engine.which) for job in jobs]
+
+    def done(self, job: UnitJob, result: UnitDone) -> int:
+        self.damaged |= bool(result.damaged)
         for damaged in result.damaged:
             warn(self._console, f"{job.unit.source}: {damaged}")
         self._watch_rejected(job, result)
         self._watch_coverage(job.source.folder.name, result.coverage)
-        return result.made > 0
-
-    def failures(self, job: UnitJob) -> tuple[Path, dict[str, Any]]:
-        return job.source.folder, {"unit": job.unit.index}
+        return result.coverage.tokens
 
     def concerns_all(self, error: Exception) -> bool:
         return super().concerns_all(error) or isinstance(error, EngineDiffers | EngineRejected)
 
     def _condemn(self, evidence: str) -> None:
-        storage.put_json(self._condemned, read_condemned(self._condemned) | {self._engine: evidence})
-        self._outcome.condemned = self._engine
+        storage.put_json(self._evidence, read_condemned(self._evidence) | {self._engine: evidence})
+        self.condemned = True
         say(self._console, f"{evidence}; all output of {self._engine} is made again with another engine")
 
     def _watch_coverage(self, source: str, coverage: Coverage) -> None:

@@ -11,16 +11,16 @@ from rich.console import Console
 
 from pipeline.common.console import say
 from pipeline.config.root import Config
-from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, make_shuffle
+from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob
 from pipeline.data.global_shuffle.external_sort import Shuffle, SortedRun
 from pipeline.data.preprocess.finalize import Finalizer
 from pipeline.data.preprocess.source_plan import SourcePlan
+from pipeline.data.work.job import JobDone
+from pipeline.data.work.job_run import JobRun
 from pipeline.data.work.leases import Holder, LeaseWatch, take_when_free
-from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.units import order_key
 from pipeline.data.work.worker_count import worker_count
-from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 
 class ShufflePass:
@@ -66,7 +66,10 @@ class ShufflePass:
             return
         shuffles = self._shuffles(plan, receipts)
         assert shuffles is not None, "the first pass is done"
-        self._run([job for shuffle in shuffles.values() for job in shuffle.jobs()])
+        jobs = [job for shuffle in shuffles.values() for job in shuffle.jobs()]
+        workers = worker_count(self._config, 2**31)
+        outcome = JobRun[ShuffleJob, JobDone](self._console, None, workers, "shuffling", "bucket").run(jobs)
+        outcome.check("bucket", plan.found.source.name, "Without them the source cannot be finished")
         finish.parts = {name: shuffle.table() for name, shuffle in shuffles.items()}
 
     def _say_waiting(self, holder: Holder) -> None:
@@ -94,13 +97,3 @@ class ShufflePass:
             if not last:
                 return None
         return {name: Shuffle(folder, name, table, self._dtype, plan.config_hash) for name, table in runs.items()}
-
-    def _run(self, jobs: list[ShuffleJob]) -> None:
-        if not jobs:
-            return
-        with (
-            ProgressLine(self._console, sum(job.bytes for job in jobs), len(jobs), 0, "shuffling") as line,
-            Workers[ShuffleJob, Any](make_shuffle, (), worker_count(self._config, len(jobs))) as workers,
-        ):
-            for _ in line.results(workers, jobs, f"failed {ATTEMPTS} times"):
-                pass

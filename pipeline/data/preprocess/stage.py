@@ -10,9 +10,11 @@ Packs of the training data come last, where the run has any.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from pipeline.common import links, storage
 from pipeline.common.console import Console, say, warn
@@ -39,7 +41,7 @@ from pipeline.data.preprocess.run_tokenizer import (
     run_tokenizer,
     tokenizer_folder,
 )
-from pipeline.data.preprocess.run_units import Outcome, tokenize_units
+from pipeline.data.preprocess.run_units import TokenizeRun
 from pipeline.data.preprocess.shuffle_pass import ShufflePass
 from pipeline.data.preprocess.source_plan import SourcePlan, make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits, known_splits
@@ -50,21 +52,20 @@ from pipeline.data.preprocess.tokenize_unit import (
     UnitJob,
     WorkerContext,
     read_condemned,
-    receipt_stands,
+    receipt_is_valid,
 )
-from pipeline.data.sources.records import NOT_BAD, START, Unit
+from pipeline.data.sources.records import NOT_BAD, Position
 from pipeline.data.tokenization.coverage import coverage_of
 from pipeline.data.tokenization.engine_choice import EngineChoice, choose_engine
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.data.work.freezing import freeze_alone, make_data_dir
+from pipeline.data.work.job_run import failure
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.receipts import Receipts
+from pipeline.data.work.rounds import Rounds
 from pipeline.data.work.unit_source import damage_stands, without_damaged
-from pipeline.data.work.units import SourceFiles, find_source_files, input_stat, reading
-
-_ROUNDS = 10
-"""Rounds in which units may be missing again, because an engine was condemned or another command was at work."""
+from pipeline.data.work.units import SourceFiles, find_source_files, reading
 
 __all__ = ["PreprocessReport", "dataset_folder", "open_datasets", "preprocess", "run_tokenizer"]
 
@@ -203,22 +204,20 @@ class _Stage:
         self._jobs = {plan.found.source.name: source_job(plan, config, _start_over(config, plan)) for plan in plans}
         self._shuffle_pass = ShufflePass(config, console, tokenizer.dtype)
         self._pack_pass = PackPass(config)
+        self._rounds = Rounds()
+        self._made = 0
+        """Units that this run made, wholly or in part."""
         self._found: dict[str, _Found] = {}
         """By source, of the last round."""
 
     def run(self, started: float) -> PreprocessReport:
         """Make what is missing, then finish every source that can be."""
-        done = 0
         failed: list[tuple[UnitJob, str]] = []
         before: list[UnitJob] = []
-        for _ in range(_ROUNDS):
-            missing = self._missing()
-            if not missing or failed:
-                break
-            outcome = self._make(missing, waits=True)
-            done += outcome.units
-            failed = outcome.failed
-            if missing == before and not (outcome.units or outcome.condemned or failed):
+        while (missing := self._missing()) and not failed:
+            run = self._make(missing, waits=True)
+            failed = run.outcome.failed
+            if missing == before and not (run.outcome.made or run.condemned or failed):
                 missing = []  # only the times of files were to be noted, on a disk that cannot be written
                 break
             before = missing
@@ -231,7 +230,7 @@ class _Stage:
                     reports.append(self._finish(plan))
                 except UserError as error:
                     raise MachineError(f"{problem}\n{error}") if problem else error from None
-        report = PreprocessReport(reports, done, time.monotonic() - started)
+        report = PreprocessReport(reports, self._made, time.monotonic() - started)
         print_report(self._console, report, self._config.data.splits)
         if problem:
             raise MachineError(problem)
@@ -241,24 +240,19 @@ class _Stage:
 
     def make_units(self, started: float) -> PreprocessReport:
         """Make units as long as there are free ones, beside other commands that do the same."""
-        done = held = 0
-        complete = False
-        for _ in range(_ROUNDS):
-            missing = self._missing()
-            if not missing:
-                complete = True
+        held = 0
+        while missing := self._missing():
+            run = self._make(missing, waits=False)
+            held = run.outcome.held
+            if run.outcome.failed:
+                failed = run.outcome.failed
+                raise MachineError(self._problem(failed, {job.unit.source for job, _ in failed}))
+            finds = run.damaged and self._config.data.preprocess.on_damaged_file == "drop"
+            if not run.condemned and not finds:
                 break
-            outcome = self._make(missing, waits=False)
-            done, held = done + outcome.units, outcome.held
-            if outcome.failed:
-                raise MachineError(self._problem(outcome.failed, {job.unit.source for job, _ in outcome.failed}))
-            finds = outcome.damaged and self._config.data.preprocess.on_damaged_file == "drop"
-            if not outcome.condemned and not finds:
-                complete = not held
-                break
-        made = counted(done, "unit") + " made"
-        if complete:
-            say(self._console, f"{made}; all units are complete" if done else "all units are complete")
+        made = counted(self._made, "unit") + " made"
+        if not missing or not held:
+            say(self._console, f"{made}; all units are complete" if self._made else "all units are complete")
         else:
             others = f"{held:,} {'is' if held == 1 else 'are'} held by others"
             say(
@@ -266,7 +260,7 @@ class _Stage:
                 f"{made}, {others}; `pipeline preprocess` without --units, or the finish job of a submitted run, makes "
                 "the missing units and finishes the datasets",
             )
-        return PreprocessReport(units_done=done, seconds=time.monotonic() - started)
+        return PreprocessReport(units_done=self._made, seconds=time.monotonic() - started)
 
     def is_finished(self, plan: SourcePlan) -> bool:
         """Tell whether all units of a source are done, and its datasets and packs finished; changes nothing."""
@@ -291,30 +285,24 @@ class _Stage:
         if coverage_of(receipts).unknown_share > self._config.data.preprocess.max_unknown:
             return False  # as above
         source = replace(found.job, has_parts=not found.is_shuffled)
-        if not all(_is_done(source, unit, found.receipts, condemned) for unit in plan.units):
+        if self._units_to_make(plan, source, found.receipts, condemned):
             return False
         return not self._pack_pass.missing(plan.found.source.name)
 
     def _missing(self) -> list[UnitJob]:
         return [job for plan in self._plans for job in self._look(plan)]
 
-    def _make(self, missing: list[UnitJob], *, waits: bool) -> Outcome:
-        units = sum(len(plan.units) for plan in self._plans)
-        context, choose = self._context, self._choose_engine
-        return tokenize_units(self._config, self._console, missing, units, context, choose, waits=waits)
+    def _make(self, missing: list[UnitJob], *, waits: bool) -> TokenizeRun:
+        run = TokenizeRun(self._config, self._console, self._context, self._choose_engine, waits=waits)
+        outcome = run.run(missing, sum(len(plan.units) for plan in self._plans) - len(missing))
+        self._made += outcome.made
+        self._rounds.count("tokenizing", missing)
+        return run
 
     def _problem(self, failed: list[tuple[UnitJob, str]], unfinished: set[str]) -> str:
         """Message about sources that cannot be finished; empty if all can."""
-        if not unfinished:
-            return ""
-        lines = "".join(f"  {job}: {how}\n" for job, how in failed)
-        what = f"{counted(len(failed), 'unit')} failed:\n{lines}"
-        if not failed:
-            what = "units are made and removed repeatedly; is another command running with other settings?\n"
-        return (
-            f"{what}Without them {', '.join(sorted(unfinished))} cannot be finished. Completed units are kept; fix "
-            "the cause, and run the same command to resume"
-        )
+        sources = ", ".join(sorted(unfinished))
+        return failure("unit", sources, failed, f"Without them {sources} cannot be finished")
 
     def _condemned(self) -> dict[str, str]:
         return read_condemned(tokenizer_folder(self._config) / CONDEMNED_FILE)
@@ -337,7 +325,17 @@ class _Stage:
                         links.remove(path, missing_ok=True)
         if found.is_shuffled:
             source = replace(source, has_parts=False)
-        return [UnitJob(source, unit) for unit in plan.units if not _is_done(source, unit, found.receipts, condemned)]
+        return self._units_to_make(plan, source, found.receipts, condemned)
+
+    @staticmethod
+    def _units_to_make(
+        plan: SourcePlan, source: SourceJob, receipts: Receipts, condemned: dict[str, str]
+    ) -> list[UnitJob]:
+        def is_valid(job: UnitJob) -> Callable[[Any, Position], bool]:
+            return lambda receipt, start: receipt_is_valid(source, job.unit, receipt, start, condemned)
+
+        jobs = (UnitJob(source, unit) for unit in plan.units)
+        return [job for job in jobs if not job.is_done(receipts, is_valid(job))]
 
     def _find(self, plan: SourcePlan, condemned: dict[str, str]) -> _Found:
         """Read the receipts of a source."""
@@ -386,17 +384,6 @@ class _Stage:
 def _damage_stands(source: SourceJob, plan: SourcePlan, receipts: Receipts) -> bool:
     """Tell whether all chunks were made with the same files dropped as now, and of damaged files that are the same."""
     return all(damage_stands(source, unit, receipt) for unit in plan.units for receipt in receipts.of(unit.index))
-
-
-def _is_done(source: SourceJob, unit: Unit, receipts: Receipts, condemned: dict[str, str]) -> bool:
-    position, stat = START, input_stat(unit)
-    for receipt in receipts.of(unit.index):
-        if not receipt_stands(source, unit, receipt, position, condemned) or receipt["input"]["stat"] != stat:
-            return False
-        if receipt["last"]:
-            return True
-        position = tuple(receipt["next"])
-    return False
 
 
 def _tokenizer(config: Config, console: Console, sources: list[SourceFiles], splits: dict[str, Splits]) -> Tokenizer:

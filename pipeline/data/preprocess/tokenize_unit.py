@@ -29,10 +29,8 @@ from pipeline.data.sources.records import Document, Position, Unit
 from pipeline.data.tokenization.coverage import CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.job_run import Busy
-from pipeline.data.work.leases import LeaseWatch
 from pipeline.data.work.receipts import files_are_there, read_receipt
-from pipeline.data.work.unit_chunks import ChunkedUnit, UnitDone, with_lease
+from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, UnitDone
 from pipeline.data.work.unit_source import UnitSource, damage_stands, rejected_record
 from pipeline.data.work.units import CHUNK_RECORDS, identity, order_key
 from pipeline.data.work.worker_pool import Progress
@@ -60,16 +58,22 @@ class SourceJob(UnitSource):
 
 
 @dataclass(frozen=True)
-class UnitJob:
+class UnitJob(ChunksJob[SourceJob]):
     """A unit to tokenize."""
 
-    source: SourceJob
-    unit: Unit
     engine: EngineName = "tokenizers"
     """Engine that computes the ids."""
 
-    def __str__(self) -> str:
-        return str(self.unit)
+    def run(self, shared: WorkerContext, progress: Progress) -> UnitDone:
+        """Make the chunks that have no receipt.
+
+        The parts are a function of the unit's bytes, the tokenizer and the config alone.
+
+        Raises:
+            EngineDiffers: a document has other ids than `tokenizers` gives it.
+            EngineRejected: another process saw that.
+        """
+        return _TokenizedUnit(self, shared, progress).run()
 
 
 class SmallestHashes(NamedTuple):
@@ -101,13 +105,12 @@ class WorkerContext:
     def __init__(self, folder: Path, verify_rate: float, tokenizer: Tokenizer | None = None) -> None:
         self.verify_rate = verify_rate
         self.condemned = folder / CONDEMNED_FILE
-        self.watch = LeaseWatch()
         self._folder = folder
         self._tokenizer = tokenizer
         self._engines: dict[EngineName, Engine] = {}
 
-    def __reduce__(self) -> tuple[type[WorkerContext], tuple[Path, float]]:
-        return WorkerContext, (self._folder, self.verify_rate)
+    def __reduce__(self) -> tuple[Any, tuple[Path, float]]:
+        return _opened_context, (self._folder, self.verify_rate)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -128,31 +131,14 @@ class WorkerContext:
         return self._engines[which]
 
 
-def make_tokenize(context: WorkerContext) -> Any:
-    """In a worker process: open the tokenizer once; returns the function that runs a `UnitJob`."""
-    _ = context.tokenizer  # while the parent is at something else
-    return lambda job, progress: tokenize_unit(job, context, progress)
+def _opened_context(folder: Path, verify_rate: float) -> WorkerContext:
+    """A context in another process, which opens the tokenizer at once, while the parent is at something else."""
+    return WorkerContext(folder, verify_rate, Tokenizer.open(folder))
 
 
 def make_sample_hashes(wanted: int) -> Any:
     """In a worker process: returns the function that gives the smallest hashes of the documents of a `UnitJob`."""
     return lambda job, progress: smallest_hashes(job, wanted, progress)
-
-
-def tokenize_unit(job: UnitJob, context: WorkerContext, progress: Progress) -> UnitDone | Busy:
-    """Make the chunks of a unit that have no receipt: commit their parts, then the receipt.
-
-    The parts are a function of the unit's bytes, the tokenizer and the config alone.
-
-    Raises:
-        UserError: with `fail_on_error`, the first rejected record; or the input has changed.
-        EngineDiffers: a document has other ids than `tokenizers` gives it.
-        EngineRejected: another process saw that.
-        OSError: the disk is full, say; nothing half-written stays.
-    """
-    return with_lease(
-        job.source, job.unit, context.watch, lambda beat: _TokenizedUnit(job, context, progress, beat).run()
-    )
 
 
 def smallest_hashes(job: UnitJob, wanted: int, progress: Progress) -> SmallestHashes:
@@ -202,8 +188,8 @@ def cut_text(raw: bytes, limit: int) -> Iterator[str]:
 class _TokenizedUnit(ChunkedUnit):
     """Goes through the chunks of one unit."""
 
-    def __init__(self, job: UnitJob, context: WorkerContext, progress: Progress, beat: Progress) -> None:
-        super().__init__(job.source, job.unit, progress, beat)
+    def __init__(self, job: UnitJob, context: WorkerContext, progress: Progress) -> None:
+        super().__init__(job.source, job.unit, progress)
         self._job = job
         self._source = job.source
         self._context = context
@@ -213,8 +199,8 @@ class _TokenizedUnit(ChunkedUnit):
         self._condemned = read_condemned(self._context.condemned)
         return super().run()
 
-    def _stands(self, receipt: Any, start: Position) -> bool:
-        return receipt_stands(self._source, self._unit, receipt, start, self._condemned)
+    def _is_valid(self, receipt: Any, start: Position) -> bool:
+        return receipt_is_valid(self._source, self._unit, receipt, start, self._condemned)
 
     def _refuse(self, receipt: Any) -> None:
         """Leave what another command has made of damaged files in another way, and finished since this one looked."""
@@ -445,7 +431,7 @@ def read_condemned(path: Path) -> dict[str, str]:
         return {}
 
 
-def receipt_stands(source: SourceJob, unit: Unit, receipt: Any, start: Position, condemned: dict[str, str]) -> bool:
+def receipt_is_valid(source: SourceJob, unit: Unit, receipt: Any, start: Position, condemned: dict[str, str]) -> bool:
     """Tell whether a receipt is of this config, begins where the chunk begins, and its files are there."""
     return (
         receipt is not None

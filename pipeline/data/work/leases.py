@@ -177,6 +177,18 @@ class Lease:
             self._record = replace(self._record, beat=self._record.beat + 1, done=done_bytes)
             _write(self.path, self._record)
 
+    def counting(self, progress: Callable[[int], None]) -> Callable[[int], None]:
+        """A progress function that also beats with the bytes done so far."""
+        done = 0
+
+        def advance(amount: int) -> None:
+            nonlocal done
+            done += amount
+            progress(amount)
+            self.beat(done)
+
+        return advance
+
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
         """Beat from a thread, for work that cannot call `beat` itself."""

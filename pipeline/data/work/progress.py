@@ -97,7 +97,7 @@ class ProgressLine:
         Raises:
             MachineError: a job was given up.
         """
-        for event in workers.insist(jobs):
+        for event in workers.retry(jobs):
             if isinstance(event, Advanced):
                 self.advance(event.amount)
             elif isinstance(event, Done):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -137,12 +136,9 @@ def files_are_there(source: Path, receipt: dict[str, Any], below: str = "") -> b
         below: sub-folder of the dataset's folders that the parts are in.
     """
     unit, chunk = receipt["unit"], receipt["link"]
-    try:
-        for listed, split in receipt["splits"].items():
-            name = storage.plain_name(listed, receipt_path(source, unit, chunk))
-            files = named_files(part_prefix(source / name / below, unit, chunk))
-            if any(os.stat(files[file]).st_size != about["size"] for file, about in split["files"].items()):
-                return False
-        return not receipt["rejected"] or rejected_path(source, unit, chunk).exists()
-    except FileNotFoundError:
-        return False
+    sizes: dict[Path, int] = {}
+    for listed, split in receipt["splits"].items():
+        name = storage.plain_name(listed, receipt_path(source, unit, chunk))
+        files = named_files(part_prefix(source / name / below, unit, chunk))
+        sizes |= {files[file]: about["size"] for file, about in split["files"].items()}
+    return storage.have_sizes(sizes) and (not receipt["rejected"] or rejected_path(source, unit, chunk).exists())

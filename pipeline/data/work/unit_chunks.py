@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import put_sealed
 from pipeline.data.datasets.files import receipt_path
@@ -20,9 +19,7 @@ from pipeline.data.sources.damage import DamagedFile, damage_in
 from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import START, Document, Position, Unit
 from pipeline.data.tokenization.coverage import Coverage, coverage_of, covered
-from pipeline.data.work.job_run import Busy
-from pipeline.data.work.leases import Lease, LeaseWatch, take
-from pipeline.data.work.receipts import read_receipt
+from pipeline.data.work.receipts import Receipts, read_receipt
 from pipeline.data.work.unit_source import UnitSource
 from pipeline.data.work.units import input_stat
 from pipeline.data.work.worker_pool import Progress
@@ -51,30 +48,58 @@ def _how_read(settings: Reader, reader: UnitReader) -> dict[str, Any]:
     return found
 
 
-def with_lease(
-    source: UnitSource, unit: Unit, watch: LeaseWatch, make: Callable[[Progress], UnitDone]
-) -> UnitDone | Busy:
-    """Make a unit while its lease is held; who else has it, if it is not free.
+S = TypeVar("S", bound=UnitSource)
 
-    Args:
-        source: of the unit.
-        unit: to make.
-        watch: of this process.
-        make: is given what to call with the bytes done so far.
-    """
-    try:
-        lease = take(source.folder, unit.index, watch)
-    except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES):
-            raise
-        # All that can be done on such a disk is to compare input that has other times than in the receipts.
-        return make(lambda _: None)
-    if not isinstance(lease, Lease):
-        return Busy(str(lease))
-    # Beats come from a thread, because skipping what was read before can take long.
-    with storage.naming(source.folder), lease, lease.beating():
-        source.check_plan()
-        return make(lease.beat)
+
+@dataclass(frozen=True)
+class ChunksJob(ABC, Generic[S]):
+    """A unit of a source, as a job: its chunks have a receipt each, and follow one another."""
+
+    source: S
+    unit: Unit
+
+    def __str__(self) -> str:
+        return str(self.unit)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the source."""
+        return self.source.folder
+
+    @property
+    def name(self) -> int:
+        """Number of the unit."""
+        return self.unit.index
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the unit's files on disk."""
+        return self.unit.bytes
+
+    @abstractmethod
+    def run(self, shared: Any, progress: Progress) -> UnitDone:
+        """Make the chunks that have no receipt: commit their files, then the receipt.
+
+        Raises:
+            UserError: with `fail_on_error`, the first rejected record; or the input has changed.
+            OSError: the disk is full, say; nothing half-written stays.
+        """
+
+    def is_done(self, receipts: Receipts, is_valid: Callable[[Any, Position], bool]) -> bool:
+        """Tell whether all chunks have receipts, and the input has the times in them.
+
+        Args:
+            receipts: of the source.
+            is_valid: whether a receipt is that of the chunk that begins at a position.
+        """
+        position, stat = START, input_stat(self.unit)
+        for receipt in receipts.of(self.unit.index):
+            if not is_valid(receipt, position) or receipt["input"]["stat"] != stat:
+                return False
+            if receipt["last"]:
+                return True
+            position = tuple(receipt["next"])
+        return False
 
 
 class ChunkedUnit(ABC):
@@ -83,8 +108,7 @@ class ChunkedUnit(ABC):
     Args:
         source: of the unit.
         unit: to go through.
-        progress: told the bytes done since the last call.
-        beat: told the bytes done so far.
+        progress: called with the bytes done since the last call.
     """
 
     was = "tokenized"
@@ -92,16 +116,14 @@ class ChunkedUnit(ABC):
     again = "make the dataset again"
     """Purpose of removing the folder, for messages."""
 
-    def __init__(self, source: UnitSource, unit: Unit, progress: Progress, beat: Progress) -> None:
+    def __init__(self, source: UnitSource, unit: Unit, progress: Progress) -> None:
         self._unit_source = source
         self._unit = unit
-        self._progress = progress
-        self._beat = beat
-        self._done = 0
+        self._advance = progress
         self._stat = input_stat(unit)
 
     @abstractmethod
-    def _stands(self, receipt: Any, start: Position) -> bool:
+    def _is_valid(self, receipt: Any, start: Position) -> bool:
         """Tell whether a receipt is of this config, begins where the chunk begins, and its files are there."""
 
     @abstractmethod
@@ -119,6 +141,7 @@ class ChunkedUnit(ABC):
             UserError: with `fail_on_error`, the first rejected record; or the input has changed.
             OSError: the disk is full, say; nothing half-written stays.
         """
+        self._unit_source.check_plan()
         position, chunk, made, records = START, 0, 0, 0
         rejected: Counter[str] = Counter()
         damaged: list[DamagedFile] = []
@@ -126,7 +149,7 @@ class ChunkedUnit(ABC):
         reader: UnitReader | None = None
         while True:
             receipt = read_receipt(self._unit_source.folder, self._unit.index, chunk)
-            if self._stands(receipt, position):
+            if self._is_valid(receipt, position):
                 reader = None
                 if receipt["input"]["stat"] != self._stat:
                     self._check_same_input(receipt)
@@ -157,11 +180,6 @@ class ChunkedUnit(ABC):
             raise UserError(
                 f"{error}. If that changes paths, exclude, keys or files of the source, {self._unit_source.start_over}"
             ) from error
-
-    def _advance(self, amount: int) -> None:
-        self._progress(amount)
-        self._done += amount
-        self._beat(self._done)
 
     def _receipt(
         self, chunk: int, start: Position, reader: UnitReader, read: int, rejected: Counter[str], *, last: bool

@@ -260,7 +260,7 @@ class Workers(Generic[J, R]):
                 amount = advanced.pop(connection, 0)
                 yield Failed(job, value, amount) if kind == "error" else Done(job, value, amount)
 
-    def insist(
+    def retry(
         self, jobs: Iterable[J], passes: Callable[[Exception], bool] = lambda _: False
     ) -> Iterator[Advanced[J] | Done[J, R] | Lost[J] | Silent[J]]:
         """`run`, where a job whose process died is run again, up to `ATTEMPTS` times in all.
@@ -311,7 +311,7 @@ class Workers(Generic[J, R]):
     def _died(self, connection: Connection, job: J, advanced: int) -> Died[J]:
         watch = self._watches.pop(connection)
         parsed = watch.parsed
-        how = self._bury(connection)
+        how = self._reap(connection)
         if parsed is None:
             return Died(job, how, advanced)
         if watch.killed_for:
@@ -322,7 +322,7 @@ class Workers(Generic[J, R]):
             how += f"; `skip_records: [{parsed.records[0]!r}]` of the source leaves that record out"
         return Died(job, how, advanced, bool(watch.killed_for), parsed)
 
-    def _bury(self, connection: Connection) -> str:
+    def _reap(self, connection: Connection) -> str:
         """Start a process in place of one that is gone; how that one ended."""
         process = self._processes.pop(connection)
         connection.close()

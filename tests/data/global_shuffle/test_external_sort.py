@@ -26,9 +26,10 @@ from pipeline.data.datasets.indexed import (
     part_prefix,
 )
 from pipeline.data.datasets.manifest import PART, write_dataset
-from pipeline.data.global_shuffle.bucket import _first_at_least, shuffle_bucket
-from pipeline.data.global_shuffle.external_sort import Shuffle, SortedRun, make_shuffle
+from pipeline.data.global_shuffle.bucket import _first_at_least
+from pipeline.data.global_shuffle.external_sort import Shuffle, SortedRun
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.job import make_worker
 from pipeline.data.work.worker_pool import Done, Workers
 from tests.data.reference import mix_one
 from tests.data.runs import tree
@@ -97,7 +98,7 @@ def silent(amount):
 
 def fill(shuffle):
     for job in shuffle.jobs():
-        shuffle_bucket(pickle.loads(pickle.dumps(job)), silent)
+        pickle.loads(pickle.dumps(job)).make(None, silent)
 
 
 def read_back(shuffle, metadata=False):
@@ -268,9 +269,9 @@ class TestAgain:
         fill(shuffle)
         killed = Shuffle(tmp_path / "killed", "train", shuffle.runs, "<u2", "hash", 6000)
         code = (
-            "import sys, pickle\nfrom pipeline.data.global_shuffle.bucket import shuffle_bucket\n"
+            "import sys, pickle\n"
             "for job in pickle.load(sys.stdin.buffer):\n"
-            "    shuffle_bucket(job, lambda _: None)\n    print(job.bucket, flush=True)"
+            "    job.make(None, lambda _: None)\n    print(job.bucket, flush=True)"
         )
         chance = np.random.default_rng(int.from_bytes(os.urandom(4)))
         for _ in range(3):
@@ -290,7 +291,7 @@ class TestAgain:
 
     def test_workers(self, tmp_path):
         shuffle, documents = make(tmp_path, metadata=True)
-        with Workers(make_shuffle, (), 2) as workers:
+        with Workers(make_worker, (None,), 2) as workers:
             done = [event.job.bucket for event in workers.run(shuffle.jobs()) if isinstance(event, Done)]
         assert sorted(done) == list(range(shuffle.buckets))
         assert read_back(shuffle, metadata=True) == [document[1:] for document in documents]
@@ -320,5 +321,5 @@ class TestDamage:
         path.write_bytes(data)
         with pytest.raises(UserError, match=said):
             for job in jobs:
-                shuffle_bucket(job, silent)
+                job.make(None, silent)
         assert not list(tmp_path.rglob("*.tmp"))

@@ -19,7 +19,7 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_fold
 from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.units import find_source_files
 from tests.data import mixed
@@ -89,7 +89,7 @@ class TestWhatIsMissing:
         job = UnitJob(source_job(made, config, "start over"), made.units[1])
         bench = WorkerContext(tokenizer_folder(config), 0.0)
         with pytest.raises(UserError, match=r"unit 1 of t .* gave other tokens than when .*00000001\.json was written"):
-            tokenize_unit(job, bench, lambda _: None)
+            job.run(bench, lambda _: None)
         assert tree(config.data_dir) == before
         monkeypatch.undo()
         preprocess(config)

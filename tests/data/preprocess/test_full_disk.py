@@ -15,7 +15,7 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_fold
 from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.split_counts import find_splits
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext
 from pipeline.data.work.units import find_source_files
 from tests.data import mixed
 from tests.data.runs import both, datasets, make_config, tree, write_both
@@ -138,7 +138,7 @@ def test_at_every_write_of_a_unit(small_disk, corpus, done):
             (folder / name).unlink()
     job = UnitJob(source_job(plan, config, "start over"), plan.units[0])
     bench = WorkerContext(tokenizer_folder(config), 0.0)
-    failed = grow_until_done(small_disk, disk, lambda: tokenize_unit(job, bench, lambda _: None), used(disk))
+    failed = grow_until_done(small_disk, disk, lambda: job.run(bench, lambda _: None), used(disk))
     for kind in ("bin", "idx", "meta", "json", "rejected.jsonl"):
         assert any(kind in name for name in failed), (kind, sorted(set(failed)))
     assert folder.name not in failed  # every write names its file

@@ -14,11 +14,11 @@ from pipeline.common.hashing import put_sealed
 from pipeline.data.preprocess import stage
 from pipeline.data.preprocess import tokenize_unit as unit_module
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
-from pipeline.data.preprocess.run_units import Outcome
+from pipeline.data.preprocess.run_units import TokenizeRun
 from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext
 from pipeline.data.work.freezing import freeze_alone
 from pipeline.data.work.receipts import read_receipts
 from pipeline.data.work.units import find_source_files
@@ -86,7 +86,7 @@ class TestCondemnedLater:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(stage, "tokenize_units", killed)
+            patch.setattr(TokenizeRun, "run", killed)
             preprocess(config)
         with pytest.raises(UserError, match="is not a finished dataset"):
             stage.open_datasets(config, "train")
@@ -130,13 +130,16 @@ class TestAfterAGlobalShuffle:
 
 def test_failed_units_are_listed_also_when_nothing_was_made_before(tmp_path, corpus, monkeypatch):
     config = config_of(tmp_path, corpus)
-    outcomes = iter([Outcome(condemned="fast 1"), None])
+    rounds = iter([True, False])
 
-    def units(_config, _console, jobs, *_, **__):
-        return next(outcomes) or Outcome(failed=[(jobs[0], "it died")])
+    def units(run, jobs, _):
+        run.condemned = next(rounds)
+        if not run.condemned:
+            run.outcome.failed.append((jobs[0], "it died"))
+        return run.outcome
 
-    monkeypatch.setattr(stage, "tokenize_units", units)
-    with pytest.raises(MachineError, match=r"1 unit failed:\n  unit \d+ of s .*: it died\n"):
+    monkeypatch.setattr(TokenizeRun, "run", units)
+    with pytest.raises(MachineError, match=r"1 unit of s failed:\n  unit \d+ of s .*: it died\n"):
         preprocess(config)
 
 
@@ -198,7 +201,7 @@ def test_a_link_ends_after_so_many_records(tmp_path, corpus, monkeypatch):
     (folder / "s").mkdir(parents=True)
     plan.freeze(folder / "s")
     bench = WorkerContext(config.data_dir / "tokenizer", 0.0)
-    assert tokenize_unit(UnitJob(job, plan.units[0]), bench, lambda _: None).made == 3
+    assert UnitJob(job, plan.units[0]).run(bench, lambda _: None).made == 3
     links = list(read_receipts(folder / "s", 0))
     assert [link["records"] for link in links] == [25, 25, 10]
     for count in ("documents", "tokens", "text_bytes"):

@@ -8,12 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.data.preprocess import stage
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_folder
+from pipeline.data.preprocess.run_units import TokenizeRun
 from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext
 from pipeline.data.work import frozen_plan as plan_module
 from pipeline.data.work.leases import LeaseWatch, take
 from pipeline.data.work.units import find_source_files
@@ -74,7 +74,7 @@ class TestNoUnitWasBegun:
             raise UserError("refused")
 
         with monkeypatch.context() as patch, pytest.raises(UserError, match="^refused$"):
-            patch.setattr(stage, "tokenize_units", refuse)
+            patch.setattr(TokenizeRun, "run", refuse)
             preprocess(config)
 
     def test_a_changed_key(self, tmp_path, path, monkeypatch, capsys):
@@ -136,7 +136,7 @@ class TestNoUnitWasBegun:
         before = tree(config.data_dir)
         for _ in range(2):
             with pytest.raises(UserError, match=r"plan\.json was removed, or replaced by another command"):
-                tokenize_unit(UnitJob(source_job(plan, config, ""), plan.units[0]), bench, lambda _: None)
+                UnitJob(source_job(plan, config, ""), plan.units[0]).run(bench, lambda _: None)
             assert tree(config.data_dir) == before
             (config.data_dir / "s" / "plan.json").unlink(missing_ok=True)
             before.pop("s/plan.json", None)

@@ -182,7 +182,7 @@ def test_a_full_disk_is_not_said_to_be_the_fault_of_the_source(root: Path, monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "part.bin")
 
     flip(parts(root)[0])
-    monkeypatch.setattr(repair, "tokenize_unit", full)
+    monkeypatch.setattr(repair, "run_leased", full)
     with pytest.raises(OSError, match="No space left"):
         verify_all(root / "run" / "data", [], QUIET, repairs=True)
 

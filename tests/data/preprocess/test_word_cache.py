@@ -8,7 +8,7 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_fold
 from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, tokenize_unit
+from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext
 from pipeline.data.preprocess.word_cache import FrequentWords
 from pipeline.data.tokenization.hard_texts import hard_texts
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def test_a_unit_is_the_same(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Tokenizer, "cache_words", caching)
     for unit in plan.units:
-        tokenize_unit(UnitJob(source_job(plan, config, ""), unit), bench, lambda _: None)
+        UnitJob(source_job(plan, config, ""), unit).run(bench, lambda _: None)
     assert len(samples) == 1
     preprocess(config)
     assert tree(config.data_dir) == before

@@ -103,7 +103,7 @@ def test_a_parser_above_its_bound_fails_the_job_once_the_record_is_known(monkeyp
     monkeypatch.setattr(worker_watch, "CPU_BOUND_S", 0.2)
     monkeypatch.setattr(worker_pool, "_LOOK_S", 0.05)
     with Workers(make_stuck, (), 2) as workers:
-        events = list(workers.insist(["stuck", "quick", "batch"]))
+        events = list(workers.retry(["stuck", "quick", "batch"]))
     lost = {job: [each for each in events if isinstance(each, Lost) and each.job == job] for job in ("stuck", "batch")}
     assert [each.job for each in events if isinstance(each, Done)] == ["quick"]
     assert [each.is_last for each in lost["stuck"]] == [True]
@@ -140,7 +140,7 @@ def test_a_parser_that_takes_too_much_memory_fails_the_job(tmp_path: Path, monke
     monkeypatch.setattr(worker_watch, "MEMORY_BOUND", 2**26)
     monkeypatch.setattr(worker_pool, "_LOOK_S", 0.05)
     with Workers(make_greedy, (str(looked),), 1) as workers:
-        (lost,) = [event for event in workers.insist(["job"]) if isinstance(event, Lost)]
+        (lost,) = [event for event in workers.retry(["job"]) if isinstance(event, Lost)]
     assert lost.is_last and "ftfy with a@5 took" in str(lost) and "of memory, more than" in str(lost)
 
 
@@ -194,7 +194,7 @@ def test_no_worker_outlives_the_command_whatever_it_is_inside_of(tmp_path: Path,
         from pipeline.data.work.worker_pool import Workers
         from tests.data.work.test_foreign_parsers import make_stuck
         with Workers(make_stuck, ({str(note)!r},), 1) as workers:
-            list(workers.insist(["stuck"]))
+            list(workers.retry(["stuck"]))
     """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     try:

@@ -230,7 +230,7 @@ class TestInsisting:
     @pytest.mark.first(1)
     def test_a_job_is_run_again_three_times_at_most(self):
         with Workers(make_doubler, (0,), 2) as workers:
-            events = list(workers.insist([1, "leave", 2, 3]))
+            events = list(workers.retry([1, "leave", 2, 3]))
         assert results(events) == [(1, 2), (2, 4), (3, 6)]
         lost = [event for event in events if isinstance(event, Lost)]
         assert [(event.job, event.attempt, event.is_last) for event in lost] == [
@@ -243,7 +243,7 @@ class TestInsisting:
 
     def test_what_was_advanced_is_taken_back(self):
         with Workers(make_doubler, (0,), 1) as workers:
-            events = list(workers.insist(["advance and leave", 1]))
+            events = list(workers.retry(["advance and leave", 1]))
         amounts = [event.amount for event in events if isinstance(event, Advanced) and event.job != 1]
         assert amounts == [5, 2, -7] * 3
         (done,) = [event for event in events if isinstance(event, Done)]
@@ -252,8 +252,8 @@ class TestInsisting:
     def test_errors(self):
         with Workers(make_doubler, (0,), 1) as workers:
             with pytest.raises(OSError, match="No space left on device"):
-                list(workers.insist([1, "fail", 2]))
-            events = list(workers.insist(["reset"], lambda error: isinstance(error, ConnectionError)))
+                list(workers.retry([1, "fail", 2]))
+            events = list(workers.retry(["reset"], lambda error: isinstance(error, ConnectionError)))
             lost = [event for event in events if isinstance(event, Lost)]
             assert [event.attempt for event in lost] == [1, 2, 3]
             assert lost[0].how.startswith("ConnectionResetError: [Errno 104]")
@@ -269,7 +269,7 @@ def test_a_worker_that_is_stopped_is_told_of(monkeypatch):
         (process,) = workers._processes.values()
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        events = workers.insist([3])
+        events = workers.retry([3])
         told = list(itertools.islice(events, 2))
         os.kill(process.pid, signal.SIGCONT)
         assert results(events) == [(3, 6)]
@@ -283,6 +283,6 @@ def test_a_quiet_worker_is_no_error(monkeypatch):
     monkeypatch.setattr(workers_module, "_LOOK_S", 0.001)
     clock = itertools.count(step=200.0)
     with Workers(make_doubler, (0,), 1, clock=lambda: next(clock)) as workers:
-        events = list(workers.insist([1]))
+        events = list(workers.retry([1]))
     assert results(events) == [(1, 2)]
     assert not any(event.is_stopped for event in events if isinstance(event, Silent))

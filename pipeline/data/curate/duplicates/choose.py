@@ -31,7 +31,7 @@ from pipeline.data.curate.duplicates.leaders.leader_choice import (
 from pipeline.data.curate.duplicates.rank import ABSENT, REMOVED, WINNER, rank_keys, read_ranks, read_rows
 from pipeline.data.curate.duplicates.shingles import Sets, read_sets
 from pipeline.data.curate.duplicates.signature import band_hashes, signature_checks
-from pipeline.data.curate.passes.jobs import CurationJob
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import DamagedResult, write_sections
 from pipeline.data.work.worker_pool import Progress
 
@@ -68,7 +68,7 @@ class ChooseSettings:
 
 
 @dataclass(frozen=True)
-class ChooseJob(CurationJob):
+class ChooseJob(ReceiptJob):
     """The clusters of a file of `join`.
 
     Attributes:
@@ -90,7 +90,7 @@ class ChooseJob(CurationJob):
         """Name of its file in `folder`: in sections, one per chunk."""
         return f"chosen/{self.members.path.name}"
 
-    def run(self, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         """Write the documents that go, ascending.
 
         Raises:
@@ -277,7 +277,7 @@ def choose_jobs(
     ranks: list[dict[str, Any]],
     settings: ChooseSettings,
     engine: Literal["numba", "python"],
-) -> list[CurationJob]:
+) -> list[ReceiptJob]:
     """Jobs of the pass.
 
     Args:
@@ -293,7 +293,7 @@ def choose_jobs(
     compared = read_compared(chunks)
     hashes = [about["xxh3"] for receipt in [*shingles, *ranks] for about in receipt["files"].values()]
     common = value_hash([CHOOSE_VERSION, vars(settings), compared.names, hashes, compared.hashes(SIGNATURES)])
-    jobs: list[CurationJob] = []
+    jobs: list[ReceiptJob] = []
     for number, file in enumerate(members):
         inputs = value_hash([common, file.xxh3])
         size = file.size // MEMBER.itemsize * (settings.values * 4 + MEMBER.itemsize)

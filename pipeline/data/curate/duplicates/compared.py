@@ -97,7 +97,7 @@ class Compared:
         return sum(each.chunk.source < self.own for each in self.chunks)
 
     def hashes(self, *names: str) -> list[Any]:
-        """Hashes of some files of all chunks, and what numbers their documents, for `CurationJob.inputs`."""
+        """Hashes of some files of all chunks, and what numbers their documents, for `ReceiptJob.inputs`."""
         return [
             [each.chunk.source, each.chunk.unit, each.chunk.first, each.chunk.records]
             + [each.chunk.hashes.get(name) for name in names]

@@ -13,8 +13,8 @@ import xxhash
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.datasets.indexed import HashedFile
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import DamagedResult
 
 EDGE = np.dtype([("document", "<u8"), ("first", "<u8")])
@@ -57,7 +57,7 @@ class ResultFile:
         return np.frombuffer(data, dtype)
 
 
-def result_files(job: CurationJob, receipt: dict[str, Any], made_by: str) -> list[ResultFile]:
+def result_files(job: ReceiptJob, receipt: dict[str, Any], made_by: str) -> list[ResultFile]:
     """Files of a receipt, by name."""
     return [
         ResultFile(job.folder / name, about["size"], about["xxh3"], made_by)
@@ -65,7 +65,7 @@ def result_files(job: CurationJob, receipt: dict[str, Any], made_by: str) -> lis
     ]
 
 
-def finished(jobs: list[CurationJob], made_by: str) -> list[dict[str, Any]]:
+def finished(jobs: list[ReceiptJob], made_by: str) -> list[dict[str, Any]]:
     """Receipts of jobs.
 
     Raises:

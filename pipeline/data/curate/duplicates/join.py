@@ -16,8 +16,8 @@ from pipeline.common.hashing import value_hash
 from pipeline.data.curate.duplicates.compared import read_compared
 from pipeline.data.curate.duplicates.components.vectorized import make_components
 from pipeline.data.curate.duplicates.files import CANDIDATE, EDGE, MEMBER, NO_SHINGLES, ResultFile, write_blocks
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.datasets.indexed import HashedFile
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import write_sections
 from pipeline.data.work.worker_pool import Progress
 
@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class JoinJob(CurationJob):
+class JoinJob(ReceiptJob):
     """The components of a scope.
 
     Memory for each document that has an edge: `vertex_bytes`, and twice 8 bytes while their numbers are gathered.
@@ -48,7 +48,7 @@ class JoinJob(CurationJob):
     members: int
     engine: Literal["numba", "python"]
 
-    def run(self, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         """Write the members of all components.
 
         Raises:

@@ -14,8 +14,8 @@ from pipeline.common.hashing import value_hash
 from pipeline.data.curate.duplicates.compared import read_compared
 from pipeline.data.curate.duplicates.files import DECISION, ResultFile
 from pipeline.data.curate.duplicates.rank import GOOD, rank_file, rank_type
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.datasets.indexed import numbered
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import SectionFile, write_sections
 from pipeline.data.work.worker_pool import Progress
 
@@ -49,7 +49,7 @@ def read_section(folder: Path, files: list[str], dtype: np.dtype[Any], made_by: 
 
 
 @dataclass(frozen=True)
-class KeptJob(CurationJob):
+class KeptJob(ReceiptJob):
     """The kept documents of a chunk.
 
     Attributes:
@@ -70,7 +70,7 @@ class KeptJob(CurationJob):
     def receipt(self) -> Path:
         return numbered(self.folder / "receipts" / "kept", self.place).with_suffix(".json")
 
-    def run(self, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         """Write the bits.
 
         Raises:
@@ -100,7 +100,7 @@ def kept_jobs(
     keep: tuple[str, ...],
     ranks: list[dict[str, Any]],
     chosen: list[dict[str, Any]],
-) -> list[CurationJob]:
+) -> list[ReceiptJob]:
     """Jobs of the pass, one per chunk of the scope.
 
     Args:
@@ -116,7 +116,7 @@ def kept_jobs(
     path = folder / "chosen.txt"
     if not (path.exists() and storage.read_bytes(path) == names.encode()):
         storage.put(path, names.encode())
-    jobs: list[CurationJob] = []
+    jobs: list[ReceiptJob] = []
     for place, each in enumerate(compared.chunks[: compared.own_chunks]):
         (rank,) = ranks[place]["files"].values()
         inputs = value_hash([KEPT_VERSION, each.base, each.chunk.records, rank["xxh3"], hashes])

@@ -18,7 +18,7 @@ from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.curate.duplicates.kept import read_kept
 from pipeline.data.curate.duplicates.kinds import RUN_TYPES, RepeatedKind
 from pipeline.data.curate.duplicates.match import MAX_SHOWN, hash_buckets
-from pipeline.data.curate.passes.jobs import CurationJob
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import RunFile, bucket_range, write_sections
 from pipeline.data.work.worker_pool import Progress
 
@@ -65,7 +65,7 @@ def sorted_lines(lines: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class RepeatedJob(CurationJob):
+class RepeatedJob(ReceiptJob):
     """A range of hashes of lines or paragraphs.
 
     Attributes:
@@ -89,7 +89,7 @@ class RepeatedJob(CurationJob):
         """Name of its file in `folder`: in sections, one per chunk."""
         return f"{self.kind}/{self.bucket:05d}"
 
-    def run(self, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         """Write the pieces that go.
 
         Raises:
@@ -159,7 +159,7 @@ def repeated_jobs(
     settings: LinesConfig | ParagraphsConfig,
     kept: list[dict[str, Any]],
     bucket_bytes: int,
-) -> list[CurationJob]:
+) -> list[ReceiptJob]:
     """Jobs of a pass.
 
     Args:

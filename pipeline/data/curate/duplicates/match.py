@@ -15,7 +15,7 @@ from pipeline.data.curate.duplicates.compared import Compared, ComparedChunk, re
 from pipeline.data.curate.duplicates.files import EDGE, write_array
 from pipeline.data.curate.duplicates.groups import group_order, group_sizes
 from pipeline.data.curate.duplicates.kinds import RUN_TYPES, Kind
-from pipeline.data.curate.passes.jobs import CurationJob
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import RunFile, bucket_count, bucket_range
 from pipeline.data.work.worker_pool import Progress
 
@@ -28,7 +28,7 @@ ROW_BYTES: dict[Kind, int] = {"exact": 56, "url": 56, "bands": 48, "lines": 48, 
 
 
 @dataclass(frozen=True)
-class MatchJob(CurationJob):
+class MatchJob(ReceiptJob):
     """A range of the hashes of one kind over all chunks."""
 
     kind: Kind
@@ -37,7 +37,7 @@ class MatchJob(CurationJob):
     chunks: Path
     """Of `write_compared`."""
 
-    def run(self, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         """Write the edges, sorted, each once.
 
         Raises:
@@ -114,7 +114,7 @@ def hash_buckets(chunks: Sequence[ComparedChunk], kind: Kind, bucket_bytes: int)
 
 def match_bucket_jobs(
     folder: Path, chunks: Path, kinds: tuple[Kind, ...], settings: dict[str, Any], bucket_bytes: int
-) -> list[CurationJob]:
+) -> list[ReceiptJob]:
     """Jobs of the pass.
 
     Args:
@@ -125,7 +125,7 @@ def match_bucket_jobs(
         bucket_bytes: memory of a bucket, which decides how many there are.
     """
     compared = read_compared(chunks)
-    jobs: list[CurationJob] = []
+    jobs: list[ReceiptJob] = []
     for kind in kinds:
         size, buckets = hash_buckets(compared.chunks, kind, bucket_bytes)
         inputs = value_hash([MATCH_VERSION, kind, buckets, settings, compared.hashes(kind)])

@@ -43,9 +43,9 @@ from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.rank import OpenTable, rank_jobs
 from pipeline.data.curate.duplicates.shingles import shingle_jobs
 from pipeline.data.curate.files import portable
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import Chunk, Scope
+from pipeline.data.work.job import ReceiptJob
 
 CHOSEN = np.dtype([("row", "<u4"), ("rule", "<u2"), ("kept", "<u8"), ("value", "<f4")])
 """A document that goes: its row in the chunk, `EXACT`, `URL` or `NEAR`, the kept document, and the similarity to it."""
@@ -90,7 +90,7 @@ class DuplicatePasses:
         """Names by the number that documents have in `kept`: sources of the scope, then folders of `against`."""
         return (*self.scope.sources, *(portable(each.folder, self.scope.data_dir) for each in self.against))
 
-    def jobs(self, name: PassName) -> list[CurationJob]:
+    def jobs(self, name: PassName) -> list[ReceiptJob]:
         """Jobs of a pass. Those of the passes before it must be done, but for `match` and `rank`.
 
         Raises:
@@ -174,13 +174,13 @@ class DuplicatePasses:
             chunks += each.numbered(own + number)
         return write_compared(self.scope.folder / "chunks", self.source_names, own, chunks)
 
-    def _shingle_jobs(self) -> list[CurationJob]:
+    def _shingle_jobs(self) -> list[ReceiptJob]:
         near, scope = self.settings.near, self.scope.folder
         assert near is not None, "the pass is one of near duplicates"
         (candidates,) = (file for file in self._files("join") if file.path.name == CANDIDATES)
         return shingle_jobs(scope, self._chunks, candidates, near.words, self.engine, self.read_texts)
 
-    def _choose_jobs(self) -> list[CurationJob]:
+    def _choose_jobs(self) -> list[ReceiptJob]:
         members = [file for file in self._files("join") if file.path.name != CANDIDATES]
         shingles = self._receipts("shingles") if "shingles" in self.names else []
         return choose_jobs(

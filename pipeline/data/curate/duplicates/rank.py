@@ -16,10 +16,10 @@ from pipeline.data.curate.duplicates.files import ResultFile, write_array
 from pipeline.data.curate.duplicates.kinds import CHECK_COLUMN, SIGNATURES, date_column
 from pipeline.data.curate.duplicates.signature import signature_checks
 from pipeline.data.curate.files import MEASURES, VERDICT
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.scope import Chunk
 from pipeline.data.datasets.indexed import numbered
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import DamagedResult
 from pipeline.data.work.worker_pool import Progress
 
@@ -58,7 +58,7 @@ def row_checks(records: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
 
 
 @dataclass(frozen=True)
-class RankJob(CurationJob):
+class RankJob(ReceiptJob):
     """The ranks of a chunk."""
 
     place: int
@@ -71,7 +71,7 @@ class RankJob(CurationJob):
     def receipt(self) -> Path:
         return numbered(self.folder / "receipts" / "rank", self.place).with_suffix(".json")
 
-    def run(self, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         """Write a record per row.
 
         Raises:
@@ -215,7 +215,7 @@ def rank_jobs(
     rules: tuple[tuple[DocumentRule, ...], ...],
     open_table: OpenTable,
     keep: tuple[str, ...],
-) -> list[CurationJob]:
+) -> list[ReceiptJob]:
     """Jobs of the pass.
 
     Args:
@@ -226,7 +226,7 @@ def rank_jobs(
         keep: `data.curate.duplicates.keep`.
     """
     compared = read_compared(chunks)
-    jobs: list[CurationJob] = []
+    jobs: list[ReceiptJob] = []
     for place, each in enumerate(compared.chunks):
         own = rules[each.chunk.source] if each.verdicts is None else ()
         hashes = [each.chunk.hashes.get(name) for name in (MEASURES, "verdicts", "signatures")]

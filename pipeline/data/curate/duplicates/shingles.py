@@ -26,8 +26,8 @@ from pipeline.data.curate.duplicates.kinds import SIGNATURES
 from pipeline.data.curate.duplicates.normalize import NORMALIZATION_VERSION
 from pipeline.data.curate.duplicates.signature import SIGNATURE_VERSION
 from pipeline.data.curate.duplicates.signatures.signer import Signer, make_signer, text_batch
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.datasets.indexed import numbered
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import SectionFile, write_sections
 from pipeline.data.work.worker_pool import Progress
 
@@ -47,7 +47,7 @@ def shingle_file(folder: Path, place: int) -> Path:
 
 
 @dataclass(frozen=True)
-class ShingleJob(CurationJob):
+class ShingleJob(ReceiptJob):
     """The sets of a chunk.
 
     Attributes:
@@ -70,7 +70,7 @@ class ShingleJob(CurationJob):
     def receipt(self) -> Path:
         return numbered(self.folder / "receipts" / "shingles", self.place).with_suffix(".json")
 
-    def run(self, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         """Write a section for each candidate of the chunk.
 
         Raises:
@@ -169,7 +169,7 @@ def shingle_jobs(
     words: int,
     engine: Literal["numba", "python"],
     read_texts: ChunkTexts,
-) -> list[CurationJob]:
+) -> list[ReceiptJob]:
     """Jobs of the pass.
 
     Args:
@@ -180,7 +180,7 @@ def shingle_jobs(
         engine: of the shingles.
         read_texts: reads texts.
     """
-    jobs: list[CurationJob] = []
+    jobs: list[ReceiptJob] = []
     settings = [SHINGLES_VERSION, SIGNATURE_VERSION, NORMALIZATION_VERSION, words, candidates.xxh3]
     for place, each in enumerate(read_compared(chunks).chunks):
         # Signatures stand for the texts: they were measured together.

@@ -25,8 +25,8 @@ from pipeline.data.curate.duplicates.kinds import kinds_of, repeated_kinds
 from pipeline.data.curate.duplicates.match import gather, hash_buckets
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.files import CURATE
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.of_scope import ScopePasses
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import bucket_range
 from pipeline.data.work.worker_pool import Progress
 
@@ -42,7 +42,7 @@ _PAIRS = 2**22
 
 
 @dataclass(frozen=True)
-class AcrossJob(CurationJob):
+class AcrossJob(ReceiptJob):
     """A range of the exact hashes of all scopes."""
 
     bucket: int
@@ -50,7 +50,7 @@ class AcrossJob(CurationJob):
     chunks: Path
     """Path of `write_compared`, with scopes in place of sources."""
 
-    def run(self, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         """Count texts of several scopes.
 
         Raises:
@@ -98,7 +98,7 @@ def _shared(scopes: npt.NDArray[np.uint64], begins: npt.NDArray[np.bool_], progr
     }
 
 
-def across_jobs(config: Config, scopes: Sequence[ScopePasses]) -> list[CurationJob]:
+def across_jobs(config: Config, scopes: Sequence[ScopePasses]) -> list[ReceiptJob]:
     """Jobs over all scopes, whose chunks are measured; none where one scope has all, or exact hashes are not wanted."""
     curate = curate_config(config)
     if not counts_across(config, scopes):

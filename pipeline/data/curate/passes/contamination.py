@@ -22,18 +22,18 @@ from pipeline.data.curate.decontamination.rule import (
     count_documents,
     fill_contamination,
 )
-from pipeline.data.curate.passes.jobs import SharedJob
 from pipeline.data.curate.passes.names import CONTAMINATION_PASS
 from pipeline.data.curate.scope import Chunk, document
 from pipeline.data.curate.table import chunk_path, open_table, read_array
 from pipeline.data.datasets.indexed import HashedFile
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.worker_pool import Progress
 
 _COUNTS = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
-class ContaminationJob(SharedJob):
+class ContaminationJob(ReceiptJob):
     """Documents with each n-gram, over all chunks of a scope: they are what is shared.
 
     Attributes:
@@ -58,7 +58,7 @@ class ContaminationJob(SharedJob):
         """File with the items that documents have, as JSON."""
         return self.folder / f"{self.name}.items.json"
 
-    def run_with(self, shared: Any, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         chunks: Sequence[Chunk] = shared[self.folder]
         index = open_index(self.index)
         counts = count_documents(index, map(read_hits, chunks))

@@ -18,7 +18,6 @@ from pipeline.data.curate.duplicates.lines import LINE, PARAGRAPH, lines_of, uni
 from pipeline.data.curate.duplicates.passes import RULE_NAMES
 from pipeline.data.curate.files import EDITED, FIRES_ALONE, NOBODY, REJECTED, VERDICT, verdicts_file
 from pipeline.data.curate.passes.excerpts import StoredExcerpts
-from pipeline.data.curate.passes.jobs import SharedJob
 from pipeline.data.curate.report.domains import DOMAINS, domain_groups
 from pipeline.data.curate.report.examples import is_early
 from pipeline.data.curate.report.statistics import Groups, JudgedChunk, chunk_statistics
@@ -29,6 +28,7 @@ from pipeline.data.curate.scope import Chunk
 from pipeline.data.curate.table import chunk_path, read_array
 from pipeline.data.curate.verdicts import LINES_SUFFIX, STATISTICS_SUFFIX
 from pipeline.data.datasets.indexed import HashedFile, numbered
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.worker_pool import Progress
 
 
@@ -78,7 +78,7 @@ class Decider:
 
 
 @dataclass(frozen=True)
-class DecideJob(SharedJob):
+class DecideJob(ReceiptJob):
     """The verdicts of a chunk. Its folder is that of the decisions, `shared` what has a `Decider` by source."""
 
     chunk: Chunk
@@ -87,7 +87,7 @@ class DecideJob(SharedJob):
     def receipt(self) -> Path:
         return decide_receipt(self.folder, self.chunk)
 
-    def run_with(self, shared: Any, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         decider: Decider = shared[self.folder]
         table = decider.open_table(self.chunk)
         decided = decide(table, decider, self.chunk)

@@ -22,7 +22,6 @@ from pipeline.data.curate.decontamination.measure import HITS
 from pipeline.data.curate.files import MEASURES
 from pipeline.data.curate.models.measure import score_column
 from pipeline.data.curate.passes.contamination import read_hits
-from pipeline.data.curate.passes.jobs import SharedJob
 from pipeline.data.curate.passes.names import EXCERPTS_PASS
 from pipeline.data.curate.report.bins import bins, scale_of
 from pipeline.data.curate.report.build import CHARACTERS, Excerpt, Key
@@ -31,6 +30,7 @@ from pipeline.data.curate.rules.presets import MEASURES as PRESETS
 from pipeline.data.curate.scope import Chunk
 from pipeline.data.curate.table import check_result, open_table
 from pipeline.data.datasets.indexed import HashedFile, numbered
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.worker_pool import Progress
 
 ReadTexts = Callable[[Path, Sequence[Key]], Mapping[Key, Excerpt]]
@@ -59,7 +59,7 @@ class ExcerptSource(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExcerptJob(SharedJob):
+class ExcerptJob(ReceiptJob):
     """Beginnings of documents of a chunk. `shared` has an `ExcerptSource` by folder."""
 
     chunk: Chunk
@@ -76,7 +76,7 @@ class ExcerptJob(SharedJob):
         path = numbered(self.folder, self.chunk.unit, self.chunk.chunk)
         return path.with_name(f"{path.name}.excerpts")
 
-    def run_with(self, shared: Any, progress: Progress) -> dict[str, Any]:
+    def make(self, shared: Any, progress: Progress) -> dict[str, Any]:
         source: ExcerptSource = shared[self.folder]
         chunk = self.chunk
         table = open_table(chunk, source.kind)

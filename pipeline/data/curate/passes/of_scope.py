@@ -36,7 +36,6 @@ from pipeline.data.curate.passes.excerpts import (
     excerpt_jobs,
     stored_excerpts,
 )
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.names import CONTAMINATION_PASS, DECIDE, EXCERPTS_PASS
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.of_run import compared_rules, local_rules
@@ -44,6 +43,7 @@ from pipeline.data.curate.scope import Chunk, Scope
 from pipeline.data.curate.verdicts import read_curation
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.receipts import Receipts, read_receipts
 
 DECIDE_VERSION = "1"
@@ -231,7 +231,7 @@ class ScopePasses:
             yield EXCERPTS_PASS
         yield DECIDE
 
-    def jobs(self, name: str) -> list[CurationJob]:
+    def jobs(self, name: str) -> list[ReceiptJob]:
         """Jobs of a pass; those of the passes before it must be done."""
         if name == CONTAMINATION_PASS and self.contamination is not None:
             return [self.contamination]

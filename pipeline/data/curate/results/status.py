@@ -19,12 +19,12 @@ from pipeline.data.curate.curation_plan import CurationPlan, curate_config, make
 from pipeline.data.curate.files import CURATE, curate_folder
 from pipeline.data.curate.measurers import Measuring, measure_settings
 from pipeline.data.curate.passes.across import ACROSS, across_folder, across_jobs, counts_across
-from pipeline.data.curate.passes.jobs import CurationJob
 from pipeline.data.curate.passes.of_scope import ScopePasses, make_scopes
 from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.verdicts import find_curation
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
+from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.leases import LEASES, read_leases
 from pipeline.data.work.receipt_totals import ReceiptTotals
 from pipeline.data.work.receipts import Receipts
@@ -136,7 +136,7 @@ def _print_scope(console: Console, passes: ScopePasses) -> None:
             return
 
 
-def _print_jobs(console: Console, name: str, jobs: Sequence[CurationJob]) -> bool:
+def _print_jobs(console: Console, name: str, jobs: Sequence[ReceiptJob]) -> bool:
     """Print how many are done; whether all are."""
     done = [job for job in jobs if job.find() is not None]
     of_bytes = f"{size(sum(job.bytes for job in done))} of {size(sum(job.bytes for job in jobs))}"

@@ -201,7 +201,7 @@ def run_all(passes: DuplicatePasses) -> int:
     for name in passes.names:
         for job in passes.jobs(name):
             if job.find() is None:
-                job.run(lambda amount: None)
+                job.run(None, lambda amount: None)
                 done += 1
     return done
 

@@ -134,7 +134,7 @@ def test_jobs_in_any_order_give_the_same_files_and_are_skipped_when_done(tmp_pat
         for each in passes.names:
             jobs = passes.jobs(each)
             for job in jobs if name == "one" else reversed(jobs):
-                job.run(lambda amount: None)
+                job.run(None, lambda amount: None)
         assert run_all(passes) == 0
     assert without_receipts(tmp_path / "one") == without_receipts(tmp_path / "other")
 

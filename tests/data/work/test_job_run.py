@@ -1,17 +1,15 @@
 """What a command says that waits for units of others. Time is that of the test."""
 
 import io
-from types import SimpleNamespace
 
 from rich.console import Console
 
-from pipeline.data.preprocess.run_units import _Run
+from pipeline.data.work.job_run import JobRun
 
 
 def test_for_whom_and_how_long():
     now, text = 0.0, io.StringIO()
-    config = SimpleNamespace(data=SimpleNamespace(preprocess=SimpleNamespace(max_error_rate=0, max_unknown=1)))
-    run = _Run(config, Console(file=text, width=500), None, None, None, "e", waits=True, clock=lambda: now)
+    run = JobRun(Console(file=text, width=500), None, 1, "making", clock=lambda: now)
 
     def said(at, *units):
         nonlocal now
