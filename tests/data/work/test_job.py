@@ -20,7 +20,6 @@ from pipeline.data.work.leases import LeaseWatch, take
 from pipeline.data.work.rounds import Rounds
 from pipeline.data.work.worker_pool import Progress
 
-
 RECEIPT = {"job": "copy", "inputs": "inputs", "counts": {}}
 FILES: list[Any] = [{"made": 3}, ["made"], {"made": {}}, {"made": {"size": "3"}}, {"../none": {"size": 3}}, None]
 
