@@ -18,8 +18,9 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.open import open_datasets
 from pipeline.data.loading.heldout import HeldOut, sample
-from pipeline.data.preprocess.stage import open_datasets, preprocess
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.heldout_data import heldout_splits
 from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte

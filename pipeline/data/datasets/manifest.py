@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -316,3 +316,20 @@ def generations_of(plan: Any) -> list[tuple[str, int]]:
     """Hash of each generation of a plan, and the number of units up to its end, oldest first."""
     earlier = [(each["config_hash"], each["units"]) for each in plan.get("generations", [])]
     return [*earlier, (plan["config_hash"], len(plan["units"]))]
+
+
+def are_written(folder: Path, splits: Iterable[str], config_hash: str | None = None) -> bool:
+    """Tell whether the datasets of a source are there.
+
+    Args:
+        folder: of the source.
+        splits: their names.
+        config_hash: of a plan that has grown, which the manifests then have, too.
+    """
+    for name in splits:
+        manifest = storage.find_json(folder / name / MANIFEST_FILE, "config_hash")
+        if manifest is None or not (folder / name / PARTS_FILE).is_file():
+            return False
+        if config_hash is not None and manifest["config_hash"] != config_hash:
+            return False
+    return True

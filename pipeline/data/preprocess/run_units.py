@@ -11,16 +11,17 @@ from rich.console import Console
 
 from pipeline.common import storage
 from pipeline.common.console import say, warn
+from pipeline.common.paths import cache_folder
 from pipeline.config.root import Config
 from pipeline.data.preprocess.tokenize_unit import (
     EngineRejected,
     UnitJob,
     WorkerContext,
-    read_condemned,
+    read_rejected_engines,
 )
 from pipeline.data.sources.records import NOT_BAD
 from pipeline.data.tokenization.coverage import Coverage, covered
-from pipeline.data.tokenization.engine_choice import EngineChoice
+from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import EngineDiffers
 from pipeline.data.work.job_run import JobOutcome, JobRun
 from pipeline.data.work.unit_chunks import UnitDone
@@ -42,7 +43,6 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         config: the run.
         console: where progress goes.
         context: of the workers.
-        choose_engine: opens in `context` what computes the ids.
         waits: as in `JobRun`.
         clock: as in `JobRun`.
     """
@@ -52,7 +52,6 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         config: Config,
         console: Console,
         context: WorkerContext,
-        choose_engine: Callable[[], EngineChoice],
         *,
         waits: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -60,8 +59,8 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         super().__init__(console, context, worker_count(config, 2**31), "tokenizing", waits=waits, clock=clock)
         self.condemned = False
         self.damaged = False
-        self._evidence = context.condemned
-        self._choose_engine = choose_engine
+        self._context = context
+        self._engine_setting = config.data.preprocess.engine
         self._limit = config.data.preprocess.max_error_rate
         self._max_unknown = config.data.preprocess.max_unknown
         self._records: Counter[str] = Counter()
@@ -79,9 +78,15 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         return self.outcome
 
     def prepare(self, jobs: Sequence[UnitJob]) -> Sequence[UnitJob]:
-        engine = self._choose_engine()
-        self._engine = engine.name
-        return [replace(job, engine=engine.which) for job in jobs]
+        """Choose the engine, opened in the context of the workers."""
+        context, rejected = self._context, set(read_rejected_engines(self._context.condemned))
+        cache = cache_folder() / "engines"
+        choice = choose_engine(self._engine_setting, context.tokenizer, cache, rejected, context.engine)
+        say(self._console, f"engine: {choice.name} ({choice.why})")
+        if note := context.tokenizer.template_note:
+            say(self._console, note)
+        self._engine = choice.name
+        return [replace(job, engine=choice.which) for job in jobs]
 
     def done(self, job: UnitJob, result: UnitDone) -> int:
         self.damaged |= bool(result.damaged)
@@ -95,7 +100,8 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         return super().concerns_all(error) or isinstance(error, EngineDiffers | EngineRejected)
 
     def _condemn(self, evidence: str) -> None:
-        storage.put_json(self._evidence, read_condemned(self._evidence) | {self._engine: evidence})
+        path = self._context.condemned
+        storage.put_json(path, read_rejected_engines(path) | {self._engine: evidence})
         self.condemned = True
         say(self._console, f"{evidence}; all output of {self._engine} is made again with another engine")
 

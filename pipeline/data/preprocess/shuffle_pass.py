@@ -24,18 +24,18 @@ from pipeline.data.work.worker_count import worker_count
 
 
 class ShufflePass:
-    """The second pass of the sources of a run; without `shuffle: global` all of it does nothing."""
+    """The second pass of the sources of a run; unless it is wanted (`shuffle: global`), all of it does nothing."""
 
     def __init__(self, config: Config, console: Console, dtype: np.dtype[Any]) -> None:
         self._config = config
         self._console = console
         self._dtype = dtype
-        self._wanted = config.data.preprocess.shuffle == "global"
+        self.is_wanted = config.data.preprocess.shuffle == "global"
 
     def has_left(self, plan: SourcePlan) -> bool:
         """Tell whether there is something to remove of the first pass."""
         folder = self._config.data_dir / plan.found.source.name
-        return self._wanted and any((folder / name / UNSHUFFLED).exists() for name in plan.splits.names)
+        return self.is_wanted and any((folder / name / UNSHUFFLED).exists() for name in plan.splits.names)
 
     def is_done(self, plan: SourcePlan, receipts: Receipts, condemned: Mapping[str, str]) -> bool:
         """Tell whether all of a source was shuffled before, so that what the first pass wrote is not needed.
@@ -45,7 +45,7 @@ class ShufflePass:
             receipts: of the source.
             condemned: engines whose ids are not trusted any more.
         """
-        if not self._wanted:
+        if not self.is_wanted:
             return False
         shuffles = self._shuffles(plan, receipts, condemned)
         return shuffles is not None and all(shuffle.finished() for shuffle in shuffles.values())
@@ -53,7 +53,7 @@ class ShufflePass:
     @contextmanager
     def alone(self, plan: SourcePlan) -> Iterator[None]:
         """One command at a time shuffles, finishes and removes what the first pass wrote of a source."""
-        if not self._wanted:
+        if not self.is_wanted:
             yield
             return
         folder = self._config.data_dir / plan.found.source.name
@@ -62,7 +62,7 @@ class ShufflePass:
 
     def run(self, plan: SourcePlan, receipts: Receipts, finish: Finalizer) -> None:
         """Shuffle what the first pass wrote; the parts of the result replace those in `finish`."""
-        if not self._wanted:
+        if not self.is_wanted:
             return
         shuffles = self._shuffles(plan, receipts)
         assert shuffles is not None, "the first pass is done"
@@ -77,7 +77,7 @@ class ShufflePass:
 
     def clean(self, plan: SourcePlan, receipts: Receipts) -> None:
         """Remove what the first pass wrote of a source whose manifests are there."""
-        for shuffle in ((self._wanted and self._shuffles(plan, receipts)) or {}).values():
+        for shuffle in ((self.is_wanted and self._shuffles(plan, receipts)) or {}).values():
             shuffle.remove_unshuffled()
 
     def _shuffles(

@@ -23,12 +23,12 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted, duration, size
 from pipeline.config.data import InputConfig
 from pipeline.config.root import Config
-from pipeline.data.datasets.files import MANIFEST_FILE, PLAN_FILE, TRAIN
-from pipeline.data.datasets.manifest import PLAN_KEYS, generations_of
+from pipeline.data.datasets.files import PLAN_FILE, TRAIN
+from pipeline.data.datasets.manifest import PLAN_KEYS, are_written, generations_of
 from pipeline.data.datasets.packing.files import packs_folder
 from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, tokenizer_folder
-from pipeline.data.preprocess.tokenize_unit import CONDEMNED_FILE, read_condemned
+from pipeline.data.preprocess.tokenize_unit import CONDEMNED_FILE, read_rejected_engines
 from pipeline.data.sources.damage import DamagedFile, in_words
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import Damage
@@ -155,7 +155,7 @@ def read_state(config: Config) -> list[SourceProgress]:
 
 def _condemned(config: Config) -> dict[str, str]:
     try:
-        return dict(read_condemned(tokenizer_folder(config) / CONDEMNED_FILE))
+        return dict(read_rejected_engines(tokenizer_folder(config) / CONDEMNED_FILE))
     except (UserError, TypeError, ValueError):
         return {}
 
@@ -205,11 +205,7 @@ def _read_source(config: Config, source: InputConfig, condemned: frozenset[str],
     elif state.done < state.units:
         state.state = "stopped"
     else:
-        manifests = [folder / name / MANIFEST_FILE for name in names]
-        finished = all(path.is_file() for path in manifests)
-        if len(generations) > 1:
-            grown = [storage.find_json(path, "config_hash") for path in manifests]
-            finished = all(each and each["config_hash"] == plan["config_hash"] for each in grown)
+        finished = are_written(folder, names, plan["config_hash"] if len(generations) > 1 else None)
         state.unpacked = PackPass(config).missing(source.name) if finished else []
         state.state = "finished" if finished and not state.unpacked else "tokenized"
         state.rate = None  # nothing is left to be read

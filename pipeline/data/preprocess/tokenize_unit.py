@@ -196,7 +196,7 @@ class _TokenizedUnit(ChunkedUnit):
         self._engine = context.engine(job.engine)
 
     def run(self) -> UnitDone:
-        self._condemned = read_condemned(self._context.condemned)
+        self._condemned = read_rejected_engines(self._context.condemned)
         return super().run()
 
     def _is_valid(self, receipt: Any, start: Position) -> bool:
@@ -306,13 +306,13 @@ class _TokenizedUnit(ChunkedUnit):
             chunk += 1
 
     def _refuse_condemned(self) -> None:
-        if self._engine.name in read_condemned(self._context.condemned):
+        if self._engine.name in read_rejected_engines(self._context.condemned):
             raise EngineRejected(self._engine.name)
 
     def _earlier_receipt(self, chunk: int, input_hash: str) -> Any:
         """The receipt of the same chunk and input: some of its files are gone, or another process was faster."""
         other = read_receipt(self._source.folder, self._unit.index, chunk)
-        if other is None or other["engine"] in read_condemned(self._context.condemned):
+        if other is None or other["engine"] in read_rejected_engines(self._context.condemned):
             return None
         same = (other["config_hash"], other["input"]["hash"]) == (self._source.hash_of(self._unit.index), input_hash)
         return other if same else None
@@ -422,7 +422,7 @@ class _Batches:
         return encoded
 
 
-def read_condemned(path: Path) -> dict[str, str]:
+def read_rejected_engines(path: Path) -> dict[str, str]:
     """Engines that must not be used any more, with the evidence."""
     try:
         found: dict[str, str] = storage.get_json(path)

@@ -9,11 +9,12 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR, REPAIR_DAMAGED
+from pipeline.data.datasets.open import open_datasets
 from pipeline.data.datasets.verify import verify
 from pipeline.data.loading import loader
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
-from pipeline.data.preprocess.stage import open_datasets, preprocess
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.inspect import inspect
 from tests.data.runs import make_config, tree
 from tests.tiny import pipeline

@@ -607,7 +607,8 @@ def test_a_phase_has_its_micro_batch_size():
 
 def test_open_loader_reads_what_was_preprocessed(tmp_path):
     """Text files, JSONL and a tokenizer of bytes, through the whole stage."""
-    from pipeline.data.preprocess.stage import open_datasets, preprocess
+    from pipeline.data.datasets.open import open_datasets
+    from pipeline.data.preprocess.stage import preprocess
 
     (tmp_path / "notes").mkdir()
     for number in range(12):

@@ -11,10 +11,11 @@ from rich.console import Console
 
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import put_sealed
-from pipeline.data.preprocess import stage
+from pipeline.data.datasets.open import open_datasets
 from pipeline.data.preprocess import tokenize_unit as unit_module
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.run_units import TokenizeRun
+from pipeline.data.preprocess.shuffle_pass import ShufflePass
 from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
@@ -89,7 +90,7 @@ class TestCondemnedLater:
             patch.setattr(TokenizeRun, "run", killed)
             preprocess(config)
         with pytest.raises(UserError, match="is not a finished dataset"):
-            stage.open_datasets(config, "train")
+            open_datasets(config, "train")
         preprocess(config)
         assert datasets(config) == before
 
@@ -121,7 +122,7 @@ class TestAfterAGlobalShuffle:
     def test_killed_before_the_first_pass_was_removed(self, tmp_path, corpus, monkeypatch):
         config = config_of(tmp_path, corpus, shuffle="global")
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(stage.ShufflePass, "clean", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(ShufflePass, "clean", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             preprocess(config)
         assert list(config.data_dir.rglob("unshuffled"))
         assert preprocess(config).units_done == 0

@@ -10,11 +10,12 @@ from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.make_tokenizer import sample_texts
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.split_counts import find_splits
-from pipeline.data.preprocess.stage import dataset_folder, preprocess
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.work.units import find_source_files
 from tests.data.runs import both, datasets, is_heldout, make_config
 

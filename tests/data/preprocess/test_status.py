@@ -18,7 +18,7 @@ from rich.console import Console
 
 from pipeline.common import process_identity, storage
 from pipeline.config import Config
-from pipeline.data.datasets.files import receipt_path
+from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE, receipt_path
 from pipeline.data.preprocess.status import print_status, read_state
 from pipeline.data.work.leases import LeaseWatch, lease_path, take
 
@@ -374,7 +374,8 @@ def test_finished(tmp_path):
     for name in ("sea", "land"):
         for split in ("train", "heldout"):
             (config.data_dir / name / split).mkdir()
-            storage.put_json(config.data_dir / name / split / "manifest.json", {})
+            storage.put_json(config.data_dir / name / split / MANIFEST_FILE, {"config_hash": "a"})
+            (config.data_dir / name / split / PARTS_FILE).touch()
     assert [state.state for state in read_state(config)] == ["finished", "finished"]
     said = shown(config)
     assert said.endswith("finished\n") and "/s" not in said

@@ -17,10 +17,12 @@ import zstandard
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.open import open_datasets
-from pipeline.data.preprocess import stage
+from pipeline.data.preprocess import source_state
 from pipeline.data.preprocess.source_settings import check_settings
+from pipeline.data.preprocess.source_state import SourceState
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.status import print_status
+from pipeline.data.preprocess.tokenize_unit import UnitJob
 from pipeline.data.provenance.source_location import Origins
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import find_files
@@ -415,9 +417,9 @@ def test_a_command_that_looked_before_another_one_dropped_leaves_its_parts(tmp_p
     assert preprocess(config).documents == 240
     before = datasets(config)
     # As this command saw it, before there was a receipt.
-    monkeypatch.setattr(stage, "without_damaged", lambda job, *_: job)
-    monkeypatch.setattr(stage._Stage, "_is_retracted", lambda *_: False)
-    monkeypatch.setattr(stage, "_is_done", lambda *_: False)
+    monkeypatch.setattr(source_state, "without_damaged", lambda job, *_: job)
+    monkeypatch.setattr(SourceState, "is_outdated", False)
+    monkeypatch.setattr(UnitJob, "is_done", lambda *_: False)
     preprocess(config, units=True)
     assert datasets(config) == before
     keep = _config(tmp_path, tokenizer, "*.jsonl.*", on_damaged_file="keep")

@@ -12,7 +12,7 @@ from pipeline.common.console import Console
 from pipeline.common.errors import EXIT_OTHER, MachineError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.data.preprocess import disk_space
+from pipeline.data.preprocess import prepare
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.parallel.footprint import checkpoint_bytes
@@ -34,7 +34,7 @@ def free(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     """Sets the bytes that disks have free."""
 
     def set_free(count: int) -> None:
-        monkeypatch.setattr(disk_space, "free_space", lambda path: (count, None))
+        monkeypatch.setattr(prepare, "free_space", lambda path: (count, None))
         monkeypatch.setattr(course, "free_space", lambda path: (count, None))
 
     return set_free
