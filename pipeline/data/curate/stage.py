@@ -7,11 +7,10 @@ same. The decisions are the same bytes for any number of workers, commands at a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 from pipeline.common import storage
@@ -37,9 +36,9 @@ from pipeline.data.curate.results.summary import print_summary
 from pipeline.data.curate.verdicts import find_curation
 from pipeline.data.work.bad_input import BadInput
 from pipeline.data.work.freezing import freeze_alone, make_data_dir
-from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.job_run import JobOutcome, JobRun
 from pipeline.data.work.leases import LEASES, sweep
+from pipeline.data.work.passes import MissingJobs, Pass, missing_jobs
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.rounds import Rounds, removing_damaged
 from pipeline.data.work.units import find_source_files, reading
@@ -220,10 +219,11 @@ class CurationStage:
             run = MeasureRun(self._console, self.context, workers, MEASURE, waits=waits)
             return self._run(MEASURE, run, units, sum(len(plan.units) for plan in self._plans) - len(units))
         self._check_inputs()
-        name, jobs, shared = self._missing_after_measure()
-        if not jobs:
+        found = self._missing_after_measure()
+        if not found.jobs:
             return None
-        return self._run(name, JobRun(self._console, shared, workers, name, "job", waits=waits), jobs)
+        name = " and ".join(found.names)
+        return self._run(name, JobRun(self._console, found.shared, workers, name, "job", waits=waits), found.jobs)
 
     def _run(
         self, name: str, run: JobRun[Any, Any], jobs: Sequence[Any], done_before: int = 0
@@ -263,26 +263,15 @@ class CurationStage:
             for scope in self.scopes
         ]
 
-    def _missing_after_measure(self) -> tuple[str, list[ReceiptJob], dict[Path, Any]]:
-        """Missing jobs of each scope's first pass that is not complete: their passes, and what workers share."""
-        names: list[str] = []
-        missing: list[ReceiptJob] = []
-        shared: dict[Path, Any] = {}
+    def _missing_after_measure(self) -> MissingJobs:
         scopes = self._passes()
-        for passes in scopes:
-            for name in passes.pass_names():
-                if found := [job for job in passes.jobs(name) if job.find() is None]:
-                    names += [name] if name not in names else []
-                    missing += found
-                    shared |= passes.shared(name)
-                    break
-        across = across_jobs(self._config, scopes) if self._counts_across else []
-        if across := [job for job in across if job.find() is None]:
-            names.append(ACROSS)
-            missing += across
-        for folder in {job.folder for job in missing}:
+        lists: list[Iterable[Pass]] = [scope.passes() for scope in scopes]
+        if self._counts_across:
+            lists.append([Pass(ACROSS, partial(across_jobs, self._config, scopes))])
+        found = missing_jobs(lists)
+        for folder in {job.folder for job in found.jobs}:
             storage.make_below(self._config.data_dir, folder)
-        return " and ".join(names), missing, shared
+        return found
 
     def remove_stale(self) -> None:
         """Remove what processes that were killed left half-written."""

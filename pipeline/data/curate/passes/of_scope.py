@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
@@ -17,7 +17,7 @@ from pipeline.data.curate.curation_plan import CurationPlan, check_scope
 from pipeline.data.curate.decontamination.index import INDEX_FILE
 from pipeline.data.curate.duplicates import against
 from pipeline.data.curate.duplicates.files import finished
-from pipeline.data.curate.duplicates.kinds import COUNTED, NEAR_SIMILARITY, PassName
+from pipeline.data.curate.duplicates.kinds import COUNTED, NEAR_SIMILARITY
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.duplicates.passes import DuplicatePasses
 from pipeline.data.curate.files import CURATE, IDS, decisions_folder, portable
@@ -43,7 +43,7 @@ from pipeline.data.curate.scope import Chunk, Scope
 from pipeline.data.curate.verdicts import read_curation
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
-from pipeline.data.work.job import ReceiptJob
+from pipeline.data.work.passes import Pass
 from pipeline.data.work.receipts import Receipts, read_receipts
 
 DECIDE_VERSION = "1"
@@ -221,25 +221,26 @@ class ScopePasses:
             tuple(against.read_curation(Path(path), curate.duplicates, finished_chunks) for path in curate.against),
         )
 
-    def pass_names(self) -> Iterator[str]:
+    def passes(self) -> Iterator[Pass]:
         """Passes in their order. Those before one must be done when it is asked for."""
-        if self.contamination is not None:
-            yield CONTAMINATION_PASS
+        numbers = range(len(self.plan.plans))
+        if (job := self.contamination) is not None:
+            yield Pass(CONTAMINATION_PASS, lambda: [job], lambda: {job.folder: tuple(self.chunks)})
         if self.comparison is not None:
-            yield from self.comparison.names
+            for name in self.comparison.names:
+                yield Pass(name, partial(self.comparison.jobs, name))
         if self._read_texts is not None:
-            yield EXCERPTS_PASS
-        yield DECIDE
-
-    def jobs(self, name: str) -> list[ReceiptJob]:
-        """Jobs of a pass; those of the passes before it must be done."""
-        if name == CONTAMINATION_PASS and self.contamination is not None:
-            return [self.contamination]
-        if name == EXCERPTS_PASS:
-            return [job for number in range(len(self.plan.plans)) for job in self._excerpt_jobs(number)]
-        if name != DECIDE and self.comparison is not None:
-            return self.comparison.jobs(cast(PassName, name))
-        return [job for number in range(len(self.plan.plans)) for job in self.decide_jobs(number)]
+            source = partial(self._excerpt_source, self._read_texts)
+            yield Pass(
+                EXCERPTS_PASS,
+                lambda: [job for number in numbers for job in self._excerpt_jobs(number)],
+                lambda: dict(map(source, self.plan.plans)),
+            )
+        yield Pass(
+            DECIDE,
+            lambda: [job for number in numbers for job in self.decide_jobs(number)],
+            lambda: {self.plan.decisions(number): self._decider(number) for number in numbers},
+        )
 
     def decide_jobs(self, number: int) -> list[DecideJob]:
         """Jobs of the pass `decide` for a source."""
@@ -258,19 +259,9 @@ class ScopePasses:
         jobs = self._excerpt_jobs(number)
         return stored_excerpts(jobs, finished(list(jobs), EXCERPTS_PASS))
 
-    def shared(self, name: str) -> dict[Path, Any]:
-        """State that the workers of a pass have in common, by the folder of a job."""
-        if name == CONTAMINATION_PASS and self.contamination is not None:
-            return {self.contamination.folder: tuple(self.chunks)}
-        if name == EXCERPTS_PASS and self._read_texts is not None:
-            folders = {plan.name: plan.folder for plan in self.plan.plans}
-            return {
-                folder / EXCERPTS_PASS: ExcerptSource(folder, self._measuring.table_type(name), self._read_texts)
-                for name, folder in folders.items()
-            }
-        if name != DECIDE:
-            return {}
-        return {self.plan.decisions(number): self._decider(number) for number in range(len(self.plan.plans))}
+    def _excerpt_source(self, read_texts: ReadTexts, plan: CurationPlan) -> tuple[Path, ExcerptSource]:
+        kind = self._measuring.table_type(plan.name)
+        return plan.folder / EXCERPTS_PASS, ExcerptSource(plan.folder, kind, read_texts)
 
     def _decider(self, number: int) -> Decider:
         labels = self.plan.plans[number].settings.get(LANGUAGE, {}).get("labels", [])

@@ -131,8 +131,8 @@ def _read_nothing(folder: Path, keys: Sequence[Key]) -> Mapping[Key, Excerpt]:
 
 
 def _print_scope(console: Console, passes: ScopePasses) -> None:
-    for name in passes.pass_names():
-        if not _print_jobs(console, f"{passes.plan.name}: {name}", passes.jobs(name)):
+    for each in passes.passes():
+        if not _print_jobs(console, f"{passes.plan.name}: {each.name}", each.jobs()):
             return
 
 
