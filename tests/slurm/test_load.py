@@ -1,4 +1,4 @@
-"""The load on a site, as docs/shared-clusters.md has it: calls of SLURM's programs and files of a training on 64 nodes."""
+"""The load on a site: calls of SLURM's programs and files of a training on 64 nodes, by docs/shared-clusters.md."""
 
 from __future__ import annotations
 
