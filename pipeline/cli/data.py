@@ -226,7 +226,13 @@ def data_when(
     source: Annotated[str, typer.Option(help="The document's source.")],
     overrides: Overrides = None,
     doc: Annotated[str | None, typer.Option(help="Its id, or the xxh3:... that `data where` shows.")] = None,
-    document: Annotated[int | None, typer.Option(help="Its number, as `data where` shows it.")] = None,
+    document: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|PLACE|ID",
+            help="Its number, as `data where` shows it; or its place, UNIT:ROW or its id, as for `data why`.",
+        ),
+    ] = None,
     row: Annotated[
         str | None,
         typer.Option(
@@ -262,7 +268,10 @@ def data_losses(
     every: Annotated[int | None, typer.Option(help="Steps per row, with --by step.", min=1)] = None,
     source: Annotated[str | None, typer.Option(help="Only this source.")] = None,
     doc: Annotated[str | None, typer.Option(help="One document by its id; needs --source.")] = None,
-    document: Annotated[int | None, typer.Option(help="One document by its number; needs --source.")] = None,
+    document: Annotated[
+        str | None,
+        typer.Option(metavar="N|PLACE|ID", help="One document, named as for `data when`; needs --source."),
+    ] = None,
     row: Annotated[
         str | None, typer.Option(metavar="FILE[:N]", help="One document by its place; needs --source.")
     ] = None,

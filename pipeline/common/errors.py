@@ -1,6 +1,6 @@
 """Errors that a user can act on, and the exit codes that schedulers and scripts read.
 
-Source of the codes: `docs/training.md`, "How a run ends".
+Source of the codes: `docs/troubleshooting.md`, "Exit codes".
 """
 
 from __future__ import annotations

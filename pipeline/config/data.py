@@ -282,7 +282,8 @@ class PreprocessConfig(Section):
     """Seed of the order of documents on disk and of the tokenizer's sample; runs with different `run.seed` can share a
     data folder."""
     workers: int | None = Field(default=None, ge=1, le=MAX_LOCAL)
-    """Worker processes; by default one per core."""
+    """Worker processes, with one thread each; by default one per core that this process may use. Set fewer where
+    other programs use the cores."""
     unit_bytes: Bytes = Field(default=2**30, ge=1)
     """Largest amount of text of a unit of work. A source smaller than 64 such units is cut into up to 64 units of at
     least about 16 MiB. After a crash, a unit or a chunk of one is redone."""

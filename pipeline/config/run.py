@@ -54,7 +54,8 @@ class LaunchConfig(Section):
     """`auto` takes CUDA if there is a GPU."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of each process for torch; by default `OMP_NUM_THREADS` of the shell, else the cores available to
-    this process, divided by the processes per node."""
+    this process, divided by the processes per node. Set fewer where other programs use these cores: torch's threads
+    wait for each other, so that training can become many times slower than with 1."""
     bind: Literal["auto", "none"] = "auto"
     """If several processes share a machine, `auto` gives each its own cores: on GPUs those of the NUMA node of its GPU,
     else whole cores side by side. It never takes a core that the process could not use before, and changes nothing if

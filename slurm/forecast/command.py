@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.common.console import Console, echo, progress, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.train.distributed.process_group import visible_gpus
 from pipeline.train.layout_check import world_size
 from pipeline.train.parallel.layout import resolve
 from pipeline.train.planning.devices import Device, device_of_gres, find_device
@@ -74,8 +75,14 @@ def estimate(
         values, lines = to_json(found), list(plan_lines(found, nodes is not None, default_time, verbose))
     if not as_json:
         if device is None:
-            why = f"gpu_type of profile {config.slurm.profile}" if of_profile else "default"
+            why = f"gpu_type of profile {config.slurm.profile}" if of_profile else "assumed"
             say(console, f"device: {name} ({why}; --device NAME for another)")
+            if "slurm" not in config.model_fields_set and not visible_gpus():
+                say(
+                    console,
+                    f"this machine has no GPU: the figures are those of a machine with {name}; how long a run takes "
+                    "here is known when it has made some steps (`pipeline status`)",
+                )
         _print_lines(console, lines)
     if suggest:
         try:

@@ -1,4 +1,4 @@
-"""The load on a site: calls of SLURM's programs and files of a training on 64 nodes, as docs/slurm.md has them."""
+"""The load on a site: calls of SLURM's programs and files of a training on 64 nodes, by docs/shared-clusters.md."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 def documented() -> dict[str, tuple[str, str]]:
     """Calls and files by what happens, from the page."""
-    page = (ROOT / "docs" / "slurm.md").read_text()
+    page = (ROOT / "docs" / "shared-clusters.md").read_text()
     table = page.partition("<!-- load: counted by a test -->")[2].partition("<!-- end -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
     return {what: (asked, files) for what, asked, files in rows}

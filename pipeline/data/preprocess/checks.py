@@ -16,7 +16,13 @@ from pipeline.data.datasets.files import PLAN_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.make_tokenizer import check_kept_tokenizer
-from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, named_tokenizer, run_tokenizer, tokenizer_folder
+from pipeline.data.preprocess.run_tokenizer import (
+    ORIGIN_FILE,
+    keeps_from_growing,
+    named_tokenizer,
+    run_tokenizer,
+    tokenizer_folder,
+)
 from pipeline.data.preprocess.source_plan import ADD_APART, is_planned, make_plan
 from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -59,15 +65,10 @@ def _data_dir(scope: PreprocessScope, found: Problems) -> None:
 
 def _growth(scope: PreprocessScope, found: Problems) -> None:
     """Sources that files cannot be added to."""
-    config = scope.config
-    curated = config.data.curate is not None and config.data.curate.mode == "apply"
-    if not curated and config.data.preprocess.shuffle != "global":
-        return
-    key, why = ("data.curate.mode: apply", "its decisions compare all documents of a source")
-    if not curated:
-        key, why = ("data.preprocess.shuffle: global", "it permutes all documents of a source")
     for source in scope.sources:
-        if source.grows:
+        reason = keeps_from_growing(scope.config, held_out=source.held_out)
+        if source.grows and reason is not None:
+            key, why = reason
             found.problem(
                 f"--grow: source {source.source.name!r} has {counted(len(source.generations[-1]), 'added file')}, "
                 f"which cannot be appended with {key}: {why}. {ADD_APART}; curate that one first, if it is to be"

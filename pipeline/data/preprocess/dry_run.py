@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.common import storage
 from pipeline.common.console import print_table, say, warn
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted, duration, rounded, size
+from pipeline.common.format import counted, duration, percent, rounded, size
 from pipeline.common.paths import cache_folder
 from pipeline.common.problems import Problems
 from pipeline.config.root import Config
+from pipeline.data.curate.files import decisions_folder
+from pipeline.data.curate.report.write import REPORT_JSON
 from pipeline.data.curate.results.apply import active_curation
 from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.checks import PREPROCESS_CHECKS, PreprocessScope, known_tokenizer
@@ -146,7 +149,8 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
     """
     config, sources = scope.config, scope.sources
     if not sources:
-        say(console, NOTHING_TO_DO)
+        if all(source.dataset is not None for source in config.data.inputs.values()) and not problems.problems:
+            say(console, NOTHING_TO_DO)
         return
     settings, train = config.data.preprocess, config.tokenizer.train
     say(console, f"output: {config.data_dir}")
@@ -173,6 +177,7 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
         column.justify = "right"
     seconds = 0.0
     samples = {}
+    kept = {whole.source.name: _kept_share(config, whole) for whole in sources}
     notes: list[str] = []
     for whole in sources:
         with problems.collecting(), reading(config, [whole]):
@@ -188,6 +193,7 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
             if sample.coverage.unknown_share > settings.max_unknown:
                 problems.problem(sample.coverage.refusal(found.source.name, settings.max_unknown, so_far=True))
             scale = found.bytes / sample.disk_bytes if sample.disk_bytes else 0.0
+            share = kept[found.source.name]
             workers = worker_count(config, max(len(units), 1))
             took = sample.seconds * scale / workers
             seconds += took
@@ -197,7 +203,7 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
                 f"{len(found.files):,}",
                 f"{found.bytes:,}",
                 f"{len(units):,}",
-                rounded(sample.tokens * scale),
+                rounded(sample.tokens * scale * (1.0 if share is None else share)),
                 duration(took) if engine is not None else "-",
             )
     print_table(console, table)
@@ -212,6 +218,8 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
         files = [file.path for file in found.files[:_FILES_SHOWN]] + ([f"and {more:,} more"] if more > 0 else [])
         say(console, f"{found.source.name}: {', '.join(files)}")
         sample = samples[found.source.name]
+        if note := _curation_note(config, whole, kept[found.source.name]):
+            say(console, f"{found.source.name}: {note}")
         if sample.bad:
             say(console, f"{found.source.name}: {'; '.join(filter(None, (sample.in_words, _hint(found, sample))))}")
             if sample.bad > config.data.preprocess.bad_share * sample.records:
@@ -233,7 +241,8 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
     if engine is None:
         say(
             console,
-            f"Estimated from {read} of text; the tokenizer is not trained yet, so 4 bytes per token are assumed.",
+            f"Estimated from {read} of text; the tokenizer is not trained yet, so 4 bytes per token are assumed, and "
+            "the time is not known.",
         )
     else:
         workers = worker_count(config, 2**31)
@@ -244,6 +253,25 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
         )
     if any(split.documents for split in config.data.splits.values()):
         say(console, "All documents are read twice, because data.splits has numbers of documents.")
+
+
+def _kept_share(config: Config, found: SourceFiles) -> float | None:
+    """Share of a source's text that its curation keeps; None where all is kept, or decisions are not there yet."""
+    active = active_curation(config, found)
+    if active is None:
+        return None
+    report = storage.find_json(decisions_folder(active.folder, active.decide_hash) / REPORT_JSON, "funnel")
+    return None if report is None else report["funnel"]["kept_bytes"] / max(report["funnel"]["bytes"], 1)
+
+
+def _curation_note(config: Config, found: SourceFiles, kept: float | None) -> str:
+    """Effect of the curation on the estimates of a source; empty where it removes nothing."""
+    curate = config.data.curate
+    if curate is None or curate.mode != "apply" or found.held_out:
+        return ""
+    if kept is None:
+        return "not curated yet: the tokens are those of all documents"
+    return f"the tokens are those of the documents that data.curate keeps, {percent(kept, 1)} of the text"
 
 
 def _limit(config: Config) -> str:

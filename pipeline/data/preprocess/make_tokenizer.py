@@ -78,7 +78,7 @@ def prepare_tokenizer(
         settings = _training_settings(config, sources)
         if saved is not None:
             if saved.get("train") != settings:
-                raise OtherTokenizer(config, what_differs(saved, settings))
+                raise OtherTokenizer(config, what_differs(config, saved, settings))
             kept = open_kept(folder)
             check(kept)
             return kept
@@ -105,7 +105,7 @@ def check_kept_tokenizer(config: Config, sources: list[SourceFiles]) -> None:
         settings = _training_settings(config, [found for found in sources if not found.held_out])
         saved = saved_origin(tokenizer_folder(config))
         if saved is not None and saved.get("train") != settings:
-            raise OtherTokenizer(config, what_differs(saved, settings))
+            raise OtherTokenizer(config, what_differs(config, saved, settings))
     except OtherTokenizer:
         if not is_unused(config, sources):
             raise

@@ -77,7 +77,7 @@ def check_tokenizer_settings(config: Config) -> None:
         asked = run_file_settings(config)
         known = {"train": {name: saved["train"].get(name) for name in asked}} if "train" in saved else saved
         if known.get("train") != asked:
-            raise OtherTokenizer(config, what_differs(known, asked))
+            raise OtherTokenizer(config, what_differs(config, known, asked))
     elif path.exists() or str(path) != saved.get("path"):  # the file it was loaded from need not be there any more
         check_same(config, named_tokenizer(config), saved)
 
@@ -136,14 +136,29 @@ def run_file_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def what_differs(saved: dict[str, Any], settings: dict[str, Any]) -> str:
+def what_differs(config: Config, saved: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Difference of the training of the kept tokenizer from the one that the run file asks for."""
     if "train" not in saved:
         return f"it was loaded from {saved['path']}, tokenizer.train trains one"
     names = [name for name, value in settings.items() if saved["train"].get(name) != value]
     difference = f"{' and '.join(names)} changed since it was trained"
-    if "the files of data.sources" in names:
+    if "the files of data.sources" in names and not keeps_from_growing(config):
         difference += " (files that were added to a source can be appended: `pipeline preprocess RUN.yaml --grow`)"
     return difference
+
+
+def keeps_from_growing(config: Config, *, held_out: bool = False) -> tuple[str, str] | None:
+    """Key with which files cannot be appended to a source, and the reason; None if they can.
+
+    Args:
+        config: the run.
+        held_out: the source is never trained on, and so not curated.
+    """
+    if config.data.curate is not None and config.data.curate.mode == "apply" and not held_out:
+        return "data.curate.mode: apply", "its decisions compare all documents of a source"
+    if config.data.preprocess.shuffle == "global":
+        return "data.preprocess.shuffle: global", "it permutes all documents of a source"
+    return None
 
 
 class OtherTokenizer(UserError):

@@ -10,7 +10,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import part_files, part_prefix
 from pipeline.data.datasets.manifest import Manifest
 from pipeline.data.provenance.document_search import hash_of_id
-from pipeline.data.provenance.source_location import Key, Origin, Origins, some_of
+from pipeline.data.provenance.source_location import Key, Origin, Origins, UnknownFile, some_of
 
 
 class AdoptedOrigins:
@@ -49,7 +49,7 @@ class AdoptedOrigins:
         name = file.removesuffix(".bin").removesuffix(".idx")
         found = [unit for unit, own in enumerate(self._names) if name in (own, self._prefix(unit))]
         if len(found) != 1:
-            raise UserError(
+            raise UnknownFile(
                 f"--row: {file} is not one of the files that {self._folder} adopted: {some_of(self._names)}"
             )
         if number is None:

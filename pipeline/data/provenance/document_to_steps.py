@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ from pipeline.data.provenance.run import (
     targets_in,
     unknown_origins,
 )
-from pipeline.data.provenance.source_location import Key, Origins
+from pipeline.data.provenance.source_location import Key, Origins, UnknownFile
 from pipeline.data.provenance.why_removed import removed_note
 
 _ROW = re.compile(r"(?P<file>.*?)(?::\s*(?:row|document|line)?\s*(?P<number>[0-9]{1,18}))?", re.DOTALL)
+_KEY = re.compile(r"(?P<unit>[0-9]{1,9}):(?P<row>[0-9]{1,12})")
 _EXHAUSTED = "the source has reached its max_epochs"
 _BEYOND = "beyond the source's max_epochs"
 _LINES = 50
@@ -209,7 +211,7 @@ def when(
     source: str,
     *,
     id: str | None = None,
-    document: int | None = None,
+    document: int | str | None = None,
     row: str | None = None,
     ids: bool = False,
     say: Say,
@@ -220,7 +222,7 @@ def when(
         run: the run.
         source: of the documents.
         id: of the documents, or `xxh3:` and its hash. Exactly one of `id`, `document` and `row` is to be given.
-        document: number in the source's dataset.
+        document: number in the source's dataset, or a name as `data why` takes it: `row`, `UNIT:ROW` or an id.
         row: `FILE:LINE`, `FILE: row N`, or `FILE` for a text.
         ids: read ids from the source files where they are not known without.
         say: called with what is about to be read.
@@ -249,7 +251,7 @@ def when(
 
 
 def find_documents(
-    run: RunView, source: str, *, id: str | None, document: int | None, row: str | None, say: Say
+    run: RunView, source: str, *, id: str | None, document: int | str | None, row: str | None, say: Say
 ) -> tuple[list[int], str]:
     """Numbers of the documents that are meant, and why there are none; for the arguments see `when`.
 
@@ -260,6 +262,10 @@ def find_documents(
         raise UserError("say which document: give exactly one of --doc ID, --document N and --row FILE[:N]")
     dataset = run.dataset(source)
     never = ""
+    if isinstance(document, str):
+        if re.fullmatch(r"-?[0-9]{1,18}", document) is None:
+            return _documents_named(run, source, document, say)
+        document = int(document)
     if document is not None:
         if not 0 <= document < dataset.whole.documents:
             raise UserError(
@@ -282,11 +288,31 @@ def find_documents(
         origins = run.origins(source)
         if origins is None:
             raise UserError(f"--row: no file beside {dataset.folder} says what it was made from; use --document N")
-        key = _find_row(origins, row)
-        documents = documents_of_record(dataset.folder, dataset.whole, *key)
-        if not documents:
-            never = _why_not(run, source, origins, key, row)
+        return _documents_at(run, source, origins, _find_row(origins, row), row)
     return documents, never
+
+
+def _documents_named(run: RunView, source: str, name: str, say: Say) -> tuple[list[int], str]:
+    """`find_documents` by a name that `data why` takes as well: a place, `UNIT:ROW` or an id."""
+    origins = run.origins(source)
+    try:
+        if origins is not None and (found := _KEY.fullmatch(name)):
+            return _documents_at(run, source, origins, (int(found["unit"]), int(found["row"])), name)
+        if origins is not None:
+            with suppress(UnknownFile):
+                return _documents_at(run, source, origins, _find_row(origins, name), name)
+        return find_documents(run, source, id=name, document=None, row=None, say=say)
+    except UserError as error:
+        raise UserError(re.sub("^--(row|doc):", "--document:", str(error))) from None
+
+
+def _documents_at(
+    run: RunView, source: str, origins: Origins | AdoptedOrigins, key: Key, name: str
+) -> tuple[list[int], str]:
+    """`find_documents` of a record, which a user calls `name`."""
+    dataset = run.dataset(source)
+    documents = documents_of_record(dataset.folder, dataset.whole, *key)
+    return documents, "" if documents else _why_not(run, source, origins, key, name)
 
 
 def _find_row(origins: Origins | AdoptedOrigins, row: str) -> Key:

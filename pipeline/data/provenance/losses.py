@@ -101,7 +101,7 @@ class LossQuestion:
     every: int | None = None
     source: str | None = None
     id: str | None = None
-    document: int | None = None
+    document: int | str | None = None
     row: str | None = None
     highest: int | None = None
     lowest: int | None = None
@@ -312,7 +312,7 @@ def gains(view: LossView, highest: int | None, lowest: int | None, *, ids: bool,
 
 
 def document_losses(
-    view: LossView, *, id: str | None, document: int | None, row: str | None, ids: bool, say: Say
+    view: LossView, *, id: str | None, document: int | str | None, row: str | None, ids: bool, say: Say
 ) -> Losses:
     """The samples that hold a document, with their losses.
 

@@ -78,6 +78,10 @@ class _Stretch(NamedTuple):
     """Position at which reading it begins."""
 
 
+class UnknownFile(UserError):
+    """A name that is not a file of the source."""
+
+
 class Origins:
     """The places of a source's documents. Nothing is read before it is needed.
 
@@ -298,7 +302,7 @@ class Origins:
         ends = ends or [number for number, (_, path, _) in enumerate(files) if path == absolute]
         if not ends:
             shown = some_of([path for _, path, _ in files])
-            raise UserError(f"--row: {text} is not one of the files that {self.folder} was made from: {shown}")
+            raise UnknownFile(f"--row: {text} is not one of the files that {self.folder} was made from: {shown}")
         if len(ends) > 1:
             raise UserError(f"--row: {text} may be {' or '.join(files[n][1] for n in ends[:_SHOWN])}; name one of them")
         if ends[0] not in self._pieces:

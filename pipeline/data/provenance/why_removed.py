@@ -28,7 +28,7 @@ from pipeline.data.curate.verdicts import Curation, Verdict, read_curation
 from pipeline.data.provenance.document_search import records_with_id
 from pipeline.data.provenance.measured_again import Measured, Remeasurer
 from pipeline.data.provenance.run import Say
-from pipeline.data.provenance.source_location import Key, Origins
+from pipeline.data.provenance.source_location import Key, Origins, UnknownFile
 from pipeline.data.provenance.why_show import ClusterMember, Edits, FiredRule, FoundNgram, KeptDocument, Recheck, Why
 from pipeline.data.sources.records import Document
 
@@ -105,18 +105,20 @@ def find_document(origins: Origins, text: str, say: Say) -> Key:
     assert parts is not None, "it matches any text"
     try:
         return origins.find(parts["file"], None if parts["number"] is None else int(parts["number"]))
+    except UnknownFile:
+        pass
     except UserError as error:
-        if "is not one of the files" not in str(error):
-            raise UserError(str(error).replace("--row:", "--document:", 1)) from None
+        raise UserError(str(error).replace("--row:", "--document:", 1)) from None
     keys = origins.find_id(text, records_with_id(origins.folder, text), report=say)
     if len(keys) == 1:
         return keys[0]
     if keys:
         shown = ", ".join(f"{unit}:{row}" for unit, row in keys[:5])
         raise UserError(f"--document: {len(keys):,} documents have the id {text!r}: name one as UNIT:ROW, like {shown}")
+    numbers = "; numbers of a dataset's documents are for `pipeline data when`" if text.strip().isdecimal() else ""
     raise UserError(
         f"--document: {text!r} is not a file of the source, nor the id of one of its documents; name the document as "
-        "FILE:LINE, FILE: row N, UNIT:ROW (as the report shows it) or by its id"
+        f"FILE:LINE, FILE: row N, UNIT:ROW (as the report shows it) or by its id{numbers}"
     )
 
 

@@ -47,7 +47,7 @@ def others(runs: Sequence[RunFacts]) -> Iterator[Chart]:
             yield _consumption(each, several=len(runs) > 1)
     held_out = _evaluations(runs)
     if held_out.lines:
-        yield held_out
+        yield _at_one_step(held_out) or held_out
     yield from _scores(runs)
 
 
@@ -199,6 +199,28 @@ def _evaluations(runs: Sequence[RunFacts]) -> LineChart:
         table=Table(("of", "step", "loss", "perplexity", "bits per byte"), tuple(cells), 1),
         logarithmic=True,
         note=" ".join(notes),
+    )
+
+
+def _at_one_step(chart: LineChart) -> BarChart | None:
+    """A bar per line, if each has one point at the same step; as points they would cover each other."""
+    if len({step for line in chart.lines for step in line.curve.x.tolist()}) != 1:
+        return None
+    if any(len(line.curve.x) != 1 for line in chart.lines):
+        return None
+    step = int(chart.lines[0].curve.x[0])
+    losses = [float(line.curve.mean[0]) for line in chart.lines]
+    return BarChart(
+        title=chart.title,
+        description=f"Held-out loss of the checkpoint of step {step:,}, nats per token.",
+        x_label=f"nats per token at step {step:,}",
+        bars=tuple(
+            Bar(line.label, (BarPart(line.label, loss, line.look),), figure(loss))
+            for line, loss in zip(chart.lines, losses, strict=True)
+        ),
+        table=chart.table,
+        axis="steps",
+        note=chart.note,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.config.base import parse_count
+from pipeline.data.curate.stage import curate
 from pipeline.data.preprocess.stage import preprocess
 from tests.data import mixed
 from tests.data.runs import make_config, write_jsonl, write_text
@@ -240,6 +241,42 @@ def test_what_is_there(tmp_path, capsys, splits):
     assert "files changed: 1, the first is a.jsonl (" in refusal()
     (config.data_dir / "s" / "plan.json").write_text("{")
     assert "plan.json" in refusal()
+
+
+def test_sources_without_files_are_not_called_datasets(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"data\.sources\.0"):
+        dry_run(tmp_path, [lines_source(tmp_path)])
+    assert "nothing to do" not in capsys.readouterr().out
+
+
+def test_an_unknown_time_has_its_reason(tmp_path, capsys):
+    write_jsonl(tmp_path / "a.jsonl", 20)
+    dry_run(tmp_path, [lines_source(tmp_path)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the tokenizer is not trained yet, so 4 bytes per token are assumed, and the time is not known." in shown
+
+
+def test_the_tokens_are_those_that_the_curation_keeps(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    long, short = "the windows of music and letters that have been garden " * 20, "be the of. " * 6
+    texts = [f"{number} {long if number % 2 else short}" for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+
+    def tokens(mode):
+        rules = {"gopher_quality": {"min_words": 20}}
+        config = make_config(tmp_path, [lines_source(tmp_path)], curate={"mode": mode, "rules": rules})
+        curate(config)
+        capsys.readouterr()
+        preprocess(config, dry_run=True)
+        shown = capsys.readouterr().out
+        return parse_count(rows(shown)["s"][4].replace(",", "")), shown
+
+    everything, shown = tokens("observe")
+    assert "keeps" not in shown
+    kept, shown = tokens("apply")
+    share = sum(len(line) for line in texts[1::2]) / sum(map(len, texts))
+    assert f"s: the tokens are those of the documents that data.curate keeps, {100 * share:.1f} % of the text" in shown
+    assert kept == pytest.approx(share * everything, rel=0.01)
 
 
 def test_nothing_but_datasets_made_before(tmp_path, capsys):

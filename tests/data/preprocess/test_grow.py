@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.repair import verify_all
@@ -21,6 +22,8 @@ from pipeline.data.preprocess.status import read_state
 from pipeline.data.provenance.adopted_location import open_origins
 from tests.data.runs import make_config, write_jsonl
 from tests.data.stage import killed_at_rename, write_run_file
+
+RULES = {"gopher_quality": {"min_words": 2, "min_stop_words": None, "min_alpha_words": None}}
 
 
 def config_of(root: Path, **data: Any) -> Config:
@@ -166,6 +169,49 @@ def test_what_is_refused(tmp_path):
     more_files(tmp_path / "two")
     with pytest.raises(UserError, match="shuffle: global"):
         preprocess(shuffled, grow=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "hinted"),
+    [
+        ({}, True),
+        ({"curate": {"mode": "observe", "rules": RULES}}, True),
+        ({"curate": {"mode": "apply", "rules": RULES}}, False),
+        ({"preprocess": {"shuffle": "global"}}, False),
+    ],
+    ids=["plain", "observe", "apply", "global"],
+)
+def test_growing_is_offered_only_where_it_is_possible(tmp_path, keys, hinted):
+    first_files(tmp_path)
+    config = config_of(tmp_path, **keys)
+    if "curate" in keys:
+        curate(config)
+    preprocess(config)
+    more_files(tmp_path)
+    with pytest.raises(UserError) as refused:
+        preprocess(config)
+    assert ("--grow" in str(refused.value)) == hinted
+
+
+def test_a_held_out_source_grows_beside_a_curation(tmp_path):
+    first_files(tmp_path)
+    write_jsonl(tmp_path / "kept" / "a.jsonl", 20, 3)
+    exams = [{"name": "exams", "type": "jsonl", "paths": [str(tmp_path / "kept" / "*.jsonl")]}]
+    config = config_of(tmp_path, curate={"mode": "apply", "rules": RULES})
+    config = Config.model_validate(
+        {
+            **config.model_dump(),
+            "data": {**config.data.model_dump(), "heldout_sources": exams},
+            "heldout_sets": {"exams": {"sources": ["exams"]}},
+        }
+    )
+    curate(config)
+    preprocess(config)
+    write_jsonl(tmp_path / "kept" / "b.jsonl", 30, 4)
+    with pytest.raises(UserError, match="--grow"):
+        preprocess(config)
+    preprocess(config, grow=True)
+    assert sum(Dataset.open(path.parent).documents for path in config.data_dir.glob("exams/*/manifest.json")) == 50
 
 
 @pytest.mark.slow

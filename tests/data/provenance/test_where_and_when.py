@@ -370,6 +370,10 @@ def test_documents_by_id_and_row(root: Path, run: RunView, steps: list[Where]) -
         assert f", id {printable(about.id)}, " in next(_when(run, source, id=about.id).lines())
         (by_row,) = _when(run, source, row=str(about.origin), ids=True).documents
         assert by_row.about == about
+        # The names that `data why` takes.
+        unit, row = run.dataset(source).provenance(document)[:2]
+        for name in (str(document), str(about.origin), f"{unit}:{row}", *([] if about.id.isdecimal() else [about.id])):
+            assert document in [times.about.document for times in _when(run, source, document=name).documents]
     rejected = _when(run, "plain", row=f"{root}/corpus/a.jsonl:11")
     assert rejected.documents == []
     assert rejected.never.startswith("the record was rejected: text is not a string")
@@ -407,6 +411,8 @@ def test_questions_without_an_answer(run: RunView) -> None:
         _when(run, "text", id="x")
     with pytest.raises(UserError, match="--document: 1000: plain has documents 0 to 94 only"):
         _when(run, "plain", document=1000)
+    with pytest.raises(UserError, match="--document: no document of source 'plain' has the id 'nothing'"):
+        _when(run, "plain", document="nothing")
     with pytest.raises(UserError, match="e.parquet is not one of the files that .*plain was made from"):
         _when(run, "plain", row="e.parquet: row 3")
     with pytest.raises(UserError, match="exactly one of --doc ID, --document N and --row FILE"):

@@ -243,10 +243,26 @@ def test_changes_of_the_plan_are_marked_and_a_source_keeps_its_colour(tmp_path: 
     assert {bar.label: bar.parts[-1].look for bar in data.bars} == looks
 
 
+def test_losses_at_one_step_are_bars_which_do_not_cover_each_other(tmp_path: Path) -> None:
+    run = twenty(tmp_path / "run")
+    evaluation(run, 20, 2.0)
+    evaluation(run, 20, 2.001, "ema")
+    (chart,) = [chart for chart in others([gather(run)]) if chart.title == "Held-out loss"]
+    assert isinstance(chart, BarChart)
+    assert [(bar.label, bar.text, bar.parts[0].value) for bar in chart.bars] == [
+        ("heldout", "2", 2.0),
+        ("heldout (average of weights)", "2.001", 2.001),
+    ]
+    assert chart.x_label == "nats per token at step 20"
+    assert drawing.svg(chart, "k") and len(chart.table.rows) == 2
+    evaluation(run, 10, 2.5)
+    assert len(heldout(gather(run)).lines) == 2
+
+
 def test_more_lines_than_can_be_told_apart_are_said(tmp_path: Path) -> None:
     runs = [twenty(tmp_path / f"run-{number:02d}") for number in range(12)]
-    for run in runs:
-        evaluation(run, 20, 2.0)
+    for number, run in enumerate(runs):
+        evaluation(run, 9 + number, 2.0)
     facts = gather_all(runs)
     chart = heldout(*facts)
     assert len(chart.lines) == 8 and len(chart.table.rows) == 12

@@ -194,6 +194,17 @@ def test_json_has_its_names(run_file: Path, call: Callable[..., tuple[int, str, 
         assert rank["total"] == total
 
 
+def test_a_machine_without_gpus_is_told_what_the_figures_are_of(
+    run_file: Path, call: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = "this machine has no GPU: the figures are those of a machine with h100"
+    assert note not in call(run_file)[1]
+    monkeypatch.setattr("slurm.forecast.command.visible_gpus", lambda: 0)
+    assert note in call(run_file)[1]
+    for words in (("slurm.nodes=1",), ("--device", "h100")):
+        assert note not in call(run_file, *words)[1]
+
+
 def test_recorded_losses_have_a_size(run_file: Path, call: Callable[..., tuple[int, str, str]]) -> None:
     code, text, _ = call(run_file, "train.metrics.windows=true", "--json")
     found = json.loads(text)
@@ -218,7 +229,7 @@ def test_what_does_not_fit_ends_with_2(run_file: Path, call: Callable[..., tuple
     large = "model={layers: 48, dim: 8192, heads: 64}"
     code, text, _ = call(run_file, large, "train.batch_size=1")
     device, first, second = text.splitlines()[:3]
-    assert device == "device: h100 (default; --device NAME for another)"
+    assert device == "device: h100 (assumed; --device NAME for another)"
     assert code == 2 and first.startswith("does not fit, as estimated: a process needs ")
     assert second.startswith("change: more processes in parallel.dp_shard")
     assert first.endswith("in steps of 1 x 2,048 tokens (train)")

@@ -1,5 +1,5 @@
-"""The table of docs/slurm.md: what becomes of a run's lock, by the scheduler's answer, the last sign of life, and whose
-job holds it; and what a holder learns that was replaced."""
+"""The table of docs/shared-clusters.md: what becomes of a run's lock, by the scheduler's answer, the last sign of life,
+and whose job holds it; and what a holder learns that was replaced."""
 
 from __future__ import annotations
 

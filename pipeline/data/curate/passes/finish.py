@@ -30,6 +30,9 @@ class SourceCuration:
     documents: int = 0
     rejected: int = 0
     kept: int = 0
+    bytes: int = 0
+    """Of the text of all documents."""
+    kept_bytes: int = 0
     lines: int = 0
     """Removed lines of kept documents."""
     paragraphs: int = 0
@@ -94,12 +97,13 @@ def finish_source(passes: ScopePasses, number: int, mode: str, *, activate: bool
     if passes.contamination is not None:
         about["contamination"] = passes.contamination.counts.name  # `data why` tells common n-grams by it
     content = storage.json_bytes(about)
+    report: dict[str, Any] | None = None
     if put_changed(decisions / CURATION_FILE, content) or not all(
         (decisions / name).is_file() for name in (REPORT_JSON, REPORT_HTML)
     ):
         chunks = [job.chunk for job in jobs]
         contamination, excerpts = passes.contamination, passes.excerpts(number)
-        write_report(
+        report = write_report(
             decisions,
             about,
             (_statistics(decisions / name, xxh3) for name, xxh3 in statistics.items()),
@@ -109,6 +113,8 @@ def finish_source(passes: ScopePasses, number: int, mode: str, *, activate: bool
         )
     is_new = activate and put_changed(plan.folder / CURATION_FILE, content)
     counts: dict[str, Any] = {name: totals[name] for name in (*_TOTALS, "paragraphs")}
+    funnel = (report or storage.read_object(decisions / REPORT_JSON))["funnel"]
+    counts |= {name: funnel[name] for name in ("bytes", "kept_bytes")}
     return SourceCuration(plan.name, Curation(plan.folder, about), **counts, removed=about["removed"], is_new=is_new)
 
 

@@ -34,7 +34,7 @@ def compare(
     found = find_differences(first, second, 0)
     names = (first.decisions.name, second.decisions.name)
     show_differences(console, first, second, found, names if names[0] != names[1] else ("first", "second"))
-    show_examples(console, first, found.examples, read_texts)
+    show_examples(console, first, found, read_texts)
 
 
 def open_decisions(folder: Path) -> Curation:

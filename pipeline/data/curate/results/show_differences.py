@@ -50,8 +50,9 @@ def show_differences(
     )
 
 
-def show_examples(console: Console, curation: Curation, found: Sequence[Changed], read_texts: ReadTexts | None) -> None:
-    """Print documents that change, with their beginnings as far as they can be read."""
+def show_examples(console: Console, curation: Curation, differences: Differences, read_texts: ReadTexts | None) -> None:
+    """Print documents that change, with their beginnings as far as they can be read, and the number of the others."""
+    found: Sequence[Changed] = differences.examples
     texts: Mapping[Key, Excerpt] = {}
     if read_texts is not None:
         texts = read_texts(curation.folder, [(each.unit, each.row) for each in found])
@@ -60,6 +61,8 @@ def show_examples(console: Console, curation: Curation, found: Sequence[Changed]
         where = f"unit {each.unit} row {each.row}" if excerpt is None else excerpt.place
         begin = "" if excerpt is None else f": {' '.join(excerpt.text.split())[:_SHOWN]}"
         say(console, f"  {each.first} -> {each.second}  {where}{begin}")
+    if more := differences.changed - len(found):
+        say(console, f"  and {more:,} more; --list prints all of them")
 
 
 def list_changed(first: Curation, second: Curation) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from pipeline.common.console import Console, detail, is_verbose, print_table, say, warn
-from pipeline.common.format import counted, percent
+from pipeline.common.format import counted, percent, size
 from pipeline.data.curate.passes.finish import SourceCuration
 
 _MANY = 10**6
@@ -53,12 +53,13 @@ def print_summary(console: Console, sources: Sequence[SourceCuration], mode: str
 
 
 def _print_counts(console: Console, sources: Sequence[SourceCuration]) -> None:
-    table = Table("source", "records", "rejected", "documents", "kept", "share", title="curate")
+    table = Table("source", "records", "rejected", "documents", "kept", "share", "bytes kept", "share", title="curate")
     for column in table.columns[1:]:
         column.justify = "right"
     for each in sources:
         counts = [f"{count:,}" for count in (each.rows, each.rejected, each.documents, each.kept)]
-        table.add_row(each.name, *counts, percent(each.kept / max(each.documents, 1), 1))
+        share, share_of_bytes = each.kept / max(each.documents, 1), each.kept_bytes / max(each.bytes, 1)
+        table.add_row(each.name, *counts, percent(share, 1), size(each.kept_bytes), percent(share_of_bytes, 1))
     print_table(console, table)
     for each in sources:
         removed = sorted(((count, rule) for rule, count in each.removed.items() if count), reverse=True)

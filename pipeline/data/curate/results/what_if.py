@@ -52,4 +52,4 @@ def what_if(
             continue
         found = find_differences(first, second, curate_config(changed).seed)
         show_differences(console, first, second, found, ("active", "what if"))
-        show_examples(console, first, found.examples, read_texts)
+        show_examples(console, first, found, read_texts)

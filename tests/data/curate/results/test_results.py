@@ -2,6 +2,7 @@
 
 import importlib.resources
 import json
+import re
 import shutil
 from collections import Counter
 
@@ -11,6 +12,7 @@ import pytest
 from pipeline.cli.curate import _two
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
+from pipeline.common.format import percent, size
 from pipeline.config import Config
 from pipeline.data.curate.results.compare import compare
 from pipeline.data.curate.results.differences import KEPT, all_changed, find_differences
@@ -58,6 +60,28 @@ def test_what_if_leaves_the_active_decisions(config, corpus, capsys):
     assert {source: read_curation(config.data_dir / source / "curate").about for source in "abc"} == before
     folders = [path for path in (config.data_dir / "a" / "curate" / "decisions").iterdir() if path.is_dir()]
     assert len(folders) == 2
+
+
+def test_examples_are_followed_by_the_number_of_the_others(config, corpus, capsys, monkeypatch):
+    monkeypatch.setattr("pipeline.data.curate.results.differences.EXAMPLES", 3)
+    what_if(config, with_bounds(config, corpus, min_words=40), Console(), listed=False)
+    shown = capsys.readouterr().out
+    changed = sum(int(each) for each in re.findall(r"(\d+) documents? of \d+ \([^)]*\) change", shown))
+    examples = len(re.findall(r"^  \S+ -> \S+  ", shown, flags=re.MULTILINE))
+    more = sum(int(each) for each in re.findall(r"^  and (\d+) more; --list", shown, flags=re.MULTILINE))
+    assert examples + more == changed and more > 0
+
+
+def test_the_summary_has_the_bytes_that_are_kept(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    curate(curate_config(tmp_path, corpus))
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    found = {cells[1].strip(): [cell.strip() for cell in cells[-3:-1]] for cells in rows}
+    for source in "abc":
+        decisions = read_curation(tmp_path / "run/data" / source / "curate").decisions
+        funnel = json.loads((decisions / "report.json").read_text())["funnel"]
+        assert 0 < funnel["kept_bytes"] < funnel["bytes"]
+        assert found[source] == [size(funnel["kept_bytes"]), percent(funnel["kept_bytes"] / funnel["bytes"], 1)]
 
 
 def test_differences_against_plain_loops(config, corpus, capsys):
