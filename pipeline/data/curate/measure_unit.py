@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import xxhash
 
 from pipeline.common import links, storage
@@ -21,13 +18,10 @@ from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.files import IDS, NOBODY, measured_file
 from pipeline.data.curate.measurers import table_type
 from pipeline.data.datasets.files import receipt_path, rejected_path
-from pipeline.data.datasets.indexed import HashedFile
-from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Document, Position, Unit
 from pipeline.data.work.receipts import read_receipt
-from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, UnitDone
-from pipeline.data.work.unit_source import UnitSource, damage_stands, rejected_record
-from pipeline.data.work.units import CHUNK_RECORDS
+from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, OpenChunk, UnitDone
+from pipeline.data.work.unit_source import UnitSource, damage_stands
 from pipeline.data.work.worker_pool import Progress
 
 _BATCH_ROWS = 2**14
@@ -147,82 +141,82 @@ class _MeasuredUnit(ChunkedUnit):
         super().__init__(job.source, job.unit, progress)
         self._source = job.source
         self._context = context
-        self._cleaner = context.cleaner
-        self._measurers = context.measurers(job.unit.source)
-        self._type = table_type(self._measurers)
 
     def _is_valid(self, receipt: Any, start: Position) -> bool:
         return chunk_is_valid(self._source, self._unit, receipt, start)
 
-    def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
-        """Read on until the chunk is full or the unit ends, and commit."""
-        source, unit = self._source, self._unit
-        storage.make_below(source.folder, receipt_path(source.folder, unit.index, chunk).parent)
-        rejected: Counter[str] = Counter()
-        last = True
-        with ExitStack() as stack:
-            writer = stack.enter_context(
-                ChunkWriter(source.folder, lambda name: measured_file(source.folder, unit.index, chunk, name))
-            )
-            rejects = stack.enter_context(HashedFile(rejected_path(source.folder, unit.index, chunk)))
-            begun = reported = reader.bytes_read
-            limit = source.unit_bytes if unit.chunked else 2**63
-            rows, first = _Rows(), 0
-            for document in documents:
-                raw = document.text.encode()
-                document.reason = source.reason_against(document, raw)
-                if document.reason is not None:
-                    rejected[document.reason] += 1
-                    source.check_on_error(unit, document)
-                    rejects.write(orjson.dumps(rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
-                    rows.add_record(document, BAD_RECORD)
-                else:
-                    self._add(rows, document, raw)
-                if rows.is_full:
-                    first = self._measure(rows, first, writer)
-                    rows = _Rows()
-                    self._advance(reader.bytes_read - reported)
-                    reported = reader.bytes_read
-                if reader.input_bytes >= limit or reader.records >= CHUNK_RECORDS:
-                    last = False
-                    break
-            # Also without rows: the files of a chunk are there, be they empty.
-            self._measure(rows, first, writer)
-            files = writer.finish()
-            self._advance(reader.bytes_read - reported)
-            receipt = self._receipt(chunk, start, reader, reader.bytes_read - begun, rejected, last=last) | {
-                "engine": self._context.engine_name,
-                "checked": 0,
-                "splits": {},
-                "files": {name: file.listing() for name, file in files.items()},
-                "counts": writer.counts,
-            }
-            self._refuse_other_result(receipt)
-            for file in files.values():
-                file.commit()
-            if rejects.size:
-                rejects.commit()
-            storage.put_json(receipt_path(source.folder, unit.index, chunk), receipt)
-        if last:
-            self._remove_behind(chunk)
-        return receipt
+    def _open(self, chunk: int) -> _MeasuredChunk:
+        return _MeasuredChunk(self._source, self._unit, chunk, self._context)
 
-    def _add(self, rows: _Rows, document: Document, raw: bytes) -> None:
+    def _put_receipt(self, path: Path, receipt: dict[str, Any]) -> None:
+        storage.put_json(path, receipt)
+
+    def _remove_files(self, chunk: int) -> None:
+        measured = measured_file(self._source.folder, self._unit.index, chunk, "")
+        for file in measured.parent.glob(f"{measured.name}*"):
+            links.remove(file, missing_ok=True)
+
+
+class _MeasuredChunk(OpenChunk):
+    """Documents of a chunk on their way to its measures, many at a time."""
+
+    def __init__(self, source: UnitSource, unit: Unit, chunk: int, context: MeasureContext) -> None:
+        self._folder = source.folder
+        self._unit = unit
+        self._context = context
+        self._cleaner = context.cleaner
+        self._measurers = context.measurers(unit.source)
+        self._type = table_type(self._measurers)
+        self._writer = ChunkWriter(source.folder, lambda name: measured_file(source.folder, unit.index, chunk, name))
+        self._rows = _Rows()
+        self._first = 0
+        """Row in the chunk of the first of these rows."""
+
+    def __exit__(self, *error: Any) -> None:
+        self._writer.__exit__(*error)
+
+    def take(self, document: Document, raw: bytes) -> bool:
+        if document.reason is not None:
+            self._rows.add_record(document, BAD_RECORD)
+        else:
+            self._add(document, raw)
+        if not self._rows.is_full:
+            return False
+        self._measure()
+        return True
+
+    def _add(self, document: Document, raw: bytes) -> None:
         if self._cleaner.changes_nothing:
-            rows.add(document, document.text, raw, edited=False)
+            self._rows.add(document, document.text, raw, edited=False)
             return
         text = self._cleaner.clean(document.text)
         if not text:
-            rows.add_record(document, EMPTY_DOCUMENT)
+            self._rows.add_record(document, EMPTY_DOCUMENT)
             return
         edited = text != document.text
-        rows.add(document, text, text.encode() if edited else raw, edited)
+        self._rows.add(document, text, text.encode() if edited else raw, edited)
 
-    def _measure(self, rows: _Rows, first: int, writer: ChunkWriter) -> int:
-        """Measure rows; returns the row behind them."""
+    def flush(self) -> None:
+        self._measure()  # also without rows: the files of a chunk are there, be they empty
+        self._files = self._writer.finish()
+
+    def commit(self, receipt: dict[str, Any]) -> None:
+        receipt |= {
+            "engine": self._context.engine_name,
+            "checked": 0,
+            "splits": {},
+            "files": {name: file.listing() for name, file in self._files.items()},
+            "counts": self._writer.counts,
+        }
+        self._refuse_other_result(receipt)
+        for file in self._files.values():
+            file.commit()
+
+    def _measure(self) -> None:
+        rows, writer = self._rows, self._writer
         places = np.array(rows.places, np.int64)
         writer.begin(places, len(rows.states))
-        batch = rows.batch(first)
+        batch = rows.batch(self._first)
         table: npt.NDArray[Any] = np.zeros(len(places), self._type)
         table["edited"] = rows.edited
         table["bytes"] = np.minimum(np.diff(batch.starts), 2**32 - 1)
@@ -233,12 +227,13 @@ class _MeasuredUnit(ChunkedUnit):
         block["state"] = rows.states
         writer.table(block)
         writer.append(IDS, np.array(rows.ids, np.uint64))
-        return first + len(rows.states)
+        self._first += len(rows.states)
+        self._rows = _Rows()
 
     def _refuse_other_result(self, receipt: dict[str, Any]) -> None:
         """Two results of one chunk are equal, or something is broken: then the one with a receipt stays."""
         unit, chunk = receipt["unit"], receipt["link"]
-        other = read_receipt(self._source.folder, unit, chunk)
+        other = read_receipt(self._folder, unit, chunk)
         if other is None or self._context.may_differ:
             return
         same = all(other[key] == receipt[key] for key in ("config_hash", "start", "dropped"))
@@ -246,20 +241,9 @@ class _MeasuredUnit(ChunkedUnit):
         before = other.get("files", {})
         files = {name: about for name, about in receipt["files"].items() if name != IDS or name in before}
         if same and before != files:
-            path = receipt_path(self._source.folder, unit, chunk)
+            path = receipt_path(self._folder, unit, chunk)
             raise UserError(
                 f"{self._unit} gave other measures than when {path} was written ({other['engine']} then, "
                 f"{self._context.engine_name} now), from the same input; a machine may be broken. Remove {path} and "
                 "run the same command again"
             )
-
-    def _remove_behind(self, last: int) -> None:
-        """Remove chunks of a time when the unit had more: before a damaged file of it was dropped."""
-        folder, unit, chunk = self._source.folder, self._unit.index, last + 1
-        while (path := receipt_path(folder, unit, chunk)).exists():
-            measured = measured_file(folder, unit, chunk, "")
-            for file in measured.parent.glob(f"{measured.name}*"):
-                links.remove(file, missing_ok=True)
-            links.remove(rejected_path(folder, unit, chunk), missing_ok=True)
-            links.remove(path)
-            chunk += 1

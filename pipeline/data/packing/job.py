@@ -105,7 +105,7 @@ class PackJob(ReceiptJob):
 
         Args:
             shared: documents that a worker will pack, about.
-            progress: as in `Job.run`.
+            progress: as in `StageJob.run`.
 
         Raises:
             UserError: a part of the dataset is missing or damaged, or a document too long.

@@ -24,7 +24,7 @@ from pipeline.data.preprocess.run_tokenizer import tokenizer_folder
 from pipeline.data.preprocess.run_units import TokenizeRun
 from pipeline.data.preprocess.shuffle_pass import ShufflePass
 from pipeline.data.preprocess.source_plan import SourcePlan, source_job
-from pipeline.data.preprocess.source_state import SourceState
+from pipeline.data.preprocess.source_work import SourceWork
 from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, read_rejected_engines
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.job_run import failure
@@ -104,7 +104,7 @@ class _Stage:
         self._rounds = Rounds()
         self._made = 0
         """Units that this run made, wholly or in part."""
-        self._states: dict[str, SourceState] = {}
+        self._states: dict[str, SourceWork] = {}
         """By source, of the last round."""
 
     def run(self, started: float) -> PreprocessReport:
@@ -166,9 +166,9 @@ class _Stage:
     def _missing(self) -> list[UnitJob]:
         return [job for plan in self._plans for job in self._look(plan)]
 
-    def _state(self, plan: SourcePlan) -> SourceState:
+    def _state(self, plan: SourcePlan) -> SourceWork:
         job = self._jobs[plan.found.source.name]
-        return SourceState(plan, job, self._shuffle_pass, self._rejected_engines(), self._config)
+        return SourceWork(plan, job, self._shuffle_pass, self._rejected_engines(), self._config)
 
     def _look(self, plan: SourcePlan) -> list[UnitJob]:
         """The missing units; manifests are removed if parts will be made again."""

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 
 from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import key, put_sealed
 from pipeline.data.curate.results.apply import AppliedCuration, UnitCuration
-from pipeline.data.datasets.files import MANIFEST_FILE, receipt_path, rejected_path
+from pipeline.data.datasets.files import MANIFEST_FILE, receipt_path
 from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix
 from pipeline.data.preprocess.part_writer import PartWriter
 from pipeline.data.preprocess.splits import Splits, split_hash
@@ -30,9 +29,9 @@ from pipeline.data.tokenization.coverage import CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.receipts import files_are_there, read_receipt
-from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, UnitDone
-from pipeline.data.work.unit_source import UnitSource, damage_stands, rejected_record
-from pipeline.data.work.units import CHUNK_RECORDS, identity, order_key
+from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, OpenChunk, UnitDone
+from pipeline.data.work.unit_source import UnitSource, damage_stands
+from pipeline.data.work.units import identity, order_key
 from pipeline.data.work.worker_pool import Progress
 
 CONDEMNED_FILE = "condemned.json"
@@ -214,110 +213,111 @@ class _TokenizedUnit(ChunkedUnit):
                 "before a file was changed; run this command again when that one has ended"
             )
 
-    def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
-        """Read on until the chunk is full or the unit ends, and commit."""
-        source, unit, context = self._source, self._unit, self._context
-        storage.make_below(source.folder, receipt_path(source.folder, unit.index, chunk).parent)
+    def _open(self, chunk: int) -> _TokenizedChunk:
         if self._job.engine == "tokenizers":
-            context.words.look_at(unit, replace(source.reader, verify=False))
-        rejected: Counter[str] = Counter()
-        curated: Counter[str] = Counter()
-        edited_bytes = 0
-        curation = source.open_curation(unit)
-        last = True
+            self._context.words.look_at(self._unit, replace(self._source.reader, verify=False))
+        return _TokenizedChunk(self._job, chunk, self._context)
+
+    def _put_receipt(self, path: Path, receipt: dict[str, Any]) -> None:
+        put_sealed(path, receipt)
+
+    def _remove_files(self, chunk: int) -> None:
+        for name in self._source.splits.names:
+            for file in named_files(_part_prefix(self._source, name, self._unit.index, chunk)).values():
+                links.remove(file, missing_ok=True)
+
+
+def _part_prefix(source: SourceJob, split: str, unit: int, chunk: int) -> Path:
+    return part_prefix(source.folder / split / source.below, unit, chunk)
+
+
+class _TokenizedChunk(OpenChunk):
+    """Documents of a chunk on their way to the parts of the splits, encoded many at a time."""
+
+    def __init__(self, job: UnitJob, chunk: int, context: WorkerContext) -> None:
+        source, unit, tokenizer = job.source, job.unit, context.tokenizer
+        self._source = source
+        self._unit = unit
+        self._chunk = chunk
+        self._condemned = context.condemned
+        self._tokenizer = tokenizer
+        self._engine = context.engine(job.engine)
+        self._is_reference = job.engine == "tokenizers"
+        self._itemsize = tokenizer.dtype.itemsize
+        self._curation = source.open_curation(unit)
+        self._curated: Counter[str] = Counter()
+        self._edited_bytes = 0
+        sample = key(source.seed, "check", identity(unit), chunk)
+        self._check = Check(tokenizer, sample, context.verify_rate, self._engine.name)
+        self._coverage = [CoverageCounter(tokenizer) for _ in source.splits.names]
+        self._batch: list[tuple[Document, int]] = []
+        # Documents and the numbers of their splits.
+        self._raw: list[bytes] = []
+        self._bytes = 0
         with ExitStack() as stack:
-            writers = [
+            self._writers = [
                 stack.enter_context(
                     PartWriter(
                         source.folder,
-                        part_prefix(source.folder / name / source.below, unit.index, chunk),
+                        _part_prefix(source, name, unit.index, chunk),
                         unit.index,
-                        context.tokenizer.dtype,
-                        context.tokenizer.end_of_document,
+                        tokenizer.dtype,
+                        tokenizer.end_of_document,
                         bool(source.reader.metadata),
                         source.reader.weight_key is not None,
                     )
                 )
                 for name in source.splits.names
             ]
-            rejects = stack.enter_context(HashedFile(rejected_path(source.folder, unit.index, chunk)))
-            sample = key(source.seed, "check", identity(unit), chunk)
-            check = Check(context.tokenizer, sample, context.verify_rate, self._engine.name)
-            batches = _Batches(source, writers, context.tokenizer, self._engine, check, self._job.engine)
-            begun = reported = reader.bytes_read
-            limit = source.unit_bytes if unit.chunked else 2**63
-            for document in documents:
-                raw = document.text.encode()
-                document.reason = source.reason_against(document, raw)
-                if document.reason is not None:
-                    rejected[document.reason] += 1
-                    source.check_on_error(unit, document)
-                    rejects.write(orjson.dumps(rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
-                elif curation is not None and (rule := curation.apply(document)) is not None:
-                    curated[rule] += 1
-                else:
-                    text = document.text.encode() if document.edited else raw
-                    edited_bytes += len(raw) - len(text)
-                    if batches.add(document, text):
-                        self._advance(reader.bytes_read - reported)
-                        reported = reader.bytes_read
-                if reader.input_bytes >= limit or reader.records >= CHUNK_RECORDS:
-                    last = False
-                    break
-            batches.flush()
-            checked = check.finish()
-            self._advance(reader.bytes_read - reported)
-            self._refuse_condemned()
-            earlier = self._earlier_receipt(chunk, reader.input_hash)
-            receipt = self._receipt(chunk, start, reader, reader.bytes_read - begun, rejected, last=last)
-            if curation is not None:
-                curation.check_chunk(unit, receipt)
-                receipt["curated"] = dict(curated)
-                if edited_bytes:
-                    receipt["edited_bytes"] = edited_bytes
-            receipt |= {
-                "engine": self._engine.name,
-                "checked": checked,
-                "splits": {
-                    name: writer.commit(
-                        order_key(source.seed, unit), partial(self._refuse_other_result, chunk, earlier, name)
-                    )
-                    | coverage.as_json()
-                    for name, writer, coverage in zip(source.splits.names, writers, batches.coverage, strict=True)
-                },
-            }
-            if rejects.size:
-                rejects.commit()
-            put_sealed(receipt_path(source.folder, unit.index, chunk), receipt)
-        if last:
-            self._remove_behind(chunk)
-        return receipt
+            self._stack = stack.pop_all()
 
-    def _remove_behind(self, last: int) -> None:
-        """Remove chunks of a time when the unit had more: before a damaged file of it was dropped."""
-        chunk = last + 1
-        while (path := receipt_path(self._source.folder, self._unit.index, chunk)).exists():
-            for name in self._source.splits.names:
-                prefix = part_prefix(self._source.folder / name / self._source.below, self._unit.index, chunk)
-                for file in named_files(prefix).values():
-                    links.remove(file, missing_ok=True)
-            links.remove(rejected_path(self._source.folder, self._unit.index, chunk), missing_ok=True)
-            links.remove(path)
-            chunk += 1
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def take(self, document: Document, raw: bytes) -> bool:
+        if document.reason is not None:
+            return False
+        if self._curation is not None and (rule := self._curation.apply(document)) is not None:
+            self._curated[rule] += 1
+            return False
+        if document.edited:
+            size, raw = len(raw), document.text.encode()
+            self._edited_bytes += size - len(raw)
+        return self._add(document, raw)
+
+    def commit(self, receipt: dict[str, Any]) -> None:
+        checked = self._check.finish()
+        self._refuse_condemned()
+        source, unit = self._source, self._unit
+        earlier = self._earlier_receipt(receipt["input"]["hash"])
+        if self._curation is not None:
+            self._curation.check_chunk(unit, receipt)
+            receipt["curated"] = dict(self._curated)
+            if self._edited_bytes:
+                receipt["edited_bytes"] = self._edited_bytes
+        receipt |= {
+            "engine": self._engine.name,
+            "checked": checked,
+            "splits": {
+                name: writer.commit(order_key(source.seed, unit), partial(self._refuse_other_result, earlier, name))
+                | coverage.as_json()
+                for name, writer, coverage in zip(source.splits.names, self._writers, self._coverage, strict=True)
+            },
+        }
 
     def _refuse_condemned(self) -> None:
-        if self._engine.name in read_rejected_engines(self._context.condemned):
+        if self._engine.name in read_rejected_engines(self._condemned):
             raise EngineRejected(self._engine.name)
 
-    def _earlier_receipt(self, chunk: int, input_hash: str) -> Any:
+    def _earlier_receipt(self, input_hash: str) -> Any:
         """The receipt of the same chunk and input: some of its files are gone, or another process was faster."""
-        other = read_receipt(self._source.folder, self._unit.index, chunk)
-        if other is None or other["engine"] in read_rejected_engines(self._context.condemned):
+        other = read_receipt(self._source.folder, self._unit.index, self._chunk)
+        if other is None or other["engine"] in read_rejected_engines(self._condemned):
             return None
         same = (other["config_hash"], other["input"]["hash"]) == (self._source.hash_of(self._unit.index), input_hash)
         return other if same else None
 
-    def _refuse_other_result(self, chunk: int, earlier: Any, split: str, files: dict[str, HashedFile]) -> None:
+    def _refuse_other_result(self, earlier: Any, split: str, files: dict[str, HashedFile]) -> None:
         """Two results of one chunk are equal, or something is broken: then the one with a receipt stays."""
         if earlier is None:
             return
@@ -326,46 +326,16 @@ class _TokenizedUnit(ChunkedUnit):
             self._refuse_condemned()  # that says why, if it was just now
             raise UserError(
                 f"{self._unit} gave other tokens than when "
-                f"{receipt_path(self._source.folder, self._unit.index, chunk)} was written "
+                f"{receipt_path(self._source.folder, self._unit.index, self._chunk)} was written "
                 f"({earlier['engine']} then, {self._engine.name} now); remove {self._source.folder} to make it "
                 "again with one"
             )
 
-
-class _Batches:
-    """Documents of a chunk on their way to the writers, encoded many at a time.
-
-    Attributes:
-        coverage: of the documents of each writer.
-    """
-
-    def __init__(
-        self,
-        source: SourceJob,
-        writers: list[PartWriter],
-        tokenizer: Tokenizer,
-        engine: Engine,
-        check: Check,
-        which: EngineName,
-    ) -> None:
-        self._source = source
-        self._writers = writers
-        self._tokenizer = tokenizer
-        self._engine = engine
-        self._check = check
-        self._is_reference = which == "tokenizers"
-        self._itemsize = tokenizer.dtype.itemsize
-        self.coverage = [CoverageCounter(tokenizer) for _ in writers]
-        self._batch: list[tuple[Document, int]] = []
-        # Documents and the numbers of their splits.
-        self._raw: list[bytes] = []
-        self._bytes = 0
-
-    def add(self, document: Document, raw: bytes) -> bool:
-        """Take a document; returns whether this encoded what had gathered."""
+    def _add(self, document: Document, raw: bytes) -> bool:
+        """Put a document into its split; returns whether this encoded what had gathered."""
         size = len(raw)
         split = self._source.splits.of(raw, document.id)
-        self.coverage[split].offer(document.id, document.text)
+        self._coverage[split].offer(document.id, document.text)
         if size > self._source.max_document_bytes:
             self.flush()
             self._writers[split].add_long(document, size, self._encode_long(document, split, raw))
@@ -380,13 +350,12 @@ class _Batches:
         return True
 
     def flush(self) -> None:
-        """Encode what has gathered."""
         if not self._batch:
             return
         documents = [document for document, _ in self._batch]
         encoded = self._encode(documents, [document.text for document in documents], self._raw)
         for number, count in unknown_counts(*encoded, self._tokenizer.unknown).items():
-            self.coverage[self._batch[number][1]].unknown_tokens += count
+            self._coverage[self._batch[number][1]].unknown_tokens += count
         view = memoryview(encoded.ids.data).cast("B")
         ends = (np.cumsum(encoded.lengths) * self._itemsize).tolist()
         start = 0
@@ -402,7 +371,7 @@ class _Batches:
     def _encode_long(self, document: Document, split: int, raw: bytes) -> Iterator[memoryview]:
         for text in cut_text(raw, self._source.max_document_bytes):
             encoded = self._encode([document], [text])
-            self.coverage[split].unknown_tokens += sum(unknown_counts(*encoded, self._tokenizer.unknown).values())
+            self._coverage[split].unknown_tokens += sum(unknown_counts(*encoded, self._tokenizer.unknown).values())
             yield memoryview(encoded.ids.data).cast("B")
 
     def _encode(self, documents: list[Document], texts: list[str], raw: list[bytes] | None = None) -> Encoded:

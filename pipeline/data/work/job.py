@@ -18,19 +18,19 @@ from pipeline.data.work.worker_pool import Progress
 Receipt = dict[str, Any]
 
 
-class Result(Protocol):
-    """Result of a job."""
+class JobResult(Protocol):
+    """JobResult of a job."""
 
     @property
     def made(self) -> int:
         """Receipts that were written; 0 if another command was faster."""
 
 
-R_co = TypeVar("R_co", bound=Result, covariant=True)
-R = TypeVar("R", bound=Result)
+R_co = TypeVar("R_co", bound=JobResult, covariant=True)
+R = TypeVar("R", bound=JobResult)
 
 
-class Job(Protocol[R_co]):
+class StageJob(Protocol[R_co]):
     """A piece of work that one process does at a time. Instances are small, and pickled."""
 
     @property
@@ -64,14 +64,14 @@ class Busy:
     holder: str
 
 
-def run_leased(job: Job[R], shared: Any, watch: LeaseWatch, progress: Progress) -> R | Busy:
+def run_leased(job: StageJob[R], shared: Any, watch: LeaseWatch, progress: Progress) -> R | Busy:
     """Run a job while its lease is held; or tell who holds it.
 
     Args:
         job: to run.
-        shared: as `Job.run` takes it.
+        shared: as `StageJob.run` takes it.
         watch: of this process.
-        progress: as `Job.run` takes it.
+        progress: as `StageJob.run` takes it.
     """
     try:
         lease = take(job.folder, job.name, watch)
@@ -87,7 +87,7 @@ def run_leased(job: Job[R], shared: Any, watch: LeaseWatch, progress: Progress) 
         return job.run(shared, lease.counting(progress))
 
 
-def make_worker(shared: Any) -> Callable[[Job[R], Progress], R | Busy]:
+def make_worker(shared: Any) -> Callable[[StageJob[R], Progress], R | Busy]:
     """In a worker process: returns the function that runs jobs."""
     watch = LeaseWatch()
     return lambda job, progress: run_leased(job, shared, watch, progress)
@@ -108,10 +108,10 @@ class ReceiptJob(ABC):
     Its result is a function of what `inputs` is a hash of, never of workers, machines or the order of jobs.
 
     Attributes:
-        folder: as `Job.folder`; names of files are relative to it.
-        name: as `Job.name`.
+        folder: as `StageJob.folder`; names of files are relative to it.
+        name: as `StageJob.name`.
         inputs: hash (`value_hash`) of the settings, and of the hashes of all files that it reads.
-        bytes: as `Job.bytes`.
+        bytes: as `StageJob.bytes`.
     """
 
     folder: Path

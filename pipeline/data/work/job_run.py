@@ -16,12 +16,12 @@ from pipeline.common import storage
 from pipeline.common.console import say, verbatim
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
-from pipeline.data.work.job import Busy, Job, R, make_worker
+from pipeline.data.work.job import Busy, R, StageJob, make_worker
 from pipeline.data.work.leases import PATIENCE_S
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.worker_pool import Advanced, Done, Lost, Silent, Workers, can_fork
 
-J = TypeVar("J", bound=Job[Any])
+J = TypeVar("J", bound=StageJob[Any])
 
 FAILURES_FILE = "failures.jsonl"
 """In a source's folder: one line for every time that a job failed."""
@@ -79,7 +79,7 @@ class JobRun(Generic[J, R]):
 
     Args:
         console: where progress goes.
-        shared: as `Job.run` takes it; workers that are not forked get a pickled copy.
+        shared: as `StageJob.run` takes it; workers that are not forked get a pickled copy.
         workers: processes at most.
         verb: participle of what is done, for messages: `shuffling`.
         noun: of a job, for messages.

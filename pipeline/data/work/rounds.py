@@ -13,7 +13,7 @@ from rich.console import Console
 from pipeline.common import links
 from pipeline.common.console import warn
 from pipeline.common.errors import MachineError
-from pipeline.data.work.job import Job
+from pipeline.data.work.job import StageJob
 from pipeline.data.work.sorted_runs import DamagedResult
 
 _TIMES = 10
@@ -25,7 +25,7 @@ class Rounds:
     def __init__(self) -> None:
         self._made: Counter[tuple[Path, int | str]] = Counter()
 
-    def count(self, what: str, jobs: Sequence[Job[Any]]) -> None:
+    def count(self, what: str, jobs: Sequence[StageJob[Any]]) -> None:
         """Count jobs that were missing, and are complete after a round.
 
         Args:

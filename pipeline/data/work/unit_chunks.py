@@ -9,19 +9,23 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
+import orjson
+
+from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import put_sealed
-from pipeline.data.datasets.files import receipt_path
+from pipeline.data.datasets.files import receipt_path, rejected_path
+from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.sources.compression import LARGE_WINDOW
 from pipeline.data.sources.damage import DamagedFile, damage_in
 from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import START, Document, Position, Unit
 from pipeline.data.tokenization.coverage import Coverage, coverage_of, covered
 from pipeline.data.work.receipts import Receipts, read_receipt
-from pipeline.data.work.unit_source import UnitSource
-from pipeline.data.work.units import input_stat
+from pipeline.data.work.unit_source import UnitSource, rejected_record
+from pipeline.data.work.units import CHUNK_RECORDS, input_stat
 from pipeline.data.work.worker_pool import Progress
 
 
@@ -102,6 +106,40 @@ class ChunksJob(ABC, Generic[S]):
         return False
 
 
+class OpenChunk(ABC):
+    """A chunk that is being made: takes its documents, then commits its files. A context manager, for a failure."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+    @abstractmethod
+    def take(self, document: Document, raw: bytes) -> bool:
+        """Take the next document, or a record that is rejected, for its `reason`.
+
+        Args:
+            document: the next one.
+            raw: its text in UTF-8.
+
+        Returns:
+            Whether what had gathered was worked off, so that progress can be shown.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Work off what has gathered; no document follows."""
+
+    @abstractmethod
+    def commit(self, receipt: dict[str, Any]) -> None:
+        """Commit the files, and add to the receipt what it is to say of them.
+
+        Raises:
+            UserError: there is a receipt of the same chunk and input with other files.
+        """
+
+
 class ChunkedUnit(ABC):
     """Goes through the chunks of one unit, and makes those that have no receipt.
 
@@ -127,8 +165,16 @@ class ChunkedUnit(ABC):
         """Tell whether a receipt is of this config, begins where the chunk begins, and its files are there."""
 
     @abstractmethod
-    def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
-        """Read on until the chunk is full or the unit ends, and commit."""
+    def _open(self, chunk: int) -> OpenChunk:
+        """Begin the files of a chunk."""
+
+    @abstractmethod
+    def _put_receipt(self, path: Path, receipt: dict[str, Any]) -> None:
+        """Write the receipt of a chunk whose files are committed."""
+
+    @abstractmethod
+    def _remove_files(self, chunk: int) -> None:
+        """Remove the files of a chunk, if there are any."""
 
     def _refuse(self, receipt: Any) -> None:
         """Raise an error if a chunk must not be made in place of what its receipt names."""
@@ -172,6 +218,49 @@ class ChunkedUnit(ABC):
                 return UnitDone(made, records, dict(rejected), damaged, coverage)
             position, chunk = tuple(receipt["next"]), chunk + 1
 
+    def _make(self, chunk: int, start: Position, reader: UnitReader, documents: Iterator[Document]) -> dict[str, Any]:
+        """Read on until the chunk is full or the unit ends, and commit."""
+        source, unit = self._unit_source, self._unit
+        path = receipt_path(source.folder, unit.index, chunk)
+        storage.make_below(source.folder, path.parent)
+        rejected: Counter[str] = Counter()
+        last = True
+        begun = reported = reader.bytes_read
+        limit = source.unit_bytes if unit.chunked else 2**63
+        with HashedFile(rejected_path(source.folder, unit.index, chunk)) as rejects, self._open(chunk) as output:
+            for document in documents:
+                raw = document.text.encode()
+                document.reason = source.reason_against(document, raw)
+                if document.reason is not None:
+                    rejected[document.reason] += 1
+                    source.check_on_error(unit, document)
+                    rejects.write(orjson.dumps(rejected_record(document), option=orjson.OPT_APPEND_NEWLINE))
+                if output.take(document, raw):
+                    self._advance(reader.bytes_read - reported)
+                    reported = reader.bytes_read
+                if reader.input_bytes >= limit or reader.records >= CHUNK_RECORDS:
+                    last = False
+                    break
+            output.flush()
+            self._advance(reader.bytes_read - reported)
+            receipt = self._receipt(chunk, start, reader, reader.bytes_read - begun, rejected, last=last)
+            output.commit(receipt)
+            if rejects.size:
+                rejects.commit()
+            self._put_receipt(path, receipt)
+        if last:
+            self._remove_later_chunks(chunk)
+        return receipt
+
+    def _remove_later_chunks(self, last: int) -> None:
+        """Remove chunks of a time when the unit had more: before a damaged file of it was dropped."""
+        folder, unit, chunk = self._unit_source.folder, self._unit.index, last + 1
+        while (path := receipt_path(folder, unit, chunk)).exists():
+            self._remove_files(chunk)
+            links.remove(rejected_path(folder, unit, chunk), missing_ok=True)
+            links.remove(path)
+            chunk += 1
+
     def _documents(self, reader: UnitReader) -> Iterator[Document]:
         """Those of a reader. What it refuses is changed in the files or keys of the source, which the plan is of."""
         try:
@@ -184,7 +273,7 @@ class ChunkedUnit(ABC):
     def _receipt(
         self, chunk: int, start: Position, reader: UnitReader, read: int, rejected: Counter[str], *, last: bool
     ) -> dict[str, Any]:
-        """A receipt without `engine`, `checked` and `splits`.
+        """A receipt without what `OpenChunk.commit` adds: `engine`, `checked`, `splits`.
 
         Args:
             chunk: its number.

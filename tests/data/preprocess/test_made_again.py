@@ -12,7 +12,6 @@ from rich.console import Console
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import put_sealed
 from pipeline.data.datasets.open import open_datasets
-from pipeline.data.preprocess import tokenize_unit as unit_module
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.run_units import TokenizeRun
 from pipeline.data.preprocess.shuffle_pass import ShufflePass
@@ -20,6 +19,7 @@ from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext
+from pipeline.data.work import unit_chunks
 from pipeline.data.work.freezing import freeze_alone
 from pipeline.data.work.receipts import read_receipts
 from pipeline.data.work.units import find_source_files
@@ -195,7 +195,7 @@ def test_a_link_ends_after_so_many_records(tmp_path, corpus, monkeypatch):
     config = config_of(tmp_path, corpus, unit_bytes=2**30)
     preprocess(config)
     (whole,) = [list(read_receipts(config.data_dir / "s", 0))]
-    monkeypatch.setattr(unit_module, "CHUNK_RECORDS", 25)
+    monkeypatch.setattr(unit_chunks, "CHUNK_RECORDS", 25)
     plan = make_plan(find_source_files(config)[0], run_tokenizer(config), config, make_splits(config.data))
     folder = tmp_path / "links"
     job = source_job(plan, config.model_copy(update={"data": config.data.model_copy(update={"dir": folder})}), "")

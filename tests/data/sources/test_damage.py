@@ -17,9 +17,9 @@ import zstandard
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.data.datasets.open import open_datasets
-from pipeline.data.preprocess import source_state
+from pipeline.data.preprocess import source_work
 from pipeline.data.preprocess.source_settings import check_settings
-from pipeline.data.preprocess.source_state import SourceState
+from pipeline.data.preprocess.source_work import SourceWork
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.status import print_status
 from pipeline.data.preprocess.tokenize_unit import UnitJob
@@ -417,8 +417,8 @@ def test_a_command_that_looked_before_another_one_dropped_leaves_its_parts(tmp_p
     assert preprocess(config).documents == 240
     before = datasets(config)
     # As this command saw it, before there was a receipt.
-    monkeypatch.setattr(source_state, "without_damaged", lambda job, *_: job)
-    monkeypatch.setattr(SourceState, "is_outdated", False)
+    monkeypatch.setattr(source_work, "without_damaged", lambda job, *_: job)
+    monkeypatch.setattr(SourceWork, "is_outdated", False)
     monkeypatch.setattr(UnitJob, "is_done", lambda *_: False)
     preprocess(config, units=True)
     assert datasets(config) == before

@@ -1,4 +1,4 @@
-"""State of a source: what a look at its folder shows of units, damage, shuffle, datasets and packs."""
+"""Work on a source: what a look at its folder shows of units, damage, shuffle, datasets and packs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.unit_source import damage_stands, without_damaged
 
 
-class SourceState:
-    """State of a source at one time. Receipts are read once; nothing is written.
+class SourceWork:
+    """Work on a source that is done and missing at one time. Receipts are read once; nothing is written.
 
     Attributes:
         plan: of the source.
