@@ -195,7 +195,7 @@ WRITE_NOTHING = (
     "pipeline.config.reference",
     "pipeline.data.curate.duplicates.choose",  # hashes of settings, as the next three
     "pipeline.data.curate.duplicates.compared",
-    "pipeline.data.curate.passes.of_scope",
+    "pipeline.data.curate.passes.scope_passes",
     "pipeline.data.curate.results.apply",
     "pipeline.data.loading.batch",
     "pipeline.config.parsing.code_keys",

@@ -14,9 +14,9 @@ from pipeline.data.curate.decontamination.index import INDEX_FILE, open_index
 from pipeline.data.curate.decontamination.items import all_items
 from pipeline.data.curate.files import curate_folder
 from pipeline.data.curate.measurers import items_folder, measure_settings
-from pipeline.data.curate.passes.of_scope import check_against
+from pipeline.data.curate.passes.scope_passes import check_against
 from pipeline.data.datasets.files import PLAN_FILE
-from pipeline.data.work.frozen_plan import is_begun
+from pipeline.data.work.frozen_plan import has_units
 from pipeline.data.work.source_checks import check_files
 from pipeline.data.work.units import SourceFiles
 
@@ -77,7 +77,7 @@ def _plans(scope: CurateScope, found: Problems) -> None:
                 raise UserError(f"source {source.source.name!r}: {error.filename} is missing") from None
             scope.plans.append(plan)
             is_planned = compares and (plan.folder / PLAN_FILE).exists()
-            if is_planned and (differences := plan.differences(plan.folder)) and is_begun(plan.folder):
+            if is_planned and (differences := plan.differences(plan.folder)) and has_units(plan.folder):
                 raise plan.refusal(plan.folder, differences)
 
 

@@ -21,7 +21,7 @@ from pipeline.data.datasets.files import receipt_path, rejected_path
 from pipeline.data.sources.records import Document, Position, Unit
 from pipeline.data.work.receipts import read_receipt
 from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, OpenChunk, UnitDone
-from pipeline.data.work.unit_source import UnitSource, damage_stands
+from pipeline.data.work.unit_source import UnitSource, damage_is_known
 from pipeline.data.work.worker_pool import Progress
 
 _BATCH_ROWS = 2**14
@@ -62,7 +62,7 @@ def chunk_is_valid(source: UnitSource, unit: Unit, receipt: Any, start: Position
         receipt is not None
         and receipt["config_hash"] == source.config_hash
         and tuple(receipt["start"]) == start
-        and damage_stands(source, unit, receipt)
+        and damage_is_known(source, unit, receipt)
         and _files_are_there(source, receipt)
     )
 

@@ -29,7 +29,7 @@ from pipeline.data.curate.passes.across import ACROSS, across_folder, across_job
 from pipeline.data.curate.passes.excerpts import ReadTexts
 from pipeline.data.curate.passes.finish import SourceCuration, finish_source
 from pipeline.data.curate.passes.names import MEASURE
-from pipeline.data.curate.passes.of_scope import ScopePasses, ScopePlan, make_scopes
+from pipeline.data.curate.passes.scope_passes import ScopePasses, ScopePlan, make_scopes
 from pipeline.data.curate.report.index import write_index
 from pipeline.data.curate.results.differences import estimated_before, find_differences
 from pipeline.data.curate.results.summary import print_summary

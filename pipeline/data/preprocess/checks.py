@@ -26,7 +26,7 @@ from pipeline.data.preprocess.run_tokenizer import (
 from pipeline.data.preprocess.source_plan import ADD_APART, is_planned, make_plan
 from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.frozen_plan import is_begun
+from pipeline.data.work.frozen_plan import has_units
 from pipeline.data.work.source_checks import check_files
 from pipeline.data.work.units import SourceFiles, reading
 
@@ -81,7 +81,7 @@ def _new(scope: PreprocessScope) -> Iterator[tuple[SourceFiles, bool]]:
         if source.grows:
             yield source.generation(-1), True
         else:
-            begun = is_begun(scope.config.data_dir / source.source.name)
+            begun = has_units(scope.config.data_dir / source.source.name)
             yield source, not begun and not is_planned(scope.config, source)
 
 
@@ -123,7 +123,7 @@ def _plans(scope: PreprocessScope, found: Problems) -> None:
         plan = make_plan(source, tokenizer, config, splits, curation)
         with found.collecting():
             differences = plan.differences(folder)
-            if differences and is_begun(folder) and not (source.grows and plan.can_grow and plan.extends(folder)):
+            if differences and has_units(folder) and not (source.grows and plan.can_grow and plan.extends(folder)):
                 raise plan.refusal(folder, differences)
 
 

@@ -31,7 +31,7 @@ from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
 from pipeline.data.preprocess.status import SourceProgress, read_state
 from pipeline.data.preprocess.tokenize_unit import SourceJob, cut_text
 from pipeline.data.sources.compression import FORMATS, MAGIC, StreamError, compression_of, open_stream
-from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_files, look_at_ends
+from pipeline.data.sources.damage import DamagedFile, damaged_error, damaged_files, find_damaged_ends
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import NOT_BAD, NULL_TEXT, Unit
@@ -39,7 +39,7 @@ from pipeline.data.tokenization.coverage import Coverage, CoverageCounter, unkno
 from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.frozen_plan import is_begun
+from pipeline.data.work.frozen_plan import has_units
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.units import SourceFiles, cut_units, find_source_files, reading
 from pipeline.data.work.worker_count import worker_count
@@ -182,7 +182,7 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
     for whole in sources:
         with problems.collecting(), reading(config, [whole]):
             found = whole.generation(-1) if whole.grows else whole
-            if settings.on_damaged_file != "fail" and (damaged := look_at_ends(found.files, found.reader)):
+            if settings.on_damaged_file != "fail" and (damaged := find_damaged_ends(found.files, found.reader)):
                 notes.append(str(damaged_error(found.source.name, damaged, found.bytes)))
             units = cut_units(found, settings.seed, settings.unit_bytes)
             samples[found.source.name] = sample = take_sample(
@@ -358,7 +358,7 @@ def _made(config: Config, found: SourceFiles, tokenizer: Tokenizer | None, state
             if found.grows and plan.can_grow and plan.extends(state.folder):
                 units = len(plan.units) - plan.earlier[-1][1]
                 return f"{counted(units, 'unit')} would be appended; all before would stay as it is"
-            return "" if is_begun(state.folder) else f"would be planned again: {'; '.join(differences)}"
+            return "" if has_units(state.folder) else f"would be planned again: {'; '.join(differences)}"
     if state.state == "finished":
         return "finished"
     return f"{state.done:,} of {counted(state.units, 'unit')} {'is' if state.units == 1 else 'are'} done"

@@ -39,7 +39,7 @@ class Finalizer:
         config: the run.
         tokenizer: of the run.
         start_over: how to begin again with repaired files, for messages.
-        condemned: engines that were seen to give other ids than `tokenizers`, with the evidence.
+        rejected_engines: engines that were seen to give other ids than `tokenizers`, with the evidence.
         receipts: of the source, complete.
     """
 
@@ -49,7 +49,7 @@ class Finalizer:
         config: Config,
         tokenizer: Tokenizer,
         start_over: str,
-        condemned: dict[str, str],
+        rejected_engines: dict[str, str],
         receipts: Receipts,
     ) -> None:
         self._plan = plan
@@ -59,7 +59,11 @@ class Finalizer:
         self._start_over = start_over
         self._folder = config.data_dir / plan.found.source.name
         self.report = SourceReport(
-            plan.found.source.name, self._folder, len(plan.units), condemned=condemned, bytes=plan.found.bytes
+            plan.found.source.name,
+            self._folder,
+            len(plan.units),
+            rejected_engines=rejected_engines,
+            bytes=plan.found.bytes,
         )
         self.parts: dict[str, npt.NDArray[Any]] = {}
         """`PART` records of each split in the order of the dataset."""

@@ -31,7 +31,7 @@ from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import START, Piece, Position, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.freezing import make_data_dir
-from pipeline.data.work.frozen_plan import is_begun, withdraw
+from pipeline.data.work.frozen_plan import has_units
 from pipeline.data.work.units import SourceFiles
 
 SAMPLE_BYTES = 2**18
@@ -142,13 +142,13 @@ def _text_settings(reader: Reader) -> Any:
 
 def is_unused(config: Config, sources: list[SourceFiles]) -> bool:
     """Tell whether nothing was made with the kept tokenizer but plans of sources."""
-    return bool(sources) and not any(map(is_begun, _source_folders(config)))
+    return bool(sources) and not any(map(has_units, _source_folders(config)))
 
 
-def withdraw_tokenizer(config: Config, sources: list[SourceFiles]) -> bool:
+def remove_unused_tokenizer(config: Config, sources: list[SourceFiles]) -> bool:
     """Forget the kept tokenizer and all plans if it is unused; returns whether it is."""
     # The plans go first: workers that open another tokenizer after this do not find theirs.
-    if not is_unused(config, sources) or not all(map(withdraw, _source_folders(config))):
+    if not is_unused(config, sources) or not all(map(remove_unused_plan, _source_folders(config))):
         return False
     links.remove(tokenizer_folder(config) / ORIGIN_FILE, missing_ok=True)
     return True

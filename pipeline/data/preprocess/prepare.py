@@ -15,7 +15,7 @@ from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import applied_curations
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.preprocess.checks import PREPROCESS_CHECKS, PreprocessScope, check_adopted
-from pipeline.data.preprocess.make_tokenizer import prepare_tokenizer, withdraw_tokenizer
+from pipeline.data.preprocess.make_tokenizer import prepare_tokenizer, remove_unused_tokenizer
 from pipeline.data.preprocess.run_tokenizer import (
     ORIGIN_FILE,
     OtherTokenizer,
@@ -139,7 +139,7 @@ def _tokenizer_of(config: Config, console: Console, sources: list[SourceFiles], 
         try:
             return prepare_tokenizer(config, sources, splits, check)
         except OtherTokenizer as error:
-            if not withdraw_tokenizer(config, sources):
+            if not remove_unused_tokenizer(config, sources):
                 raise
             say(console, f"the tokenizer is made again, since no unit was started with it ({error.difference})")
             return _tokenizer_of(config, console, sources, splits)

@@ -41,7 +41,7 @@ class SourceReport:
     """Links by the engine that computed their ids."""
     checked: int = 0
     """Documents whose ids were compared with those of `tokenizers`."""
-    condemned: dict[str, str] = field(default_factory=dict)
+    rejected_engines: dict[str, str] = field(default_factory=dict)
     """Engines that gave other ids than `tokenizers`, with the evidence: what they wrote was made again."""
     first_rejected: dict[str, str] = field(default_factory=dict)
     """By reason, file and line of the first."""
@@ -68,7 +68,7 @@ class SourceReport:
         optional = {"curated": self.curated, "coverage": coverage, **counted_bytes}
         return {name: value for name, value in optional.items() if value} | {
             "checked": self.checked,
-            "condemned": self.condemned,
+            "condemned": self.rejected_engines,
             "damaged": {"files": len({each.file.name for each in self.damaged}), "bytes": self.lost},
             "engines": self.engines,
             "records": self.records,
@@ -161,7 +161,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
             )
     if report.sources:
         print_table(console, table)
-    for name, evidence in {name: e for source in report.sources for name, e in source.condemned.items()}.items():
+    for name, evidence in {name: e for source in report.sources for name, e in source.rejected_engines.items()}.items():
         say(console, f"{name} is not used any more ({evidence}); its output was made again")
     for source in report.sources:
         if line := covered(list(source.coverage.values())).in_words:

@@ -36,7 +36,7 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
     """Units on one pool of workers.
 
     Attributes:
-        condemned: the engine gave other ids than `tokenizers`, so its units have to be made again.
+        engine_is_rejected: the engine gave other ids than `tokenizers`, so its units have to be made again.
         damaged: files were found to be damaged.
 
     Args:
@@ -57,7 +57,7 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(console, context, worker_count(config, 2**31), "tokenizing", waits=waits, clock=clock)
-        self.condemned = False
+        self.engine_is_rejected = False
         self.damaged = False
         self._context = context
         self._engine_setting = config.data.preprocess.engine
@@ -72,14 +72,14 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         try:
             super().run(jobs, done_before)
         except EngineDiffers as error:
-            self._condemn(str(error))
+            self._reject_engine(str(error))
         except EngineRejected:
-            self.condemned = True
+            self.engine_is_rejected = True
         return self.outcome
 
     def prepare(self, jobs: Sequence[UnitJob]) -> Sequence[UnitJob]:
         """Choose the engine, opened in the context of the workers."""
-        context, rejected = self._context, set(read_rejected_engines(self._context.condemned))
+        context, rejected = self._context, set(read_rejected_engines(self._context.rejected_engines))
         cache = cache_folder() / "engines"
         choice = choose_engine(self._engine_setting, context.tokenizer, cache, rejected, context.engine)
         say(self._console, f"engine: {choice.name} ({choice.why})")
@@ -99,10 +99,10 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
     def concerns_all(self, error: Exception) -> bool:
         return super().concerns_all(error) or isinstance(error, EngineDiffers | EngineRejected)
 
-    def _condemn(self, evidence: str) -> None:
-        path = self._context.condemned
+    def _reject_engine(self, evidence: str) -> None:
+        path = self._context.rejected_engines
         storage.put_json(path, read_rejected_engines(path) | {self._engine: evidence})
-        self.condemned = True
+        self.engine_is_rejected = True
         say(self._console, f"{evidence}; all output of {self._engine} is made again with another engine")
 
     def _watch_coverage(self, source: str, coverage: Coverage) -> None:

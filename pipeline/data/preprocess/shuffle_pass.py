@@ -37,17 +37,17 @@ class ShufflePass:
         folder = self._config.data_dir / plan.found.source.name
         return self.is_wanted and any((folder / name / UNSHUFFLED).exists() for name in plan.splits.names)
 
-    def is_done(self, plan: SourcePlan, receipts: Receipts, condemned: Mapping[str, str]) -> bool:
+    def is_done(self, plan: SourcePlan, receipts: Receipts, rejected_engines: Mapping[str, str]) -> bool:
         """Tell whether all of a source was shuffled before, so that what the first pass wrote is not needed.
 
         Args:
             plan: of the source.
             receipts: of the source.
-            condemned: engines whose ids are not trusted any more.
+            rejected_engines: engines whose ids are not trusted any more.
         """
         if not self.is_wanted:
             return False
-        shuffles = self._shuffles(plan, receipts, condemned)
+        shuffles = self._shuffles(plan, receipts, rejected_engines)
         return shuffles is not None and all(shuffle.finished() for shuffle in shuffles.values())
 
     @contextmanager
@@ -81,7 +81,7 @@ class ShufflePass:
             shuffle.remove_unshuffled()
 
     def _shuffles(
-        self, plan: SourcePlan, receipts: Receipts, condemned: Mapping[str, str] | None = None
+        self, plan: SourcePlan, receipts: Receipts, rejected_engines: Mapping[str, str] | None = None
     ) -> dict[str, Shuffle] | None:
         """The shuffles of a source by split; None if the first pass has units to make."""
         folder = self._config.data_dir / plan.found.source.name
@@ -89,7 +89,7 @@ class ShufflePass:
         for unit in plan.units:
             key, last = order_key(self._config.data.preprocess.seed, unit), False
             for receipt in receipts.of(unit.index):
-                if receipt["config_hash"] != plan.config_hash or receipt["engine"] in (condemned or {}):
+                if receipt["config_hash"] != plan.config_hash or receipt["engine"] in (rejected_engines or {}):
                     return None
                 for name, table in runs.items():
                     table.append(SortedRun.of(receipt, name, key))

@@ -20,7 +20,7 @@ from pipeline.data.sources.records import NOT_BAD, Position, Unit
 from pipeline.data.tokenization.coverage import coverage_of
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.receipts import Receipts
-from pipeline.data.work.unit_source import damage_stands, without_damaged
+from pipeline.data.work.unit_source import damage_is_known, without_damaged
 
 
 class SourceWork:
@@ -103,7 +103,9 @@ class SourceWork:
     def _is_damage_known(self) -> bool:
         """True if all chunks were made with the same files dropped as now, and of damaged files that are the same."""
         units = self.plan.units
-        return all(damage_stands(self.job, unit, receipt) for unit in units for receipt in self.receipts.of(unit.index))
+        return all(
+            damage_is_known(self.job, unit, receipt) for unit in units for receipt in self.receipts.of(unit.index)
+        )
 
     def _all_receipts(self) -> Iterator[Any]:
         return (receipt for unit in self.plan.units for receipt in self.receipts.of(unit.index))

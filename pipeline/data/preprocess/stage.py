@@ -114,7 +114,7 @@ class _Stage:
         while (missing := self._missing()) and not failed:
             run = self._make(missing, waits=True)
             failed = run.outcome.failed
-            if missing == before and not (run.outcome.made or run.condemned or failed):
+            if missing == before and not (run.outcome.made or run.engine_is_rejected or failed):
                 missing = []  # only the times of files were to be noted, on a disk that cannot be written
                 break
             before = missing
@@ -145,7 +145,7 @@ class _Stage:
                 failed = run.outcome.failed
                 raise MachineError(self._problem(failed, {job.unit.source for job, _ in failed}))
             finds = run.damaged and self._config.data.preprocess.on_damaged_file == "drop"
-            if not run.condemned and not finds:
+            if not run.engine_is_rejected and not finds:
                 break
         made = counted(self._made, "unit") + " made"
         if not missing or not held:
@@ -194,7 +194,7 @@ class _Stage:
         return failure("unit", sources, failed, f"Without them {sources} cannot be finished")
 
     def _rejected_engines(self) -> dict[str, str]:
-        return read_rejected_engines(self._context.condemned)
+        return read_rejected_engines(self._context.rejected_engines)
 
     def _finish(self, plan: SourcePlan) -> SourceReport:
         state = self._states[plan.found.source.name]

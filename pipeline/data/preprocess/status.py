@@ -28,7 +28,7 @@ from pipeline.data.datasets.manifest import PLAN_KEYS, are_written, generations_
 from pipeline.data.datasets.packing.files import packs_folder
 from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, tokenizer_folder
-from pipeline.data.preprocess.tokenize_unit import CONDEMNED_FILE, read_rejected_engines
+from pipeline.data.preprocess.tokenize_unit import REJECTED_ENGINES_FILE, read_rejected_engines
 from pipeline.data.sources.damage import DamagedFile, in_words
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import Damage
@@ -75,7 +75,7 @@ class SourceProgress:
         units: of the plan.
         done: units that are finished.
         in_work: units that a living process has.
-        redo: units that an engine made which is condemned by now.
+        redo: units that an engine made which is rejected by now.
         bytes: of the plan's files, as they lie on disk.
         bytes_done: of them; for units in work as far as they have said.
         splits: by name.
@@ -144,8 +144,8 @@ class SourceProgress:
 def read_state(config: Config) -> list[SourceProgress]:
     """Progress of each source that has files or a hub dataset."""
     now = time.time()
-    condemned, inputs = frozenset(_condemned(config)), config.data.inputs.values()
-    states = [_read_source(config, source, condemned, now) for source in inputs if source.dataset is None]
+    rejected_engines, inputs = frozenset(_rejected_engines(config)), config.data.inputs.values()
+    states = [_read_source(config, source, rejected_engines, now) for source in inputs if source.dataset is None]
     if any(state.state in _BUSY for state in states):
         for state in states:
             if state.state == "stopped":
@@ -153,14 +153,14 @@ def read_state(config: Config) -> list[SourceProgress]:
     return states
 
 
-def _condemned(config: Config) -> dict[str, str]:
+def _rejected_engines(config: Config) -> dict[str, str]:
     try:
-        return dict(read_rejected_engines(tokenizer_folder(config) / CONDEMNED_FILE))
+        return dict(read_rejected_engines(tokenizer_folder(config) / REJECTED_ENGINES_FILE))
     except (UserError, TypeError, ValueError):
         return {}
 
 
-def _read_source(config: Config, source: InputConfig, condemned: frozenset[str], now: float) -> SourceProgress:
+def _read_source(config: Config, source: InputConfig, rejected_engines: frozenset[str], now: float) -> SourceProgress:
     folder = config.data_dir / source.name
     places = [folder, *(packs_folder(folder / TRAIN, length) for length in config.pack_lengths)]
     state = SourceProgress(source.name, folder, workers=[each for place in places for each in read_workers(place, now)])
@@ -180,7 +180,7 @@ def _read_source(config: Config, source: InputConfig, condemned: frozenset[str],
         state.state, state.problem = "damaged", f"{folder / PLAN_FILE} is damaged: its units are not byte ranges"
         return state
     generations = generations_of(plan)
-    totals = ReceiptTotals(sizes, str(plan["config_hash"]), condemned, generations[:-1])
+    totals = ReceiptTotals(sizes, str(plan["config_hash"]), rejected_engines, generations[:-1])
     totals.read(folder / "receipts")
     state.units, state.done, state.redo = len(sizes), len(totals.done), len(totals.redo)
     state.splits = {name: totals.splits.get(name, Counts()) for name in names}
@@ -292,7 +292,7 @@ def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> Non
         say(console, f"tokenizer: {path}" + ("" if path.exists() else ", which does not exist"))
     else:
         say(console, "tokenizer: not there yet")
-    for engine, evidence in _condemned(config).items():
+    for engine, evidence in _rejected_engines(config).items():
         say(console, f"{engine} gave other ids than tokenizers; its units are made again: {evidence}")
     as_table = console.is_terminal and console.width >= WIDE
     if as_table and states:

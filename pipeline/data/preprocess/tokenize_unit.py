@@ -30,11 +30,11 @@ from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineNam
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.receipts import files_are_there, read_receipt
 from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, OpenChunk, UnitDone
-from pipeline.data.work.unit_source import UnitSource, damage_stands
+from pipeline.data.work.unit_source import UnitSource, damage_is_known
 from pipeline.data.work.units import identity, order_key
 from pipeline.data.work.worker_pool import Progress
 
-CONDEMNED_FILE = "condemned.json"
+REJECTED_ENGINES_FILE = "condemned.json"
 """Beside the tokenizer: engines that were seen to give other ids than `tokenizers`, with the evidence."""
 
 
@@ -89,7 +89,7 @@ class SmallestHashes(NamedTuple):
 
 
 class EngineRejected(Exception):
-    """The engine was condemned by another process while this one used it."""
+    """The engine was rejected by another process while this one used it."""
 
 
 class WorkerContext:
@@ -103,7 +103,7 @@ class WorkerContext:
 
     def __init__(self, folder: Path, verify_rate: float, tokenizer: Tokenizer | None = None) -> None:
         self.verify_rate = verify_rate
-        self.condemned = folder / CONDEMNED_FILE
+        self.rejected_engines = folder / REJECTED_ENGINES_FILE
         self._folder = folder
         self._tokenizer = tokenizer
         self._engines: dict[EngineName, Engine] = {}
@@ -195,11 +195,11 @@ class _TokenizedUnit(ChunkedUnit):
         self._engine = context.engine(job.engine)
 
     def run(self) -> UnitDone:
-        self._condemned = read_rejected_engines(self._context.condemned)
+        self._rejected_engines = read_rejected_engines(self._context.rejected_engines)
         return super().run()
 
     def _is_valid(self, receipt: Any, start: Position) -> bool:
-        return receipt_is_valid(self._source, self._unit, receipt, start, self._condemned)
+        return receipt_is_valid(self._source, self._unit, receipt, start, self._rejected_engines)
 
     def _refuse(self, receipt: Any) -> None:
         """Leave what another command has made of damaged files in another way, and finished since this one looked."""
@@ -207,7 +207,7 @@ class _TokenizedUnit(ChunkedUnit):
         if receipt is None or receipt["config_hash"] != source.hash_of(self._unit.index):
             return
         finished = any((source.folder / name / MANIFEST_FILE).exists() for name in source.splits.names)
-        if finished and not damage_stands(source, self._unit, receipt):
+        if finished and not damage_is_known(source, self._unit, receipt):
             raise UserError(
                 f"another command has finished {source.folder} with another data.preprocess.on_damaged_file, or "
                 "before a file was changed; run this command again when that one has ended"
@@ -239,7 +239,7 @@ class _TokenizedChunk(OpenChunk):
         self._source = source
         self._unit = unit
         self._chunk = chunk
-        self._condemned = context.condemned
+        self._rejected_engines = context.rejected_engines
         self._tokenizer = tokenizer
         self._engine = context.engine(job.engine)
         self._is_reference = job.engine == "tokenizers"
@@ -287,7 +287,7 @@ class _TokenizedChunk(OpenChunk):
 
     def commit(self, receipt: dict[str, Any]) -> None:
         checked = self._check.finish()
-        self._refuse_condemned()
+        self._refuse_rejected_engine()
         source, unit = self._source, self._unit
         earlier = self._earlier_receipt(receipt["input"]["hash"])
         if self._curation is not None:
@@ -305,14 +305,14 @@ class _TokenizedChunk(OpenChunk):
             },
         }
 
-    def _refuse_condemned(self) -> None:
-        if self._engine.name in read_rejected_engines(self._condemned):
+    def _refuse_rejected_engine(self) -> None:
+        if self._engine.name in read_rejected_engines(self._rejected_engines):
             raise EngineRejected(self._engine.name)
 
     def _earlier_receipt(self, input_hash: str) -> Any:
         """The receipt of the same chunk and input: some of its files are gone, or another process was faster."""
         other = read_receipt(self._source.folder, self._unit.index, self._chunk)
-        if other is None or other["engine"] in read_rejected_engines(self._condemned):
+        if other is None or other["engine"] in read_rejected_engines(self._rejected_engines):
             return None
         same = (other["config_hash"], other["input"]["hash"]) == (self._source.hash_of(self._unit.index), input_hash)
         return other if same else None
@@ -323,7 +323,7 @@ class _TokenizedChunk(OpenChunk):
             return
         hashes = earlier["splits"][split]["files"]
         if any(f"{file.hash:016x}" != hashes[name]["xxh3"] for name, file in files.items()):
-            self._refuse_condemned()  # that says why, if it was just now
+            self._refuse_rejected_engine()  # that says why, if it was just now
             raise UserError(
                 f"{self._unit} gave other tokens than when "
                 f"{receipt_path(self._source.folder, self._unit.index, self._chunk)} was written "
@@ -400,14 +400,14 @@ def read_rejected_engines(path: Path) -> dict[str, str]:
         return {}
 
 
-def receipt_is_valid(source: SourceJob, unit: Unit, receipt: Any, start: Position, condemned: dict[str, str]) -> bool:
+def receipt_is_valid(source: SourceJob, unit: Unit, receipt: Any, start: Position, rejected: dict[str, str]) -> bool:
     """Tell whether a receipt is of this config, begins where the chunk begins, and its files are there."""
     return (
         receipt is not None
         and receipt["config_hash"] == source.hash_of(unit.index)
         and tuple(receipt["start"]) == start
-        and receipt["engine"] not in condemned
-        and damage_stands(source, unit, receipt)
+        and receipt["engine"] not in rejected
+        and damage_is_known(source, unit, receipt)
         and (not source.has_parts or files_are_there(source.folder, receipt, source.below) or _is_shuffled(source))
     )
 

@@ -180,7 +180,7 @@ class CurationView:
             rejected=rejected,
             first=fired[0] if verdict.rule is not None else None,
             others=fired[verdict.rule is not None :],
-            alone=bool(int(record["flags"]) & FIRES_ALONE),
+            is_only_rule=bool(int(record["flags"]) & FIRES_ALONE),
             known=bool(values),
             language=self._language(key, measured) if rejected is None else None,
             scores={name: value for name, value in values.items() if name.startswith("classifiers.")},

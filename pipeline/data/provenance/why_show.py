@@ -238,7 +238,7 @@ class Why:
         rejected: why the record is not a document; None if it is one.
         first: the rule of the verdict; None if the document is kept.
         others: further rules that would remove it.
-        alone: no other rule would.
+        is_only_rule: no other rule would remove it.
         known: whether rules could be evaluated, so that `others` is complete.
         language: label and score, if it was measured.
         scores: of classifiers with a bound.
@@ -260,7 +260,7 @@ class Why:
     rejected: str | None
     first: FiredRule | None
     others: list[FiredRule]
-    alone: bool
+    is_only_rule: bool
     known: bool
     language: tuple[str, float] | None
     scores: dict[str, float]
@@ -349,7 +349,7 @@ class Why:
         yield f"{'would be removed (data.curate.mode is observe)' if observes else 'removed'} by {self.first}"
         for rule in self.others:
             yield f"  also by {rule}"
-        if not self.others and self.known and self.alone:
+        if not self.others and self.known and self.is_only_rule:
             yield "  no other rule removes it"
         yield f"  kept with {'; and '.join(rule.to_keep() for rule in (self.first, *self.others))}"
 

@@ -95,7 +95,7 @@ def damaged_error(source: str, damaged: Sequence[DamagedFile], total: int, ways:
     )
 
 
-def look_at_ends(files: Sequence[File], reader: Reader) -> list[DamagedFile]:
+def find_damaged_ends(files: Sequence[File], reader: Reader) -> list[DamagedFile]:
     """Files of which their first or last bytes say that they are damaged: empty, of another kind, without a footer.
 
     Most damage is seen only by reading a file to its end. This costs one read a file.

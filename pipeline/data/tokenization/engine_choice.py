@@ -30,7 +30,7 @@ def choose_engine(
     setting: str,
     tokenizer: Tokenizer,
     cache_folder: Path,
-    condemned: set[str],
+    rejected_engines: set[str],
     opened: Callable[[EngineName], Engine] | None = None,
 ) -> EngineChoice:
     """The engine of a run, after it has proved itself on hard texts.
@@ -39,7 +39,7 @@ def choose_engine(
         setting: `auto`, or the name of a library.
         tokenizer: what defines the ids.
         cache_folder: keeps what is proved once for library, tokenizer and CPU; made if need be, and not needed.
-        condemned: names of engines that gave a wrong id for a document. With one that is still installed, only
+        rejected_engines: names of engines that gave a wrong id for a document. With one that is still installed, only
             `tokenizers` is trusted.
         opened: gives the engines of the tokenizer; by default each is opened for this alone.
 
@@ -50,7 +50,7 @@ def choose_engine(
     reference = opened("tokenizers")
     if setting == "tokenizers":
         return EngineChoice("tokenizers", reference.name, "as asked for")
-    if guilty := condemned & {installed(which) for which in FAST}:
+    if guilty := rejected_engines & {installed(which) for which in FAST}:
         return EngineChoice("tokenizers", reference.name, f"because {min(guilty)} gave other ids")
     reasons = []
     for which in FAST if setting == "auto" else (cast(EngineName, setting),):

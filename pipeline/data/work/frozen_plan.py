@@ -92,7 +92,7 @@ class FrozenPlan(ABC):
         if there and self.extends(folder):
             put_sealed(path, self._as_json())
             return []
-        if not there or withdraw(folder):
+        if not there or remove_unused_plan(folder):
             put_sealed(path, self._as_json())
             return differences
         raise self.refusal(folder, differences)
@@ -139,7 +139,7 @@ class FrozenPlan(ABC):
         }
 
 
-def is_begun(folder: Path) -> bool:
+def has_units(folder: Path) -> bool:
     """Tell whether a unit in the folder of a plan was begun: it has a receipt, a file of a part, or a lease."""
     try:
         below = [path for path in folder.iterdir() if path.is_dir() and path.name not in {LEASES, *OTHER_STAGES}]
@@ -151,19 +151,19 @@ def is_begun(folder: Path) -> bool:
     return any(isinstance(unit, int) and lease.is_running() is not False for unit, lease, _ in read_leases(folder))
 
 
-def withdraw(folder: Path) -> bool:
+def remove_unused_plan(folder: Path) -> bool:
     """Remove the plan in a folder if no unit of it was begun; returns whether none was.
 
     Workers take their lease and then look for the plan. So of a worker and this, one sees what the other did.
     """
     path = folder / PLAN_FILE
-    if is_begun(folder):
+    if has_units(folder):
         return False
     if not path.exists():
         return True
     plan = storage.read_bytes(path)
     links.remove(path)
-    if is_begun(folder):
+    if has_units(folder):
         storage.put(path, plan)
         return False
     return True

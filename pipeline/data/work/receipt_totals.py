@@ -49,9 +49,9 @@ class ReceiptTotals:
         sizes: bytes on disk of all units of the plan.
         config_hash: of the plan; receipts of others are skipped.
         earlier: of each earlier generation of the plan: its hash, and the number of units up to its end.
-        condemned: engines whose chunks are made again.
+        rejected_engines: engines whose chunks are made again.
         done: units whose chunks are all there.
-        redo: units with a chunk of a condemned engine.
+        redo: units with a chunk of a rejected engine.
         open: of units that have chunks, but not all: bytes on disk that were read.
         chunks: (time, bytes on disk, unit) of every chunk.
         splits: by name.
@@ -65,7 +65,7 @@ class ReceiptTotals:
 
     sizes: list[int]
     config_hash: str
-    condemned: frozenset[str] = frozenset()
+    rejected_engines: frozenset[str] = frozenset()
     earlier: Sequence[tuple[str, int]] = ()
     done: set[int] = field(default_factory=set)
     redo: set[int] = field(default_factory=set)
@@ -92,7 +92,7 @@ class ReceiptTotals:
 
     def _read_folder(self, folder: str) -> ReceiptTotals:
         """The sums over a folder, which has all chunks of its units."""
-        totals = ReceiptTotals(self.sizes, self.config_hash, self.condemned, self.earlier)
+        totals = ReceiptTotals(self.sizes, self.config_hash, self.rejected_engines, self.earlier)
         units: dict[int, list[tuple[ReceiptCounts, float]]] = {}
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
             for entry in entries:
@@ -127,7 +127,7 @@ class ReceiptTotals:
         for number, (receipt, time) in enumerate(receipts):
             if receipt.link != number:
                 break  # one is missing, so those behind it are not looked at yet
-            if receipt.engine in self.condemned:
+            if receipt.engine in self.rejected_engines:
                 self.redo.add(unit)
                 break
             read += receipt.input.read

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pipeline.common.problems import Problems
 from pipeline.config.root import Config
-from pipeline.data.sources.damage import damaged_error, look_at_ends
+from pipeline.data.sources.damage import damaged_error, find_damaged_ends
 from pipeline.data.work.units import SourceFiles, reading
 
 
@@ -22,5 +22,5 @@ def check_files(config: Config, sources: Iterable[tuple[SourceFiles, bool]], fou
     for source, is_new in sources:
         with found.collecting(), reading(config, [source]):
             source.reader.check_columns(source.files, every=is_new)
-            if refuses and is_new and (damaged := look_at_ends(source.files, source.reader)):
+            if refuses and is_new and (damaged := find_damaged_ends(source.files, source.reader)):
                 raise damaged_error(source.source.name, damaged, source.bytes)

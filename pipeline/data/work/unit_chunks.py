@@ -43,7 +43,7 @@ class UnitDone:
 
 
 def _how_read(settings: Reader, reader: UnitReader) -> dict[str, Any]:
-    """Keys of a receipt by which `damage_stands` tells whether damaged files are to be read again in another way."""
+    """Keys of a receipt by which `damage_is_known` tells whether damaged files are to be read again in another way."""
     found: dict[str, Any] = {}
     if settings.salvage and (reader.is_salvaged or reader.damage):
         found["salvage"] = True

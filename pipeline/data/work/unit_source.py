@@ -55,7 +55,7 @@ class UnitSource:
         return document.reason
 
     def check_plan(self) -> None:
-        """Look whether the plan is still there, now that the lease is (see `frozen_plan.withdraw`).
+        """Look whether the plan is still there, now that the lease is (see `frozen_plan.remove_unused_plan`).
 
         Raises:
             UserError: it is another one.
@@ -91,7 +91,7 @@ def hash_of_unit(earlier: Sequence[tuple[str, int]], newest: str, unit: int) -> 
     return next((config_hash for config_hash, end in earlier if unit < end), newest)
 
 
-def damage_stands(source: UnitSource, unit: Unit, receipt: Any) -> bool:
+def damage_is_known(source: UnitSource, unit: Unit, receipt: Any) -> bool:
     """Tell whether the same files were dropped as are to be now. What was damaged may have been repaired since."""
     dropped, wanted = receipt.get("dropped", []), source.dropped(unit)
     # Another command that drops may have seen more damage by now.

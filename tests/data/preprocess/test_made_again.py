@@ -134,8 +134,8 @@ def test_failed_units_are_listed_also_when_nothing_was_made_before(tmp_path, cor
     rounds = iter([True, False])
 
     def units(run, jobs, _):
-        run.condemned = next(rounds)
-        if not run.condemned:
+        run.engine_is_rejected = next(rounds)
+        if not run.engine_is_rejected:
             run.outcome.failed.append((jobs[0], "it died"))
         return run.outcome
 

@@ -146,8 +146,8 @@ class TestNoUnitWasBegun:
         self.refused(monkeypatch, config)
         before = tree(config.data_dir)
         begun = iter([False, True])
-        monkeypatch.setattr(plan_module, "is_begun", lambda _: next(begun))
-        assert not plan_module.withdraw(config.data_dir / "s")
+        monkeypatch.setattr(plan_module, "has_units", lambda _: next(begun))
+        assert not plan_module.remove_unused_plan(config.data_dir / "s")
         assert tree(config.data_dir) == before
 
 

@@ -55,7 +55,7 @@ def test_every_document_has_the_reason_that_it_was_made_for(curated: Config, rec
     assert (found.first.name if found.first else None) == expected
     assert found.state == ("kept" if expected is None else "removed")
     assert found.id == record and found.agrees and found.checks
-    assert found.alone == (expected is not None and not found.others)
+    assert found.is_only_rule == (expected is not None and not found.others)
 
 
 def test_an_id_is_found_without_reading_all_files(curated: Config, monkeypatch: pytest.MonkeyPatch) -> None:

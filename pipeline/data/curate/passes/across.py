@@ -25,7 +25,7 @@ from pipeline.data.curate.duplicates.kinds import kinds_of, repeated_kinds
 from pipeline.data.curate.duplicates.match import gather, hash_buckets
 from pipeline.data.curate.duplicates.measure import duplicate_settings
 from pipeline.data.curate.files import CURATE
-from pipeline.data.curate.passes.of_scope import ScopePasses
+from pipeline.data.curate.passes.scope_passes import ScopePasses
 from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.sorted_runs import bucket_range
 from pipeline.data.work.worker_pool import Progress

@@ -11,7 +11,7 @@ from pipeline.common import storage
 from pipeline.data.curate.duplicates.files import finished
 from pipeline.data.curate.files import CURATION_FILE, verdicts_file
 from pipeline.data.curate.passes.names import DECIDE
-from pipeline.data.curate.passes.of_scope import ScopePasses
+from pipeline.data.curate.passes.scope_passes import ScopePasses
 from pipeline.data.curate.report.clusters import VerdictFile
 from pipeline.data.curate.report.write import REPORT_HTML, REPORT_JSON, write_report
 from pipeline.data.curate.rules.base import DocumentRule

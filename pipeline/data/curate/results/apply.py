@@ -16,7 +16,7 @@ from pipeline.data.curate.cleaning.clean import Cleaner
 from pipeline.data.curate.curation_plan import CurationPlan
 from pipeline.data.curate.duplicates.line_text import remove_lines
 from pipeline.data.curate.files import CURATION_FILE, curate_folder, decisions_folder
-from pipeline.data.curate.passes.of_scope import make_scopes
+from pipeline.data.curate.passes.scope_passes import make_scopes
 from pipeline.data.curate.verdicts import Curation, UnitVerdicts, find_curation, read_decisions
 from pipeline.data.datasets.files import receipt_path
 from pipeline.data.sources.reader import UnitReader

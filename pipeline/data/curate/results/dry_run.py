@@ -15,10 +15,10 @@ from pipeline.data.curate.checks import CurateScope
 from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config
 from pipeline.data.curate.duplicates.kinds import kinds_of
 from pipeline.data.curate.passes.across import compared_alone
-from pipeline.data.curate.passes.of_scope import make_scopes
+from pipeline.data.curate.passes.scope_passes import make_scopes
 from pipeline.data.curate.results.status import read_progress
 from pipeline.data.datasets.files import PLAN_FILE
-from pipeline.data.work.frozen_plan import is_begun
+from pipeline.data.work.frozen_plan import has_units
 
 _ROW_BYTES = 4 * 40
 """Of a document in the table of measures, about."""
@@ -66,7 +66,7 @@ def _state(plan: CurationPlan) -> str:
     with suppress(UserError):  # it is told with the problems
         if differences := plan.differences(plan.folder):
             again = f"would be planned again: {'; '.join(differences)}"
-            return "begun with other settings" if is_begun(plan.folder) else again
+            return "begun with other settings" if has_units(plan.folder) else again
     progress = read_progress(plan.folder, plan.name)
     return f"{progress.done:,} of {counted(progress.units, 'unit')} measured"
 

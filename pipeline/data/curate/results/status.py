@@ -19,7 +19,7 @@ from pipeline.data.curate.curation_plan import CurationPlan, curate_config, make
 from pipeline.data.curate.files import CURATE, curate_folder
 from pipeline.data.curate.measurers import Measuring, measure_settings
 from pipeline.data.curate.passes.across import ACROSS, across_folder, across_jobs, counts_across
-from pipeline.data.curate.passes.of_scope import ScopePasses, make_scopes
+from pipeline.data.curate.passes.scope_passes import ScopePasses, make_scopes
 from pipeline.data.curate.report.build import Excerpt, Key
 from pipeline.data.curate.verdicts import find_curation
 from pipeline.data.datasets.files import PLAN_FILE
