@@ -29,6 +29,7 @@ from slurm.job import active_jobs
 from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend, Job
 from slurm.logs.rank_logs import STAMP
 from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
+from slurm.submit.complete_stages import missing_stages
 from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
 from slurm.submit.site_profile import site_of
 from slurm.submit.submission import Submission, read_submission, record
@@ -68,9 +69,11 @@ def submit(
         MachineError: the scheduler refuses a job or does not answer. Nothing stays in the queue then.
     """
     site = site_of(config, backend)
-    if backend == "slurm" and "preprocess" in stages and len(stages) > 1 and _is_preprocessed(config):
-        say(console, "preprocess: complete, so no job is sent for it")
-        stages = [stage for stage in stages if stage not in ("curate", "preprocess")]
+    if backend == "slurm":
+        stages = missing_stages(config, stages, console)
+    if not stages:
+        say(console, f"nothing to submit: all stages of {config.run.dir} are complete")
+        return []
     if step is None:
         reads = "preprocess" in stages or "curate" in stages
         planned = plan(config, site, stages, backend, units=_units(config) if reads else None)
@@ -206,15 +209,6 @@ def write_submission(
     file = run_file.with_suffix(".json")
     submission.save(file)
     return file
-
-
-def _is_preprocessed(config: Config) -> bool:
-    """True if preprocessing would find nothing to do; of what it would refuse, the checks or its job report."""
-    from pipeline.data.preprocess.stage import is_complete
-
-    with suppress(UserError, OSError):
-        return is_complete(config)
-    return False
 
 
 def _units(config: Config) -> int | None:
