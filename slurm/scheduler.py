@@ -526,7 +526,7 @@ def associations(user: str) -> list[Association]:
 
 
 def _node_sizes(nodes: int, size: Sequence[str]) -> list[NodeSize]:
-    """Size of nodes from the words for CPUs and memory; empty where one of them is no number."""
+    """Size of nodes from the words for CPUs and memory; empty where one of them is unreadable."""
     try:
         cpus, memory = map(_count, size)
     except ValueError:

@@ -92,7 +92,7 @@ def run_in_allocation(
         found.ask(console)
     found.raise_problems("nothing was started")
     if dry_run:
-        say(console, "nothing was started and nothing was written (--dry-run)")
+        say(console, "no problem was found; nothing was started and nothing was written (--dry-run)")
         return
     for warning in found.warnings:
         warn(console, warning)

@@ -79,7 +79,7 @@ def test_a_dry_run_shows_the_stages_that_are_missing_and_writes_nothing(allocati
     text = previewed(allocation, whole)
     assert "preprocess: one process on n1 (pipeline preprocess)" in text
     assert "train: 2 nodes x 2 processes on n1, n2 (pipeline train)" in text
-    assert text.splitlines()[-1] == "nothing was started and nothing was written (--dry-run)"
+    assert text.splitlines()[-1] == "no problem was found; nothing was started and nothing was written (--dry-run)"
     assert not (allocation / "run").exists()
     preprocess(load(allocation / "run.yaml"))
     text = previewed(allocation, whole)

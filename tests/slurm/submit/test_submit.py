@@ -212,7 +212,7 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     out = io.StringIO()
     submit(config_of(tmp_path), ["preprocess", "train"], "slurm", Console(file=out, width=200), dry_run=True)
     assert "warning: no SLURM here: partition, account, limits were not checked" in out.getvalue()
-    assert "#SBATCH --requeue" in out.getvalue()
+    assert "singleton" not in out.getvalue() and "the same job is queued again" in out.getvalue()
 
 
 def test_finished_data_gets_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_complete_training_and_evaluation_get_no_job(tmp_path: Path, monkeypat
         """Stages whose jobs a dry run shows, and its text."""
         out = io.StringIO()
         submit(load(tmp_path / "run.yaml", overrides), only, "slurm", Console(file=out, width=200), dry_run=True)
-        return {stage for stage in whole if f"-{stage} " in out.getvalue()}, out.getvalue()
+        return {stage for stage in whole if f"pipeline {stage} " in out.getvalue()}, out.getvalue()
 
     shown, text = sent()
     assert shown == {"eval"} and "train: complete at step 8, so no job is sent for it" in text
