@@ -220,8 +220,10 @@ def _nodes(kinds: Sequence[NodeKind], evaluation: dict[str, str]) -> list[_Line]
     (gpus_there,) = counts
     number, cpus = sum(count for _, count in gpus_there), min(kind.cpus for kind in kinds)
     if not number:
-        off = _Line("gpus_by", "gres", "or gpus-per-node", on=False)
-        return [_section("eval", evaluation, ""), _Line("gpus_per_node", "0"), off]
+        whole = {"cpus_per_task": str(cpus)}
+        remark = f"all {cpus} CPUs of a node for its only process; divide them by slurm.processes_per_node"
+        lines = [_section("train", whole, remark), _section("eval", evaluation | whole, remark)]
+        return [*lines, _Line("gpus_per_node", "0"), _Line("gpus_by", "gres", "or gpus-per-node", on=False)]
     each = {"cpus_per_task": str(max(1, cpus // number))}
     remark = f"{cpus} CPUs, {number} GPUs"
     lines = [_section("train", each, remark), _section("eval", evaluation | each, remark)]
