@@ -40,7 +40,11 @@ def logs(
     rank: Annotated[int | None, typer.Option(help="Rank; default: 0.", min=0)] = None,
     attempt: Attempt = None,
     first_error: Annotated[
-        bool, typer.Option("--first-error", help="Show the first process that failed: its rank, node and last lines.")
+        bool,
+        typer.Option(
+            "--first-error",
+            help="Show the first process that failed in the newest submission (or in --attempt): rank, node, last lines.",
+        ),
     ] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", help="Number of last lines; 0 shows all.", min=0)] = 50,
 ) -> None:
