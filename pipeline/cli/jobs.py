@@ -43,7 +43,7 @@ def logs(
         bool,
         typer.Option(
             "--first-error",
-            help="Show the first process that failed in the newest submission (or in --attempt): rank, node, last lines.",
+            help="Show the first process that failed in the newest submission, or in --attempt: rank, node, lines.",
         ),
     ] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", help="Number of last lines; 0 shows all.", min=0)] = 50,
