@@ -32,7 +32,7 @@ from pipeline.cli.data import data_app
 from pipeline.cli.failures import CommandGroup, report_error, report_mistake
 from pipeline.cli.jobs import add_to
 from pipeline.cli.submitted import submitted
-from pipeline.common.console import Console, echo, flush, spell_out_what_cannot_be_encoded
+from pipeline.common.console import Console, echo, flush, say, spell_out_what_cannot_be_encoded
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_REFUSED, UserError
 from pipeline.common.redaction import mask_streams
 from pipeline.common.signals import repeat_lost_interrupts
@@ -229,6 +229,11 @@ def evaluate(
         from pipeline.eval.table import show_table
 
         show_table(config, Console(), as_json=as_json)
+        if not as_json and config.run.dir.is_dir():
+            from slurm.status.evaluating import evaluation_lines
+
+            for line in evaluation_lines(config.run.dir):
+                say(Console(), line)
         return
     if weights is not None and (slurm or local or dry_run):
         raise UserError(

@@ -78,7 +78,7 @@ def _table(found: Sequence[RunStatus]) -> Table:
 def _below(found: Sequence[RunStatus]) -> Iterator[str]:
     """Lines for what a table has no room for."""
     for each in found:
-        if each.why and each.state not in ("running", "done"):
+        if each.why and each.state != "running":
             yield f"{_name(each.run)}: {_cut(each.why)}"
         for problem in filter(None, (each.failed_saves, *each.problems)):
             yield f"{_name(each.run)}: {_cut(problem)}"

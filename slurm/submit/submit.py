@@ -15,6 +15,7 @@ from pipeline.common import links, run_identity, storage
 from pipeline.common.console import say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.format import listed
 from pipeline.common.problems import Problems
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
@@ -26,7 +27,7 @@ from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
-from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend, Job
+from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend, Job, Stage
 from slurm.logs.rank_logs import STAMP
 from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
 from slurm.submit.complete_stages import missing_stages
@@ -107,12 +108,24 @@ def submit(
             make_data_dir(config)  # of which jobs know then that it should be there
         with storage.naming(RunFiles(run).slurm):  # a full disk names no file
             code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
-            sent = send_all(run, config, site, planned, backend, code)
+            with _refusal_noted(run, planned[0].stage):
+                sent = send_all(run, config, site, planned, backend, code)
     for warning in found_here.warnings:
         warn(console, warning)
     _print_sent(run, sent, console)
     warn_of_waiting({run: sent}, console)
     return sent
+
+
+@contextmanager
+def _refusal_noted(run: Path, stage: Stage) -> Iterator[None]:
+    """Write down that a submission is refused inside, for `status`."""
+    try:
+        yield
+    except MachineError as error:
+        with suppress(OSError):
+            jobs.note_refused(run, stage, listed(" ".join(str(error).split())))
+        raise
 
 
 def cancel_unknown(folder: Path, console: Console) -> None:

@@ -259,6 +259,23 @@ def test_a_complete_training_and_evaluation_get_no_job(tmp_path: Path, monkeypat
     assert sent()[0] == {"train", "eval"}, "it did not end well"
 
 
+def test_a_refused_submission_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, has_sacct=False)
+    stages.preprocess(config)
+    commands = {"sbatch": "echo 'sbatch: error: Invalid account' >&2; exit 1", "scontrol": "", "squeue": ""}
+    commands["sinfo"] = "echo 'cpu*|up|infinite|1-infinite|0/2/0/2|(null)|(null)'"
+    (tmp_path / "bin").mkdir()
+    for name, text in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    with pytest.raises(SchedulerError, match="Invalid account"):
+        submit(config, ["train"], "slurm", Console(quiet=True))
+    refusal = jobs.refusal(config.run.dir)
+    assert refusal is not None and refusal.stage == "train" and "Invalid account" in refusal.why
+    assert jobs.sent(config.run.dir) == []
+
+
 def test_a_dry_run_here_shows_the_command_with_its_run_file(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     (job,) = job_plan.plan(config, load_site(config.slurm.profile), ["train"], "local")
