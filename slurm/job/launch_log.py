@@ -26,6 +26,8 @@ _KILLED = "batch killed"
 Next = Literal["done", "relaunch", "requeue", "next link", "scheduler", "end"]
 """The next action: none, since all is done; another launch in the same job; the job again; the next job of the chain;
 what the scheduler decides (it ended the job); nothing, for the reason that is given."""
+NEXT_JOB = "next job"
+"""The words for `next link`, which is the name in files."""
 LAST: tuple[Next, ...] = ("done", "end", "next link")
 """Values of `next` after which nothing comes of the job."""
 
@@ -92,6 +94,11 @@ class Launch:
         return self.nodes[place] if place < len(self.nodes) else None
 
 
+def next_words(following: str) -> str:
+    """What follows on an end, in words."""
+    return NEXT_JOB if following == "next link" else following
+
+
 def begin(run: Path, stage: Stage, job: str, **values: Any) -> Launch:
     """Note that a launch begins."""
     launch = Launch(stage, job, host=socket.gethostname(), pid=os.getpid(), time=time.time(), **values)
@@ -136,7 +143,9 @@ def _killed_end(run: Path, launch: Launch, line: dict[str, Any]) -> LaunchEnd:
     drill = read_drill(run / launch.logs)
     how = f"was killed (signal {line['signal']}), as where the memory of a node runs out"
     reason = f"the batch process on {node} {drill.words if drill is not None and drill.part == 'batch' else how}"
-    return LaunchEnd(EXIT_OTHER, f"{reason}; {following}", following, launch.checkpoint, line["time"], node=node)
+    return LaunchEnd(
+        EXIT_OTHER, f"{reason}; {next_words(following)}", following, launch.checkpoint, line["time"], node=node
+    )
 
 
 def is_all(past: Sequence[Launch], stages: int | None) -> bool:

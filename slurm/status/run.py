@@ -23,7 +23,7 @@ from pipeline.train.run.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.run.lock import is_held
 from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
-from slurm.job.launch_log import Launch, LaunchEnd
+from slurm.job.launch_log import Launch, LaunchEnd, next_words
 from slurm.job.restart_policy import suspects
 from slurm.status.files import MetricRows, RunSnapshot
 from slurm.status.queued import QueuedJob, SchedulerSnapshot, lost_launches, queue
@@ -392,8 +392,11 @@ def _with_end(row: AttemptRow, launch: Launch, end: LaunchEnd) -> AttemptRow:
 
 def _cause(end: LaunchEnd) -> str:
     """Reason for the end of a launch, without what followed."""
-    before, found, _ = end.reason.rpartition(f"; {end.next}: ")
-    return listed(before if found else end.reason)
+    for words in (next_words(end.next), end.next):  # the latter of earlier versions
+        before, found, _ = end.reason.rpartition(f"; {words}: ")
+        if found:
+            return listed(before)
+    return listed(end.reason)
 
 
 def _without_attempt(launch: Launch, now: float, *, is_lost: bool) -> AttemptRow:

@@ -37,7 +37,7 @@ from slurm.submit.submission import Submission, read_submission, record
 from slurm.submit.waiting import warn_of_waiting
 
 _SUBMIT_SECONDS = 600.0
-"""For another command that sends jobs of the same run: a chain of many links on a busy controller takes minutes."""
+"""For another command that sends jobs of the same run: a chain of many jobs on a busy controller takes minutes."""
 
 
 def submit(
@@ -371,7 +371,7 @@ def _print_sent(run: Path, sent: Sequence[Job], console: Console) -> None:
     for job in sent:
         what = "process" if job.where == "local" else "job" if job.tasks == 1 else f"array of {job.tasks} jobs"
         waits = f", after {' and '.join(job.after)}" if job.after else ""
-        link = f" (link {job.link})" if any(each.link > 1 and each.name == job.name for each in sent) else ""
+        link = f" (chain job {job.link})" if any(each.link > 1 and each.name == job.name for each in sent) else ""
         say(console, f"{active_jobs.stage_names(run, job)}: {what} {job.job}{link}{waits}")
     shown = os.path.relpath(run) if run.is_relative_to(Path.cwd()) else str(run)
     say(console, f"next: pipeline status {shown}, pipeline logs {shown} -f, pipeline cancel {shown}")

@@ -120,7 +120,7 @@ def test_the_newest_launch_or_that_of_an_attempt(run: Path) -> None:
     jobs.note(run, jobs.new_job("finish", "79", "slurm", "name", "none.json"))
     finish = launched(run, "79", "finish", nodes=())
     write(run, finish, 0, "done\n")
-    assert "finish, job 79 on " in shown(run)
+    assert "end of preprocess, job 79 on " in shown(run)
 
 
 def test_a_log_for_each_node(run: Path) -> None:
