@@ -29,7 +29,7 @@ class DrillRecord:
 
     @property
     def words(self) -> str:
-        """How what was killed ended."""
+        """Words for the end of what was killed."""
         at = time.strftime("%H:%M:%S", time.localtime(self.time))
         return f"was killed by `pipeline drill` at {at}, after step {self.step:,}"
 

@@ -95,7 +95,7 @@ class Launch:
 
 
 def next_words(following: str) -> str:
-    """What follows on an end, in words."""
+    """Words for what follows on an end."""
     return NEXT_JOB if following == "next link" else following
 
 

@@ -422,7 +422,7 @@ WARNED: list[tuple[int, tuple[str, ...], str]] = [
     (
         2,
         ("train.batch_size=10000", "train.micro_batch_size=2"),
-        "each process computes 2,500 micro-batches of 2 windows one after the other in a step, .* lower train.batch_size",
+        "each process computes 2,500 micro-batches of 2 windows one after the other .* lower train.batch_size",
     ),
     (2, ("parallel.pipeline.schedule=zbv",), "parallel.pipeline has no effect"),
     (1, ("parallel.reshard_after_forward=true",), "reshard_after_forward=true has no effect"),
