@@ -98,7 +98,7 @@ def note_withdrawn(run: Path, job: Job) -> None:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedSubmission:
     """A submission that the scheduler refused, so that nothing of it was sent."""
 
     stage: Stage
@@ -113,12 +113,12 @@ def note_refused(run: Path, stage: Stage, why: str) -> None:
     storage.add_json_line(RunFiles(run).jobs, {"refused": why, "stage": stage, "time": time.time()})
 
 
-def refusal(run: Path) -> Refusal | None:
+def refusal(run: Path) -> RefusedSubmission | None:
     """The refusal of the newest submission; None if it was accepted, or if there is none."""
     lines = storage.read_json_lines(RunFiles(run).jobs)
     last: dict[str, Any] = next((line for line in reversed(lines) if "withdrawn" not in line), {})
     with suppress(KeyError):
-        return Refusal(last["stage"], str(last["refused"]), float(last["time"]))
+        return RefusedSubmission(last["stage"], str(last["refused"]), float(last["time"]))
     return None
 
 
