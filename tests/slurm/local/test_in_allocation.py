@@ -224,3 +224,20 @@ def test_signals_to_the_command_stop_and_kill_its_ranks(cluster: DevCluster, run
     os.kill(command, signal.SIGINT)
     assert process.wait(300) == 130, log.read_text()
     until(lambda: not runs(hung["pid"]))
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_whole_run_leaves_out_what_is_complete(cluster: DevCluster, run_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = tiny.command("run", run_file, f"run.dir={run}", "--in-allocation", "train.duration=10 steps")
+
+    def called(*more: str) -> str:
+        done = subprocess.run(salloc(*words, *more), capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "(pipeline preprocess)" not in called("--dry-run") and not run.exists()
+    assert "preprocess: complete, so it is left out" in called()
+    assert [each.stage for each in launches(run)] == ["train", "eval"]
+    assert called().splitlines()[-1] == f"nothing to do: all stages of {run} are complete"

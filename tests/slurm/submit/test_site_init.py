@@ -57,11 +57,11 @@ def test_a_site_that_says_everything(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert file.read_text() == text
 
 
-def test_training_without_gpus_gets_the_cpus_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_gpus_gets_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = "cpu*|up|infinite|1-infinite|8/2/0/10|(null)|(null)\n"
-    site(tmp_path, monkeypatch, parts, "8|64|(null)\n2|32|(null)\n")
+    site(tmp_path, monkeypatch, parts, "8|64|(null)\n2|6|(null)\n")
     found = load_site(str(write_profile(tmp_path)))
-    assert (found.train.cpus_per_task, found.eval.cpus_per_task, found.preprocess.cpus_per_task) == (32, 32, 8)
+    assert (found.train.cpus_per_task, found.eval.cpus_per_task, found.preprocess.cpus_per_task) == (6, 6, 6)
     assert found.gpus_per_node == 0
 
 
