@@ -131,7 +131,7 @@ def test_a_real_site(cluster: DevCluster, run_file: Path, tmp_path: Path) -> Non
     file.write_text(file.read_text().replace("???", "dev"))
     found = load_site(str(file))
     assert (found.defaults.time, found.gpus_per_node) == (24 * 60, 0) and found.has_sacct and found.has_requeue
-    words = [f"run.dir={tmp_path / 'run'}", f"slurm.profile={file}", "--slurm", "--dry-run"]
+    words = [f"run.dir={tmp_path / 'run'}", f"slurm.profile={file}", "--slurm", "--dry-run", "--verbose"]
     done = tiny.pipeline("train", run_file, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--account=dev" in done.stdout and "--partition=train" in done.stdout, done.stdout
