@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, TrustFilesOf
+from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, TrustFilesOf, Verbose
 from pipeline.common.console import Console
 
 RunsOrFolders = Annotated[
@@ -139,6 +139,7 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs; start nothing.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Show the results so far.")] = False,
     as_json: AsJson = False,
+    verbose: Verbose = False,
     trusted: TrustFilesOf = None,
 ) -> None:
     """Train with each combination of values, each in its own run folder, and compare the results."""

@@ -124,7 +124,7 @@ def _refusal_noted(run: Path, stage: Stage) -> Iterator[None]:
         yield
     except MachineError as error:
         with suppress(OSError):
-            jobs.note_refused(run, stage, listed(" ".join(str(error).split())))
+            jobs.note_refused(run, stage, listed("; ".join(str(error).splitlines())))
         raise
 
 
