@@ -286,7 +286,7 @@ class _Cancelling:
         if by_file:
             say(
                 self._console,
-                "it has not ended yet. It finishes its step, saves and ends, and is not started again; "
+                "it has not ended yet. It completes its step, saves and ends, and is not started again; "
                 f"to end it at once: pipeline cancel {self._run} --now",
             )
         else:

@@ -97,6 +97,31 @@ def note_withdrawn(run: Path, job: Job) -> None:
     storage.add_json_line(RunFiles(run).jobs, {"withdrawn": job.job, "time": time.time()})
 
 
+@dataclass(frozen=True)
+class RefusedSubmission:
+    """A submission that the scheduler refused, so that nothing of it was sent."""
+
+    stage: Stage
+    """The first stage of it."""
+    why: str
+    time: float
+    """In seconds since 1970."""
+
+
+def note_refused(run: Path, stage: Stage, why: str) -> None:
+    """Write down that a submission was refused."""
+    storage.add_json_line(RunFiles(run).jobs, {"refused": why, "stage": stage, "time": time.time()})
+
+
+def refusal(run: Path) -> RefusedSubmission | None:
+    """The refusal of the newest submission; None if it was accepted, or if there is none."""
+    lines = storage.read_json_lines(RunFiles(run).jobs)
+    last: dict[str, Any] = next((line for line in reversed(lines) if "withdrawn" not in line), {})
+    with suppress(KeyError):
+        return RefusedSubmission(last["stage"], str(last["refused"]), float(last["time"]))
+    return None
+
+
 def sent(run: Path) -> list[Job]:
     """All jobs of a run in the order in which they were sent, but those that were taken back at once."""
     known = {field.name for field in fields(Job)}

@@ -379,6 +379,17 @@ def _seconds(text: str) -> float | None:
 
 
 @dataclass(frozen=True)
+class NodeSize:
+    """Nodes of a partition with the same CPUs and memory."""
+
+    nodes: int
+    cpus: int
+    """CPUs of each node."""
+    memory_mib: int
+    """Memory of each node for jobs, in MiB."""
+
+
+@dataclass(frozen=True)
 class Partition:
     """A partition with its limits and nodes."""
 
@@ -399,6 +410,8 @@ class Partition:
     """Generic resources of its nodes, like `gpu:h100:8`; one for each kind of node."""
     features: frozenset[str] = frozenset()
     """Features of some of its nodes, for `constraint`."""
+    sizes: tuple[NodeSize, ...] = ()
+    """Its nodes by size; empty where that is not known."""
 
 
 def partitions() -> dict[str, Partition]:
@@ -409,8 +422,9 @@ def partitions() -> dict[str, Partition]:
     """
     found: dict[str, Partition] = {}
     # A line for each kind of node in a partition.
-    for line in ask(["sinfo", "--all", "--noheader", "--format", "%P|%a|%l|%s|%F|%G|%f"]).splitlines():
-        name, state, limit, sizes, counts, gres, features = (word.strip() for word in line.split("|"))
+    text = ask(["sinfo", "--all", "--exact", "--noheader", "--format", "%P|%a|%l|%s|%F|%G|%f|%c|%m"])
+    for line in text.splitlines():
+        name, state, limit, sizes, counts, gres, features, *size = (word.strip() for word in line.split("|"))
         default, name = name.endswith("*"), name.removesuffix("*")
         busy, idle, _, total = (_count(word) for word in counts.split("/"))
         most = sizes.rpartition("-")[2]
@@ -425,6 +439,7 @@ def partitions() -> dict[str, Partition]:
             busy + idle + (before.usable if before else 0),
             (*(before.gres if before else ()), gres),
             (before.features if before else frozenset()).union(features.split(",")) - {"(null)"},
+            (*(before.sizes if before else ()), *_node_sizes(total, size)),
         )
     return found
 
@@ -508,6 +523,15 @@ def associations(user: str) -> list[Association]:
     return [
         Association(account, part, tuple(filter(None, qos.split(","))), usual) for account, part, qos, usual in rows
     ]
+
+
+def _node_sizes(nodes: int, size: Sequence[str]) -> list[NodeSize]:
+    """Size of nodes from the words for CPUs and memory; empty where one of them is unreadable."""
+    try:
+        cpus, memory = map(_count, size)
+    except ValueError:
+        return []
+    return [NodeSize(nodes, cpus, memory)]
 
 
 def _count(text: str) -> int:

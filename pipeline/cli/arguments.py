@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pipeline.common.console import VERBOSE
 from pipeline.common.errors import UserError
 from pipeline.common.trust import trust
 
@@ -15,6 +17,13 @@ def _trust(names: list[str] | None) -> list[str] | None:
     """Trust the files of users from here on."""
     trust(names or ())
     return names
+
+
+def _be_verbose(wanted: bool) -> bool:
+    """Print details from here on, here and in processes that this one starts."""
+    if wanted:
+        os.environ[VERBOSE] = "1"
+    return wanted
 
 
 Overrides = Annotated[
@@ -72,7 +81,10 @@ TrustFilesOf = Annotated[
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", help="Also print start-up details: threads, kernels, compilation. Logs of jobs have them."
+        "--verbose",
+        help="Also print start-up details: threads, kernels, compilation. Logs of jobs have them. With --dry-run: also "
+        "the scripts of jobs.",
+        callback=_be_verbose,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -6,23 +6,36 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.arguments import Overrides, RunOrFolder, TrustFilesOf
+from pipeline.cli.arguments import RunOrFolder, TrustFilesOf
 from pipeline.common.console import echo
 
 config_app = typer.Typer(no_args_is_help=True, help="Show run files and their keys.")
 
 
 @config_app.command("show")
-def config_show(run: RunOrFolder, overrides: Overrides = None, trusted: TrustFilesOf = None) -> None:
+def config_show(
+    run: RunOrFolder,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY | KEY.PATH=VALUE]...",
+            help="Sections or keys to print alone, like `train` or `train.optimizer`; and values that override the run "
+            "file.",
+            show_default=False,
+        ),
+    ] = None,
+    trusted: TrustFilesOf = None,
+) -> None:
     """Print a run file with its includes, overrides, interpolation and defaults resolved.
 
     Exit code 2 where others may have written what it would execute.
     """
-    from pipeline.config.load import dump, load_run
+    from pipeline.config.load import dump, dump_keys, load_run
     from pipeline.config.parsing.code_keys import refuse_code_of_others
 
-    config = load_run(run, overrides or ())
-    echo(dump(config), end="")
+    keys = [word for word in words or () if "=" not in word]
+    config = load_run(run, [word for word in words or () if "=" in word])
+    echo(dump_keys(config, keys) if keys else dump(config), end="")
     refuse_code_of_others(config)  # after it could be read
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeline.cli.arguments import Local, Overrides, RunOrFolder, Slurm, TrustFilesOf
+from pipeline.cli.arguments import Local, Overrides, RunOrFolder, Slurm, TrustFilesOf, Verbose
 from pipeline.cli.submitted import submitted
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
@@ -52,6 +52,7 @@ def curate(
     form: Annotated[
         str, typer.Option("--format", metavar="jsonl|parquet", help="With --export: format of the files.")
     ] = "jsonl",
+    verbose: Verbose = False,
     trusted: TrustFilesOf = None,
 ) -> None:
     """Decide which documents are kept (data.curate); `pipeline preprocess` leaves out the others. Rerun to resume.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, TrustFilesOf
+from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, TrustFilesOf, Verbose
 from pipeline.common.console import Console
 
 RunsOrFolders = Annotated[
@@ -40,7 +40,11 @@ def logs(
     rank: Annotated[int | None, typer.Option(help="Rank; default: 0.", min=0)] = None,
     attempt: Attempt = None,
     first_error: Annotated[
-        bool, typer.Option("--first-error", help="Show the first process that failed: its rank, node and last lines.")
+        bool,
+        typer.Option(
+            "--first-error",
+            help="Show the first process that failed in the newest submission, or in --attempt: rank, node, lines.",
+        ),
     ] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", help="Number of last lines; 0 shows all.", min=0)] = 50,
 ) -> None:
@@ -135,6 +139,7 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs; start nothing.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Show the results so far.")] = False,
     as_json: AsJson = False,
+    verbose: Verbose = False,
     trusted: TrustFilesOf = None,
 ) -> None:
     """Train with each combination of values, each in its own run folder, and compare the results."""

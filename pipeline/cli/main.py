@@ -32,7 +32,7 @@ from pipeline.cli.data import data_app
 from pipeline.cli.failures import CommandGroup, report_error, report_mistake
 from pipeline.cli.jobs import add_to
 from pipeline.cli.submitted import submitted
-from pipeline.common.console import VERBOSE, Console, echo, flush, spell_out_what_cannot_be_encoded
+from pipeline.common.console import Console, echo, flush, say, spell_out_what_cannot_be_encoded
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_REFUSED, UserError
 from pipeline.common.redaction import mask_streams
 from pipeline.common.signals import repeat_lost_interrupts
@@ -90,6 +90,7 @@ def preprocess(
     grow: Annotated[
         bool, typer.Option("--grow", help="Append files that were added to sources to their datasets.")
     ] = False,
+    verbose: Verbose = False,
     trusted: TrustFilesOf = None,
 ) -> None:
     """Tokenize documents into datasets (data.sources). Rerun to resume."""
@@ -130,8 +131,6 @@ def train(
 ) -> None:
     """Train the model, or resume from the latest checkpoint."""
     config = _load(run, overrides)
-    if verbose:
-        os.environ[VERBOSE] = "1"
     if check:
         from slurm.local.stages import check_layout
 
@@ -210,6 +209,7 @@ def evaluate(
     local: Local = False,
     in_allocation: InAllocation = False,
     dry_run: DryRun = False,
+    verbose: Verbose = False,
     trusted: TrustFilesOf = None,
 ) -> None:
     """Evaluate a checkpoint, or weights in a folder: held-out loss, then the benchmarks of eval.tasks and eval.harness.
@@ -229,6 +229,11 @@ def evaluate(
         from pipeline.eval.table import show_table
 
         show_table(config, Console(), as_json=as_json)
+        if not as_json and config.run.dir.is_dir():
+            from slurm.status.evaluating import evaluation_lines
+
+            for line in evaluation_lines(config.run.dir):
+                say(Console(), line)
         return
     if weights is not None and (slurm or local or dry_run):
         raise UserError(
@@ -298,8 +303,6 @@ def run_all(
 ) -> None:
     """Run preprocess, train and eval, and print a summary. Completed stages are skipped."""
     config = _load(run, overrides)
-    if verbose:
-        os.environ[VERBOSE] = "1"
     stages: list[StageName] = ["preprocess", "train", "eval"]
     if config.data.curate is not None:
         stages = ["curate", *stages]

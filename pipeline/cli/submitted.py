@@ -26,11 +26,11 @@ def submitted(
 ) -> bool:
     """Run stages where the options say, or show what they would do; False if they are to run here and now."""
     if in_allocation:
-        if slurm or local or dry_run:
-            raise UserError("--in-allocation sends no job; leave --slurm, --local and --dry-run out")
+        if slurm or local:
+            raise UserError("--in-allocation sends no job; leave --slurm and --local out")
         from slurm.local.in_allocation import run_in_allocation
 
-        run_in_allocation(config, stages, Console(), step=step, take_over=take_over)
+        run_in_allocation(config, stages, Console(), step=step, take_over=take_over, dry_run=dry_run)
         return True
     if not (slurm or local):
         if dry_run and stages not in (["preprocess"], ["curate"]):

@@ -199,6 +199,30 @@ def dump(config: Config) -> str:
     return dump_values(config.model_dump(mode="json"))
 
 
+def dump_keys(config: Config, keys: Sequence[str]) -> str:
+    """Some keys or sections of `dump`, each at its place.
+
+    Raises:
+        UserError: there is no such key in this config.
+    """
+    values, found = config.model_dump(mode="json"), dict[str, Any]()
+    for key in keys:
+        source, target = values, found
+        *path, last = key.split(".")
+        for part in path:
+            source, target = _section(source, part, key), target.setdefault(part, {})
+        target[last] = _section(source, last, key)
+    return dump_values(found)
+
+
+def _section(values: Any, part: str, key: str) -> Any:
+    """The value of a part of a key in a section."""
+    if isinstance(values, dict) and part in values:
+        return values[part]
+    there = f"the section has {', '.join(map(str, values))}" if isinstance(values, dict) else "its section has no keys"
+    raise UserError(f"{key}: there is no key {part!r}; {there}")
+
+
 def dump_values(values: dict[str, Any]) -> str:
     """`dump` of a config's plain values, which may be of another version."""
     return render(escaped(values))

@@ -24,6 +24,7 @@ from pipeline.train.setup import threads_of_shell
 _CPU_FLOPS = 2.5e10
 """A thread of a current processor, fp32: half of what products of large matrices reach."""
 _LONG = 2 * 24 * 3600
+_LONG_STEP = 60
 
 
 def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: float) -> Iterator[str]:
@@ -48,6 +49,7 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
         threads = torch.get_num_threads() * setup.mesh.layout.world_size
         total = plan.journal.tokens(length.steps) - plan.journal.tokens(first)
         yield from long_on_cpu(flops * total, threads)
+        yield from long_step_on_cpu(flops * (plan.journal.tokens(first + 1) - plan.journal.tokens(first)), threads)
     fp8, layout = config.train.precision.fp8, setup.mesh.layout
     if fp8 is not None:
         yield from (f"train: {line}" for line in fp8_lines(fp8, spec, layout, config.train.sequence_length))
@@ -77,6 +79,21 @@ def long_on_cpu(flops: float, threads: int) -> Iterator[str]:
             f"warning: {flops:.2g} FLOP on {counted(threads, 'thread')} take about {duration(seconds)}, if each makes "
             f"{_CPU_FLOPS / 1e9:.0f} GFLOP per second; for a trial set a smaller model and train.duration, as "
             "`pipeline init DIR --from starter-small` does"
+        )
+
+
+def long_step_on_cpu(flops: float, threads: int) -> Iterator[str]:
+    """A warning where a step on CPUs takes more than a minute, in which nothing is printed.
+
+    Args:
+        flops: of the first step.
+        threads: of all processes.
+    """
+    seconds = flops / (threads * _CPU_FLOPS)
+    if seconds > _LONG_STEP:
+        yield (
+            f"warning: a step takes about {duration(seconds)} ({flops:.2g} FLOP on {counted(threads, 'thread')} of "
+            f"{_CPU_FLOPS / 1e9:.0f} GFLOP per second), and nothing is printed before it ends; lower train.batch_size"
         )
 
 

@@ -52,7 +52,7 @@ class Seam:
 
     def __str__(self) -> str:
         changed = "; ".join(f"{key}: {before} -> {now}" for key, (before, now) in self.changed.items())
-        line = f"learning rate {self.before:.2e} -> {self.after:.2e} at step {self.step:,} ({changed})"
+        line = f"learning rate {_shown(self.before)} -> {_shown(self.after)} at step {self.step:,} ({changed})"
         if not self.rises or "train.duration" not in self.changed:
             return line
         return (
@@ -71,7 +71,7 @@ class Seam:
 
 
 def find_seam(config: Config, checkpoint: Checkpoint, journal: Journal, steps: int) -> Seam | None:
-    """The change of the schedule behind a checkpoint; None if there is none, or no step follows.
+    """The change of the learning rate behind a checkpoint; None if it shows none, or no step follows.
 
     Args:
         config: of now.
@@ -93,14 +93,19 @@ def find_seam(config: Config, checkpoint: Checkpoint, journal: Journal, steps: i
         then = Schedule(shape, duration, planned, saved.tokens)
         here = Schedule(config.train.schedule, config.train.duration, steps, journal.tokens)
         peak = float(before["train.optimizer.lr"])
-        return Seam(
+        seam = Seam(
             step + 1,
             peak * then.factor(saved.tokens(step)),
             peak * then.factor(saved.tokens(min(step + 1, planned))),
             config.train.optimizer.lr * here.factor(journal.tokens(step + 1)),
             changed,
         )
+        return seam if _shown(seam.before) != _shown(seam.after) else None
     return None
+
+
+def _shown(rate: float) -> str:
+    return f"{rate:.2e}"
 
 
 def planned_seam(config: Config, journal: Journal, steps: int) -> list[str]:

@@ -37,6 +37,7 @@ from pipeline.train.parallel.torch_compat.compiler import close_torch_folder
 
 Fill = Callable[[ParallelModel], object]
 """Fills a model with weights."""
+_MOST_THREADS = 2**16
 _SMALLEST_WEIGHT = 2
 """Bytes of a weight in a checkpoint at least."""
 
@@ -88,10 +89,19 @@ def set_arithmetic(config: Config, ranks: Processes, device: torch.device) -> st
 
 
 def threads_of_shell(environment: Mapping[str, str]) -> int | None:
-    """Threads by `OMP_NUM_THREADS`, if a person has set it: torchrun sets it to 1 where it is not set."""
-    words = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if not words.isdecimal() or int(words) == 0 or (words == "1" and "TORCHELASTIC_RUN_ID" in environment):
+    """Threads by `OMP_NUM_THREADS`, if a person has set it: torchrun sets it to 1 where it is not set.
+
+    Raises:
+        UserError: it is not a number of threads.
+    """
+    given = environment.get("OMP_NUM_THREADS", "")
+    words = given.partition(",")[0].strip()  # others are of nested regions
+    if not given or (words == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return None
+    if not words.isdecimal() or not 0 < int(words) <= _MOST_THREADS:
+        raise UserError(
+            f"OMP_NUM_THREADS is {given!r}, which is not a number of threads; set a whole number from 1 on, or unset it"
+        )
     return int(words)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -18,10 +19,12 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.attempts import attempts
 from pipeline.train.run.heartbeat import ENDED, read_beats
 from slurm import jobs, scheduler
+from slurm.drill.record import DrillRecord, remove_drill
 from slurm.drill.strike import Part, Target
 from slurm.job.launch_log import Launch, launches
 from slurm.job.restart_policy import crashes_in_a_row
 from slurm.jobs import Job
+from slurm.logs.parts import parts
 from slurm.run_argument import run_folder
 from slurm.status.live import live_jobs, runs
 from slurm.submit.submission import Submission, read_submission
@@ -33,6 +36,8 @@ _EXPECTED: dict[Part, str] = {
     "node": "the other processes end, and the job starts all of them again; on spare nodes only where that fails there",
     "batch": "the processes save if they can, and the job goes back into the queue and starts again",
 }
+_BY_DRILL = "killed by `pipeline drill`"
+"""In the reason of an end that is this command's."""
 _NEXT_OF_CHAIN = "the processes save if they can, and the next job of the chain continues"
 
 
@@ -66,9 +71,27 @@ def drill(run: Path, console: Console, *, kill: Part, rank: int | None, yes: boo
     if not yes:
         raise UserError("nothing was killed; give --yes to do it")
     begin = time.time()
-    target.kill()
+    with _recorded(folder, target, before.step, begin):
+        target.kill()
     say(console, f"killed at {time.strftime('%H:%M:%S', time.localtime(begin))}")
     _watch(folder, console, before, begin, minutes)
+
+
+@contextmanager
+def _recorded(folder: Path, target: Target, step: int, begin: float) -> Iterator[None]:
+    """The record of a kill in the logs of the newest launch; it is removed if the kill fails."""
+    newest = [part for part in parts(folder) if part.stage == "train"][-1]
+    ranks = () if target.part == "batch" else tuple(target.ranks)
+    record = DrillRecord(target.part, target.job.job, target.host, ranks, step, begin)
+    places = [each for each in (newest.folder, newest.ranks) if each is not None]
+    for each in places:
+        record.write(each)
+    try:
+        yield
+    except BaseException:
+        for each in places:
+            remove_drill(each)
+        raise
 
 
 def _training_job(folder: Path) -> Job:
@@ -180,6 +203,8 @@ def _watch(folder: Path, console: Console, before: _Before, begin: float, minute
     wait(lambda: ended().end is not None)
     end = ended().end
     assert end is not None, "just waited for"
+    if _BY_DRILL not in end.reason:
+        raise MachineError(f"the launch has ended for another reason than this kill: {end.reason}")
     told(f"the end was noticed: {end.reason}")
     if end.next in ("done", "end"):
         raise MachineError(f"the training does not come back: {end.reason}")

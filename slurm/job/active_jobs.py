@@ -21,10 +21,10 @@ from pipeline.config.parsing.problems import show
 from pipeline.config.parsing.schema import flat
 from slurm import jobs, scheduler
 from slurm.job.launch_log import LAST, is_all, launches
-from slurm.jobs import LAST_OF_ARRAYS, Job, Stage
+from slurm.jobs import Job, Stage
 from slurm.scheduler import JobState
 from slurm.submit import code_snapshot, submitit_backend
-from slurm.submit.job_plan import PlannedJob, stage_name
+from slurm.submit.job_plan import PlannedJob, stage_name, stage_words
 from slurm.submit.submission import Submission, find_submission, record
 
 _SHOWN = 10
@@ -111,7 +111,7 @@ def stages(run: Path, job: Job) -> list[Stage]:
 def stage_names(run: Path, job: Job) -> str:
     """Stages of a job, for people."""
     if job.where == "slurm":
-        return f"end of {stage_name(job.stage)}" if job.stage in LAST_OF_ARRAYS else job.stage
+        return stage_words(job.stage)
     # On this machine that is all of it.
     return ", ".join(stage_name(stage) for stage in stages(run, job))
 

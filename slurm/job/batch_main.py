@@ -48,7 +48,7 @@ from slurm.job.eval_jobs import Evaluations
 from slurm.job.folder_watch import FolderWatch
 from slurm.job.health_checks import HealthChecks
 from slurm.job.job_queue import JobQueue
-from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches
+from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches, next_words
 from slurm.job.pack import Pack
 from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, stops_in_a_row, suspects
 from slurm.job.srun_step import SrunStep, rendezvous_env
@@ -59,6 +59,7 @@ from slurm.logs.rank_logs import STAMP
 from slurm.logs.tail import last_lines
 from slurm.notify.job import JobNotices
 from slurm.submit import permissions
+from slurm.submit.job_plan import stage_words
 from slurm.submit.submission import Submission, read_submission
 
 _LOOK = 10.0
@@ -205,7 +206,8 @@ class JobStart:
 
     def run(self) -> tuple[Next, int]:
         """Run to the end of this start; returns what follows, and the exit code of the job."""
-        self._say(f"{self._submission.stage}: job {self._job}, start {self._restarts + 1}, link {self._chain_job}")
+        chain = f", job {self._chain_job} of its chain" if self._chain_job > 1 else ""
+        self._say(f"{stage_words(self._submission.stage)}: job {self._job}, start {self._restarts + 1}{chain}")
         with self._listening():
             try:
                 return self._run_launches()
@@ -257,7 +259,7 @@ class JobStart:
         return EXIT_STOPPED if self._submission.stage in LAST_OF_ARRAYS else EXIT_OK
 
     def _why_unwanted(self) -> str | None:
-        """The reason not to finish a stage, if somebody has cancelled the array before it."""
+        """The reason not to end a stage, if somebody has cancelled the array before it."""
         if self._submission.stage not in LAST_OF_ARRAYS or self._allocation is None:
             return None
         array = array_end(self._run, self._job, has_sacct=self._submission.site.has_sacct)
@@ -400,7 +402,7 @@ class JobStart:
         reason = ending.reason
         if following not in ("done", "end"):
             reason = reason.removesuffix(RESUME_ADVICE).removesuffix(".")
-        text = reason if following == "done" else f"{reason}{code}; {following}: {why}"
+        text = reason if following == "done" else f"{reason}{code}; {next_words(following)}: {why}"
         return replace(how, next=following, reason=text)
 
     def _leave(self, how: LaunchEnd) -> int:

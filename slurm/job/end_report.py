@@ -9,6 +9,7 @@ from pipeline.common.format import when
 from pipeline.common.run_files import RunFiles
 from slurm.job.launch_log import Launch, launches
 from slurm.jobs import Stage
+from slurm.submit.job_plan import stage_words
 
 _LAST = 10
 """Launches that a report shows."""
@@ -23,7 +24,7 @@ def write(run: Path, stage: Stage) -> str:
     """Write the report on the launches of a stage; returns its text, with a warning where the disk is full."""
     found = launches(run, stage)[-_LAST:]
     last = found[-1].end if found else None
-    lines = [f"{stage} has ended: {last.reason if last else 'it was never launched'}"]
+    lines = [f"{stage_words(stage)} has ended: {last.reason if last else 'it was never launched'}"]
     lines += [f"  {_line(launch)}" for launch in found]
     if last is not None and last.node is not None:
         lines.append(f"first failure: rank {last.rank} on {last.node}; its log is in {run / found[-1].logs}")

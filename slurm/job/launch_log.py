@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_SUPERSEDED
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import LAUNCH, LAUNCH_END, append_entry
+from slurm.drill.record import read_drill
 from slurm.jobs import Stage
 
 _KILLED = "batch killed"
@@ -25,6 +26,8 @@ _KILLED = "batch killed"
 Next = Literal["done", "relaunch", "requeue", "next link", "scheduler", "end"]
 """The next action: none, since all is done; another launch in the same job; the job again; the next job of the chain;
 what the scheduler decides (it ended the job); nothing, for the reason that is given."""
+NEXT_JOB = "next job"
+"""The words for `next link`, which is the name in files."""
 LAST: tuple[Next, ...] = ("done", "end", "next link")
 """Values of `next` after which nothing comes of the job."""
 
@@ -91,6 +94,11 @@ class Launch:
         return self.nodes[place] if place < len(self.nodes) else None
 
 
+def next_words(following: str) -> str:
+    """Words for what follows on an end."""
+    return NEXT_JOB if following == "next link" else following
+
+
 def begin(run: Path, stage: Stage, job: str, **values: Any) -> Launch:
     """Note that a launch begins."""
     launch = Launch(stage, job, host=socket.gethostname(), pid=os.getpid(), time=time.time(), **values)
@@ -123,17 +131,21 @@ def launches(run: Path, stage: Stage | None = None) -> list[Launch]:
             elif line.get("event") == _KILLED:
                 launch = [each for each in found.values() if each.key[:2] == (line["job"], line["restarts"])][-1]
                 if launch.end is None or line["next"] == "end":  # a requeue may have been refused
-                    found[launch.key] = replace(launch, end=_killed_end(launch, line))
+                    found[launch.key] = replace(launch, end=_killed_end(run, launch, line))
         except (KeyError, TypeError, IndexError):  # of another version, or damaged
             continue
     return [launch for launch in found.values() if stage is None or launch.stage == stage]
 
 
-def _killed_end(launch: Launch, line: dict[str, Any]) -> LaunchEnd:
+def _killed_end(run: Path, launch: Launch, line: dict[str, Any]) -> LaunchEnd:
     """End of a launch whose batch process was killed, by the line that bash could write."""
     node, following = str(line["node"]), line["next"]
-    reason = f"the batch process on {node} was killed (signal {line['signal']}), as where the memory of a node runs out"
-    return LaunchEnd(EXIT_OTHER, f"{reason}; {following}", following, launch.checkpoint, line["time"], node=node)
+    drill = read_drill(run / launch.logs)
+    how = f"was killed (signal {line['signal']}), as where the memory of a node runs out"
+    reason = f"the batch process on {node} {drill.words if drill is not None and drill.part == 'batch' else how}"
+    return LaunchEnd(
+        EXIT_OTHER, f"{reason}; {next_words(following)}", following, launch.checkpoint, line["time"], node=node
+    )
 
 
 def is_all(past: Sequence[Launch], stages: int | None) -> bool:

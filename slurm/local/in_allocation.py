@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from pipeline.common import links, storage
 from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import Stopped, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.format import counted
 from pipeline.common.problems import Problems
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
+from pipeline.config.slurm import SiteConfig
 from pipeline.train.distributed.rank import is_rank
 from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable
@@ -28,7 +31,9 @@ from slurm.checks import look_at_stages
 from slurm.jobs import Backend
 from slurm.local import by_hand
 from slurm.submit import permissions
-from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
+from slurm.submit.complete_stages import missing_stages
+from slurm.submit.dry_run import show_findings
+from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan, stage_name
 from slurm.submit.site_profile import site_of
 from slurm.submit.submission import read_submission
 from slurm.submit.submit import write_submission
@@ -44,8 +49,9 @@ def run_in_allocation(
     *,
     step: int | None = None,
     take_over: bool = False,
+    dry_run: bool = False,
 ) -> None:
-    """Run stages to their end on the nodes of this allocation, one after the other.
+    """Run stages to their end on the nodes of this allocation, one after the other, but those that are complete.
 
     Args:
         config: the run.
@@ -53,6 +59,7 @@ def run_in_allocation(
         console: for what is told.
         step: of the checkpoint, for an evaluation alone.
         take_over: a holder of the run's lock of whom it is unknown whether it runs is taken to be gone.
+        dry_run: show what would be started, and write nothing.
 
     Raises:
         UserError: there is no allocation, it does not have what the run needs, or the run trains elsewhere.
@@ -64,21 +71,29 @@ def run_in_allocation(
     nodes = _nodes(os.environ)
     config = _fitted(config, len(nodes), os.environ)
     site = site_of(config, "slurm")
+    stages = missing_stages(config, stages, console, so="so it is left out")
+    if not stages:
+        say(console, f"nothing to do: all stages of {config.run.dir} are complete")
+        return
     planned = [job for stage in stages for job in _planned(config, stage, step)]
     processes = {job.stage: job.processes for job in planned}
     found = Problems()
     look_at_stages(config, stages, found, train=processes.get("train", 1), evaluate=processes.get("eval", 1), step=step)
     for job in planned:
-        if job.nodes > len(nodes):
-            key = "slurm.nodes" if job.stage == "train" else "eval.processes"
-            found.problem(
-                f"{key}: the {job.stage} stage needs {job.nodes} nodes, and the allocation has {len(nodes)} "
-                f"({', '.join(nodes)}); ask salloc for more, or lower {key}"
-            )
+        _check_size(job, nodes, site, os.environ, found)
     run = config.run.dir
-    _refuse_other_start(run, stages, console, take_over=take_over)
-    found.ask(console)
+    with found.collecting() if dry_run else nullcontext():
+        _refuse_other_start(run, stages, console, take_over=take_over and not dry_run)
+    if dry_run:
+        for job in planned:
+            say(console, _job_line(job, nodes))
+        show_findings(console, found)
+    else:
+        found.ask(console)
     found.raise_problems("nothing was started")
+    if dry_run:
+        say(console, "no problem was found; nothing was started and nothing was written (--dry-run)")
+        return
     for warning in found.warnings:
         warn(console, warning)
     permissions.apply_permissions(config)
@@ -102,6 +117,48 @@ def _start(file: Path, nodes: Sequence[str], console: Console) -> None:
 
     if run_submission(str(file), by_hand=True) != "done":
         raise Stopped("stopped before the end; run the same command again to resume, in this allocation or another")
+
+
+def _check_size(
+    job: PlannedJob, nodes: Sequence[str], site: SiteConfig, environment: Mapping[str, str], found: Problems
+) -> None:
+    """Nodes and CPUs that a stage needs against those of the allocation."""
+    if job.stage not in ("train", "eval"):  # others are one process, which no step starts
+        return
+    if job.nodes > len(nodes):
+        key = "slurm.nodes" if job.stage == "train" else "eval.processes"
+        found.problem(
+            f"{key}: the {job.stage} stage needs {job.nodes} nodes, and the allocation has {len(nodes)} "
+            f"({', '.join(nodes)}); ask salloc for more, or lower {key}"
+        )
+        return
+    here, each = job.processes_per_node, job.resources.cpus_per_task or 1
+    cpus = min(_cpus(environment)[: job.nodes], default=None)
+    if cpus is None or here * each <= cpus or {"--overcommit", "-O"} & {*site.srun_options}:
+        return
+    given = "SLURM_CPUS_PER_TASK" if environment.get("SLURM_CPUS_PER_TASK") else f"slurm.{job.stage}.cpus_per_task"
+    lower = "slurm.processes_per_node" if job.stage == "train" else "eval.processes"
+    found.problem(
+        f"the {job.stage} stage needs {here} x {each} CPUs per node ({lower} x {given}), and the allocation has {cpus} "
+        f"(SLURM_JOB_CPUS_PER_NODE); ask salloc for more, or lower one of the two"
+    )
+
+
+def _cpus(environment: Mapping[str, str]) -> list[int]:
+    """CPUs of the allocation on each node: `4(x2),8` -> 4, 4, 8; empty where that is not known."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    return [int(cpus) for cpus, times in found for _ in range(int(times or 1))]
+
+
+def _job_line(job: PlannedJob, nodes: Sequence[str]) -> str:
+    """Line of a dry run on a stage: nodes, processes, CPUs."""
+    command = f"pipeline {' '.join(job.command)}"
+    if job.stage not in ("train", "eval"):
+        return f"{stage_name(job.stage)}: one process on {nodes[0]} ({command})"
+    size = f"{counted(job.nodes, 'node')} x {counted(job.processes_per_node, 'process')}"
+    cpus = job.resources.cpus_per_task
+    size += f" x {counted(cpus, 'CPU')}" if cpus is not None else ""
+    return f"{job.stage}: {size} on {', '.join(nodes[: job.nodes])} ({command})"
 
 
 def _refuse_other_start(run: Path, stages: Sequence[StageName], console: Console, *, take_over: bool) -> None:

@@ -47,6 +47,7 @@ from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_
 from pipeline.train.parallel.torch_compat.agent import OneNode, WatchedAgent
 from pipeline.train.planning.fit import check_memory
 from pipeline.train.run.folder import note_end
+from slurm.drill.record import read_drill
 from slurm.logs.failure_analysis import TAIL, FailedProcess, causes, first_of
 from slurm.logs.rank_logs import STAMP, error_file, log_file
 from slurm.logs.tail import last_lines
@@ -433,7 +434,9 @@ def _describe(failure: FailedProcess, number: int, logs: Path) -> str:
     log = log_file(logs, failure.rank)
     lines = last_lines(log, TAIL)
     tail = "\n".join([f"\nThe end of {log.name}:", *lines]) if lines else ""
-    return f"{who} {failure.words}{tail}\n{folder}"
+    drill = read_drill(logs)
+    words = drill.words if drill is not None and failure.rank in drill.ranks else failure.words
+    return f"{who} {words}{tail}\n{folder}"
 
 
 def _log_folder(run: Path, stage: LaunchedStage = "train") -> Path:

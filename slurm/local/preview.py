@@ -54,8 +54,8 @@ def preview(config: Config, stages: Sequence[StageName], console: Console, step:
     if "eval" in stages:
         say(console, f"eval: {', '.join(_evaluated(config))}")
     show_findings(console, found)
-    say(console, "nothing was started and nothing was written (--dry-run)")
     found.raise_problems()
+    say(console, "no problem was found; nothing was started and nothing was written (--dry-run)")
 
 
 def _print_training(config: Config, processes: int, console: Console, found: Problems) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -51,8 +52,11 @@ def show_logs(
     if attempt is not None:
         found = _of_attempt(found, attempt)
     if first_error:
-        if attempt is not None or not _show_refused_job(folder, found, console):
+        if attempt is not None:
             _show_first_error(found, console)
+        elif not _show_refused_job(folder, found, console):
+            newest = _newest_start(folder, found)
+            _show_first_error(newest, console, [part for part in found if part not in newest])
         return
     if not found:
         if not follow or not jobs.sent(folder):
@@ -156,21 +160,45 @@ def _show_refused_job(run: Path, found: list[LogPart], console: Console) -> bool
     return False
 
 
-def _show_first_error(found: list[LogPart], console: Console) -> None:
-    for part in reversed(found):
-        failure = _failure(part)
-        if failure is None:
-            continue
-        say(console, f"==> {part.words}")
-        how = f" ({failure.signal})" if failure.signal else f" (code {failure.code})"
-        say(console, f"{failure.words}{how}")
-        if failure.details:
-            verbatim(console, failure.details)
-        log = None if failure.rank is None else part.log(failure.rank)
-        if log is not None and log.path.exists():
-            say(console, f"==> {log.path}")
+def _newest_start(run: Path, found: Sequence[LogPart]) -> list[LogPart]:
+    """Launches of the newest submission that has launched anything, or the newest training by hand."""
+    by_job: dict[str, str] = {}
+    first = ""
+    for job in jobs.sent(run):
+        # Jobs of a submission wait for each other, are of a chain, or evaluate checkpoints of it.
+        if job.link == 1 and job.step is None and not set(job.after) & by_job.keys():
+            first = job.job
+        by_job |= dict.fromkeys([job.job, *job.numbers], first or job.job)
+
+    def start(part: LogPart) -> object:
+        return part.begin if part.launch is None else by_job.get(part.launch.job, part.launch.job)
+
+    return [part for part in found if start(part) == start(found[-1])]
+
+
+def _show_first_error(found: Sequence[LogPart], console: Console, earlier: Sequence[LogPart] = ()) -> None:
+    """Show the newest failure of some launches; where there is none, name that of earlier starts."""
+    failed = _newest_failure(found)
+    if failed is None:
+        say(console, f"nothing failed in the newest start: {found[-1].words}" if found else "nothing failed")
+        if (before := _newest_failure(earlier)) is not None:
+            number = next((f"; --attempt {each.number} shows it" for each in before[0].attempts[-1:]), "")
+            say(console, f"an earlier start failed: {before[0].words}{number}")
         return
-    say(console, "nothing failed")
+    part, failure = failed
+    say(console, f"==> {part.words}")
+    how = f" ({failure.signal})" if failure.signal else f" (code {failure.code})"
+    say(console, f"{failure.words}{how}")
+    if failure.details:
+        verbatim(console, failure.details)
+    log = None if failure.rank is None else part.log(failure.rank)
+    if log is not None and log.path.exists():
+        say(console, f"==> {log.path}")
+
+
+def _newest_failure(found: Sequence[LogPart]) -> tuple[LogPart, Failure] | None:
+    """The last launch that failed, and how."""
+    return next(((part, failure) for part in reversed(found) if (failure := _failure(part)) is not None), None)
 
 
 def _failure(part: LogPart) -> Failure | None:

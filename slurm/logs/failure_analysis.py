@@ -18,6 +18,7 @@ from pathlib import Path
 from pipeline.common import links, storage
 from pipeline.common.errors import EXIT_OTHER, EXIT_REFUSED, EXIT_STOPPED
 from pipeline.train.distributed.rank import ErrorRecord, read_error, read_errors
+from slurm.drill.record import read_drill
 from slurm.logs.rank_logs import ERRORS, rank_log
 from slurm.scheduler import numbers_in
 
@@ -156,7 +157,8 @@ def first_failure(
     """
     srun = _read_srun(srun_log, launch_nodes)
     ended = _all_ended(_records(run_logs), srun)
-    failure = _what_failed(ended, srun, run_logs, processes_per_node)
+    failure = _drilled(ended, srun, run_logs, launch_nodes, processes_per_node)
+    failure = failure or _what_failed(ended, srun, run_logs, processes_per_node)
     if failure is None:
         return None
     if failure.rank is not None:
@@ -166,6 +168,26 @@ def first_failure(
         counted = launch_nodes[place] if place < len(launch_nodes) else None
         failure = replace(failure, node=next((host for host in own if host in launch_nodes), counted))
     return replace(failure, lost_nodes=srun.lost)
+
+
+def _drilled(
+    ended: Sequence[FailedProcess], srun: _Srun, run_logs: Path, nodes: Sequence[str], per_node: int
+) -> Failure | None:
+    """The kill of a drill if the launch ended by it, or what had failed before it; None without a drill."""
+    drill = read_drill(run_logs)
+    if drill is None or not drill.ranks or srun.lost:
+        return None
+    own = [each for each in ended if each.record and not each.consequence and each.code != EXIT_STOPPED]
+    if earlier := [each for each in own if each.record and each.record.time < drill.time]:
+        return _of_process(first_of(earlier), run_logs, per_node)
+    killed = {each.rank for each in ended if each.record is None and each.code == -signal.SIGKILL} | {*srun.killed}
+    if not nodes and not ended:  # one process of this machine, of which nothing else is known
+        killed.add(0)
+    if killed.isdisjoint(drill.ranks):
+        return None
+    rank = min(killed & {*drill.ranks})
+    tail = rank_log(run_logs, rank, per_node).last_lines(TAIL)
+    return Failure(rank, None, EXIT_OTHER, drill.words, "\n".join(tail), drill.time, signal.SIGKILL.name)
 
 
 def _what_failed(ended: Sequence[FailedProcess], srun: _Srun, run_logs: Path, per_node: int) -> Failure | None:

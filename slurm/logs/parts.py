@@ -17,6 +17,7 @@ from slurm import jobs
 from slurm.job.launch_log import Launch, launches
 from slurm.jobs import Stage
 from slurm.logs.rank_logs import STAMP, RankLog, rank_log
+from slurm.submit.job_plan import stage_words
 
 _BY_HAND = re.compile(r"^(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(-eval)?(?:\.\d+)?$")
 """A folder that `pipeline train` or `pipeline eval` makes for its ranks from 1 on."""
@@ -54,7 +55,7 @@ class LogPart:
     def words(self) -> str:
         """Description: stage, attempts, job, nodes, time."""
         numbers = [attempt.number for attempt in self.attempts]
-        text: list[str] = [self.stage]
+        text: list[str] = [stage_words(self.stage)]
         if numbers:
             text.append(f"attempt {numbers[0]}" if len(numbers) == 1 else f"attempts {numbers[0]}-{numbers[-1]}")
         if self.launch is None:

@@ -87,6 +87,8 @@ class RunSnapshot:
         """Messages about what could not be read."""
         self.files = RunFiles(run)
         self.sent: list[Job] = self.read(RunFiles.jobs, lambda: jobs.sent(run), [])
+        self.refusal = self.read(RunFiles.jobs, lambda: jobs.refusal(run), None)
+        """Refusal of the newest submission."""
         self.launches: list[Launch] = self.read(RunFiles.ledger, lambda: launches(run), [])
         self.stages: list[StageRun] = self.read(RunFiles.ledger, lambda: _stages(self.files), [])
         self.exit_state: dict[str, Any] = self.read(RunFiles.exit, self.files.read_exit, {})

@@ -23,11 +23,11 @@ from pipeline.train.run.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.run.lock import is_held
 from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
-from slurm.job.launch_log import Launch, LaunchEnd
+from slurm.job.launch_log import Launch, LaunchEnd, next_words
 from slurm.job.restart_policy import suspects
 from slurm.status.files import MetricRows, RunSnapshot
 from slurm.status.queued import QueuedJob, SchedulerSnapshot, lost_launches, queue
-from slurm.status.state import LOST, State, judge, node_of, row_outcome
+from slurm.status.state import LOST, State, judge, node_of, row_outcome, with_refusal
 
 _LARGE = 2**26
 """Bytes of metrics above which they are not read as a whole: the goodput is then that of the last end in peace."""
@@ -192,6 +192,7 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
     median = statistics.median(seconds) if (seconds := _each(rows, "step_seconds")) else None
     patience = max(3 * launch.heartbeat_seconds, 2 * (median or 0.0))
     verdict = judge(facts, snapshot, waiting, tries, beats, patience=patience, total=total)
+    verdict = with_refusal(facts, waiting, verdict)
     saved = facts.read(RunFiles.checkpoints, lambda: Checkpoints.of_run(run).latest(), None)
     left = None
     if total is not None and pace is not None and verdict.state not in _OVER and not _is_cancelled(facts, last):
@@ -391,8 +392,11 @@ def _with_end(row: AttemptRow, launch: Launch, end: LaunchEnd) -> AttemptRow:
 
 def _cause(end: LaunchEnd) -> str:
     """Reason for the end of a launch, without what followed."""
-    before, found, _ = end.reason.rpartition(f"; {end.next}: ")
-    return listed(before if found else end.reason)
+    for words in (next_words(end.next), end.next):  # the latter of earlier versions
+        before, found, _ = end.reason.rpartition(f"; {words}: ")
+        if found:
+            return listed(before)
+    return listed(end.reason)
 
 
 def _without_attempt(launch: Launch, now: float, *, is_lost: bool) -> AttemptRow:

@@ -15,9 +15,11 @@ from pipeline.common.console import print_table, say
 from pipeline.common.format import counted, duration, percent
 from pipeline.data.work.progress import WIDE
 from pipeline.train.monitor.goodput import Goodput
+from slurm.job.launch_log import next_words
 from slurm.scheduler import UNKNOWN
 from slurm.status.queued import QueuedJob
 from slurm.status.run import AttemptRow, RunStatus
+from slurm.submit.job_plan import stage_words
 
 _SHOWN = 10
 """Attempts and nodes that are listed; --json has all."""
@@ -78,7 +80,7 @@ def _table(found: Sequence[RunStatus]) -> Table:
 def _below(found: Sequence[RunStatus]) -> Iterator[str]:
     """Lines for what a table has no room for."""
     for each in found:
-        if each.why and each.state not in ("running", "done"):
+        if each.why and each.state != "running":
             yield f"{_name(each.run)}: {_cut(each.why)}"
         for problem in filter(None, (each.failed_saves, *each.problems)):
             yield f"{_name(each.run)}: {_cut(problem)}"
@@ -176,8 +178,8 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def _job(job: QueuedJob) -> str:
-    what = f"{job.job} {job.stage}"
-    what += f", link {job.link}" if job.link > 1 else ""
+    what = f"{job.job} {stage_words(job.stage)}"
+    what += f", chain job {job.link}" if job.link > 1 else ""
     what += f", step {job.step:,}" if job.step is not None else ""
     if job.tasks:
         state = ", ".join(f"{count:,} {state}" for state, count in job.tasks.items())
@@ -197,9 +199,9 @@ def _attempt(row: AttemptRow) -> str:
     text += f"{duration(row.seconds)}: {row.outcome}"
     text += f": {_cut(row.reason)}" if row.reason and row.reason != row.outcome else ""
     # What a launch says of its end has it already.
-    if row.next in (None, row.outcome) or f"; {row.next}: " in row.reason:
+    if row.next is None or row.next == row.outcome or f"; {next_words(row.next)}: " in row.reason:
         return text
-    return text + ("; the scheduler decides" if row.next == "scheduler" else f"; then {row.next}")
+    return text + ("; the scheduler decides" if row.next == "scheduler" else f"; then {next_words(row.next)}")
 
 
 def _state(each: RunStatus) -> str:

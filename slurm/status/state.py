@@ -53,6 +53,14 @@ _NO_LOG = (
     ": SLURM could not open its log, so the run folder was not there; is the disk of run.dir mounted on its nodes? "
     "Submit the run again"
 )
+_ENDED: tuple[State, ...] = (
+    "nothing known",
+    *dict.fromkeys(_OF_CODE.values()),
+    "cancelled",
+    "failed",
+    "chain exhausted",
+)
+"""States of a run of which nothing runs or waits."""
 _SUSPENDED = ("SUSPENDED", "STOPPED")
 _AGAIN: tuple[Next, ...] = ("requeue", "scheduler", "relaunch")
 _BUSY: dict[Stage, State] = {
@@ -107,7 +115,8 @@ def judge(
     for stages in (("train",), ("curate", "decide", "preprocess", "finish")):
         if verdict := _at_work(facts, [job for job in waiting if job.stage in stages]):
             return verdict
-    if (hand := facts.by_hand()) is not None:
+    hand, evaluation = facts.by_hand(), _at_work(facts, [job for job in waiting if job.stage == "eval"])
+    if hand is not None and not (hand.stage == "eval" and evaluation is not None):  # else it is of that job
         on = f"process {hand.pid} on {hand.host}, since {when(hand.start)}"
         if hand.stage == "train":
             return RunVerdict("running", hand.stage, f"{on}; its first step has not begun")
@@ -116,12 +125,11 @@ def judge(
     if in_queue:
         return _waits(facts, in_queue)
     trained = _training_ended(facts, snapshot, tries, total)
-    evaluation = _at_work(facts, [job for job in waiting if job.stage == "eval"])
     if evaluation is not None:
         after = f"training: {trained.state}" if trained is not None and trained.state != "done" else ""
         return RunVerdict("evaluating", "eval", "; ".join(filter(None, (evaluation.why, after))))
     if trained is not None:
-        return trained
+        return _with_evaluation(facts, snapshot, waiting, trained) if trained.state == "done" else trained
     if waiting:
         return _waits(facts, waiting)
     for group in (("preprocess", "finish"), ("curate", "decide"), ("eval",)):
@@ -133,6 +141,31 @@ def judge(
         "" if facts.run.is_dir() else f"; {facts.run} is not there: it was not started, or its disk is not mounted"
     )
     return RunVerdict("nothing known", None, f"there is no record of any stage of the run{missing}")
+
+
+def with_refusal(facts: RunSnapshot, waiting: Sequence[QueuedJob], verdict: RunVerdict) -> RunVerdict:
+    """A verdict with the refusal of the newest submission, if nothing has begun since."""
+    refusal = facts.refusal
+    begun = [each.time for each in facts.launches] + [each.start for each in facts.stages]
+    if refusal is None or waiting or verdict.state not in _ENDED or max(begun, default=0.0) > refusal.time:
+        return verdict
+    text = f"the submission of {stage_name(refusal.stage)} at {when(refusal.time)} was refused: {refusal.why}"
+    if verdict.state == "nothing known":
+        return RunVerdict("refused", stage_name(refusal.stage), text)
+    return RunVerdict(verdict.state, verdict.stage, "; ".join(filter(None, (verdict.why, text))))
+
+
+def _with_evaluation(
+    facts: RunSnapshot, snapshot: SchedulerSnapshot, waiting: Sequence[QueuedJob], trained: RunVerdict
+) -> RunVerdict:
+    """Verdict on a training that is done, with the end of an evaluation after it that did not end well."""
+    begun = [(each.time, each.stage) for each in facts.launches] + [(each.start, each.stage) for each in facts.stages]
+    if any(job.stage == "eval" for job in waiting) or max(begun, default=(0.0, ""))[1] != "eval":
+        return trained
+    ended = _stage_ended(facts, snapshot, ("eval",))
+    if ended is None or ended.state == "done":
+        return trained
+    return RunVerdict("done", "train", "; ".join(filter(None, (trained.why, f"evaluation {ended.state}: {ended.why}"))))
 
 
 def _training(facts: RunSnapshot, attempt: Attempt, beats: Mapping[int, Beat], patience: float) -> RunVerdict:
@@ -198,6 +231,7 @@ def _at_work(facts: RunSnapshot, among: Sequence[QueuedJob]) -> RunVerdict | Non
     if job.state in _SUSPENDED:
         return _suspended(job)
     what = f"{'process' if job.where == 'local' else 'job'} {job.job}"
+    what += f" (step {job.step:,})" if job.step is not None else ""
     past = [each for each in facts.launches if is_of(each, job)]
     # Of an array the tasks that are at work, whatever has become of others.
     last = next((each for each in reversed(past) if each.end is None and each.key not in facts.lost), None)

@@ -1,4 +1,4 @@
-"""`--dry-run` with `--slurm` or `--local`: the jobs on paper, what the training costs, the scripts. Sends nothing."""
+"""`--dry-run` with `--slurm` or `--local`: a table of jobs, what the training costs, one verdict. Sends nothing."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
+from rich.table import Table
 
-from pipeline.common.console import say, verbatim, warn
+from pipeline.common.console import is_verbose, print_table, say, verbatim, warn
 from pipeline.common.format import counted, duration, minutes, rounded, size
 from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.train.planning.jobs import jobs_needed
 from slurm.forecast.course import START_S, Course, Disk, Forecast, forecast, job_seconds
-from slurm.jobs import Backend
+from slurm.jobs import Backend, jobs_folder
 from slurm.submit.job_plan import PlannedJob
 from slurm.submit.stop_lead_time import signal_seconds
+from slurm.submit.submission import Chain
+
+_AFTER_TIME: dict[Chain, str] = {
+    "requeue": "the same job is queued again",
+    "singleton": "the next of {links} jobs of this name starts",
+    "afterany": "the next of {links} jobs starts, each after the end of the one before",
+    "none": "it is not started again",
+}
 
 
 def show(
@@ -28,7 +37,9 @@ def show(
     script_of: Callable[[PlannedJob], str],
     found: Problems,
 ) -> None:
-    """Print the jobs that would be sent, what they cost, and their scripts.
+    """Print the jobs that would be sent, what they cost, and with `--verbose` their scripts.
+
+    The verdict is the last line; of problems the caller raises it.
 
     Args:
         console: where to.
@@ -41,18 +52,26 @@ def show(
     """
     say(console, f"run: {config.run.dir}")
     say(console, f"profile: {config.slurm.profile}" if backend == "slurm" else "where: this machine, in the background")
-    for number, job in enumerate(planned, start=1):
-        say(console, "")
-        for line in job_lines(number, job, backend):
-            say(console, line)
+    print_table(console, jobs_table(planned, backend))
+    for job in planned if backend == "slurm" else ():
+        if more := ", ".join(_further_resources(job)):
+            say(console, f"{job.name} also asks for: {more}")
+    for job in planned:
         if job.stage == "train":
+            say(console, "train:")
+            if backend == "slurm":
+                say(console, f"  when the time of a job is over: {_AFTER_TIME[job.chain].format(links=job.links)}")
             for line in training_lines(config, job, backend, forecast(config, site, job), time.time()):
                 say(console, f"  {line}")
-    for job in planned:
-        verbatim(console, f"\n--- script of {job.name} ---\n{script_of(job).rstrip()}\n--- end of script ---")
-    say(console, "")
+    if is_verbose():
+        for job in planned:
+            verbatim(console, f"\n--- script of {job.name} ---\n{script_of(job).rstrip()}\n--- end of script ---")
+        say(console, "")
+    elif backend == "slurm":
+        say(console, f"scripts: they will be in {jobs_folder(config.run.dir)}; --verbose prints them here")
     show_findings(console, found)
-    say(console, "nothing was sent and nothing was written (--dry-run)")
+    if not found.problems:
+        say(console, "no problem was found; nothing was sent and nothing was written (--dry-run)")
 
 
 def show_findings(console: Console, found: Problems) -> None:
@@ -63,42 +82,37 @@ def show_findings(console: Console, found: Problems) -> None:
         say(console, f"not looked at: {line}")
 
 
-def job_lines(number: int, job: PlannedJob, backend: Backend) -> Iterator[str]:
-    """Lines on a job: its resources, and the jobs that it waits for."""
-    kind = {"finish": "end of preprocessing", "decide": "end of curation"}.get(job.stage, job.stage)
-    step = "" if job.step is None else f" of step {job.step:,}"
-    yield f"job {number}: {job.name} ({kind}{step}: pipeline {' '.join(job.command)})"
-    processes = f"{counted(job.nodes, 'node')} x {counted(job.processes_per_node, 'process')}"
-    if job.tasks > 1:
-        yield f"  array: {job.tasks:,} tasks, each of {processes}"
-    else:
-        spare = f", and {counted(job.spare_nodes, 'spare node')}" if job.spare_nodes else ""
-        yield f"  size: {processes} = {job.processes:,}{spare}"
-    if backend == "slurm":
-        yield f"  asks for: {', '.join(_resources(job))}"
-        again = {
-            "requeue": "the same job is queued again",
-            "singleton": f"{counted(job.links, 'job')} of this name queued, one runs at a time",
-            "afterany": f"{counted(job.links, 'job')} queued, each after the end of the one before",
-            "none": "it is not started again",
-        }
-        yield f"  when its time is over: {again[job.chain]}"
-    for after in job.after:
-        how = "has ended well" if after.kind == "afterok" else "has ended, well or not"
-        yield f"  waits: until {after.job.name} {how}"
+def jobs_table(planned: Sequence[PlannedJob], backend: Backend) -> Table:
+    """Table of jobs with their sizes, resources and the jobs that they wait for."""
+    table = Table()
+    table.add_column("#", justify="right")
+    for head in ("job", "runs"):
+        table.add_column(head, overflow="fold")
+    heads = ["array tasks", "nodes", "processes\nper node"]
+    heads += (
+        ["CPUs per\nprocess", "GPUs\nper node", "memory\nper node", "time", "partition"] if backend == "slurm" else []
+    )
+    for head in [*heads, "waits for"]:
+        table.add_column(head, justify="right")
+    for number, job in enumerate(planned, start=1):
+        step = "" if job.step is None else f" (step {job.step:,})"
+        spare = f" + {job.spare_nodes} spare" if job.spare_nodes else ""
+        cells = [f"{job.tasks:,}" if job.tasks > 1 else "-", f"{job.nodes:,}{spare}", f"{job.processes_per_node:,}"]
+        asked = job.resources
+        if backend == "slurm":
+            memory = "-" if asked.mem_gb is None else f"{asked.mem_gb:g} GB" if asked.mem_gb else "all"
+            gpus, cpus = (f"{each}" if each else "-" for each in (job.gpus_per_node, asked.cpus_per_task))
+            cells += [cpus, gpus, memory, minutes(job.minutes), asked.partition or "(default)"]
+        after = ", ".join(
+            f"{planned.index(each.job) + 1} ({'done' if each.kind == 'afterok' else 'any end'})" for each in job.after
+        )
+        table.add_row(str(number), job.name, f"pipeline {job.command[0]}{step}", *cells, after or "-")
+    return table
 
 
-def _resources(job: PlannedJob) -> Iterator[str]:
-    """Resources of a job, in words."""
+def _further_resources(job: PlannedJob) -> Iterator[str]:
+    """Resources of a job that the table has no column for, in words."""
     asked = job.resources
-    yield f"partition {asked.partition or '(default)'}"
-    yield f"at most {minutes(job.minutes)}"
-    if job.gpus_per_node:
-        yield f"{counted(job.gpus_per_node, 'GPU')} per node"
-    if asked.cpus_per_task is not None:
-        yield f"{counted(asked.cpus_per_task, 'CPU')} per process"
-    if asked.mem_gb is not None:
-        yield f"{asked.mem_gb:g} GB per node" if asked.mem_gb else "all memory of each node"
     if asked.exclusive:
         yield "whole nodes"
     for key in ("account", "qos", "constraint", "exclude"):

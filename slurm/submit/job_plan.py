@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.parallel.layout import fixed_processes, resolve
-from slurm.jobs import Backend, Stage
+from slurm.jobs import LAST_OF_ARRAYS, Backend, Stage
 from slurm.submit.submission import Chain, JobShape
 
 StageName = Literal["curate", "preprocess", "train", "eval"]
@@ -33,6 +33,11 @@ _DEFAULT_TIME = 60
 def stage_name(stage: Stage) -> str:
     """The name of a stage for users; of one that another version has noted, that name."""
     return KEYS.get(stage, stage)
+
+
+def stage_words(stage: Stage) -> str:
+    """The name of a job's stage in logs and lists: `end of preprocess` of the job after an array."""
+    return f"end of {stage_name(stage)}" if stage in LAST_OF_ARRAYS else stage
 
 
 def resources_key(stage: Stage) -> str:
@@ -193,7 +198,7 @@ def _of_stage(
     if stage == "preprocess":
         resources = resources_of(config, site, "preprocess")
         if backend == "local":
-            return [PlannedJob("finish", ("preprocess",), resources, name=job_name(config, "finish"), after=after)]
+            return [PlannedJob("finish", ("preprocess",), resources, name=job_name(config, "preprocess"), after=after)]
         tasks = config.slurm.array.tasks if units is None else max(1, min(config.slurm.array.tasks, units))
         chain = _repeats(site)
         array = PlannedJob(
@@ -207,7 +212,7 @@ def _of_stage(
         )
         # After any end of the array: what its tasks have lost is made here.
         last = (Dependency(array, "afterany"),)
-        name = job_name(config, "finish")
+        name = f"{job_name(config, 'preprocess')}-end"
         finish = PlannedJob("finish", ("preprocess",), resources, name=name, chain=chain, after=last)
         return [array, finish]
     slurm = config.slurm
@@ -239,12 +244,12 @@ def _of_stage(
 def _curation(
     config: Config, site: SiteConfig, backend: Backend, units: int | None, after: tuple[Dependency, ...]
 ) -> list[PlannedJob]:
-    """A job for each pass, and one that finishes."""
+    """A job for each pass, and one that ends the stage."""
     from pipeline.data.curate.passes.names import ONE_JOB, pass_names
 
     assert config.data.curate is not None, "the command refuses a run without it"
     # Not `decide`: that is the last one of the passes.
-    resources, name = resources_of(config, site, "curate"), f"{job_name(config, 'curate')}-finish"
+    resources, name = resources_of(config, site, "curate"), f"{job_name(config, 'curate')}-end"
     if backend == "local":
         return [PlannedJob("decide", ("curate",), resources, name=name, after=after)]
     tasks = config.slurm.array.tasks if units is None else max(1, min(config.slurm.array.tasks, units))

@@ -136,6 +136,8 @@ def _misfits(request: _JobRequest, partition: Partition) -> Iterator[str]:
             f"{request.key('time')} to at most that"
             + ("; training continues in the next job" if job.stage == "train" else ", or name another partition")
         )
+    if request.nodes <= partition.nodes and (text := _too_large(request, partition)):
+        yield text
     spare = f" + slurm.spare_nodes={job.spare_nodes}" if job.spare_nodes else ""
     what = f"slurm.nodes={job.nodes}{spare}" if job.stage == "train" else f"{section}: {request.nodes}"
     if request.nodes > partition.nodes:
@@ -148,6 +150,31 @@ def _misfits(request: _JobRequest, partition: Partition) -> Iterator[str]:
             f"{what} is more than the {partition.most_nodes} nodes that partition {name} allows per job; ask for "
             f"fewer, or set {request.key('partition')} to another one"
         )
+
+
+def _too_large(request: _JobRequest, partition: Partition) -> str:
+    """Message that too few nodes of a partition have the CPUs and memory of a job; "" if enough do."""
+    job, asked, name = request.job, request.job.resources, partition.name
+    cpus, memory_mib = job.processes_per_node * (asked.cpus_per_task or 1), 1024 * (asked.mem_gb or 0)
+    known = sum(size.nodes for size in partition.sizes)
+    if known < partition.nodes or "overcommit" in asked.options:
+        return ""
+    enough_cpus = [size for size in partition.sizes if size.cpus >= cpus]
+    large = [size for size in enough_cpus if size.memory_mib >= memory_mib]
+    if sum(size.nodes for size in large) >= request.nodes:
+        return ""
+    there = ", ".join(
+        f"{counted(size.nodes, 'node')} with {counted(size.cpus, 'CPU')} and {size.memory_mib / 1024:,.0f} GB"
+        for size in partition.sizes
+    )
+    processes = f"{counted(job.processes_per_node, 'process')} x {counted(asked.cpus_per_task or 1, 'CPU')}"
+    wanted, keys = f"{processes} = {counted(cpus, 'CPU')}", f"processes per node or {request.key('cpus_per_task')}"
+    if sum(size.nodes for size in enough_cpus) >= request.nodes:
+        wanted, keys = f"{asked.mem_gb:g} GB", request.key("mem_gb")
+    return (
+        f"{request.section}: {wanted} per node on {counted(request.nodes, 'node')} is more than partition {name} has "
+        f"({there}); lower {keys}, or name another partition"
+    )
 
 
 def _oddities(request: _JobRequest, partition: Partition) -> Iterator[str]:

@@ -24,7 +24,7 @@ _GPUS = re.compile(r"gpu(?::(?P<type>[^:(]+))?:(?P<number>\d+)(?:\(.*\))?")
 _TIMES = {"train": _DAY, "preprocess": 4 * 60, "eval": 2 * 60}
 """Most minutes of a stage's job. Short jobs start sooner; training and preprocessing continue in the next one."""
 _MOST_CPUS = 8
-"""Most CPUs for a task of preprocessing, of which there are several."""
+"""Most CPUs for a task of preprocessing, and for a process without a GPU: a node may have several of each."""
 _NETWORK = Path("/sys/class/net")
 
 
@@ -220,8 +220,10 @@ def _nodes(kinds: Sequence[NodeKind], evaluation: dict[str, str]) -> list[_Line]
     (gpus_there,) = counts
     number, cpus = sum(count for _, count in gpus_there), min(kind.cpus for kind in kinds)
     if not number:
-        off = _Line("gpus_by", "gres", "or gpus-per-node", on=False)
-        return [_section("eval", evaluation, ""), _Line("gpus_per_node", "0"), off]
+        each = {"cpus_per_task": str(min(cpus, _MOST_CPUS))}
+        remark = f"of {cpus} CPUs of a node, for each of its processes (slurm.processes_per_node)"
+        lines = [_section("train", each, remark), _section("eval", evaluation | each, remark)]
+        return [*lines, _Line("gpus_per_node", "0"), _Line("gpus_by", "gres", "or gpus-per-node", on=False)]
     each = {"cpus_per_task": str(max(1, cpus // number))}
     remark = f"{cpus} CPUs, {number} GPUs"
     lines = [_section("train", each, remark), _section("eval", evaluation | each, remark)]

@@ -15,6 +15,7 @@ from pipeline.common import links, run_identity, storage
 from pipeline.common.console import say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
+from pipeline.common.format import listed
 from pipeline.common.problems import Problems
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
@@ -26,16 +27,17 @@ from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable
 from slurm import jobs, scheduler
 from slurm.job import active_jobs
-from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend, Job
+from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend, Job, Stage
 from slurm.logs.rank_logs import STAMP
 from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
+from slurm.submit.complete_stages import missing_stages
 from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
 from slurm.submit.site_profile import site_of
 from slurm.submit.submission import Submission, read_submission, record
 from slurm.submit.waiting import warn_of_waiting
 
 _SUBMIT_SECONDS = 600.0
-"""For another command that sends jobs of the same run: a chain of many links on a busy controller takes minutes."""
+"""For another command that sends jobs of the same run: a chain of many jobs on a busy controller takes minutes."""
 
 
 def submit(
@@ -68,9 +70,11 @@ def submit(
         MachineError: the scheduler refuses a job or does not answer. Nothing stays in the queue then.
     """
     site = site_of(config, backend)
-    if backend == "slurm" and "preprocess" in stages and len(stages) > 1 and _is_preprocessed(config):
-        say(console, "preprocess: complete, so no job is sent for it")
-        stages = [stage for stage in stages if stage not in ("curate", "preprocess")]
+    if backend == "slurm":
+        stages = missing_stages(config, stages, console)
+    if not stages:
+        say(console, f"nothing to submit: all stages of {config.run.dir} are complete")
+        return []
     if step is None:
         reads = "preprocess" in stages or "curate" in stages
         planned = plan(config, site, stages, backend, units=_units(config) if reads else None)
@@ -104,12 +108,24 @@ def submit(
             make_data_dir(config)  # of which jobs know then that it should be there
         with storage.naming(RunFiles(run).slurm):  # a full disk names no file
             code = code_snapshot.take(run, site.modules, permissions.make_private(config, run))
-            sent = send_all(run, config, site, planned, backend, code)
+            with _refusal_noted(run, planned[0].stage):
+                sent = send_all(run, config, site, planned, backend, code)
     for warning in found_here.warnings:
         warn(console, warning)
     _print_sent(run, sent, console)
     warn_of_waiting({run: sent}, console)
     return sent
+
+
+@contextmanager
+def _refusal_noted(run: Path, stage: Stage) -> Iterator[None]:
+    """Write down that a submission is refused inside, for `status`."""
+    try:
+        yield
+    except MachineError as error:
+        with suppress(OSError):
+            jobs.note_refused(run, stage, listed("; ".join(str(error).splitlines())))
+        raise
 
 
 def cancel_unknown(folder: Path, console: Console) -> None:
@@ -206,15 +222,6 @@ def write_submission(
     file = run_file.with_suffix(".json")
     submission.save(file)
     return file
-
-
-def _is_preprocessed(config: Config) -> bool:
-    """True if preprocessing would find nothing to do; of what it would refuse, the checks or its job report."""
-    from pipeline.data.preprocess.stage import is_complete
-
-    with suppress(UserError, OSError):
-        return is_complete(config)
-    return False
 
 
 def _units(config: Config) -> int | None:
@@ -364,7 +371,7 @@ def _print_sent(run: Path, sent: Sequence[Job], console: Console) -> None:
     for job in sent:
         what = "process" if job.where == "local" else "job" if job.tasks == 1 else f"array of {job.tasks} jobs"
         waits = f", after {' and '.join(job.after)}" if job.after else ""
-        link = f" (link {job.link})" if any(each.link > 1 and each.name == job.name for each in sent) else ""
+        link = f" (chain job {job.link})" if any(each.link > 1 and each.name == job.name for each in sent) else ""
         say(console, f"{active_jobs.stage_names(run, job)}: {what} {job.job}{link}{waits}")
     shown = os.path.relpath(run) if run.is_relative_to(Path.cwd()) else str(run)
     say(console, f"next: pipeline status {shown}, pipeline logs {shown} -f, pipeline cancel {shown}")

@@ -14,7 +14,7 @@ from slurm import scheduler
 from slurm.jobs import Job
 from slurm.pending_reasons import meaning
 from slurm.scheduler import JobState
-from slurm.submit.job_plan import resources_key
+from slurm.submit.job_plan import resources_key, stage_words
 
 _PAUSE = 2.0
 """Seconds until the second look at jobs that the scheduler had not looked at itself before the first one."""
@@ -38,7 +38,7 @@ def warn_of_waiting(sent: Mapping[Path, Sequence[Job]], console: Console) -> Non
             if found is not None and found.outlook != "turn" and (job.stage, state.reason) not in warned:
                 warned.add((job.stage, state.reason))
                 words = found.words(run, job.job, resources_key(job.stage), state.excluded)
-                warn(console, f"{job.stage}: job {job.job} waits ({state.reason}): {words}")
+                warn(console, f"{stage_words(job.stage)}: job {job.job} waits ({state.reason}): {words}")
 
 
 def _states(numbers: Sequence[str]) -> dict[str, JobState]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from pipeline.common.console import Console, alarm, print_table, say, verbatim, warn
+from pipeline.common.console import Console, alarm, is_verbose, print_table, say, verbatim, warn
 from pipeline.common.errors import MachineError, RankFailed, UserError
 from pipeline.common.format import counted, minutes
 from pipeline.common.storage import naming
@@ -150,7 +150,7 @@ def _show(
 
 
 def _show_jobs(folder: Path, left: Sequence[Member], console: Console, per_node: int) -> None:
-    """The jobs that would be sent, and their scripts."""
+    """The jobs that would be sent, and with `--verbose` their scripts."""
     from slurm.submit import code_snapshot, permissions, submitit_backend
     from slurm.sweep.send import groups
 
@@ -168,7 +168,7 @@ def _show_jobs(folder: Path, left: Sequence[Member], console: Console, per_node:
             console,
             f"{what} with {nodes} x {processes}, for {minutes(planned.minutes)}: trained and then evaluated",
         )
-    for group in wanted:
+    for group in wanted if is_verbose() else ():
         code = code_snapshot.place(folder, permissions.private_folder(group.config, folder))
         text = submitit_backend.script(folder, group.planned, group.site, code, group.config, "slurm")
         verbatim(console, f"\n--- script of {group.planned.name} ---\n{text.rstrip()}\n--- end of script ---\n")

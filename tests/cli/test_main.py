@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline import __version__
 from pipeline.cli.main import main
@@ -130,6 +131,19 @@ def test_a_run_folder_stands_for_what_it_was_trained_with(
     code, out, err = call("config", "show", str(tmp_path / "run"), "train.batch_size=3")
     assert code == 0, err
     assert "compute: fp32" in out and "batch_size: 3" in out
+
+
+def test_config_show_prints_sections_alone(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    file = str(write(tmp_path))
+    words = ("train.optimizer", "run", "train.batch_size", "train.batch_size=3")
+    code, out, err = call("config", "show", file, *words)
+    assert code == 0, err
+    shown = yaml.safe_load(out)
+    assert shown.keys() == {"train", "run"} and shown["train"].keys() == {"optimizer", "batch_size"}
+    assert shown["train"]["batch_size"] == 3 and "lr" in shown["train"]["optimizer"]
+    code, _, err = call("config", "show", file, "train.nothing")
+    assert code == 2 and "train.nothing: there is no key 'nothing'; the section has " in err
+    assert call("config", "show", file, "train.batch_size.x")[0] == 2
 
 
 @pytest.mark.parametrize("command", ["preprocess", "train", "eval", "run", "generate", "config show"])

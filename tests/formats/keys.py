@@ -179,6 +179,7 @@ CLASSES = {
     "slurm.submit.submission": ("Submission",),
     "slurm.status.run": ("RunStatus", "AttemptRow", "ExpertLoads", "RankBeat"),
     "slurm.status.queued": ("QueuedJob",),
+    "slurm.drill.record": ("DrillRecord",),
     "slurm.doctor.command": (),  # of the report
     "slurm.doctor.report": ("Report", "NodeCheck", "Network", "NodeVerdict"),
     "slurm.sweep.table": ("Result",),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from pipeline.common import storage
 from pipeline.common.console import Console
-from pipeline.common.errors import UserError
+from pipeline.common.errors import MachineError, UserError
+from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
 from slurm import jobs
-from slurm.drill.command import drill
+from slurm.drill.command import _Before, _watch, drill
+from slurm.drill.record import DrillRecord
+from slurm.job import launch_log
+from slurm.job.launch_log import LaunchEnd
 from slurm.local import stages
 from tests import tiny
 from tests.slurm.training import Run
@@ -38,6 +44,7 @@ def test_a_training_of_a_job_comes_back(train: Run, kill: str) -> None:
     assert code == 0, shown
     first, second = train.launches()
     assert first.end is not None and f"the end was noticed: {first.end.reason}" in shown
+    assert "killed by `pipeline drill`" in first.end.reason and "memory" not in first.end.reason
     assert f"attempt 2 has begun, from step {second.checkpoint:,}" in shown and " is trained; " in shown
 
 
@@ -63,6 +70,7 @@ def test_a_training_in_the_background_comes_back(tmp_path: Path) -> None:
         code, shown = drilled(run, "--kill", "rank", "--rank", "1", "--yes")
         assert code == 0 and "to be killed: rank 1 (process " in shown, shown
         assert "attempt 2 has begun, from step " in shown
+        assert "rank 1" in shown and "killed by `pipeline drill`" in shown, shown
     finally:
         os.kill(int(job.job), signal.SIGTERM)
         tiny.pipeline("cancel", run, "--now")
@@ -72,3 +80,31 @@ def test_what_nobody_would_start_again_is_refused(tmp_path: Path) -> None:
     file = tiny.write_run(tmp_path)
     with pytest.raises(UserError, match="no job of .* trains now; a drill needs one"):
         drill(file, Console(quiet=True), kill="rank", rank=None, yes=True, minutes=1)
+
+
+@pytest.mark.parametrize("reason", ["rank 1 on n1: was killed by `pipeline drill` at 12:00:00", "the time is over"])
+def test_only_the_end_by_its_own_kill_is_a_success(tmp_path: Path, reason: str) -> None:
+    values = {"restarts": 0, "number": 1, "link": 1, "nodes": ("n1",), "processes_per_node": 2, "logs": "logs/a"}
+    launch = launch_log.begin(tmp_path, "train", "77", checkpoint=0, **values)
+    launch_log.end(tmp_path, launch, LaunchEnd(1, reason, "end", 0, time.time()))
+    is_own = "drill" in reason
+    message = "does not come back: rank 1" if is_own else "for another reason than this kill: the time is over"
+    with pytest.raises(MachineError, match=message):
+        _watch(tmp_path, Console(quiet=True), _Before(1, 5, 0, 1), time.time(), 1)
+
+
+def test_a_batch_process_that_a_drill_killed_did_not_run_out_of_memory(tmp_path: Path) -> None:
+    values = {"restarts": 0, "number": 1, "link": 1, "nodes": ("n1",), "processes_per_node": 2, "logs": "logs/a"}
+    launch_log.begin(tmp_path, "train", "77", checkpoint=5, **values)
+    killed = {"event": "batch killed", "job": "77", "restarts": 0, "signal": 9, "node": "n1", "next": "requeue"}
+    storage.add_json_line(RunFiles(tmp_path).ledger, {**killed, "time": time.time()})
+
+    def reason() -> str:
+        (launch,) = launch_log.launches(tmp_path)
+        assert launch.end is not None
+        return launch.end.reason
+
+    assert "as where the memory of a node runs out" in reason()
+    (tmp_path / "logs" / "a").mkdir(parents=True)
+    DrillRecord("batch", "77", "n1", (), 30, time.time()).write(tmp_path / "logs" / "a")
+    assert "the batch process on n1 was killed by `pipeline drill`" in reason() and "memory" not in reason()

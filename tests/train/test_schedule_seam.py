@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import shutil
@@ -18,6 +19,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.checks import SEAM_CHECK, TrainScope
+from pipeline.train.fork import fork
 from slurm.local import stages
 from slurm.local.preview import preview
 from slurm.submit.submit import submit
@@ -74,6 +76,16 @@ def test_what_is_allowed_or_does_not_rise_is_said(run_file: Path, capsys: pytest
     allowed = load(run_file, ["train.duration=24 steps", "resume.allow=[schedule]"])
     assert stages.train(allowed, Console(width=300)) == 24
     assert "warning: learning rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("lr", "is_shown"), [("0.00181818", False), ("0.0018", True)])
+def test_a_fork_shows_rates_that_differ(run_file: Path, lr: str, is_shown: bool) -> None:
+    """At this point of the longer schedule the factor is 0.55; the rate before was 1.00e-03."""
+    child = load(run_file, [LONGER, f"run.dir={run_file.parent / 'child'}", f"train.optimizer.lr={lr}"])
+    out = io.StringIO()
+    fork(run_file, 8, child, Console(file=out, width=300), dry_run=True)
+    assert ("learning rate 1.00e-03 -> 9.90e-04" in out.getvalue()) == is_shown, out.getvalue()
+    assert ("learning rate" in out.getvalue()) == is_shown and f"train.optimizer.lr: 0.01 -> {lr}" in out.getvalue()
 
 
 def test_a_damaged_checkpoint_is_left_to_the_start(run_file: Path) -> None:

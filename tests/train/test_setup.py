@@ -72,8 +72,7 @@ def test_a_rank_takes_the_gpu_of_its_local_number(
         ({}, None),
         ({"OMP_NUM_THREADS": "3"}, 3),
         ({"OMP_NUM_THREADS": "4,2"}, 4),  # of nested regions
-        ({"OMP_NUM_THREADS": "many"}, None),
-        ({"OMP_NUM_THREADS": "0"}, None),
+        ({"OMP_NUM_THREADS": ""}, None),
         ({"OMP_NUM_THREADS": "1"}, 1),
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, None),  # torchrun's own
         ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "none"}, 2),
@@ -81,3 +80,9 @@ def test_a_rank_takes_the_gpu_of_its_local_number(
 )
 def test_the_shell_decides_threads_if_a_person_set_them(environment: dict[str, str], threads: int | None) -> None:
     assert threads_of_shell(environment) == threads
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-3", "2.5", " ", "99999999999"])
+def test_what_is_no_number_of_threads_is_refused(value: str) -> None:
+    with pytest.raises(UserError, match=f"OMP_NUM_THREADS is {value!r}, which is not a number of threads"):
+        threads_of_shell({"OMP_NUM_THREADS": value})

@@ -186,25 +186,34 @@ def printed(config: Any, site: SiteConfig, where: Any, warnings: list[str]) -> s
 
 
 @pytest.mark.usefixtures("nothing_measured")
-def test_the_dry_run_has_jobs_costs_scripts_and_warnings(tmp_path: Path) -> None:
+def test_the_dry_run_has_jobs_costs_scripts_and_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["slurm.nodes=4", "slurm.spare_nodes=1", "slurm.train={time: 12h, account: me}", "train.batch_size=64"]
     config = load(tiny.write_run(tmp_path), [*overrides, "train.duration=1T tokens", "slurm.array.tasks=3"])
     before = sorted(tmp_path.rglob("*"))
     text = printed(config, SiteConfig(gpus_per_node=8, gpu_type="a100"), "slurm", ["[odd] something"])
     for part in (
-        "array: 3 tasks, each of 1 node x 1 process",
-        "size: 4 nodes x 8 processes = 32, and 1 spare node",
-        "partition (default), at most 12 h, 8 GPUs per node, account me",
-        "has ended, well or not",
-        "has ended well",
+        "4 + 1 spare",
+        "-train also asks for: account me",
+        "1 (any end)",
+        "2 (done)",
         "1T tokens (train.duration: 1,000,000,000,000 tokens; there are no datasets yet",
         "cost of a job that takes all its time: 480.0 GPU-hours",
         "(planned for 32 x a100 at ",
         " of 312 TFLOP/s, times 1.24 as in published runs)",
         "free",
-        "warning: [odd] something\nnothing was sent",
+        "warning: [odd] something\nno problem was found; nothing was sent",
     ):
         assert part in text, part
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert [row[3:10] for row in rows] == [
+        ["3", "1", "1", "-", "-", "-", "1 h"],
+        ["-", "1", "1", "-", "-", "-", "1 h"],
+        ["-", "4 + 1 spare", "8", "-", "8", "-", "12 h"],
+        ["-", "1", "1", "-", "1", "-", "1 h"],
+    ]
+    assert "#SBATCH" not in text
+    monkeypatch.setenv("PIPELINE_VERBOSE", "1")
+    text = printed(config, SiteConfig(gpus_per_node=8, gpu_type="a100"), "slurm", [])
     assert text.count("#SBATCH --job-name=") == text.count("[x]") == 4
     assert sorted(tmp_path.rglob("*")) == before
 

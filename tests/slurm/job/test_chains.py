@@ -63,3 +63,6 @@ def test_a_whole_run(cluster: DevCluster, run_file: Path, whole: Path, tmp_path:
     assert [row["step"] for row in table["evaluations"]] == [40, 80, 100], table
     states = run.until_accounted()
     assert {state.state for state in states.values()} == {"COMPLETED"}, states
+    again = tiny.pipeline("run", run_file, *run.overrides, "--slurm")
+    assert again.returncode == 0 and "nothing to submit" in again.stdout, again.stdout + again.stderr
+    assert len(jobs.sent(run.folder)) == len(stages)

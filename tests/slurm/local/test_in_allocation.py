@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import signal
@@ -19,6 +20,7 @@ from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
+from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.run.attempts import attempts
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.run.lock import holder, number_of
@@ -28,6 +30,7 @@ from slurm.devcluster import DevCluster
 from slurm.job.launch_log import launches
 from slurm.local.in_allocation import _refuse_other_start, run_in_allocation
 from slurm.local.srun_rank import join_step
+from slurm.submit.job_plan import StageName
 from tests import tiny
 from tests.slurm.training import STEPS
 from tests.train.runs import exact
@@ -48,6 +51,57 @@ def test_outside_of_an_allocation_it_says_what_to_do(tmp_path: Path, monkeypatch
     with pytest.raises(UserError, match="SLURM_JOB_ID is not set here; get one with `salloc") as error:
         run_in_allocation(config, ["train"], Console(quiet=True))
     assert error.value.exit_code == 2 and not config.run.dir.exists()
+
+
+@pytest.fixture
+def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Variables of an allocation of two nodes with four CPUs each; the folder of a run."""
+    values = {"JOB_ID": "77", "JOB_NODELIST": "n[1-2]", "JOB_CPUS_PER_NODE": "4(x2)", "TASKS_PER_NODE": "2(x2)"}
+    for name in [*RANKS, *(name for name in os.environ if name.startswith("SLURM_"))]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(scheduler, "hostnames", lambda compact: ["n1", "n2"])
+    return tmp_path
+
+
+def previewed(root: Path, stages: list[StageName], **changes: Any) -> str:
+    """Text of a dry run of a run with these changes."""
+    console = Console(file=io.StringIO(), width=300)
+    config = load(tiny.write_run(root, {"launch.device": "cpu", **changes}))
+    run_in_allocation(config, stages, console, dry_run=True)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_dry_run_shows_the_stages_that_are_missing_and_writes_nothing(allocation: Path) -> None:
+    whole: list[StageName] = ["preprocess", "train", "eval"]
+    text = previewed(allocation, whole)
+    assert "preprocess: one process on n1 (pipeline preprocess)" in text
+    assert "train: 2 nodes x 2 processes on n1, n2 (pipeline train)" in text
+    assert text.splitlines()[-1] == "no problem was found; nothing was started and nothing was written (--dry-run)"
+    assert not (allocation / "run").exists()
+    preprocess(load(allocation / "run.yaml"))
+    text = previewed(allocation, whole)
+    assert "preprocess: complete, so it is left out" in text and "(pipeline preprocess)" not in text
+
+
+@pytest.mark.parametrize(
+    ("cpus", "changes", "message"),
+    [
+        ("2", {}, ""),
+        ("3", {}, r"needs 2 x 3 CPUs per node \(slurm.processes_per_node x SLURM_CPUS_PER_TASK\), and .* has 4 "),
+        ("", {"slurm.train": {"cpus_per_task": 3}}, r"2 x 3 CPUs per node .* x slurm.train.cpus_per_task"),
+        ("", {"slurm.processes_per_node": 8, "train.batch_size": 32}, r"8 x 1 CPUs per node"),
+    ],
+)
+def test_more_cpus_than_the_allocation_has_are_refused(
+    allocation: Path, monkeypatch: pytest.MonkeyPatch, cpus: str, changes: dict[str, Any], message: str
+) -> None:
+    if cpus:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
+    with pytest.raises(UserError, match=f"(?s)nothing was started.*{message}") if message else nullcontext():
+        previewed(allocation, ["preprocess", "train"], **changes)
 
 
 @pytest.fixture
@@ -170,3 +224,20 @@ def test_signals_to_the_command_stop_and_kill_its_ranks(cluster: DevCluster, run
     os.kill(command, signal.SIGINT)
     assert process.wait(300) == 130, log.read_text()
     until(lambda: not runs(hung["pid"]))
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_whole_run_leaves_out_what_is_complete(cluster: DevCluster, run_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = tiny.command("run", run_file, f"run.dir={run}", "--in-allocation", "train.duration=10 steps")
+
+    def called(*more: str) -> str:
+        done = subprocess.run(salloc(*words, *more), capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "(pipeline preprocess)" not in called("--dry-run") and not run.exists()
+    assert "preprocess: complete, so it is left out" in called()
+    assert [each.stage for each in launches(run)] == ["train", "eval"]
+    assert called().splitlines()[-1] == f"nothing to do: all stages of {run} are complete"

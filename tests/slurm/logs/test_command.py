@@ -120,7 +120,7 @@ def test_the_newest_launch_or_that_of_an_attempt(run: Path) -> None:
     jobs.note(run, jobs.new_job("finish", "79", "slurm", "name", "none.json"))
     finish = launched(run, "79", "finish", nodes=())
     write(run, finish, 0, "done\n")
-    assert "finish, job 79 on " in shown(run)
+    assert "end of preprocess, job 79 on " in shown(run)
 
 
 def test_a_log_for_each_node(run: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_error_of_a_job_that_launched_nothing_is_the_first(run: Path) -> Non
     file.parent.mkdir()
     file.write_text("error: x.json has changed\nsubmit again\n")
     os.utime(file, (first.time - 9, first.time - 9))
-    assert shown(run, first_error=True) == "nothing failed\n", "it is of an earlier start"
+    assert shown(run, first_error=True).startswith("nothing failed in the newest start: "), "it is of an earlier start"
     os.utime(file, (time.time() + 9, time.time() + 9))
     assert shown(run, first_error=True).endswith(f"x.json has changed\nsubmit again\n==> {file}\n")
     jobs.note(run, jobs.new_job("train", "78", "slurm", "name", "none.json"))
@@ -221,6 +221,24 @@ def test_the_first_error(run: Path) -> None:
     assert "of the job's nodes n1 cannot be used (code 78)\n" in shown(run, first_error=True)
     assert shown(run).endswith("the end: of the job's nodes n1 cannot be used\n"), "no rank was started"
     assert "SIGSEGV" in shown(run, first_error=True, attempt=1)
+
+
+def test_failures_of_an_earlier_submission_are_only_named(run: Path) -> None:
+    for number in ("77", "78"):
+        jobs.note(run, jobs.new_job("train", number, "slurm", "name", "none.json"))
+    jobs.note(run, jobs.new_job("eval", "79", "slurm", "name", "none.json", after=("78",)))
+    first = launched(run)
+    attempted(run, 1)
+    ended(run, first, 1, "end", "the disk is full")
+    second = launched(run, "78")
+    text = shown(run, first_error=True)
+    assert text.splitlines()[0].startswith("nothing failed in the newest start: train, job 78 ")
+    assert text.splitlines()[1].startswith("an earlier start failed: train, attempt 1, job 77 ")
+    assert text.endswith("; --attempt 1 shows it\n") and "disk" not in text
+    assert "the disk is full" in shown(run, first_error=True, attempt=1)
+    ended(run, second, 1, "end", "rank 0 failed")
+    ended(run, launched(run, "79", "eval"), 0, "done")
+    assert "train, job 78" in shown(run, first_error=True), "the evaluation is of the same submission"
 
 
 class Follower:

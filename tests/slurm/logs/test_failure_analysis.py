@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.common.errors import EXIT_HANG, EXIT_REFUSED, EXIT_STOPPED, HangError, RankFailed, Stopped, UserError
 from pipeline.train.distributed.rank import NODE_ERRORS, record_error
+from slurm.drill.record import DrillRecord
 from slurm.logs import failure_analysis
 from slurm.logs.failure_analysis import Failure, first_failure, gather_errors, interrupted, stopped
 from slurm.logs.rank_logs import node_errors
@@ -122,6 +123,27 @@ def test_nothing_failed(tmp_path: Path, fail) -> None:  # type: ignore[no-untype
     assert first_failure(tmp_path, NODES, 2, STOPPED) is None
     assert stopped(tmp_path)
     assert first_failure(tmp_path, NODES, 2, STOPPED + CANCELLED) is None, "what hung at its end is not looked at"
+
+
+def test_a_drill_is_the_reason_for_what_it_killed_alone(tmp_path: Path, fail) -> None:  # type: ignore[no-untyped-def]
+    DrillRecord("rank", "77", "n2", (3,), 30, 1005.0).write(tmp_path)
+    failure = found(tmp_path, KILLED)
+    assert (failure.rank, failure.node, failure.signal) == (3, "n2", "SIGKILL")
+    assert failure.message.startswith("was killed by `pipeline drill` at ") and "after step 30" in failure.message
+    assert "memory" not in failure.message
+    assert "drill" not in found(tmp_path, KILLED.replace("task 3", "task 1")).words, "another rank was killed"
+    assert "drill" not in found(tmp_path, NODE_LOST).words
+    fail(1, lost_connection())
+    assert found(tmp_path, KILLED).rank == 3, "that followed from it"
+    fail(0, RuntimeError("before it"))
+    assert found(tmp_path, KILLED).rank == 0
+
+
+def test_a_drill_kills_the_only_process_of_this_machine(tmp_path: Path) -> None:
+    assert first_failure(tmp_path, (), 1) is None
+    DrillRecord("rank", "77", "here", (0,), 30, 1.0).write(tmp_path)
+    failure = first_failure(tmp_path, (), 1)
+    assert failure is not None and "pipeline drill" in failure.words
 
 
 @pytest.mark.parametrize("told", ["received SIGTERM before", "SIGTERM came before"], ids=["now", "0.1"])

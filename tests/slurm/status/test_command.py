@@ -17,6 +17,7 @@ import orjson
 import pytest
 from rich.console import Console
 
+from pipeline.cli.main import main
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
@@ -25,7 +26,7 @@ from pipeline.train.run.attempts import RunningAttempt
 from pipeline.train.run.heartbeat import Beat, node_file
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.job import launch_log
+from slurm.job import active_jobs, launch_log
 from slurm.job.launch_log import LaunchEnd
 from slurm.local.stage_ledger import Ledger
 from slurm.local.stages import evaluate, preprocess, train
@@ -249,6 +250,62 @@ def test_how_a_training_ended(tmp_path: Path, code: int, state: str) -> None:
         found = say(tmp_path, answer)
         assert found.state == state
         assert found.attempts[0].number is None and found.attempts[0].outcome == state
+
+
+def test_an_evaluation_that_failed_is_told_beside_a_training_that_is_done(tmp_path: Path) -> None:
+    send(tmp_path)
+    end(tmp_path, launch(tmp_path), 0, "done")
+    send(tmp_path, "eval", "80")
+    assert say(tmp_path, answered("80")).why == "", "it waits"
+    end(tmp_path, launch(tmp_path, "80", "eval"), 1, "end")
+    found = say(tmp_path)
+    assert (found.state, found.stage, found.why) == ("done", "train", "evaluation failed: it left with 1")
+    send(tmp_path, job="81")
+    end(tmp_path, launch(tmp_path, "81"), 0, "done")
+    assert say(tmp_path).why == "", "it was of an earlier training"
+
+
+def test_an_evaluation_of_a_job_is_not_one_by_hand(tmp_path: Path) -> None:
+    send(tmp_path, "eval", "80", step=5)
+    launch(tmp_path, "80", "eval")
+    with Ledger(tmp_path).stage("eval"):
+        found = say(tmp_path, answered("80", "RUNNING"))
+        assert found.state == "evaluating" and found.why.startswith("job 80 (step 5), since ")
+        assert say(tmp_path, SchedulerSnapshot({})).why.startswith(f"process {os.getpid()} on ")
+
+
+def test_evaluations_that_are_not_in_the_table_yet(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def table() -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["pipeline", "eval", str(run), "--table"])
+        with pytest.raises(SystemExit):
+            main()
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("not in the table yet")]
+
+    assert table() == []
+    with Ledger(run).stage("eval"):
+        (line,) = table()
+        assert f"an evaluation by process {os.getpid()} on " in line
+        send(run, "eval", "80", step=8)
+        monkeypatch.setattr(
+            active_jobs, "states_of", lambda run, queued: {each.job: JobState(each.job, "PENDING") for each in queued}
+        )
+        assert table() == ["not in the table yet: an evaluation of step 8, by eval: job 80 (PENDING)"]
+
+
+def test_a_submission_that_was_refused(tmp_path: Path) -> None:
+    RunFiles(tmp_path).slurm.mkdir(parents=True)
+    jobs.note_refused(tmp_path, "train", "sbatch: Invalid account")
+    found = say(tmp_path)
+    assert (found.state, found.stage) == ("refused", "train") and found.why.endswith("refused: sbatch: Invalid account")
+    send(tmp_path)
+    assert say(tmp_path, answered()).state == "pending"
+    end(tmp_path, launch(tmp_path), 75, "end")
+    assert say(tmp_path).why == "it left with 75", "it was accepted after that"
+    jobs.note_refused(tmp_path, "train", "sbatch: Invalid account")
+    found = say(tmp_path)
+    assert found.state == "stopped" and "it left with 75; the submission of train at " in found.why
 
 
 def test_a_stage_of_another_version_is_shown(tmp_path: Path) -> None:

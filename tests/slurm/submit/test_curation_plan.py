@@ -1,4 +1,4 @@
-"""Jobs of a curation on paper: an array per pass, each after the one before, and one that finishes."""
+"""Jobs of a curation on paper: an array per pass, each after the one before, and one that ends the stage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_array_for_each_pass(tmp_path: Path, duplicates: dict[str, Any], pass
         assert [(after.job, after.kind) for after in job.after] == ([(before, "afterany")] if before else [])
     assert (last.stage, last.command, last.tasks) == ("decide", ("curate",), 1)
     assert len({job.name.replace("-", "") for job in [*arrays, last]}) == len(passes) + 1
-    assert last.name.endswith("-curate-finish")
+    assert last.name.endswith("-curate-end")
 
 
 def test_preprocess_waits_for_the_decisions(tmp_path: Path) -> None:

@@ -291,6 +291,43 @@ def test_jobs_that_are_cancelled_when_they_are_preempted(
     ), warnings
 
 
+SIZES = """\
+small*|up|infinite|1-infinite|0/3/0/3|(null)|(null)|16|64000
+mixed|up|infinite|1-infinite|0/2/0/2|(null)|(null)|16|64000
+mixed|up|infinite|1-infinite|0/1/0/1|(null)|(null)|64|32000
+old|up|infinite|1-infinite|0/3/0/3|(null)|(null)|16+|64000
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ("slurm.train={cpus_per_task: 4, mem_gb: 62}", ""),
+        ("slurm.train={cpus_per_task: 5}", "slurm.train: 4 processes x 5 CPUs = 20 CPUs per node on 1 node is more"),
+        ("slurm.train={mem_gb: 63}", "slurm.train: 63 GB per node on 1 node is more than partition small has"),
+        ("slurm.train={mem_gb: 0}", ""),
+        ("slurm.train={cpus_per_task: 5,partition: mixed}", ""),
+        ("slurm.train={cpus_per_task: 5,mem_gb: 40,partition: mixed}", "40 GB per node on 1 node"),
+        ("slurm.nodes=2 slurm.train={cpus_per_task: 5,partition: mixed}", "20 CPUs per node on 2 nodes"),
+        ("slurm.train={cpus_per_task: 5,partition: old}", ""),
+        ("slurm.train={cpus_per_task: 5,options: {overcommit: ''}}", ""),
+    ],
+)
+def test_jobs_that_no_node_can_hold(run: Path, monkeypatch: pytest.MonkeyPatch, keys: str, part: str) -> None:
+    answers = {"sinfo": SIZES, "scontrol show config": "", "scontrol show partition": "", "sacctmgr": ""}
+    monkeypatch.setattr(scheduler, "here", lambda: True)
+    for module in (scheduler, slurm_commands):
+        monkeypatch.setattr(
+            module,
+            "ask",
+            lambda words, *_, **__: next(answers[key] for key in answers if " ".join(words).startswith(key)),
+        )
+    words = keys.replace(" slurm.", "|slurm.").split("|")
+    config = load(run, [*words, "slurm.processes_per_node=4", "train.batch_size=16"])
+    _, message = found(config, backend="slurm", site=SiteConfig(has_sacct=False))
+    assert part in message and bool(message) == bool(part), message
+
+
 slurm = pytest.mark.slurm
 
 

@@ -25,7 +25,7 @@ from slurm.doctor import command as doctor
 from slurm.job.srun_step import SrunStep
 from slurm.submit import preflight, sbatch_env, submitit_backend
 from slurm.submit.batch_script import SETUP_LINES
-from slurm.submit.dry_run import job_lines
+from slurm.submit.dry_run import jobs_table
 from slurm.submit.job_plan import PlannedJob, StageName, plan
 from slurm.submit.site_profile import site_of
 from slurm.submit.submission import Submission
@@ -38,7 +38,8 @@ def test_no_memory_in_gb_is_all_memory_of_a_node(tmp_path: Path) -> None:
     for given, asked in ((0, "--mem=0"), (0.0001, "--mem=1M"), (2, "--mem=2G")):
         assert asked in options(script_of(config_of(tmp_path, {"slurm.train": {"mem_gb": given}})))
     job = PlannedJob("train", ("train",), ResourcesConfig(time=5, mem_gb=0), name="name")
-    assert "all memory of each node" in "\n".join(job_lines(1, job, "slurm"))
+    memory = next(each for each in jobs_table([job], "slurm").columns if "memory" in str(each.header))
+    assert list(memory.cells) == ["all"]
 
 
 def step(folder: Path, *, stage: Any = "train", nodes: tuple[str, ...] = ("n1",), **site: Any) -> SrunStep:
@@ -132,6 +133,7 @@ def test_the_shell_says_who_pays_where_nothing_else_does(tmp_path: Path, monkeyp
     mine = {"ACCOUNT": "mine", "PARTITION": "a,b", "QOS": "night", "CONSTRAINT": "x&y", "TIMELIMIT": "1-00:00:00"}
     for name, value in mine.items():
         monkeypatch.setenv(f"SBATCH_{name}", value)
+    monkeypatch.setenv("PIPELINE_VERBOSE", "1")
     out = io.StringIO()
     with pytest.raises(UserError, match="sea"):  # there are no data, which is not what this is about
         submit(config_of(tmp_path), ["train"], "slurm", Console(file=out, width=200), dry_run=True)
@@ -261,7 +263,13 @@ def test_a_training_is_shown_before_its_data_are_there(
         return int(left.value.code or 0), *capsys.readouterr()
 
     code, out, error = shown("train")
-    assert "--- script of run-" in out and "#SBATCH --requeue" in out and "length: " in out
+    assert "#SBATCH" not in out and "length: " in out and str(tmp_path / "run" / "slurm" / "jobs") in out
+    assert "nothing was" not in out, "the verdict is the error"
     assert code == 2 and error.startswith("error: nothing was sent: ") and "pipeline preprocess" in error
     code, out, error = shown("run")
-    assert (code, error) == (0, "") and "#SBATCH --requeue" in out
+    assert (code, error) == (0, "") and out.splitlines()[-1].startswith("no problem was found; nothing was sent")
+    assert out.count("┡") == 1, "one table"
+    for command in ("run", "train", "eval"):
+        code, out, _ = shown(command, "--verbose")
+        assert "--- script of run-" in out and "#SBATCH --requeue" in out
+    monkeypatch.delenv("PIPELINE_VERBOSE")

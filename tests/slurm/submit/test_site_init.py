@@ -57,6 +57,14 @@ def test_a_site_that_says_everything(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert file.read_text() == text
 
 
+def test_training_without_gpus_gets_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = "cpu*|up|infinite|1-infinite|8/2/0/10|(null)|(null)\n"
+    site(tmp_path, monkeypatch, parts, "8|64|(null)\n2|6|(null)\n")
+    found = load_site(str(write_profile(tmp_path)))
+    assert (found.train.cpus_per_task, found.eval.cpus_per_task, found.preprocess.cpus_per_task) == (6, 6, 6)
+    assert found.gpus_per_node == 0
+
+
 CLOSED = "PartitionName=closed AllowGroups=nobody-here AllowAccounts=ALL\nPartitionName=dark Hidden=YES\n"
 
 
@@ -123,7 +131,7 @@ def test_a_real_site(cluster: DevCluster, run_file: Path, tmp_path: Path) -> Non
     file.write_text(file.read_text().replace("???", "dev"))
     found = load_site(str(file))
     assert (found.defaults.time, found.gpus_per_node) == (24 * 60, 0) and found.has_sacct and found.has_requeue
-    words = [f"run.dir={tmp_path / 'run'}", f"slurm.profile={file}", "--slurm", "--dry-run"]
+    words = [f"run.dir={tmp_path / 'run'}", f"slurm.profile={file}", "--slurm", "--dry-run", "--verbose"]
     done = tiny.pipeline("train", run_file, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--account=dev" in done.stdout and "--partition=train" in done.stdout, done.stdout

@@ -28,6 +28,7 @@ from pipeline.train.run.folder import make_writable
 from pipeline.train.run.lock import Lock
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
+from slurm.local import stages
 from slurm.scheduler import SchedulerError
 from slurm.submit import code_snapshot, job_plan, permissions, submitit_backend
 from slurm.submit import submit as submit_module
@@ -211,7 +212,7 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     out = io.StringIO()
     submit(config_of(tmp_path), ["preprocess", "train"], "slurm", Console(file=out, width=200), dry_run=True)
     assert "warning: no SLURM here: partition, account, limits were not checked" in out.getvalue()
-    assert "#SBATCH --requeue" in out.getvalue()
+    assert "singleton" not in out.getvalue() and "the same job is queued again" in out.getvalue()
 
 
 def test_finished_data_gets_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +230,50 @@ def test_finished_data_gets_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "preprocess: complete, so no job is sent for it" in text
     assert "pipeline preprocess" not in text and "pipeline train" in text and "pipeline eval" in text
     assert "pipeline preprocess" in shown("preprocess"), "asked for by name"
+
+
+def test_a_complete_training_and_evaluation_get_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    whole: list[job_plan.StageName] = ["preprocess", "train", "eval"]
+    stages.preprocess(config)
+    stages.train(config)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def sent(*overrides: str, only: Sequence[job_plan.StageName] = whole) -> tuple[set[str], str]:
+        """Stages whose jobs a dry run shows, and its text."""
+        out = io.StringIO()
+        submit(load(tmp_path / "run.yaml", overrides), only, "slurm", Console(file=out, width=200), dry_run=True)
+        return {stage for stage in whole if f"pipeline {stage} " in out.getvalue()}, out.getvalue()
+
+    shown, text = sent()
+    assert shown == {"eval"} and "train: complete at step 8, so no job is sent for it" in text
+    for more in ("train.duration=9 steps", "resume.from=3", "train.checkpoint.export.every_steps=4"):
+        assert sent(more)[0] == {"train", "eval"}, more
+    assert sent(only=["train"])[0] == {"train"}, "asked for by name"
+    stages.evaluate(config)
+    shown, text = sent()
+    assert not shown and text.splitlines()[-1] == f"nothing to submit: all stages of {config.run.dir} are complete"
+    assert sent("eval.stride=8")[0] == {"eval"}
+    state = config.run.dir / "exit.json"
+    state.write_bytes(orjson.dumps({**orjson.loads(state.read_bytes()), "code": 1}))
+    assert sent()[0] == {"train", "eval"}, "it did not end well"
+
+
+def test_a_refused_submission_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, has_sacct=False)
+    stages.preprocess(config)
+    commands = {"sbatch": "echo 'sbatch: error: Invalid account' >&2; exit 1", "scontrol": "", "squeue": ""}
+    commands["sinfo"] = "echo 'cpu*|up|infinite|1-infinite|0/2/0/2|(null)|(null)'"
+    (tmp_path / "bin").mkdir()
+    for name, text in commands.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    with pytest.raises(SchedulerError, match="Invalid account"):
+        submit(config, ["train"], "slurm", Console(quiet=True))
+    refusal = jobs.refusal(config.run.dir)
+    assert refusal is not None and refusal.stage == "train" and "Invalid account" in refusal.why
+    assert jobs.sent(config.run.dir) == []
 
 
 def test_a_dry_run_here_shows_the_command_with_its_run_file(tmp_path: Path) -> None:

@@ -141,14 +141,18 @@ def test_all_problems_of_all_runs_at_once_and_nothing_started(run_file: Path, fr
 
 
 def test_dry_run_shows_and_writes_nothing(
-    run_file: Path, fresh: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run_file: Path, fresh: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do(run_file, [*fresh, LR, "model.layers=1,2"], dry_run=True)
     said = capfd.readouterr().out
     assert "4 runs one after the other" in said
     assert said.count("to do") == 4
     assert said.startswith(f"sweep {tmp_path}") and said.endswith("nothing was written (--dry-run)\n")
-    do(run_file, [*fresh, LR, "model.layers=1,2", "slurm.train.time=10"], dry_run=True, slurm=True)
+    words = [*fresh, LR, "model.layers=1,2", "slurm.train.time=10"]
+    do(run_file, words, dry_run=True, slurm=True)
+    assert "#SBATCH" not in capfd.readouterr().out
+    monkeypatch.setenv("PIPELINE_VERBOSE", "1")
+    do(run_file, words, dry_run=True, slurm=True)
     said = capfd.readouterr().out
     assert "an array of 4 jobs, each with 1 node x 1 process, for 10 min" in said
     assert "\n#SBATCH --array=0-3" in said and "nothing was sent" in said

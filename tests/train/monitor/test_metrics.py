@@ -21,7 +21,7 @@ from pipeline.train.monitor.loggers.tensorboard import TensorBoard
 from pipeline.train.monitor.loggers.terminal import Terminal
 from pipeline.train.monitor.metrics import Metrics, peak_flops
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.run_log import long_on_cpu
+from pipeline.train.run_log import long_on_cpu, long_step_on_cpu
 from pipeline.train.trainer import train
 from tests import tiny
 from tests.clock import set_time
@@ -162,6 +162,14 @@ def test_a_model_for_gpus_on_a_cpu(steps: int, warned: bool) -> None:
     """125 M parameters and 2**18 tokens per step are 2e14 FLOP, an hour on 2 threads of 25 GFLOP per second."""
     lines = list(long_on_cpu(6 * 125e6 * 2**18 * steps, threads=2))
     assert [("45 d 12 h" in line, "starter-small" in line) for line in lines] == [(True, True)] * warned
+
+
+@pytest.mark.parametrize("threads, warned", [(1, True), (1000, False)])
+def test_a_step_that_is_silent_for_long_is_announced(threads: int, warned: bool) -> None:
+    lines = list(long_step_on_cpu(2.5e10 * 300, threads))
+    assert ["a step takes about 5 min" in line and "lower train.batch_size" in line for line in lines] == [
+        True
+    ] * warned
 
 
 class Moody(Logger):

@@ -419,6 +419,11 @@ WARNED: list[tuple[int, tuple[str, ...], str]] = [
         ("parallel.pp=4", "parallel.pipeline.schedule=interleaved_1f1b", "train.batch_size=3"),
         "3 micro-batches, .* take a larger batch or a smaller parallel.pp",
     ),
+    (
+        2,
+        ("train.batch_size=10000", "train.micro_batch_size=2"),
+        "each process computes 2,500 micro-batches of 2 windows one after the other .* lower train.batch_size",
+    ),
     (2, ("parallel.pipeline.schedule=zbv",), "parallel.pipeline has no effect"),
     (1, ("parallel.reshard_after_forward=true",), "reshard_after_forward=true has no effect"),
     (2, ("parallel.sequence_parallel=false",), "sequence_parallel=false has no effect"),

@@ -363,6 +363,19 @@ def _short_pipeline(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
+_MANY_MICRO_BATCHES = 1000
+
+
+def _long_step(config: Config, layout: Layout) -> Iterator[str]:
+    worst = max(step_shapes(config, layout.dp), key=lambda shape: shape.micro_batches, default=None)
+    if worst is not None and worst.micro_batches > _MANY_MICRO_BATCHES:
+        yield (
+            f"{worst.batch_key}: each process computes {worst.micro_batches:,} micro-batches of "
+            f"{counted(worst.micro_batch_size, 'window')} one after the other in a step, and nothing is printed before "
+            f"the step ends; raise {worst.micro_key} or lower {worst.batch_key}"
+        )
+
+
 def _without_effect(config: Config, layout: Layout) -> Iterator[str]:
     parallel = config.parallel
     if layout.pp == 1 and parallel.pipeline != PipelineConfig():
@@ -402,6 +415,11 @@ WARNINGS: Sequence[Rule] = (
         ("train.batch_size", "train.micro_batch_size"),
         "More than 10 % of a step is padding up to a multiple of ranks x micro-batch.",
         _padding,
+    ),
+    Rule(
+        ("train.batch_size", "train.micro_batch_size"),
+        f"A step has more than {_MANY_MICRO_BATCHES:,} micro-batches per process.",
+        _long_step,
     ),
     Rule(("train.micro_batch_size", "parallel.pp"), "A step has fewer micro-batches than `pp`.", _short_pipeline),
     Rule(
