@@ -20,7 +20,7 @@ IMAGE_ARGS.cuda := BUILD_BASE=nvcr.io/nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
   BASE=nvcr.io/nvidia/cuda:13.0.2-base-ubuntu24.04 TORCH_INDEX= EXTRAS=flash,te
 IMAGE_VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' pipeline/__init__.py)
 
-.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock audit licences docs site site-links pictures dist sbom gpu-kit image devcluster devcluster-down clean
+.PHONY: help quickstart install install-dev test test-guard test-slow test-slurm test-all test-torch lint lock audit licences docs words site site-links pictures dist sbom gpu-kit image devcluster devcluster-down clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make test-all     all of these"
 	@echo "make test-torch   the tests of training and evaluation with another torch (TORCH=2.11.0; default: the newest)"
 	@echo "make lint         ruff, mypy, and which package may import which"
+	@echo "make words        words and names that the tests refuse, with what to say instead"
 	@echo "make docs         write the tables of docs/ anew (config.md, parallelism.md, curation-rules.md and others)"
 	@echo "make site         the documentation as a site, in site/; a broken link or a page without a place ends it"
 	@echo "make site-links   ask other servers whether the links to them lead somewhere (needs the internet)"
@@ -77,6 +78,9 @@ lint: install-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
+
+words: install-dev
+	@$(BIN)/python -m tests.test_words
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md

@@ -71,7 +71,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """That somebody wants a run to end and not to be started again."""
+    """Request to end a run and not to start it again."""
 
     by: str
     time: float

@@ -25,8 +25,19 @@ IN_MESSAGES = {
     r"\b(goes|go|going|went) on\b": "resume, continue",
 }
 """What messages avoid besides."""
-OPENERS = ("What", "Whether", "How", "Of", "Which", "Where", "When")
-"""First words of a docstring that does not name its thing."""
+OPENERS = ("What", "Whether", "How", "Of", "Which", "Where", "When", "That", "The same ")
+"""Beginnings of a docstring that does not name its thing."""
+NAMES = {
+    "insist": "retry",
+    "bury": "reap",
+    "condemned": "rejected",
+    "stands": "is_valid",
+    "withdraw": "remove",
+    "lap": "epoch",
+    "doomed": "hopeless",
+    "honour": "follow",
+}
+"""Parts of names of functions, classes and arguments, with what to call them."""
 
 
 def _docstrings() -> Iterator[tuple[str, str]]:
@@ -87,5 +98,27 @@ def test_words_of_messages() -> None:
 
 
 def test_the_first_line_of_a_docstring_names_the_thing() -> None:
-    found = [f"{place}: {text.splitlines()[0]}" for place, text in _docstrings() if text.split()[0] in OPENERS]
+    opened = re.compile(rf"({'|'.join(OPENERS)})\b")
+    found = [f"{place}: {text.splitlines()[0]}" for place, text in _docstrings() if opened.match(text)]
     assert not found, "\n".join(found)
+
+
+def test_names() -> None:
+    found = []
+    for path in sorted([*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("slurm/**/*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.arg)):
+                name = node.arg if isinstance(node, ast.arg) else node.name
+                parts = [part.lower() for part in re.findall("[A-Z]?[a-z]+", name)]
+                found += [
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {name} ({NAMES[part]})" for part in parts if part in NAMES
+                ]
+    assert not found, "\n".join(found)
+
+
+if __name__ == "__main__":  # `make words`
+    for check in (test_words, test_words_of_messages, test_the_first_line_of_a_docstring_names_the_thing, test_names):
+        try:
+            check()
+        except AssertionError as error:
+            print(error)

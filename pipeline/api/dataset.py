@@ -140,7 +140,7 @@ class DatasetReader:
 
 
 def _opened(path: Path, read: Literal["mmap", "pread"], generation: int) -> DatasetReader:
-    """The same dataset in another process."""
+    """Reader of a dataset that another process opens again by its folder."""
     return DatasetReader(Dataset.open(path, read, generation))
 
 

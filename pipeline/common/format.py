@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def minutes(count: int) -> str:
-    """The same of whole minutes."""
+    """A duration in whole minutes: `duration` of a number of minutes."""
     if count < 60:
         return f"{count} min"
     hours, rest = divmod(count, 60)

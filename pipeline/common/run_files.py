@@ -124,7 +124,7 @@ class RunFiles:
             return {}
 
     def exit_state(self, since: float = 0.0) -> dict[str, Any]:
-        """The same, for who has no use for a damaged one: {} then as well.
+        """End of the last attempt, as `read_exit`; {} also if the file is damaged.
 
         Args:
             since: {} if the file was written before, in seconds since 1970.

@@ -522,7 +522,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def json_lines(path: Path, unread: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
-    """The same one at a time, for a file of millions.
+    """Objects of a file of JSON lines one at a time, for a file of millions.
 
     Args:
         path: of the file; without one there are no objects.

@@ -176,7 +176,7 @@ class ModelConfig(LayerConfig, _Size):
 
     @property
     def encoder_kinds(self) -> list[str | None]:
-        """The same of the encoder's layers; none without an encoder."""
+        """Kinds of the encoder's layers; none without an encoder."""
         return [] if self.encoder is None else _repeated(self.encoder.pattern or self.pattern, self.encoder.layers)
 
     def layer(self, kind: str | None) -> ModelConfig:

@@ -155,7 +155,7 @@ def objective_values(objective: ObjectiveConfig) -> dict[str, Any]:
 
 
 def mixed_values(objective: MixedObjectiveConfig) -> dict[str, Any]:
-    """The same, with those of single sources if there are any."""
+    """Keys of `objective_values`, with those of single sources if there are any."""
     values = objective_values(objective)
     if objective.by_source:
         values["by_source"] = {name: objective_values(each) for name, each in objective.by_source.items()}

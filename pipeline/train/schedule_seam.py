@@ -66,7 +66,7 @@ class Seam:
         return self.after > RISE * max(self.before, self.expected)
 
     def agreement(self, run: Path) -> Agreement:
-        """That the change is meant, whatever the checkpoint: jobs resume from later ones."""
+        """Agreement to the change, whatever the checkpoint: jobs resume from later ones."""
         return Agreement(RunFiles(run).agreements, "schedule", {key: list(pair) for key, pair in self.changed.items()})
 
 

@@ -138,7 +138,7 @@ def train(config: Config, console: Console | None = None) -> int:
     from pipeline.train.parallel.layout import fixed_processes
 
     processes = config.launch.processes or fixed_processes(config.parallel)
-    _settle_schedule(config, processes, console or Console())
+    _resolve_schedule(config, processes, console or Console())
     from slurm.notify.local import notified_training
 
     # From when the ranks are there, or the training here listens itself, a signal lets them save first.
@@ -156,7 +156,7 @@ def train(config: Config, console: Console | None = None) -> int:
             return stage(config, console)
 
 
-def _settle_schedule(config: Config, processes: int, console: Console) -> None:
+def _resolve_schedule(config: Config, processes: int, console: Console) -> None:
     """Ask about a learning rate that rises where the run resumes, or refuse it; not in a job, which was looked at."""
     from pipeline.train.schedule_seam import schedule_differs
     from slurm.job.srun_task import LOGS

@@ -46,7 +46,7 @@ def show(found: Sequence[RunStatus], console: Console) -> None:
 
 
 def picture(found: Sequence[RunStatus], console: Console) -> RenderableType:
-    """The same, to be painted over the one before."""
+    """Picture of the status, to be painted over the one before."""
     head = Text(time.strftime("%Y-%m-%d %H:%M:%S; Ctrl-C ends this"), style="dim")
     if len(found) == 1:
         return Group(head, Text("\n".join(_block(found[0]))))

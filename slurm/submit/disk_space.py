@@ -49,7 +49,7 @@ def checkpoints_room(config: Config, disk: Disk, course: Course | None) -> tuple
 
 
 def check_room(config: Config) -> list[str]:
-    """The same for a training that starts on this machine; returns warnings.
+    """Check the room for a training that starts on this machine; returns warnings.
 
     Raises:
         MachineError: not even one checkpoint fits.

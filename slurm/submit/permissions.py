@@ -68,7 +68,7 @@ def _others_will_write(config: Config, run: Path) -> bool:
 
 
 def make_private(config: Config, run: Path) -> Path | None:
-    """The same, made so that nobody else may write there.
+    """Make the private folder of a run, to which nobody else may write.
 
     Raises:
         UserError: others may write to it or above it, or it cannot be made.

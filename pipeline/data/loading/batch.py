@@ -70,7 +70,7 @@ class Batch:
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) - self.bounds
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The same on another device, but for `starts` and `predicted`, which stay on the host.
+        """Copies on another device, but for `starts` and `predicted`, which stay on the host.
 
         Args:
             device: Where to.
@@ -79,7 +79,7 @@ class Batch:
         return self._with(lambda tensor: tensor.to(device, non_blocking=non_blocking), but=_ON_HOST)
 
     def pin(self) -> Batch:
-        """The same in page-locked memory, from which a GPU copies without help of the CPU."""
+        """Copies in page-locked memory, from which a GPU copies without help of the CPU."""
         return self._with(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
 
     def used_by(self, stream: torch.cuda.Stream) -> None:
@@ -133,5 +133,5 @@ class StepData:
     """The step is skipped: nothing of it was read, and the weights stay as they are."""
 
     def pin(self) -> StepData:
-        """The same in page-locked memory."""
+        """Copies in page-locked memory."""
         return replace(self, micro_batches=[batch.pin() for batch in self.micro_batches])

@@ -318,7 +318,7 @@ def _contains(interval: Interval | None, number: int) -> bool:
 
 
 def _union(intervals: list[Interval]) -> list[Interval]:
-    """The same numbers as intervals that do not touch, ascending."""
+    """Union of intervals as intervals that do not touch, ascending."""
     result: list[Interval] = []
     for first, end in sorted(intervals):
         if result and first <= result[-1][1]:

@@ -265,7 +265,7 @@ class CsvReader(Reader):
 
 @dataclass(frozen=True)
 class TsvReader(CsvReader):
-    """The same with tabs."""
+    """Records as of `CsvReader`, in columns that tabs divide."""
 
     type = "tsv"
 
@@ -453,7 +453,7 @@ class _Splitter:
             elif self._state == _PLAIN:
                 stop = self._end_of(self._plain, raw, at)
                 self._hold(raw[at:stop])
-                at = self._behind(raw, stop) if stop < size else stop
+                at = self._end_field(raw, stop) if stop < size else stop
             elif self._state == _OPEN:
                 stop = self._end_of(_INSIDE, raw, at)
                 self._hold(raw[at:stop].replace(b'""', b'"'))
@@ -466,7 +466,7 @@ class _Splitter:
                 self._state = _OPEN
                 at += 1
             elif raw.startswith((self._delimiter, b"\n"), at):
-                at = self._behind(raw, at)
+                at = self._end_field(raw, at)
             elif raw.startswith(b"\r\n", at) or raw[at:] == b"\r":
                 at += 1
             else:
@@ -488,8 +488,8 @@ class _Splitter:
         if self._holds:
             self._parts.append(part)
 
-    def _behind(self, raw: bytes, at: int) -> int:
-        """Close a field at the delimiter or line end behind it."""
+    def _end_field(self, raw: bytes, at: int) -> int:
+        """Close a field at the delimiter or line end after it."""
         is_last = raw[at] == 0x0A
         self._close(is_last)
         self._state = _DONE if is_last else _START

@@ -84,7 +84,7 @@ class KeysTemplate(RecordTemplate):
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, str | None, bool], ...]:
-        """(literal text, key behind it, whether that is optional)."""
+        """(literal text, key after it, whether that is optional)."""
         parts = template_parts(self.template)
         return tuple((text, key and key.removesuffix("?"), bool(key and key.endswith("?"))) for text, key in parts)
 
@@ -131,7 +131,7 @@ class MessagesTemplate(RecordTemplate):
         key: of the list.
         role_key: of the role in a message.
         content_key: of the text in a message.
-        roles: (role, text before the content, text behind it).
+        roles: (role, text before the content, text after it).
     """
 
     key: str
@@ -144,13 +144,13 @@ class MessagesTemplate(RecordTemplate):
         """The template of the run file."""
         roles = []
         for role, template in config.roles.items():
-            (before, _), *behind = template_parts(template)
-            roles.append((role, before, "".join(literal for literal, _ in behind)))
+            (before, _), *after = template_parts(template)
+            roles.append((role, before, "".join(literal for literal, _ in after)))
         return cls(config.key, config.role_key, config.content_key, tuple(roles))
 
     @cached_property
     def _forms(self) -> dict[str, tuple[str, str]]:
-        return {role: (before, behind) for role, before, behind in self.roles}
+        return {role: (before, after) for role, before, after in self.roles}
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -165,11 +165,11 @@ class MessagesTemplate(RecordTemplate):
     def settings(self) -> dict[str, Any]:
         """The section of the run file."""
 
-        def form(before: str, behind: str) -> str:
-            literal = (text.replace("{", "{{").replace("}", "}}") for text in (before, behind))
+        def form(before: str, after: str) -> str:
+            literal = (text.replace("{", "{{").replace("}", "}}") for text in (before, after))
             return "{content}".join(literal)
 
-        roles = {role: form(before, behind) for role, before, behind in self.roles}
+        roles = {role: form(before, after) for role, before, after in self.roles}
         keys = {"key": self.key, "role_key": self.role_key, "content_key": self.content_key}
         return {"messages": {**keys, "roles": roles}}
 
@@ -189,6 +189,6 @@ class MessagesTemplate(RecordTemplate):
                 raise UnusableRecord("message without role and text", f"message {number} needs {wanted} as text")
             if role not in self._forms:
                 raise UnusableRecord("role without a template", f"message {number} has the role {role[:50]!r}")
-            before, behind = self._forms[role]
-            texts += [before, content, behind]
+            before, after = self._forms[role]
+            texts += [before, content, after]
         return "".join(texts)

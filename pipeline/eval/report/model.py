@@ -28,7 +28,7 @@ class Look:
         return cls(f"s{number % SLOTS}", _DASHES[(number + number // SLOTS) % len(_DASHES)])
 
     def dotted(self, number: int) -> Look:
-        """The same colour with the n-th line."""
+        """Style with the same colour and the n-th line."""
         return Look(self.slot, _DASHES[number % len(_DASHES)])
 
 

@@ -30,7 +30,7 @@ def read_delta(source: ConfigSource, **defaults: int) -> Json:
 
 
 def write_delta(model: ModelConfig) -> Json:
-    """The same keys."""
+    """Write the keys that `read_delta` reads."""
     delta = delta_of(model)
     found = {theirs: getattr(delta, key) for key, theirs in _KEYS.items()}
     return {**found, _KEYS["value_heads"]: delta.value_heads or delta.key_heads}
@@ -51,7 +51,7 @@ def read_types(source: ConfigSource, layers: int, default: Callable[[int], str])
 
 
 def write_types(model: ModelConfig) -> list[str]:
-    """The same key."""
+    """Write the key that `read_types` reads."""
     return by_layer(model, lambda layer: LINEAR if has_recurrence(layer) else FULL)
 
 

@@ -92,7 +92,7 @@ def read_sparse_layers(source: ConfigSource, layers: int) -> list[bool]:
 
 
 def write_sparse_layers(model: ModelConfig) -> Json:
-    """The same keys."""
+    """Write the keys that `read_sparse_layers` reads."""
     dense = [index for index, has in enumerate(has_experts(model)) if not has]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 

@@ -76,7 +76,7 @@ def read_limits(source: ConfigSource) -> Json:
 
 
 def write_limits(sizes: Mamba2Config) -> Json:
-    """The same key, left out where there are no bounds: readers of JSON disagree about Infinity."""
+    """Write the key that `read_limits` reads, unless there are no bounds: readers of JSON disagree about Infinity."""
     if sizes.dt_min == 0 and sizes.dt_max is None:
         return {}
     return {_LIMIT: [sizes.dt_min, {"__float__": "Infinity"} if sizes.dt_max is None else sizes.dt_max]}

@@ -87,12 +87,12 @@ def read_rope_by_type(
 
 
 def write_rope(model: ModelConfig) -> Json:
-    """The same as version 4 of transformers had it, which 5 and all others read, too."""
+    """Keys of rotary positions as version 4 of transformers had them, which 5 and all others read, too."""
     return {"rope_theta": model.rope_theta, "rope_scaling": _write_scaling(model)}
 
 
 def read_rope_values(source: ConfigSource, values: Json, theta: float, *, mscale: bool = False) -> Json:
-    """The same from the values of one type of layers, which `rope_parameters` may have by type.
+    """Rotary positions from the values of one type of layers, which `rope_parameters` may have by type.
 
     Args:
         source: the file.

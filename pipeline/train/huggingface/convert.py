@@ -327,7 +327,7 @@ class _Experts:
         }
 
     def of(self, ours: str, expert: int) -> Tensor:
-        """That of one expert."""
+        """Tensor of one expert."""
         return self._values[ours][expert - self._first[ours]]
 
 

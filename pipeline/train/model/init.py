@@ -130,7 +130,7 @@ def _vector(name: str, spec: DecoderSpec) -> Vector | None:
 
 
 def _norm_offset(name: str, spec: DecoderSpec) -> float:
-    """That of a norm within a part, or of the norms of the model."""
+    """Offset of a norm within a part, or of the norms of the model."""
     part, own = _part(name, spec)
     within = () if part is None else part.head_norms
     return next((norm.spec.offset for norm in within if own == f"{norm.name}.weight"), spec.norm.offset)

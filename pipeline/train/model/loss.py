@@ -40,7 +40,7 @@ class Criterion:
     """Tokens whose logits exist at once; None: all of them."""
 
     def at(self, predicted_BK: Tensor) -> Criterion:
-        """That of some positions alone."""
+        """Criterion of some positions alone."""
         targets_BK, weight_BK = (x.gather(1, predicted_BK) for x in (self.targets_BS, self.weight_BS))
         return replace(self, targets_BS=targets_BK, weight_BS=weight_BK)
 

@@ -138,7 +138,7 @@ class Stack:
 
     @property
     def used_parameters(self) -> int:
-        """The same with biases."""
+        """Elements that a token is multiplied with, and biases."""
         return self.used_elements + (self.used * self.rows if self.bias else 0)
 
     @property

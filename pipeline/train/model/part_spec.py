@@ -106,7 +106,7 @@ class Reach:
 
     @classmethod
     def window(cls, size: int | None, *, both: bool = False) -> Reach:
-        """That of `sliding_window`; None: all.
+        """Reach of `sliding_window`; None: all.
 
         Causal it is `size` positions, the query's own among them. To both sides it is half of `size` on each, rounded
         down, and the query's own.
@@ -265,7 +265,7 @@ class LayerPartSpec(ABC):
         return sum(matrix.on_rank(tp)[1] for matrix in self.matrices if matrix.to_residual)
 
     def kept_results(self, keep: Collection[str], tp: int) -> float:
-        """The same where only results named by `train.recompute.keep` are kept."""
+        """Numbers of a token that are kept where only results named by `train.recompute.keep` are."""
         return 0.0
 
     def most_numbers(self, sequence_length: int) -> int:

@@ -39,7 +39,7 @@ class Gradients:
         return _square(self._local(self._counted.values()))
 
     def squares_by(self, group: Callable[[str], str]) -> dict[str, Tensor]:
-        """The same, by what `group` makes of the names of parameters; those of which nothing is here are missing."""
+        """Sums of squares by what `group` makes of the names of parameters; groups without any here are missing."""
         groups: dict[str, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in self._counted.items():
             groups[group(name)].append(parameter)

@@ -52,7 +52,7 @@ class _Cut:
 
     @classmethod
     def of(cls, parameter: DTensor, expert: int | None = None) -> _Cut:
-        """That of a matrix; with `expert`, of its matrix in a stack, of which processes with others have nothing."""
+        """Cut of a matrix; with `expert`, of its matrix in a stack, of which processes with others have nothing."""
         mesh, placements = parameter.device_mesh, parameter.placements
         # Of the ranks with the same coordinates on the axes of copies.
         copies = [axis for axis, placement in enumerate(placements) if isinstance(placement, Replicate)]

@@ -112,5 +112,5 @@ def expert_lines(plan: ExpertPlan, layout: Layout, even_bytes: int) -> Iterator[
 
 
 def expert_json(plan: ExpertPlan | None) -> dict[str, Any] | None:
-    """The same for programs."""
+    """Experts of a plan for programs."""
     return None if plan is None else asdict(plan)

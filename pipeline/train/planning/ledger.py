@@ -150,11 +150,11 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._alive:
             return
         memory = _Storage(self._time, storage.nbytes(), at_start=False)
-        self._alive[key] = weakref.ref(storage, lambda _: self._bury(key)), memory
+        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), memory
         self._all.append(memory)
         self._events.append((self._time, memory, memory.size))
 
-    def _bury(self, key: int) -> None:
+    def _forget(self, key: int) -> None:
         _, memory = self._alive.pop(key)
         memory.died = self._time + 1
         self._events.append((self._time + 1, memory, -memory.size))

@@ -360,7 +360,7 @@ class _Counter:
         yield self._scattered("dp_shard", "gradients", len(self._layers) + (1 if ends else 0), layers + ends)
 
     def _sharded_fp32(self) -> Iterator[Transfer]:
-        """The same for vectors that layers use in fp32, which stay whole once they are gathered."""
+        """Traffic of vectors that layers use in fp32, which stay whole once they are gathered."""
         (forward, backward), _ = self._gathers(self._shards, reshards=False)
         units, size = len(self._fp32_sizes), sum(self._fp32_sizes)
         calls = forward + backward
@@ -376,7 +376,7 @@ class _Counter:
         return Transfer(axis, "reduce_scatter", what, phase, times * units, times * size * GRADIENT_BYTES, ranks)  # type: ignore[arg-type]
 
     def _sharded_experts(self) -> Iterator[Transfer]:
-        """The same for experts, which are sharded over tp, too, and with ep over fewer processes."""
+        """Traffic of experts, which are sharded over tp, too, and with ep over fewer processes."""
         units, parameters = len(self._experts), self._expert_parameters
         shards = self._layout.expert_shards
         (forward, backward), _ = self._gathers(shards, self._reshards)

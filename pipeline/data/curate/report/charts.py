@@ -120,7 +120,7 @@ class _Axis:
     def columns(self, counts: npt.NDArray[np.int64], keeps: str, bound: float | None) -> Iterator[_Column]:
         """The columns; all that is outside of the axis is in those at its ends."""
         sums = np.concatenate([[0], np.cumsum(counts)])
-        before = sums[[_first_behind(limit, self.scale, keeps) for limit in self.limits]]
+        before = sums[[_first_after(limit, self.scale, keeps) for limit in self.limits]]
         total, start = int(sums[-1]), 0
         if self.zero:
             start = int(sums[1 if keeps == "max" else 2])
@@ -184,7 +184,7 @@ def _logarithmic(low: float, high: float, bound: float | None) -> tuple[float, .
     return tuple(sorted(chosen))
 
 
-def _first_behind(limit: float, scale: Scale, keeps: str) -> int:
+def _first_after(limit: float, scale: Scale, keeps: str) -> int:
     """First bin of the values on the upper side of a limit."""
     side = "right" if keeps == "max" else "left"
     return int(np.searchsorted(edges(scale), limit, side=side)) + (keeps == "min")  # type: ignore[call-overload]

@@ -117,7 +117,7 @@ def heldout_objectives(config: Config, datasets: Mapping[str, Dataset]) -> dict[
 
 
 def set_objectives(config: Config, name: str, datasets: Mapping[str, Dataset]) -> dict[str, Objective | None]:
-    """The same of a set of `heldout_sets`: its own objective, or that of the training at the set's length.
+    """Objectives of a set of `heldout_sets`: its own, or that of the training at the set's length.
 
     Args:
         config: The run file.

@@ -80,7 +80,7 @@ class SpanCorruption:
         return span_sizes(self._rate, self._mean_span, length).fit
 
     def shape(self, length: int) -> StreamShape:
-        """The same for all windows."""
+        """Shape that all windows have."""
         sizes = span_sizes(self._rate, self._mean_span, length)
         return StreamShape(length, sizes.encoder, sizes.decoder, sizes.decoder)
 

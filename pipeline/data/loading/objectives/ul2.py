@@ -54,7 +54,7 @@ class MixtureOfDenoisers:
         return all(sizes.fit for sizes in self._sizes(length))
 
     def fixed_valid(self, length: int) -> int | None:
-        """That of the denoisers, if it is the same for all."""
+        """Targets of a window in each denoiser, if all have the same number."""
         counts = {one.decoder for one in self._sizes(length)}
         return counts.pop() if len(counts) == 1 else None
 

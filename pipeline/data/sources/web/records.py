@@ -40,7 +40,7 @@ class WarcHead(NamedTuple):
     length: int
 
 
-def line_behind(stream: BinaryIO, length: int) -> bytes:
+def line_after(stream: BinaryIO, length: int) -> bytes:
     """The line behind a record and its line ends: the first one of the next record, or nothing.
 
     Args:

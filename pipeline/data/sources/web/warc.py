@@ -16,7 +16,7 @@ from pipeline.data.sources.records import EMPTY, NO_PAGE, NOT_UTF8, Document, Pi
 from pipeline.data.sources.template import UnusableRecord
 from pipeline.data.sources.web.html import PageReader
 from pipeline.data.sources.web.pages import HTML_TYPES, TEXT_TYPE, characters, page_of, page_text
-from pipeline.data.sources.web.records import BrokenWarcError, WarcHead, block_chunks, line_behind, read_head
+from pipeline.data.sources.web.records import BrokenWarcError, WarcHead, block_chunks, line_after, read_head
 
 if TYPE_CHECKING:
     from pipeline.config.data import InputConfig
@@ -99,7 +99,7 @@ class WarcReader(PageReader):
                 continue
             block, end, damage = self._block(cursor, stream, head), place.now, None
             try:
-                line = line_behind(stream, head.length)
+                line = line_after(stream, head.length)
             except StreamError as error:  # of what follows; the page itself is sound
                 damage = error
             cursor.offset += 1

@@ -39,7 +39,7 @@ def _write(model: ModelConfig, positions: int) -> Json:
 
 
 def write_factors(model: ModelConfig) -> Json:
-    """The same keys."""
+    """Write the factors of this family."""
     return {
         "embedding_multiplier": model.embedding_scale,
         "residual_multiplier": model.residual_scale,

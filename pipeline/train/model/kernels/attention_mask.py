@@ -227,7 +227,7 @@ class AttentionMask:
         return self.seen()
 
     def seen(self) -> Tensor:
-        """The same as `mask`, and never None."""
+        """Keys that are seen, as `mask` has them, and never None."""
         low_BC, high_BC = self.interval()
         k_T = torch.arange(self.keys, device=self.device)
         return ((k_T >= low_BC[..., None]) & (k_T < high_BC[..., None]))[:, None]

@@ -92,7 +92,7 @@ class KernelRequirements:
     def of(
         cls, model: ModelConfig, spec: DecoderSpec, train: TrainConfig, compiled: bool, cut: bool = False
     ) -> KernelRequirements:
-        """That of a training, whose sequences are perhaps cut into pieces."""
+        """Requirements of a training, whose sequences are perhaps cut into pieces."""
         uses = [use for use in spec_uses(spec) if not use.bias]
         return cls(
             model.document_attention,
@@ -305,7 +305,7 @@ def unknown_term(backend: str, need: KernelRequirements) -> str | None:
 
 
 def _flash_version(need: KernelRequirements, machine: DeviceCaps) -> int | None:
-    """That for Hopper first, then the one that has been in use for years; None: there is none."""
+    """Version of flash-attn that is installed, that for Hopper first; None: there is none."""
     for version in (3, 2, 4):
         if version not in machine.flash or machine.capability[0] not in _CARDS[version]:
             continue

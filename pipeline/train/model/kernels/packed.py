@@ -145,7 +145,7 @@ FLASH_MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface"
 
 
 def flash_function(version: int) -> Callable[..., Any]:
-    """That for packed documents; what importing it raises is as various as ways to build it."""
+    """Function for packed documents; what importing it raises is as various as ways to build it."""
     module = __import__(FLASH_MODULES[version], fromlist=["flash_attn_varlen_func"])
     function: Callable[..., Any] = module.flash_attn_varlen_func
     return function

@@ -41,7 +41,7 @@ class Told:
 
     @property
     def window(self) -> tuple[int, int]:
-        """The same where a kernel is told of causality besides."""
+        """Window of a kernel that is told of causality besides."""
         return (-1, -1) if (self.back, self.ahead) == (-1, 0) else (self.back, self.ahead)
 
 

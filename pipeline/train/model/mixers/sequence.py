@@ -70,7 +70,7 @@ class SequenceCut(Protocol):
         core: AttentionFn,
         keys: Sequence[int],
     ) -> Tensor:
-        """The same of keys and values that are made of a latent; sent is the latent, where that is possible.
+        """Attention as `attend`, to keys and values made of a latent; the latent is sent where that is possible.
 
         Args:
             q_BLHE: Queries.

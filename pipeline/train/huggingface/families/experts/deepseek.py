@@ -124,7 +124,7 @@ def read_latent(source: ConfigSource, norm_eps: float, *, q_rank: int | None) ->
 
 
 def write_latent(mla: MlaConfig) -> Json:
-    """The same keys."""
+    """Write the keys that `read_latent` reads."""
     return {
         "head_dim": mla.rope_dim,
         "kv_lora_rank": mla.kv_rank,

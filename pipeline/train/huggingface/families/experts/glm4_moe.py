@@ -73,7 +73,7 @@ def read_expert_sizes(source: ConfigSource, *, count: int, ffn_dim: int, shared:
 
 
 def write_biased_experts(experts: ExpertsConfig) -> Json:
-    """The same keys."""
+    """Write the keys that `read_expert_sizes` reads."""
     assert experts.shared_ffn_dim is not None, "the family needs it"
     return {
         "n_routed_experts": experts.count,

@@ -84,7 +84,7 @@ def _write(model: ModelConfig, positions: int) -> Json:
 
 
 def write_qwen_experts(model: ModelConfig) -> Json:
-    """The same keys."""
+    """Write the keys of experts of this family."""
     experts = experts_of(model)
     return {
         "num_experts": experts.count,

@@ -180,7 +180,7 @@ class _Group:
 
     @cached_property
     def products_of_others_BnQQ(self) -> Tensor:
-        """The same without that of a position with itself."""
+        """C B^T as `products_BnQQ`, without the product of a position with itself."""
         return self.products_BnQQ.tril(-1)
 
     def cut(self, x_BSRP: Tensor, block: slice) -> Tensor:

@@ -21,7 +21,7 @@ class CrossAttentionSpec(AttentionSpec):
 
     @classmethod
     def beside(cls, own: AttentionSpec) -> CrossAttentionSpec:
-        """That of a layer with this attention to itself."""
+        """Spec of a layer beside its attention to itself."""
         return cls(
             dim=own.dim,
             heads=own.heads,

@@ -65,7 +65,7 @@ class AttentionSpec(MixerSpec):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> AttentionSpec:
-        """That of the layers with these keys."""
+        """Spec of the layers with these keys."""
         head_dim = head_size(layer, model.dim)
         scale = default_scale(head_dim, mup=model.init.mup_base_dim is not None)
         rope = None

@@ -63,7 +63,7 @@ class DeltaSpec(RecurrentSpec):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> DeltaSpec:
-        """That of the layers with these keys."""
+        """Spec of the layers with these keys."""
         return cls(**_sizes(model, layer))
 
     @property
@@ -217,7 +217,7 @@ class KdaSpec(DeltaSpec):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> KdaSpec:
-        """That of the layers with these keys."""
+        """Spec of the layers with these keys."""
         assert layer.delta is not None
         return cls(**_sizes(model, layer), rank=layer.delta.rank or layer.delta.value_dim)
 

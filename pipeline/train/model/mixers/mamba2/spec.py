@@ -52,7 +52,7 @@ class Mamba2Spec(RecurrentSpec):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> Mamba2Spec:
-        """That of the layers with these keys."""
+        """Spec of the layers with these keys."""
         sizes = layer.mamba2
         assert sizes is not None
         return cls(

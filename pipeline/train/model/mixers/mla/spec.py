@@ -80,7 +80,7 @@ class MlaSpec(MixerSpec):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> MlaSpec:
-        """That of the layers with these keys."""
+        """Spec of the layers with these keys."""
         mla = layer.mla
         assert mla is not None
         rope = RopeSpec(mla.rope_dim, layer.rope_theta, layer.rope_scaling) if layer.positions == "rope" else None

@@ -35,7 +35,7 @@ class MlpSpec(LayerPartSpec):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> MlpSpec:
-        """That of the layers with these keys."""
+        """Spec of the layers with these keys."""
         assert layer.mlp in get_args(DenseKind)
         kind = cast(DenseKind, layer.mlp)
         ffn_dim = layer.ffn_dim or default_ffn_dim(kind, model.dim)

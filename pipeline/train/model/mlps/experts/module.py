@@ -146,7 +146,7 @@ class ExpertStacks(nn.Module):
         return out_ND
 
     def compute(self, rows_ND: Tensor, gates_N: Tensor, ends_E: Tensor) -> Tensor:
-        """The same, beneath what gathers the weights."""
+        """Results of rows as of `forward`, beneath what gathers the weights."""
         if self.recompute is None or not (self.training and torch.is_grad_enabled()):
             return self._compute(rows_ND, gates_N, ends_E)
         return self.recompute(lambda rows: self._compute(rows, gates_N, ends_E), rows_ND)

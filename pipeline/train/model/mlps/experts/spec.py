@@ -53,7 +53,7 @@ class RouterSpec:
 
     @classmethod
     def of(cls, experts: ExpertsConfig) -> RouterSpec:
-        """That of a section."""
+        """Spec of a section."""
         return cls(
             experts.count,
             experts.top_k,
@@ -88,7 +88,7 @@ class ExpertsSpec(LayerPartSpec):
 
     @classmethod
     def of(cls, model: ModelConfig, layer: LayerConfig) -> ExpertsSpec:
-        """That of the layers with these keys."""
+        """Spec of the layers with these keys."""
         experts = layer.experts
         assert experts is not None
         shared = experts.shared_ffn_dim
@@ -129,7 +129,7 @@ class ExpertsSpec(LayerPartSpec):
 
     @property
     def tp_inputs(self) -> tuple[str, ...]:
-        """That of the shared mlp alone: experts take the tokens where they are."""
+        """Inputs of the shared mlp alone: experts take the tokens where they are."""
         return () if self.shared is None else ("shared",)
 
     @property
