@@ -19,7 +19,7 @@ _ROOTS = {
     "pipeline/data/datasets/merge.py: _output_paths": "the prefix that a person gives",
     "pipeline/data/tokenization/engine_check.py: prove": "the cache of the user",
     "pipeline/data/work/document_files.py: claim_folder": "the folder of an export, which a person names",
-    "pipeline/data/work/freezing.py: make_data_dir": "data.dir, not in a job",
+    "pipeline/data/work/frozen_plan.py: make_data_dir": "data.dir, not in a job",
     "pipeline/eval/tasks/harness.py: prefetch": "eval.harness.include_path, by a command that fetches",
     "pipeline/train/checkpoint/export.py: made_folder": "--to of the command, which a person starts",
     "pipeline/train/run/folder.py: make_writable": "run.dir, not in a job",

@@ -29,7 +29,7 @@ from curate_million import QUICKSTART, RULES, sources, timed
 from benchmarks.measure import adopt_orphans
 from pipeline.config.load import load_run
 from pipeline.data.curate import stage
-from pipeline.data.curate.measure_units import MeasureRun
+from pipeline.data.curate.stage import MeasureRun
 
 HERE = Path(__file__).parent
 PARTS = ("rules", "duplicates", "models", "million", "layout")

@@ -79,7 +79,7 @@ def _task_items_writer(config: Config) -> Callable[[str, Callable[[int], None]],
 
     def write(job: str, progress: Callable[[int], None]) -> None:
         from pipeline.data.curate.measurers import items_folder
-        from pipeline.data.work.freezing import make_data_dir
+        from pipeline.data.work.frozen_plan import make_data_dir
         from pipeline.eval.curation_items import write_task_items
 
         make_data_dir(config, items_folder(config))

@@ -23,7 +23,7 @@ from pipeline.data.order.journal_file import read_journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.preprocess.run_tokenizer import tokenizer_folder
-from pipeline.data.work.lease_holders import read_workers
+from pipeline.data.work.leases import read_workers
 from pipeline.eval.reports import report_files
 from pipeline.train.run.lock import holder
 from slurm import jobs

@@ -21,7 +21,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import dump
 from pipeline.config.slurm import SiteConfig
-from pipeline.data.work.freezing import make_data_dir
+from pipeline.data.work.frozen_plan import make_data_dir
 from pipeline.data.work.units import cut_units, find_source_files
 from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable

@@ -17,8 +17,7 @@ from pipeline.data.curate.measurers import items_folder, measure_settings
 from pipeline.data.curate.passes.scope_passes import check_against
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.work.frozen_plan import has_units
-from pipeline.data.work.source_checks import check_files
-from pipeline.data.work.units import SourceFiles
+from pipeline.data.work.units import SourceFiles, check_files
 
 
 def no_tasks(config: Config) -> list[str]:

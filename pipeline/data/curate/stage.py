@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from pipeline.common import storage
-from pipeline.common.console import Console, say
+from pipeline.common.console import Console, say, warn
 from pipeline.common.format import counted
 from pipeline.common.problems import Problems
 from pipeline.config.root import Config
@@ -22,8 +22,7 @@ from pipeline.data.curate.checks import CURATE_CHECKS, CurateScope, no_tasks
 from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, unit_source, with_items
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
-from pipeline.data.curate.measure_unit import MeasureJob
-from pipeline.data.curate.measure_units import MeasureRun, missing_units
+from pipeline.data.curate.measure_unit import MeasureJob, chunk_is_valid
 from pipeline.data.curate.measurers import Measuring, choose_engine, comparison_engine, items_folder
 from pipeline.data.curate.passes.across import ACROSS, across_folder, across_jobs, across_lines, counts_across
 from pipeline.data.curate.passes.excerpts import ReadTexts
@@ -35,14 +34,14 @@ from pipeline.data.curate.results.differences import estimated_before, find_diff
 from pipeline.data.curate.results.summary import print_summary
 from pipeline.data.curate.verdicts import find_curation
 from pipeline.data.work.bad_input import BadInput
-from pipeline.data.work.freezing import freeze_alone, make_data_dir
-from pipeline.data.work.job_run import JobOutcome, JobRun
+from pipeline.data.work.frozen_plan import freeze_alone, make_data_dir
+from pipeline.data.work.job_run import JobOutcome, JobRun, worker_count
 from pipeline.data.work.leases import LEASES, sweep
-from pipeline.data.work.passes import MissingJobs, Pass, missing_jobs
+from pipeline.data.work.passes import MissingJobs, Pass, Rounds, missing_jobs, removing_damaged
 from pipeline.data.work.receipts import Receipts
-from pipeline.data.work.rounds import Rounds, removing_damaged
+from pipeline.data.work.unit_chunks import UnitDone
+from pipeline.data.work.unit_source import without_damaged
 from pipeline.data.work.units import find_source_files, reading
-from pipeline.data.work.worker_count import worker_count
 
 
 @dataclass
@@ -282,3 +281,25 @@ class CurationStage:
                     storage.remove_if_stale(path)
                 for leases in folder.rglob(LEASES):
                     sweep(leases.parent)
+
+
+def missing_units(config: Config, plan: CurationPlan, receipts: Receipts) -> list[MeasureJob]:
+    """The units of a source that have a chunk without a complete receipt, or whose input has another time.
+
+    Args:
+        config: the run.
+        plan: of the source.
+        receipts: of the source, read anew.
+    """
+    source = without_damaged(unit_source(plan, config), plan.units, receipts)
+    jobs = (MeasureJob(source, unit) for unit in plan.units)
+    return [job for job in jobs if not job.is_done(receipts, partial(chunk_is_valid, source, job.unit))]
+
+
+class MeasureRun(JobRun[MeasureJob, UnitDone]):
+    """Units on one pool of workers."""
+
+    def done(self, job: MeasureJob, result: UnitDone) -> int:
+        for damaged in result.damaged:
+            warn(self._console, f"{job.unit.source}: {damaged}")
+        return 0

@@ -17,7 +17,7 @@ from pipeline.data.datasets.packing.blocks import check_length
 from pipeline.data.datasets.packing.verify import check_packs
 from pipeline.data.packing.command import plan_in_words
 from pipeline.data.packing.make import PackMaker, packs_in_words
-from pipeline.data.work.worker_count import worker_count
+from pipeline.data.work.job_run import worker_count
 
 
 class PackPass:

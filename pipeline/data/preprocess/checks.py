@@ -27,8 +27,7 @@ from pipeline.data.preprocess.source_plan import ADD_APART, is_planned, make_pla
 from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import has_units
-from pipeline.data.work.source_checks import check_files
-from pipeline.data.work.units import SourceFiles, reading
+from pipeline.data.work.units import SourceFiles, check_files, reading
 
 
 @dataclass(frozen=True)

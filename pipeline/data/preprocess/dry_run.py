@@ -40,9 +40,9 @@ from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import has_units
+from pipeline.data.work.job_run import worker_count
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.units import SourceFiles, cut_units, find_source_files, reading
-from pipeline.data.work.worker_count import worker_count
 
 SAMPLE_BYTES = 2**20
 """Bytes on disk, or of text, of each source that are read and encoded."""

@@ -30,8 +30,7 @@ from pipeline.data.preprocess.splits import Splits
 from pipeline.data.sources.reader import Reader, UnitReader
 from pipeline.data.sources.records import START, Piece, Position, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.data.work.freezing import make_data_dir
-from pipeline.data.work.frozen_plan import has_units, remove_unused_plan
+from pipeline.data.work.frozen_plan import has_units, make_data_dir, remove_unused_plan
 from pipeline.data.work.units import SourceFiles
 
 SAMPLE_BYTES = 2**18

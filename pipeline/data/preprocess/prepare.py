@@ -29,7 +29,7 @@ from pipeline.data.preprocess.split_counts import find_splits, known_splits
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.status import read_state
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
-from pipeline.data.work.freezing import freeze_alone, make_data_dir
+from pipeline.data.work.frozen_plan import freeze_alone, make_data_dir
 from pipeline.data.work.leases import LeaseWatch, sweep, take_when_free
 from pipeline.data.work.progress import NOTHING_TO_DO
 from pipeline.data.work.units import SourceFiles, find_source_files, reading

@@ -23,9 +23,8 @@ from pipeline.data.sources.records import NOT_BAD
 from pipeline.data.tokenization.coverage import Coverage, covered
 from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import EngineDiffers
-from pipeline.data.work.job_run import JobOutcome, JobRun
+from pipeline.data.work.job_run import JobOutcome, JobRun, worker_count
 from pipeline.data.work.unit_chunks import UnitDone
-from pipeline.data.work.worker_count import worker_count
 
 _WARN_AFTER_RECORDS = 1000
 _REFUSE_AFTER_TOKENS = 100_000

@@ -16,11 +16,10 @@ from pipeline.data.global_shuffle.external_sort import Shuffle, SortedRun
 from pipeline.data.preprocess.finalize import Finalizer
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.work.job import JobDone
-from pipeline.data.work.job_run import JobRun
+from pipeline.data.work.job_run import JobRun, worker_count
 from pipeline.data.work.leases import Holder, LeaseWatch, take_when_free
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.units import order_key
-from pipeline.data.work.worker_count import worker_count
 
 
 class ShufflePass:

@@ -28,11 +28,11 @@ from pipeline.data.preprocess.splits import (
 )
 from pipeline.data.preprocess.tokenize_unit import SmallestHashes, UnitJob, make_sample_hashes
 from pipeline.data.sources.records import NOT_BAD
-from pipeline.data.work.freezing import make_data_dir
+from pipeline.data.work.frozen_plan import make_data_dir
+from pipeline.data.work.job_run import worker_count
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.units import SourceFiles, cut_units
-from pipeline.data.work.worker_count import worker_count
 from pipeline.data.work.worker_pool import ATTEMPTS, Workers
 
 _NONE: Mapping[str, tuple[str, str]] = {}

@@ -28,7 +28,7 @@ from pipeline.data.preprocess.source_work import SourceWork
 from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext, read_rejected_engines
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.job_run import failure
-from pipeline.data.work.rounds import Rounds
+from pipeline.data.work.passes import Rounds
 from pipeline.data.work.units import reading
 
 

@@ -33,8 +33,7 @@ from pipeline.data.sources.damage import DamagedFile, in_words
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import Damage
 from pipeline.data.work.job_run import FAILURES_FILE
-from pipeline.data.work.lease_holders import WorkerProgress, read_workers
-from pipeline.data.work.leases import PATIENCE_S
+from pipeline.data.work.leases import PATIENCE_S, WorkerProgress, read_workers
 from pipeline.data.work.progress import NOTHING_TO_DO, WIDE
 from pipeline.data.work.receipt_totals import Counts, ReceiptTotals, whole
 from pipeline.data.work.worker_pool import ATTEMPTS

@@ -15,14 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.common import links, storage
+from rich.console import Console
+
+from pipeline.common import links, run_identity, storage
+from pipeline.common.console import say
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted, size
 from pipeline.common.hashing import put_sealed, value_hash
+from pipeline.config import Config
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import Unit
-from pipeline.data.work.leases import LEASES, read_leases
+from pipeline.data.work.job_run import FAILURES_FILE
+from pipeline.data.work.leases import LEASES, LeaseWatch, read_leases, take_when_free
 from pipeline.data.work.units import SourceFiles
 
 OTHER_STAGES = frozenset({"curate"})
@@ -196,3 +202,46 @@ def _file_differences(old: dict[str, int], files: list[File]) -> list[str]:
         name = changed[0]
         result.append(f"files changed: {len(changed)}, the first is {name} ({old[name]} bytes then, {new[name]} now)")
     return result
+
+
+def make_data_dir(config: Config, *folders: Path) -> None:
+    """Make `data.dir`, and folders below it.
+
+    A job finds the one that its submission has made, or ends: its disk may not be mounted.
+
+    Raises:
+        FileNotFoundError: in a job, it is not there.
+    """
+    if run_identity.expected_id(config.run.dir) is None:
+        config.data_dir.mkdir(parents=True, exist_ok=True)
+    for folder in (config.data_dir, *folders):
+        storage.make_below(config.data_dir, folder)
+
+
+def freeze_alone(plan: FrozenPlan, config: Config, folder: Path, console: Console) -> None:
+    """Freeze a plan; of two commands at a time with other plans, one is refused: here, or by its workers.
+
+    Args:
+        plan: of a source.
+        config: the run.
+        folder: of the plan, below `data.dir`.
+        console: for messages.
+    """
+    make_data_dir(config, folder)
+    if (folder / PLAN_FILE).exists() and not plan.differences(folder):
+        return
+    with take_when_free(folder, "plan", LeaseWatch(), lambda _: None):
+        grows = plan.found.grows and plan.extends(folder)
+        if differences := plan.freeze(folder):
+            links.remove(folder / FAILURES_FILE, missing_ok=True)
+            say(
+                console,
+                f"{plan.found.source.name}: planned again, since no unit was started ({'; '.join(differences)})",
+            )
+        elif grows:
+            new, units = plan.found.generation(-1), len(plan.units) - plan.earlier[-1][1]
+            say(
+                console,
+                f"{plan.found.source.name}: {counted(len(new.files), 'file')} added ({size(new.bytes)}, "
+                f"{counted(units, 'unit')}), as generation {len(plan.earlier) + 1}",
+            )

@@ -16,6 +16,7 @@ from pipeline.common import storage
 from pipeline.common.console import say, verbatim
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted
+from pipeline.config.root import Config
 from pipeline.data.work.job import Busy, R, StageJob, make_worker
 from pipeline.data.work.leases import PATIENCE_S
 from pipeline.data.work.progress import ProgressLine
@@ -212,3 +213,8 @@ class JobRun(Generic[J, R]):
             if event.details:
                 verbatim(self._console, event.details)
             self.outcome.failed.append((job, f"{event.how} ({counted(event.attempt, 'attempt')})"))
+
+
+def worker_count(config: Config, jobs: int) -> int:
+    """Number of worker processes for a number of jobs."""
+    return min(config.data.preprocess.workers or len(os.sched_getaffinity(0)), jobs)

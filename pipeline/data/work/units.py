@@ -5,7 +5,7 @@ A document is known by its unit and its row there, so stages that read the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.sources.compression import MAX_ZSTD_WINDOW
+from pipeline.data.sources.damage import damaged_error, find_damaged_ends
 from pipeline.data.sources.formats import source_format
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader
@@ -229,3 +230,19 @@ def order_key(seed: int, unit: Unit) -> int:
 def input_stat(unit: Unit) -> str:
     """Hash of names, sizes and times of a unit's files: equal means that the input need not be read again."""
     return value_hash([[p.file.name, p.file.size, p.file.mtime_ns, p.start, p.end] for p in unit.pieces])
+
+
+def check_files(config: Config, sources: Iterable[tuple[SourceFiles, bool]], found: Problems) -> None:
+    """Check the columns of tables; of new sources also first and last bytes, where damage is to end the stage.
+
+    Args:
+        config: the run.
+        sources: each with True if it is new: then all of its files are looked at, else one.
+        found: gets the problems of each source.
+    """
+    refuses = config.data.preprocess.on_damaged_file == "fail"
+    for source, is_new in sources:
+        with found.collecting(), reading(config, [source]):
+            source.reader.check_columns(source.files, every=is_new)
+            if refuses and is_new and (damaged := find_damaged_ends(source.files, source.reader)):
+                raise damaged_error(source.source.name, damaged, source.bytes)

@@ -20,7 +20,7 @@ from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext
 from pipeline.data.work import unit_chunks
-from pipeline.data.work.freezing import freeze_alone
+from pipeline.data.work.frozen_plan import freeze_alone
 from pipeline.data.work.receipts import read_receipts
 from pipeline.data.work.units import find_source_files
 from tests.data.runs import datasets, make_config, write_jsonl

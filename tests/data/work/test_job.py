@@ -17,7 +17,7 @@ from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.work.job import Busy, JobDone, ReceiptJob, run_leased
 from pipeline.data.work.job_run import FAILURES_FILE, JobRun
 from pipeline.data.work.leases import LeaseWatch, take
-from pipeline.data.work.rounds import Rounds
+from pipeline.data.work.passes import Rounds
 from pipeline.data.work.worker_pool import Progress
 
 RECEIPT = {"job": "copy", "inputs": "inputs", "counts": {}}

@@ -19,7 +19,7 @@ from pipeline.common import trust
 from pipeline.common.errors import EXIT_REFUSED, UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
-from pipeline.data.work.freezing import make_data_dir
+from pipeline.data.work.frozen_plan import make_data_dir
 from pipeline.train.run.folder import make_writable
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster

@@ -22,7 +22,7 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.data.work.freezing import make_data_dir
+from pipeline.data.work.frozen_plan import make_data_dir
 from pipeline.data.work.leases import Lease, LeaseWatch, take
 from pipeline.train.run.folder import make_writable
 from pipeline.train.run.lock import Lock

@@ -17,11 +17,11 @@ from pipeline.data.curate.results.apply import AppliedCuration, decisions_of_run
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Document, Unit
 from pipeline.data.work.document_files import ExportFormat, claim_folder, document_file
+from pipeline.data.work.job_run import worker_count
 from pipeline.data.work.progress import ProgressLine
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.unit_source import UnitSource, without_damaged
 from pipeline.data.work.units import find_source_files, reading
-from pipeline.data.work.worker_count import worker_count
 from pipeline.data.work.worker_pool import Progress, Workers
 
 _ADVANCE = 2**20
