@@ -21,6 +21,7 @@ from slurm.devcluster import DevCluster
 from slurm.job import pack
 from slurm.job.launch_log import launches
 from slurm.job.pack import Pack, device_variables, has_rocm, part_of
+from slurm.sweep import command
 from slurm.sweep.command import sweep
 from tests.slurm.sweep.test_command import do, fresh, run_file, states
 from tests.waiting import until
@@ -59,8 +60,13 @@ def test_a_run_sees_its_devices(rocm: bool, given: dict[str, str], expected: dic
 
 
 def test_a_job_asks_for_what_all_of_its_runs_need(
-    run_file: Path, fresh: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run_file: Path,
+    fresh: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(command, "is_verbose", lambda: True)
     words = [*fresh, "train.optimizer.lr=1e-3,2e-3,3e-3,4e-3,5e-3", "slurm.train.mem_gb=3", "slurm.gpus_per_node=1"]
     sweep_of_two = {"slurm": True, "local": False, "dry_run": True, "table": False, "as_json": False}
     sweep(run_file, words, Console(width=150), **sweep_of_two, per_node=2)
