@@ -24,7 +24,7 @@ from pipeline.common.format import counted, duration, size
 from pipeline.config.data import InputConfig
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import PLAN_FILE, TRAIN
-from pipeline.data.datasets.manifest import PLAN_KEYS, are_written, generations_of
+from pipeline.data.datasets.manifest import are_written
 from pipeline.data.datasets.packing.files import packs_folder
 from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, tokenizer_folder
@@ -35,7 +35,7 @@ from pipeline.data.sources.records import Damage
 from pipeline.data.work.job_run import FAILURES_FILE
 from pipeline.data.work.leases import PATIENCE_S, WorkerProgress, read_workers
 from pipeline.data.work.progress import NOTHING_TO_DO, WIDE
-from pipeline.data.work.receipt_totals import Counts, ReceiptTotals, whole
+from pipeline.data.work.receipt_totals import Counts, ReceiptTotals, read_plan_totals, whole
 from pipeline.data.work.worker_pool import ATTEMPTS
 
 WINDOW_S = 600.0
@@ -165,9 +165,8 @@ def _read_source(config: Config, source: InputConfig, rejected_engines: frozense
     state = SourceProgress(source.name, folder, workers=[each for place in places for each in read_workers(place, now)])
     working = [worker for worker in state.workers if worker.state == "works"]
     try:
-        plan = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
-        planned = (folder / PLAN_FILE).stat().st_mtime
-        sizes = [sum(whole(end - start) for _, start, end in unit) for unit in plan["units"]]
+        found = read_plan_totals(folder, rejected_engines)
+        plan, totals = found.plan, found.totals
         names = [storage.plain_name(name, folder / PLAN_FILE) for name in plan["splits"]]
     except FileNotFoundError:
         state.state = "starting" if working else state.state
@@ -175,19 +174,14 @@ def _read_source(config: Config, source: InputConfig, rejected_engines: frozense
     except UserError as error:
         state.state, state.problem = "damaged", str(error)
         return state
-    except (TypeError, ValueError):
-        state.state, state.problem = "damaged", f"{folder / PLAN_FILE} is damaged: its units are not byte ranges"
-        return state
-    generations = generations_of(plan)
-    totals = ReceiptTotals(sizes, str(plan["config_hash"]), rejected_engines, generations[:-1])
-    totals.read(folder / "receipts")
+    sizes = totals.sizes
     state.units, state.done, state.redo = len(sizes), len(totals.done), len(totals.redo)
     state.splits = {name: totals.splits.get(name, Counts()) for name in names}
     state.records, state.rejected, state.engines = totals.records, totals.rejected, totals.engines
     state.unreadable = totals.unreadable
     with suppress(TypeError, ValueError, IndexError):  # a plan that is damaged, too
-        found = [_damaged(plan, unit, damage) for unit, damage in totals.damaged]
-        state.damaged = sorted(found, key=lambda each: (each.file.name, each.detail))
+        damaged = [_damaged(plan, unit, damage) for unit, damage in totals.damaged]
+        state.damaged = sorted(damaged, key=lambda each: (each.file.name, each.detail))
     state.failures = [
         failure for failure in _read_failures(folder) if failure.unit < len(sizes) and failure.unit not in totals.done
     ]
@@ -198,13 +192,13 @@ def _read_source(config: Config, source: InputConfig, rejected_engines: frozense
     state.in_work = len(held)
     state.bytes = sum(sizes)
     state.bytes_done = sum(sizes[unit] for unit in totals.done) + sum(reached.values())
-    state.rate = _rate(totals, held, reached, planned, now)
+    state.rate = _rate(totals, held, reached, found.planned, now)
     if working:
         state.state = "working"
     elif state.done < state.units:
         state.state = "stopped"
     else:
-        finished = are_written(folder, names, plan["config_hash"] if len(generations) > 1 else None)
+        finished = are_written(folder, names, plan["config_hash"] if totals.earlier else None)
         state.unpacked = PackPass(config).missing(source.name) if finished else []
         state.state = "finished" if finished and not state.unpacked else "tokenized"
         state.rate = None  # nothing is left to be read

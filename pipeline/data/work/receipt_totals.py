@@ -15,6 +15,9 @@ from typing import Any
 import orjson
 
 from pipeline.common import storage
+from pipeline.common.errors import UserError
+from pipeline.data.datasets.files import PLAN_FILE
+from pipeline.data.datasets.manifest import PLAN_KEYS, generations_of
 from pipeline.data.sources.records import Damage
 from pipeline.data.work.receipts import ReceiptCounts, ReceiptSplit
 from pipeline.data.work.unit_source import hash_of_unit
@@ -169,3 +172,41 @@ def whole(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
+
+
+@dataclass(frozen=True)
+class PlanTotals:
+    """A plan and the sums over its receipts.
+
+    Attributes:
+        plan: as JSON.
+        planned: when it was written.
+        totals: of the receipts.
+    """
+
+    plan: Any
+    planned: float
+    totals: ReceiptTotals
+
+
+def read_plan_totals(folder: Path, rejected_engines: frozenset[str] = frozenset()) -> PlanTotals:
+    """Read the plan of a folder, and its receipts.
+
+    Args:
+        folder: of a source, or of its curation.
+        rejected_engines: whose chunks are made again.
+
+    Raises:
+        FileNotFoundError: there is no plan.
+        UserError: the plan is damaged.
+    """
+    path = folder / PLAN_FILE
+    plan = storage.get_json(path, *PLAN_KEYS)
+    try:
+        sizes = [sum(whole(end - start) for _, start, end in unit) for unit in plan["units"]]
+        earlier = generations_of(plan)[:-1]
+    except (TypeError, ValueError, KeyError):
+        raise UserError(f"{path} is damaged: its units are not byte ranges") from None
+    totals = ReceiptTotals(sizes, str(plan["config_hash"]), rejected_engines, earlier)
+    totals.read(folder / "receipts")
+    return PlanTotals(plan, path.stat().st_mtime, totals)

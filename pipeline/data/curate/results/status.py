@@ -26,7 +26,7 @@ from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.leases import LEASES, read_leases
-from pipeline.data.work.receipt_totals import ReceiptTotals
+from pipeline.data.work.receipt_totals import read_plan_totals
 from pipeline.data.work.receipts import Receipts
 from pipeline.data.work.units import SourceFiles, find_source_files
 
@@ -148,20 +148,17 @@ def read_progress(folder: Path, name: str) -> MeasureProgress:
     """Progress of measuring a source, by the folder of its curation."""
     found = MeasureProgress(name, workers=tuple(_working(folder)))
     try:
-        plan = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
-        planned = (folder / PLAN_FILE).stat().st_mtime
-        sizes = [sum(end - start for _, start, end in unit) for unit in plan["units"]]
+        read = read_plan_totals(folder)
     except FileNotFoundError:
         return found
-    except (UserError, TypeError, ValueError) as error:
-        found.problem = f"the plan is damaged: {error}"
+    except UserError as error:
+        found.problem = str(error)
         return found
-    totals = ReceiptTotals(sizes, str(plan["config_hash"]))
-    totals.read(folder / "receipts")
+    totals, sizes = read.totals, read.totals.sizes
     found.units, found.done, found.bytes = len(sizes), len(totals.done), sum(sizes)
     found.bytes_done = sum(sizes[unit] for unit in totals.done) + sum(totals.open.values())
-    last = time.time() if found.workers else max((when for when, *_ in totals.chunks), default=planned)
-    found.rate = found.bytes_done / (last - planned) if last > planned else 0.0
+    last = time.time() if found.workers else max((when for when, *_ in totals.chunks), default=read.planned)
+    found.rate = found.bytes_done / (last - read.planned) if last > read.planned else 0.0
     return found
 
 
