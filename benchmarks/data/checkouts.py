@@ -2,8 +2,9 @@
 
     python benchmarks/data/checkouts.py --before CHECKOUT --work /tmp/bench --rounds 10
 
-The text is what `preprocess.py` finds on this machine. Both use this interpreter and its packages. The first round loads
-and compiles, and does not count. One JSON line a run, then one with medians and the ratio of this checkout to the other.
+The text is what `preprocess.py` finds on this machine. Both use this interpreter and its packages. The first round
+loads and compiles, and does not count. One JSON line a run, then one with medians and the ratio of this checkout to the
+other for each command.
 """
 
 from __future__ import annotations
