@@ -77,7 +77,7 @@ def curate(
         changed = load_run(run, [*(overrides or ()), *_full_keys(what_if)], of_data=True)
         show(config, changed, Console(), ExcerptReader(config.data.curate), listed=listed)
     elif compare:
-        from pipeline.data.curate.results.compare import compare as show_differences
+        from pipeline.data.curate.results.differences import compare as show_differences
         from pipeline.data.provenance.excerpts import ExcerptReader
 
         show_differences(_two(compare), Console(), ExcerptReader(config.data.curate), listed=listed)

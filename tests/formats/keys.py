@@ -152,7 +152,6 @@ CLASSES = {
     "pipeline.data.plan.rows": ("DataPlan", "SliceRow", "SegmentRow", "ObjectiveRow", "PreviewRow"),
     "pipeline.data.datasets.manifest": ("Generation", "Manifest", "TokenizerInfo"),
     "pipeline.data.work.unit_chunks": (),  # Damage
-    "pipeline.data.curate.results.show_differences": (),  # Changed
     "pipeline.data.curate.results.differences": ("Changed",),
     "pipeline.data.provenance.export_dataset": ("ShardCounts",),
     "pipeline.data.provenance.why_show": ("FiredRule", "ClusterMember", "FoundNgram", "Recheck"),

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
+import rich.console
+from rich.table import Table
 
+from pipeline.common.console import echo, print_table, say
 from pipeline.common.errors import UserError
+from pipeline.common.format import counted, percent
 from pipeline.common.hashing import key, mix
 from pipeline.data.curate.duplicates.kinds import COUNTED, NEAR_SIMILARITY
 from pipeline.data.curate.files import REJECTED
-from pipeline.data.curate.verdicts import Curation
+from pipeline.data.curate.passes.excerpts import ReadTexts
+from pipeline.data.curate.report.build import Excerpt, Key
+from pipeline.data.curate.verdicts import Curation, read_curation, read_decisions
 
 KEPT = "kept"
 EXAMPLES = 10
@@ -128,3 +136,105 @@ def _chunks(
                 np.where(bad, -1, b["rule"].astype(np.int64)),
             )
             row += len(a)
+
+
+_SHOWN = 200
+
+
+def show_differences(
+    console: rich.console.Console, first: Curation, second: Curation, found: Differences, names: tuple[str, str]
+) -> None:
+    """Print how many documents each rule removes under both, and how many documents one keeps and the other does not.
+
+    Args:
+        console: where to.
+        first: decisions.
+        second: others.
+        found: their differences.
+        names: of both, for the head of the table.
+    """
+    source = first.about["source"]
+    table = Table("", *names, "change", title=source)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    bounds = [{rule["name"]: rule["bound"] for rule in each.about["rules"]} for each in (first, second)]
+    for rule in (KEPT, *dict.fromkeys([*first.rules, *second.rules])):
+        counts = [found.removed(side, rule) for side in (0, 1)]
+        changed = [_bound(each.get(rule)) for each in bounds]
+        bound = f" ({changed[0]} -> {changed[1]})" if changed[0] != changed[1] else ""
+        if any(counts) or bound:
+            table.add_row(rule + bound, f"{counts[0]:,}", f"{counts[1]:,}", f"{counts[1] - counts[0]:+,}")
+    print_table(console, table)
+    share = percent(found.changed / max(found.documents, 1), 2)
+    say(
+        console,
+        f"{source}: {counted(found.changed, 'document')} of {found.documents:,} ({share}) change: "
+        f"{found.count(True, False):,} kept by {names[0]} alone, {found.count(False, True):,} by {names[1]} alone",
+    )
+
+
+def show_examples(
+    console: rich.console.Console, curation: Curation, differences: Differences, read_texts: ReadTexts | None
+) -> None:
+    """Print documents that change, with their beginnings as far as they can be read, and the number of the others."""
+    found: Sequence[Changed] = differences.examples
+    texts: Mapping[Key, Excerpt] = {}
+    if read_texts is not None:
+        texts = read_texts(curation.folder, [(each.unit, each.row) for each in found])
+    for each in found:
+        excerpt = texts.get((each.unit, each.row))
+        where = f"unit {each.unit} row {each.row}" if excerpt is None else excerpt.place
+        begin = "" if excerpt is None else f": {' '.join(excerpt.text.split())[:_SHOWN]}"
+        say(console, f"  {each.first} -> {each.second}  {where}{begin}")
+    if more := differences.changed - len(found):
+        say(console, f"  and {more:,} more; --list prints all of them")
+
+
+def list_changed(first: Curation, second: Curation) -> None:
+    """Print all documents that change as JSON Lines."""
+    for each in all_changed(first, second):
+        line = {"source": first.about["source"], **each._asdict()}
+        echo(orjson.dumps(line).decode())
+
+
+def _bound(bound: float | None) -> str:
+    return "off" if bound is None else f"{bound:g}"
+
+
+def compare(
+    folders: tuple[Path, Path],
+    console: rich.console.Console,
+    read_texts: ReadTexts | None = None,
+    *,
+    listed: bool = False,
+) -> None:
+    """Print which documents two decisions keep, and the examples that differ.
+
+    Args:
+        folders: each of decisions (`SOURCE/curate/decisions/HASH`), or of a curation (`SOURCE/curate`) for the active
+            ones.
+        console: where to.
+        read_texts: reads the beginnings of documents.
+        listed: list all documents that differ, as JSON Lines.
+
+    Raises:
+        UserError: they are not decisions about the same documents.
+    """
+    first, second = map(open_decisions, folders)
+    if listed:
+        list_changed(first, second)
+        return
+    found = find_differences(first, second, 0)
+    names = (first.decisions.name, second.decisions.name)
+    show_differences(console, first, second, found, names if names[0] != names[1] else ("first", "second"))
+    show_examples(console, first, found, read_texts)
+
+
+def open_decisions(folder: Path) -> Curation:
+    """Decisions in a folder: of decisions, or of a curation for the active ones."""
+    folder = folder.absolute()
+    if folder.parent.name == "decisions":
+        return read_decisions(folder)
+    if (folder / "decisions").is_dir():
+        return read_curation(folder)
+    raise UserError(f"{folder} has no decisions; name SOURCE/curate, or SOURCE/curate/decisions/HASH")

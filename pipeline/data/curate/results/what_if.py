@@ -7,8 +7,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.root import Config
 from pipeline.data.curate.curation_plan import curate_config, plan_sources
 from pipeline.data.curate.passes.excerpts import ReadTexts
-from pipeline.data.curate.results.differences import find_differences
-from pipeline.data.curate.results.show_differences import list_changed, show_differences, show_examples
+from pipeline.data.curate.results.differences import find_differences, list_changed, show_differences, show_examples
 from pipeline.data.curate.stage import CurationStage
 from pipeline.data.curate.verdicts import read_curation
 from pipeline.data.work.units import find_source_files

@@ -14,8 +14,7 @@ from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.common.format import percent, size
 from pipeline.config import Config
-from pipeline.data.curate.results.compare import compare
-from pipeline.data.curate.results.differences import KEPT, all_changed, find_differences
+from pipeline.data.curate.results.differences import KEPT, all_changed, compare, find_differences
 from pipeline.data.curate.results.export import export
 from pipeline.data.curate.results.status import print_status, read_progress
 from pipeline.data.curate.results.what_if import what_if
