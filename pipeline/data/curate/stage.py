@@ -213,7 +213,7 @@ class CurationStage:
         Raises:
             DamagedResult: a file of an earlier pass is not as it was written.
         """
-        workers = worker_count(self._config, 2**31)
+        workers = worker_count(self._config)
         if units := self._missing_units():
             run = MeasureRun(self._console, self.context, workers, MEASURE, waits=waits)
             return self._run(MEASURE, run, units, sum(len(plan.units) for plan in self._plans) - len(units))

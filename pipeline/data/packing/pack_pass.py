@@ -47,7 +47,7 @@ class PackPass:
         for length in self._lengths_of(source):
             maker = self._maker(source, length)
             if maker.state().index is None:
-                index = maker.make(console, worker_count(self._config, 2**31))
+                index = maker.make(console, worker_count(self._config))
                 say(console, f"{source}: {packs_in_words(index)}")
 
     def missing(self, source: str) -> list[int]:

@@ -245,7 +245,7 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
             "the time is not known.",
         )
     else:
-        workers = worker_count(config, 2**31)
+        workers = worker_count(config)
         say(
             console,
             f"Estimated from {read} of text: {duration(seconds)} with {counted(workers, 'worker')}; writing to a "

@@ -55,7 +55,7 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         waits: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(console, context, worker_count(config, 2**31), "tokenizing", waits=waits, clock=clock)
+        super().__init__(console, context, worker_count(config), "tokenizing", waits=waits, clock=clock)
         self.engine_is_rejected = False
         self.damaged = False
         self._context = context

@@ -215,6 +215,6 @@ class JobRun(Generic[J, R]):
             self.outcome.failed.append((job, f"{event.how} ({counted(event.attempt, 'attempt')})"))
 
 
-def worker_count(config: Config, jobs: int) -> int:
-    """Number of worker processes for a number of jobs."""
+def worker_count(config: Config, jobs: int = 2**31) -> int:
+    """Number of worker processes, of which no more are needed than there are jobs."""
     return min(config.data.preprocess.workers or len(os.sched_getaffinity(0)), jobs)
