@@ -6,25 +6,31 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from pipeline.common import links, storage
+from pipeline.common.errors import UserError
 
 _FILE = "drill.json"
+_Word = Annotated[str, Field(max_length=256)]
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
 class DrillRecord:
     """A kill by `pipeline drill`."""
 
-    part: str
+    part: _Word
     """`rank`, `node` or `batch`."""
-    job: str
-    host: str
-    ranks: tuple[int, ...]
+    job: _Word
+    host: _Word
+    ranks: tuple[_Count, ...]
     """Ranks that were killed; of a batch process none."""
-    step: int
+    step: _Count
     """Last step that was trained before."""
-    time: float
+    time: Annotated[float, Field(ge=0, lt=2**38)]
     """In seconds since 1970."""
 
     @property
@@ -38,11 +44,13 @@ class DrillRecord:
         storage.put_json(folder / _FILE, asdict(self))
 
 
+_RECORD = TypeAdapter(DrillRecord)
+
+
 def read_drill(folder: Path) -> DrillRecord | None:
-    """The record in a folder of logs; None without a sound one."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        values = storage.read_object(folder / _FILE)
-        return DrillRecord(**{**values, "ranks": tuple(values["ranks"])})
+    """The record in a folder of logs, to which others may write; None without a sound one."""
+    with suppress(OSError, UserError, ValueError):
+        return _RECORD.validate_json(storage.read_bytes(folder / _FILE, storage.SMALL_BYTES), strict=True)
     return None
 
 

@@ -38,7 +38,12 @@ def missing_stages(
         if not _is_preprocessed(config):
             return missing
         say(console, f"preprocess: complete, {so}")
-        missing = [stage for stage in missing if stage not in ("curate", "preprocess")]
+        missing.remove("preprocess")
+    # Where decisions apply, preprocessing is complete only by those of the run.
+    applies = config.data.curate is not None and config.data.curate.mode == "apply"
+    if "curate" in missing and (applies or _is_curated(config)):
+        say(console, f"curate: complete, {so}")
+        missing.remove("curate")
     if "train" in missing:
         step = _trained_step(config)
         if step is None:
@@ -60,9 +65,19 @@ def _is_preprocessed(config: Config) -> bool:
     return False
 
 
+def _is_curated(config: Config) -> bool:
+    """True if curation would find nothing to do."""
+    from pipeline.data.curate.stage import is_complete
+
+    with suppress(UserError, OSError):
+        return is_complete(config)
+    return False
+
+
 def _trained_step(config: Config) -> int | None:
     """Last step of a training that would find nothing to do; None where there is something, or it is not sure."""
     from pipeline.train.layout_check import planned_spec
+    from pipeline.train.run_plan import plan_run
     from slurm.forecast.course import checkpoints_disk, read_course
 
     run, state = config.run.dir, RunFiles(config.run.dir).exit_state()
@@ -73,6 +88,7 @@ def _trained_step(config: Config) -> int | None:
         course, latest = read_course(config, spec), Checkpoints.of_run(run).latest()
         if course.assumed or latest is None or not course.steps == course.done_steps == latest.step == state["step"]:
             return None
+        plan_run(config, latest, check=False)  # which refuses a run that differs from its checkpoint
         if latest.problems(full=False) or checkpoints_disk(config, spec, course).exports:
             return None
         if config.eval.every_checkpoint and not _all_evaluated(config):  # the job of the training sends these

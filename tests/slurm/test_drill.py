@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
 from slurm import jobs
 from slurm.drill.command import _Before, _watch, drill
-from slurm.drill.record import DrillRecord
+from slurm.drill.record import DrillRecord, read_drill
 from slurm.job import launch_log
 from slurm.job.launch_log import LaunchEnd
 from slurm.local import stages
@@ -108,3 +110,16 @@ def test_a_batch_process_that_a_drill_killed_did_not_run_out_of_memory(tmp_path:
     (tmp_path / "logs" / "a").mkdir(parents=True)
     DrillRecord("batch", "77", "n1", (), 30, time.time()).write(tmp_path / "logs" / "a")
     assert "the batch process on n1 was killed by `pipeline drill`" in reason() and "memory" not in reason()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": "x"}, {"step": -1}, {"time": "x"}, {"time": 1e300}, {"ranks": [[1]]}, {"part": 3}, {"host": "x" * 10**6}],
+)
+def test_a_record_of_a_stranger_is_none(tmp_path: Path, change: dict[str, Any]) -> None:
+    DrillRecord("rank", "77", "n1", (1, 2), 30, 1005.0).write(tmp_path)
+    sound = read_drill(tmp_path)
+    assert sound == DrillRecord("rank", "77", "n1", (1, 2), 30, 1005.0)
+    path = tmp_path / "drill.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
+    assert read_drill(tmp_path) is None

@@ -69,13 +69,12 @@ def chunk_is_valid(source: UnitSource, unit: Unit, receipt: Any, start: Position
 
 def _files_are_there(source: UnitSource, receipt: dict[str, Any]) -> bool:
     unit, chunk = receipt["unit"], receipt["link"]
-    files = receipt.get("files", {}).items()
-    sizes = {measured_file(source.folder, unit, chunk, name): about["size"] for name, about in files}
-    return (
-        "files" in receipt
-        and storage.have_sizes(sizes)
-        and (not receipt["rejected"] or rejected_path(source.folder, unit, chunk).exists())
-    )
+    try:
+        files = receipt["files"].items()
+        sizes = {measured_file(source.folder, unit, chunk, name): about["size"] for name, about in files}
+    except (KeyError, TypeError, AttributeError):  # of another version, or of a stranger
+        return False
+    return storage.have_sizes(sizes) and (not receipt["rejected"] or rejected_path(source.folder, unit, chunk).exists())
 
 
 @dataclass

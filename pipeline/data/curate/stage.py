@@ -15,11 +15,19 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.console import Console, say, warn
+from pipeline.common.errors import MachineError
 from pipeline.common.format import counted
 from pipeline.common.problems import Problems
 from pipeline.config.root import Config
 from pipeline.data.curate.checks import CURATE_CHECKS, CurateScope, no_tasks
-from pipeline.data.curate.curation_plan import HUB_TWICE, CurationPlan, curate_config, unit_source, with_items
+from pipeline.data.curate.curation_plan import (
+    HUB_TWICE,
+    CurationPlan,
+    curate_config,
+    plan_sources,
+    unit_source,
+    with_items,
+)
 from pipeline.data.curate.decontamination.index import prepare_index
 from pipeline.data.curate.files import CURATE
 from pipeline.data.curate.measure_unit import MeasureJob, chunk_is_valid
@@ -104,6 +112,26 @@ def curate(
             stage.remove_stale()
     report.seconds = time.monotonic() - started
     return report
+
+
+def is_complete(config: Config) -> bool:
+    """Tell whether the active decisions about all sources are those of the run; writes nothing.
+
+    False also with decontamination, whose items would have to be read to know it.
+
+    Raises:
+        UserError: something in the config or the data has to be fixed first.
+    """
+    curate = curate_config(config)
+    if curate.decontaminate is not None:
+        return False
+    for scope in make_scopes(config, plan_sources(config, find_source_files(config, held_out=False))):
+        for number, plan in enumerate(scope.plans):
+            active = find_curation(plan.folder)
+            wanted = {"decide_hash": scope.decide_hash(number), "mode": curate.mode}
+            if active is None or not wanted.items() <= active.about.items():
+                return False
+    return True
 
 
 class CurationStage:
@@ -229,7 +257,8 @@ class CurationStage:
     ) -> tuple[str, JobOutcome[Any]]:
         outcome = run.run(jobs, done_before)
         outcome.check("job", name, "Without them nothing can be decided")
-        self._rounds.count(name, jobs)
+        if problem := self._rounds.count(name, jobs):
+            raise MachineError(problem)
         self._made += outcome.made
         return name, outcome
 

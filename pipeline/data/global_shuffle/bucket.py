@@ -88,6 +88,8 @@ class ShuffleJob(ReceiptJob):
         """
         path = runs_file(self.folder, self.split)
         table = _read_runs(path, path.stat().st_mtime_ns)
+        if table["runs_hash"] != self.inputs:
+            raise UserError(f"{path} was written by another command in the meantime; run the same command again")
         first, end = (-(-RANGE * bucket // self.buckets) for bucket in (self.bucket, self.bucket + 1))
         gathered = _Gathered(self.folder / self.split / UNSHUFFLED, table, first, end)
         progress(self.bytes // 2)

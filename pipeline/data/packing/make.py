@@ -142,7 +142,7 @@ class PackMaker:
         if jobs:
             each = sum(job.documents[1] - job.documents[0] for job in jobs) // min(workers, len(jobs))
             verb = f"packing {self.dataset.folder} for {self.length:,} tokens:"
-            outcome = JobRun[PackJob, JobDone](console, each, workers, verb, "block").run(jobs, before)
+            outcome = JobRun[PackJob, JobDone](console, each, workers, verb, "block", leased=False).run(jobs, before)
             outcome.check("block", str(self._folder), "Without them the packs cannot be used")
 
     def _finish(self) -> PackIndex:

@@ -67,7 +67,8 @@ class ShufflePass:
         assert shuffles is not None, "the first pass is done"
         jobs = [job for shuffle in shuffles.values() for job in shuffle.jobs()]
         workers = worker_count(self._config)
-        outcome = JobRun[ShuffleJob, JobDone](self._console, None, workers, "shuffling", "bucket").run(jobs)
+        run = JobRun[ShuffleJob, JobDone](self._console, None, workers, "shuffling", "bucket", leased=False)
+        outcome = run.run(jobs)
         outcome.check("bucket", plan.found.source.name, "Without them the source cannot be finished")
         finish.parts = {name: shuffle.table() for name, shuffle in shuffles.items()}
 

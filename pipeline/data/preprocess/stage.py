@@ -111,15 +111,16 @@ class _Stage:
         """Make what is missing, then finish every source that can be."""
         failed: list[tuple[UnitJob, str]] = []
         before: list[UnitJob] = []
-        while (missing := self._missing()) and not failed:
+        repeated = ""
+        while (missing := self._missing()) and not failed and not repeated:
             run = self._make(missing, waits=True)
-            failed = run.outcome.failed
+            failed, repeated = run.outcome.failed, self._rounds.count("tokenizing", missing)
             if missing == before and not (run.outcome.made or run.engine_is_rejected or failed):
                 missing = []  # only the times of files were to be noted, on a disk that cannot be written
                 break
             before = missing
         unfinished = {job.unit.source for job in missing}
-        problem = self._problem(failed, unfinished)
+        problem = self._problem(failed, unfinished) or (repeated if unfinished else "")
         reports = []
         for plan in self._plans:
             if plan.found.source.name not in unfinished:
@@ -154,8 +155,8 @@ class _Stage:
             others = f"{held:,} {'is' if held == 1 else 'are'} held by others"
             say(
                 self._console,
-                f"{made}, {others}; `pipeline preprocess` without --units, or the finish job of a submitted run, makes "
-                "the missing units and finishes the datasets",
+                f"{made}, {others}; `pipeline preprocess` without --units, or the last job of a submitted "
+                "preprocessing, makes the missing units and finishes the datasets",
             )
         return PreprocessReport(units_done=self._made, seconds=time.monotonic() - started)
 
@@ -185,11 +186,12 @@ class _Stage:
         run = TokenizeRun(self._config, self._console, self._context, waits=waits)
         outcome = run.run(missing, sum(len(plan.units) for plan in self._plans) - len(missing))
         self._made += outcome.made
-        self._rounds.count("tokenizing", missing)
         return run
 
     def _problem(self, failed: list[tuple[UnitJob, str]], unfinished: set[str]) -> str:
-        """Message about sources that cannot be finished; empty if all can."""
+        """Message about sources that cannot be finished; empty if all can, also where another command made units."""
+        if not unfinished:
+            return ""
         sources = ", ".join(sorted(unfinished))
         return failure("unit", sources, failed, f"Without them {sources} cannot be finished")
 

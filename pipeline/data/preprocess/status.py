@@ -171,8 +171,9 @@ def _read_source(config: Config, source: InputConfig, rejected_engines: frozense
     except FileNotFoundError:
         state.state = "starting" if working else state.state
         return state
-    except UserError as error:
-        state.state, state.problem = "damaged", str(error)
+    except (UserError, TypeError) as error:
+        state.problem = str(error) if isinstance(error, UserError) else f"{folder / PLAN_FILE} is damaged: no splits"
+        state.state = "damaged"
         return state
     sizes = totals.sizes
     state.units, state.done, state.redo = len(sizes), len(totals.done), len(totals.redo)

@@ -28,6 +28,7 @@ from pipeline.data.sources.records import Document, Position, Unit
 from pipeline.data.tokenization.coverage import CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.job import WorkerState
 from pipeline.data.work.receipts import files_are_there, read_receipt
 from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, OpenChunk, UnitDone
 from pipeline.data.work.unit_source import UnitSource, damage_is_known
@@ -92,7 +93,7 @@ class EngineRejected(Exception):
     """The engine was rejected by another process while this one used it."""
 
 
-class WorkerContext:
+class WorkerContext(WorkerState):
     """State of a worker process for all its units. A pickled copy opens tokenizer and engines again.
 
     Args:
@@ -108,8 +109,12 @@ class WorkerContext:
         self._tokenizer = tokenizer
         self._engines: dict[EngineName, Engine] = {}
 
-    def __reduce__(self) -> tuple[Any, tuple[Path, float]]:
-        return _opened_context, (self._folder, self.verify_rate)
+    def __reduce__(self) -> tuple[type[WorkerContext], tuple[Path, float]]:
+        return WorkerContext, (self._folder, self.verify_rate)
+
+    def open(self) -> None:
+        """Open the tokenizer, while the parent is at something else."""
+        _ = self.tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -128,11 +133,6 @@ class WorkerContext:
         if which not in self._engines:
             self._engines[which] = open_engine(self.tokenizer, which)
         return self._engines[which]
-
-
-def _opened_context(folder: Path, verify_rate: float) -> WorkerContext:
-    """A context in another process, which opens the tokenizer at once, while the parent is at something else."""
-    return WorkerContext(folder, verify_rate, Tokenizer.open(folder))
 
 
 def make_sample_hashes(wanted: int) -> Any:

@@ -56,6 +56,15 @@ class StageJob(Protocol[R_co]):
             OSError: the disk is full, say; nothing half-written stays.
         """
 
+    def run_unleased(self, shared: Any, progress: Progress, refusal: OSError) -> R_co:
+        """Do what can be done of it without writing.
+
+        Args:
+            shared: as in `run`.
+            progress: as in `run`.
+            refusal: of the lease, because the disk cannot be written; raised if there is something to write.
+        """
+
 
 @dataclass(frozen=True)
 class Busy:
@@ -78,8 +87,7 @@ def run_leased(job: StageJob[R], shared: Any, watch: LeaseWatch, progress: Progr
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES):
             raise
-        # On such a disk a job can find what is there, and compare input that has other times than in the receipts.
-        return job.run(shared, progress)
+        return job.run_unleased(shared, progress, error)
     if not isinstance(lease, Lease):
         return Busy(str(lease))
     # Beats come from a thread, too, because skipping what was read before can take long.
@@ -87,10 +95,32 @@ def run_leased(job: StageJob[R], shared: Any, watch: LeaseWatch, progress: Progr
         return job.run(shared, lease.counting(progress))
 
 
-def make_worker(shared: Any) -> Callable[[StageJob[R], Progress], R | Busy]:
-    """In a worker process: returns the function that runs jobs."""
+class WorkerState(ABC):
+    """State that workers share, which takes time to open."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Open it in this process, if it is not open."""
+
+
+def make_worker(shared: Any, leased: bool) -> Callable[[StageJob[R], Progress], R | Busy]:
+    """In a worker process: open what is shared; returns the function that runs jobs.
+
+    Args:
+        shared: as `StageJob.run` takes it.
+        leased: whether each job has a lease of its own.
+    """
+    if isinstance(shared, WorkerState):
+        shared.open()
     watch = LeaseWatch()
-    return lambda job, progress: run_leased(job, shared, watch, progress)
+
+    def run(job: StageJob[R], progress: Progress) -> R | Busy:
+        if leased:
+            return run_leased(job, shared, watch, progress)
+        with storage.naming(job.folder):
+            return job.run(shared, progress)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -148,6 +178,12 @@ class ReceiptJob(ABC):
         found = self.find()
         return JobDone(self.make(shared, progress)) if found is None else JobDone(found, 0)
 
+    def run_unleased(self, shared: Any, progress: Progress, refusal: OSError) -> JobDone:
+        """Find the receipt."""
+        if (found := self.find()) is None:
+            raise refusal
+        return JobDone(found, 0)
+
     def find(self) -> Receipt | None:
         """The receipt, if it is of the same inputs and its files are there."""
         found: Receipt | None = storage.find_json(self.receipt, *self.identity, *self.KEYS)
@@ -155,9 +191,9 @@ class ReceiptJob(ABC):
             if found is None or any(found[key] != value for key, value in self.identity.items()):
                 return None
             sizes = {path: about["size"] for path, about in self.files(found).items()}
-        except (KeyError, TypeError, AttributeError, UserError):  # somebody else's file
+            return found if storage.have_sizes(sizes) else None
+        except (KeyError, TypeError, AttributeError, ValueError, OSError, UserError):  # the receipt may be a stranger's
             return None
-        return found if storage.have_sizes(sizes) else None
 
     def commit(self, files: Mapping[str, HashedFile], counts: Receipt) -> Receipt:
         """Commit files that were written, then the receipt.

@@ -85,6 +85,8 @@ class JobRun(Generic[J, R]):
         verb: participle of what is done, for messages: `shuffling`.
         noun: of a job, for messages.
         waits: for jobs that other commands have; else they are left to them when no other is free.
+        leased: each job has a lease of its own. Without, the caller has one for all of them: those of a command that
+            died would be waited for a second time.
         clock: seconds of a clock that never goes back.
     """
 
@@ -97,6 +99,7 @@ class JobRun(Generic[J, R]):
         noun: str = "unit",
         *,
         waits: bool = True,
+        leased: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.outcome = JobOutcome[J]()
@@ -106,6 +109,7 @@ class JobRun(Generic[J, R]):
         self._verb = verb
         self._noun = noun
         self._waits = waits
+        self._leased = leased
         self._clock = clock
         self._waits_for: dict[tuple[str, str], tuple[float, float]] = {}
         """By holder and job: since when, and when to say it again."""
@@ -125,7 +129,7 @@ class JobRun(Generic[J, R]):
         # Forked workers have what was opened before; others take so long to start that it is opened meanwhile.
         ready = self.prepare(jobs) if can_fork() else None
         total = sum(job.bytes for job in jobs)
-        with Workers[J, R | Busy](make_worker, (self._shared,), min(self._count, len(jobs))) as workers:
+        with Workers[J, R | Busy](make_worker, (self._shared, self._leased), min(self._count, len(jobs))) as workers:
             ready = ready or self.prepare(jobs)
             with ProgressLine(self._console, total, len(jobs), done_before, self._verb, self._noun) as self._line:
                 self._run_all(ready, workers)

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from pipeline.common import links
 from pipeline.common.console import warn
-from pipeline.common.errors import MachineError
 from pipeline.data.work.job import ReceiptJob, StageJob
 from pipeline.data.work.sorted_runs import DamagedResult
 
@@ -74,22 +73,18 @@ class Rounds:
     def __init__(self) -> None:
         self._made: Counter[tuple[Path, int | str]] = Counter()
 
-    def count(self, what: str, jobs: Sequence[StageJob[Any]]) -> None:
-        """Count jobs that were missing, and are complete after a round.
+    def count(self, what: str, jobs: Sequence[StageJob[Any]]) -> str:
+        """Count jobs that were missing, and are complete after a round; returns a message if one was made too often.
 
         Args:
             what: pass of the jobs, for the message.
             jobs: of the round.
-
-        Raises:
-            MachineError: one was made too often.
         """
         made = [(job.folder, job.name) for job in jobs]
         self._made.update(made)
-        if any(self._made[each] > _TIMES for each in made):
-            raise MachineError(
-                f"jobs of {what} are made and removed repeatedly; is another command running with other settings?"
-            )
+        if all(self._made[each] <= _TIMES for each in made):
+            return ""
+        return f"jobs of {what} are made and removed repeatedly; is another command running with other settings?"
 
 
 @contextmanager

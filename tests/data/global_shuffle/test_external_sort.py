@@ -291,7 +291,7 @@ class TestAgain:
 
     def test_workers(self, tmp_path):
         shuffle, documents = make(tmp_path, metadata=True)
-        with Workers(make_worker, (None,), 2) as workers:
+        with Workers(make_worker, (None, True), 2) as workers:
             done = [event.job.bucket for event in workers.run(shuffle.jobs()) if isinstance(event, Done)]
         assert sorted(done) == list(range(shuffle.buckets))
         assert read_back(shuffle, metadata=True) == [document[1:] for document in documents]

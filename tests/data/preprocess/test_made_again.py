@@ -208,3 +208,18 @@ def test_a_link_ends_after_so_many_records(tmp_path, corpus, monkeypatch):
     for count in ("documents", "tokens", "text_bytes"):
         for split in ("train", "heldout"):
             assert sum(link["splits"][split][count] for link in links) == whole[0]["splits"][split][count]
+
+
+def test_a_unit_that_was_given_up_and_that_another_command_made_is_no_problem(tmp_path, corpus, monkeypatch):
+    config = config_of(tmp_path, corpus)
+    preprocess(config)
+    (config.data_dir / "s" / "receipts" / "00000" / "00000000.json").unlink()
+    run = TokenizeRun.run
+
+    def fails_beside_another(self, jobs, done_before):
+        outcome = run(self, jobs, done_before)
+        outcome.failed.append((jobs[0], "it died here"))
+        return outcome
+
+    monkeypatch.setattr(TokenizeRun, "run", fails_beside_another)
+    assert preprocess(config).sources

@@ -360,6 +360,16 @@ def test_a_damaged_plan(tmp_path, units):
     assert f"{folder / 'plan.json'} is damaged" in shown(config)
 
 
+@pytest.mark.parametrize("splits", ["null", "3", "[3]"])
+def test_a_plan_whose_splits_are_none(tmp_path, splits):
+    config = config_of(tmp_path, "sea")
+    (folder := config.data_dir / "sea").mkdir(parents=True)
+    plan = f'"config_hash": "a", "settings": {{}}, "splits": {splits}, "files": [], "units": []'
+    (folder / "plan.json").write_text(f"{{{plan}}}")
+    (state,) = read_state(config)
+    assert state.state == "damaged" and str(folder / "plan.json") in state.problem
+
+
 def test_finished(tmp_path):
     config = config_of(tmp_path, "sea", "land")
     for name in ("sea", "land"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -14,14 +15,16 @@ from rich.console import Console
 
 from pipeline.common.errors import MachineError, UserError
 from pipeline.data.datasets.indexed import HashedFile
-from pipeline.data.work.job import Busy, JobDone, ReceiptJob, run_leased
+from pipeline.data.work import job as job_module
+from pipeline.data.work.job import Busy, JobDone, ReceiptJob, WorkerState, run_leased
 from pipeline.data.work.job_run import FAILURES_FILE, JobRun
 from pipeline.data.work.leases import LeaseWatch, take
 from pipeline.data.work.passes import Rounds
 from pipeline.data.work.worker_pool import Progress
 
 RECEIPT = {"job": "copy", "inputs": "inputs", "counts": {}}
-FILES: list[Any] = [{"made": 3}, ["made"], {"made": {}}, {"made": {"size": "3"}}, {"../none": {"size": 3}}, None]
+FILES: list[Any] = [{"made": 3}, ["made"], {"made": {}}, {"made": {"size": "3"}}, {"../none": {"size": 3}}]
+FILES += [{"x" * 300: {"size": 3}}, {"a\0": {"size": 3}}, None]
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,40 @@ def test_a_job_that_fails_is_tried_again_listed_and_given_up(job: Copy) -> None:
 def test_a_job_that_is_always_missing_ends_the_stage(job: Copy) -> None:
     rounds = Rounds()
     for number in range(50):
-        rounds.count("copies", [Copy(job.folder, f"copy-{number}", "inputs", 3)])
+        assert not rounds.count("copies", [Copy(job.folder, f"copy-{number}", "inputs", 3)])
     for _ in range(10):
-        rounds.count("copies", [job])
-    with pytest.raises(MachineError, match="jobs of copies are made and removed repeatedly"):
-        rounds.count("copies", [job])
+        assert not rounds.count("copies", [job])
+    assert "jobs of copies are made and removed repeatedly" in rounds.count("copies", [job])
+
+
+def test_on_a_disk_that_cannot_be_written_a_job_is_found_or_refused(job: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "lease")
+
+    monkeypatch.setattr(job_module, "take", refuse)
+    with pytest.raises(OSError, match="lease"):
+        run(job, b"abc")
+    job.make(b"abc", lambda _: None)
+    assert isinstance(found := run(job, b"abc"), JobDone) and found.made == 0
+
+
+def test_a_lease_that_a_dead_command_left_holds_up_no_job_of_who_has_all(job: Copy) -> None:
+    take(job.folder, "copy", LeaseWatch())
+    outcome = JobRun[Copy, JobDone](Console(quiet=True), b"abc", 1, "copying", "job", leased=False).run([job])
+    assert outcome.made == 1
+
+
+@dataclass
+class Opened(WorkerState):
+    """Says in a file that it was opened, or that it cannot be."""
+
+    path: Path
+
+    def open(self) -> None:
+        if not self.path.exists():
+            raise UserError(f"{self.path} is missing")
+
+
+def test_what_workers_share_is_opened_by_them(job: Copy, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="shared is missing"):
+        JobRun[Copy, JobDone](Console(quiet=True), Opened(tmp_path / "shared"), 1, "copying", "job").run([job])

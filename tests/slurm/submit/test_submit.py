@@ -21,6 +21,7 @@ from pipeline.common import trust
 from pipeline.common.errors import MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.data.curate.stage import curate
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.work.frozen_plan import make_data_dir
 from pipeline.data.work.leases import Lease, LeaseWatch, take
@@ -32,6 +33,7 @@ from slurm.local import stages
 from slurm.scheduler import SchedulerError
 from slurm.submit import code_snapshot, job_plan, permissions, submitit_backend
 from slurm.submit import submit as submit_module
+from slurm.submit.complete_stages import missing_stages
 from slurm.submit.site_profile import load_site
 from slurm.submit.stop_lead_time import signal_seconds
 from slurm.submit.submission import read_submission
@@ -254,6 +256,9 @@ def test_a_complete_training_and_evaluation_get_no_job(tmp_path: Path, monkeypat
     shown, text = sent()
     assert not shown and text.splitlines()[-1] == f"nothing to submit: all stages of {config.run.dir} are complete"
     assert sent("eval.stride=8")[0] == {"eval"}
+    for other in ("model.layers=3", "model.dim=64"):
+        found = missing_stages(load(tmp_path / "run.yaml", [other]), whole, Console(quiet=True))
+        assert found == ["train", "eval"], "it differs from its checkpoint, of which the checks tell"
     state = config.run.dir / "exit.json"
     state.write_bytes(orjson.dumps({**orjson.loads(state.read_bytes()), "code": 1}))
     assert sent()[0] == {"train", "eval"}, "it did not end well"
@@ -597,3 +602,15 @@ def test_a_job_can_be_submitted_from_inside_of_one(clean: Path, monkeypatch: pyt
         assert each["MINE"] == "kept" and each["OMPI_MCA_btl"] == "tcp"
         assert not set(each) & (set(ranks) | {"SBATCH_PARTITION", "SLURM_MEM_PER_NODE"})
     assert array.log(config.run.dir, 1).read_text().endswith(" done\n")
+
+
+def test_curation_that_observes_is_left_out_when_it_is_done(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    preprocess(config)
+    observed = load(tmp_path / "run.yaml", ["data.curate={rules: {gopher_quality: {min_words: 5}}}"])
+    whole: list[job_plan.StageName] = ["curate", "preprocess", "train"]
+    assert missing_stages(observed, whole, Console(quiet=True)) == ["curate", "train"]
+    curate(observed)
+    assert missing_stages(observed, whole, Console(quiet=True)) == ["train"]
+    others = load(tmp_path / "run.yaml", ["data.curate={rules: {gopher_quality: {min_words: 6}}}"])
+    assert missing_stages(others, whole, Console(quiet=True)) == ["curate", "train"]
