@@ -24,6 +24,11 @@ PLAN_KEYS = ("config_hash", "settings", "splits", "files", "units")
 FORMAT_VERSION = 2
 WEIGHTED_VERSION = 3
 """Of a dataset whose documents have loss weights: earlier programs, which would leave them out, refuse it."""
+FEATURES_VERSION = 4
+"""Of a dataset that lists its features: what a reader has to know besides ids, each with a file beside `.bin`."""
+WEIGHTS = "weights"
+_FEATURES = (WEIGHTS,)
+"""Features that this program knows."""
 WEIGHT_KEY = "weight_key"
 """Setting of a dataset with loss weights: the key of the records that they were read from."""
 CODE_VERSION = "3"
@@ -95,6 +100,7 @@ class Manifest(_Entry):
         parts: number of parts.
         parts_hash: xxh3-128 of `parts.bin`.
         files: xxh3-64 of the files of the tokenizer, by name; none in datasets of earlier versions.
+        features: what readers have to know besides token ids, of version `FEATURES_VERSION`.
         generations: earlier states of a dataset that has grown, oldest first. Its parts are appended, so each of these
             is the beginning of the next.
     """
@@ -117,6 +123,7 @@ class Manifest(_Entry):
     parts: int
     parts_hash: str
     files: dict[str, str] = {}
+    features: list[str] = []
     generations: list[Generation] = []
 
     @property
@@ -131,7 +138,7 @@ class Manifest(_Entry):
 
     def as_json(self) -> dict[str, Any]:
         """JSON of the file without its seal. What there is not (`generations`, say) is left out."""
-        optional = ("generations", "unknown_tokens", "round_trip", "salvaged_bytes", "files")
+        optional = ("generations", "unknown_tokens", "round_trip", "salvaged_bytes", "files", "features")
         return self.model_dump(exclude={name for name in optional if getattr(self, name) in (None, [], {})})
 
     @property
@@ -142,7 +149,7 @@ class Manifest(_Entry):
     @property
     def has_weights(self) -> bool:
         """True if the documents have loss weights."""
-        return self.format_version == WEIGHTED_VERSION
+        return self.format_version == WEIGHTED_VERSION or WEIGHTS in self.features
 
     @property
     def part(self) -> np.dtype[Any]:
@@ -254,12 +261,19 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise UserError(f"{error}; {REPAIR}") from None
     version = value.get("format_version") if isinstance(value, dict) else None
-    if version not in (FORMAT_VERSION, WEIGHTED_VERSION):
+    if version not in (FORMAT_VERSION, WEIGHTED_VERSION, FEATURES_VERSION):
         raise UserError(
-            f"{path}: format_version {version!r}; this program reads {FORMAT_VERSION} and {WEIGHTED_VERSION}"
+            f"{path}: format_version {version!r}; this program reads {FORMAT_VERSION} to {FEATURES_VERSION}"
         )
     try:
-        return Manifest.model_validate(value)
+        manifest = Manifest.model_validate(value)
+        if unknown := sorted(set(manifest.features) - set(_FEATURES)):
+            names = ", ".join(storage.shown(repr(each)) for each in unknown)
+            raise UserError(
+                f"{path}: the dataset has {names}, which this version cannot read, and must not leave out; use the "
+                "version that wrote it"
+            )
+        return manifest
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise UserError(f"{path} is damaged: {problems}; {REPAIR}") from None

@@ -177,6 +177,8 @@ class TestOpen:
             ({"tokens": "x"}, "tokens: "),
             ({"dtype": None}, "dtype: "),
             ({"dtype": "../x"}, "dtype: "),
+            ({"format_version": 4, "features": ["weights", "masks"]}, "the dataset has 'masks', which this version"),
+            ({"format_version": 4, "features": "weights"}, "features: "),
         ],
     )
     def test_manifest_of_another_kind(self, source, changes, said):

@@ -16,6 +16,7 @@ from pyarrow import parquet
 from rich.console import Console
 
 from pipeline.common.errors import UserError
+from pipeline.common.hashing import put_sealed
 from pipeline.config.load import load
 from pipeline.data.curate.results.export import export
 from pipeline.data.curate.stage import curate
@@ -119,6 +120,12 @@ def test_documents_keep_their_weights(tmp_path: Path, shuffle: str, monkeypatch:
     rejected = [json.loads(line) for line in (sea / "rejected.jsonl").read_text().splitlines()]
     assert [row["reason"] for row in rejected] == ["bad loss weight"] * (len(BAD) + 1)
     assert "'quality' is missing" in rejected[-1]["detail"]
+    path = sea / "train" / "manifest.json"
+    listed = json.loads(path.read_text()) | {"format_version": 4, "features": ["weights"]}
+    listed.pop("seal")
+    weights = [Dataset.open(sea / "train").weight(number) for number in range(3)]
+    put_sealed(path, listed)
+    assert [Dataset.open(sea / "train").weight(number) for number in range(3)] == weights
     land = tmp_path / "data" / "land" / "train"
     manifest = json.loads((land / "manifest.json").read_text())
     assert manifest["format_version"] == 2 and "weight_key" not in manifest["settings"]
